@@ -1,0 +1,103 @@
+"""What both commands share: exit codes, signals, logging and progress."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from .errors import DatapipeError, SettingError
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
+
+
+def run(command: Callable[[], object]) -> int:
+    """Run a command line and return its exit code: 0 good, 1 data or check failed, 2 usage.
+
+    SIGTERM unwinds like Ctrl-C, so that nothing half-finished is left under any name.
+    """
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(
+        level=logging.INFO if rank == "0" else logging.WARNING,
+        format=f"%(asctime)s {'' if 'RANK' not in os.environ else f'rank {rank} '}%(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        command()
+    except SettingError as error:
+        return _fail(error, 2)
+    except (DatapipeError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except SystemExit as stop:  # the command-line library's own way out
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
+
+
+def _terminate(number, _frame):
+    raise SystemExit(128 + number)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+class Progress:
+    """How far a piece of work is: a bar on a terminal, a log line every half minute elsewhere."""
+
+    def __init__(self, what: str, total: int, unit: str = "images") -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.done = 0
+        self._started = self._logged = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.fields[rate]}"),
+                progress.TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task(what, total=total, rate="")
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, count: int = 1) -> None:
+        self.done += count
+        now = time.monotonic()
+        rate = f"{_short(self.done / max(now - self._started, 1e-9))} {self.unit}/s"
+        if self._bar:
+            self._bar.update(self._task, advance=count, rate=rate)
+        elif now - self._logged > LOG_EVERY_S:
+            self._logged = now
+            logger.info(
+                "%s: %s of %s %s, %s", self.what, _short(self.done), _short(self.total), self.unit, rate
+            )
+
+
+def _short(number: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / limit * (10 if suffix == 'k' else 1):.1f} {suffix}"
+    return f"{number:.0f}"

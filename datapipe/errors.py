@@ -1,0 +1,79 @@
+"""What can go wrong.
+
+    DatapipeError            data, disk or network: exit code 1
+    ├── SourceError          the raw data set cannot be used as it is
+    ├── FetchError           a data set could not be downloaded, or is not the one expected
+    ├── ManifestError        no data set here, or one that this version cannot read
+    ├── ShardCorruptError    a shard does not hold the bytes that were packed
+    ├── StagingError         a copy to local disk could not be made
+    ├── DecodeError          a sample's bytes are no readable image
+    └── MissingBackendError  an optional package is not installed
+    SettingError             a bad setting (also a ValueError): exit code 2
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class DatapipeError(Exception):
+    """Root of every error about data.
+
+    `path`, `shard` and `key` say where, as far as known, and are part of the message.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: Path | str | None = None,
+        shard: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        super().__init__(message, path, shard, key)
+        self.message, self.path, self.shard, self.key = message, path, shard, key
+
+    def __reduce__(self):  # crosses process boundaries with its keyword arguments
+        return _rebuild, (type(self), self.message, self.path, self.shard, self.key)
+
+    def __str__(self) -> str:
+        where = [str(self.path)] if self.path is not None else []
+        where += [f"shard {self.shard}"] if self.shard is not None else []
+        where += [f"key {self.key}"] if self.key is not None else []
+        return ": ".join([", ".join(where), self.message] if where else [self.message])
+
+
+def _rebuild(kind, message, path, shard, key):
+    return kind(message, path=path, shard=shard, key=key)
+
+
+class SourceError(DatapipeError):
+    pass
+
+
+class FetchError(DatapipeError):
+    pass
+
+
+class ManifestError(DatapipeError):
+    pass
+
+
+class ShardCorruptError(DatapipeError):
+    pass
+
+
+class StagingError(DatapipeError):
+    pass
+
+
+class DecodeError(DatapipeError):
+    pass
+
+
+class MissingBackendError(DatapipeError):
+    """`extra` is what `pip install 'datapipe-trainer[extra]'` would bring."""
+
+
+class SettingError(ValueError):
+    """A setting out of its range: names the field, the value and what is allowed."""
