@@ -1,0 +1,219 @@
+"""The `datapipe` command. What a command needs is imported when it runs: `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import __version__, console
+
+app = typer.Typer(
+    help="Pack image data sets into large shards, check them, and bring them to node-local disk.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Format(StrEnum):
+    tar = "tar"
+    hdf5 = "hdf5"
+    lmdb = "lmdb"
+
+
+class Kind(StrEnum):
+    auto = "auto"
+    imagefolder = "imagefolder"
+    cifar10 = "cifar10"
+    cifar100 = "cifar100"
+    idx = "idx"
+
+
+class Name(StrEnum):
+    fashion_mnist = "fashion-mnist"
+    cifar10 = "cifar10"
+    cifar100 = "cifar100"
+
+
+class Backend(StrEnum):
+    cpu = "cpu"
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+DataSetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed data set, or the folder of its splits.")]
+
+
+def main() -> int:
+    return console.run(app)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"datapipe {__version__}")
+        raise typer.Exit
+
+
+@app.command(epilog="Example:  datapipe fetch fashion-mnist raw/fashion-mnist")
+def fetch(
+    name: Annotated[Name, typer.Argument(metavar="NAME", help="fashion-mnist, cifar10 or cifar100.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where its files are put.")],
+) -> None:
+    """Get a public data set's files, checked against their sha256 sums."""
+    from .fetch import fetch
+
+    for path in fetch(name.value, folder):
+        print(path)
+
+
+@app.command(epilog="Example:  datapipe pack raw/imagenet packed/imagenet --format tar --workers 16")
+def pack(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="ImageFolder, CIFAR archive or folder, or folder of IDX files.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder: one data set a split is put in it.")],
+    format: Annotated[Format, typer.Option("--format", help="Format of the shards.")] = Format.tar,
+    kind: Annotated[Kind, typer.Option("--kind", help="What SOURCE is.")] = Kind.auto,
+    shard_mib: Annotated[int, typer.Option("--shard-mib", metavar="N", help="Aimed size of a shard in MiB.")] = 256,
+    workers: Annotated[
+        int | None, typer.Option("--workers", metavar="N", help="Processes (default: one a core).")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the order in the shards.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in OUT.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pack raw images into shards, shuffled once. JPEG and PNG files go in untouched."""
+    from .packing import PackOptions, pack
+
+    started = time.perf_counter()
+    manifests = pack(source, out, PackOptions(format.value, kind.value, shard_mib, workers, seed, overwrite))
+    seconds = time.perf_counter() - started
+    splits = {split: _summary(out / split, manifest) for split, manifest in manifests.items()}
+    if as_json:
+        print(json.dumps({"seconds": seconds, "splits": splits}))
+        return
+    for line in splits.values():
+        print(_line(line))
+    images = sum(manifest.num_samples for manifest in manifests.values())
+    print(f"{images:,} images in {seconds:.1f} s")
+
+
+@app.command(epilog="Example:  datapipe info packed/imagenet --json")
+def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
+    """Say what a packed data set holds."""
+    from .index import open_index
+    from .manifest import Manifest, find_data_sets
+
+    splits = []
+    for path in find_data_sets(folder):
+        manifest = Manifest.read(path)
+        index = open_index(path, manifest)
+        splits.append(_summary(path, manifest, index))
+    if as_json:
+        print(json.dumps(splits))
+        return
+    for line in splits:
+        print(_line(line))
+        mean = line["image_bytes_mean"]
+        print(f"  {line['format']}, {mean:,.0f} bytes an image, {line['pixels']}, from {line['kind']}")
+
+
+@app.command(epilog="Example:  datapipe verify --deep /local/imagenet")
+def verify(
+    folder: DataSetFolder,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode every image as well.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check every file against its checksum; exit with 1 and name each bad shard and key if one differs."""
+    from .manifest import find_data_sets
+    from .verifying import verify
+
+    found = {str(path): verify(path, deep) for path in find_data_sets(folder)}
+    if as_json:
+        print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in found.items()}))
+    for path, problems in found.items():
+        for line in () if as_json else problems or ("good",):
+            print(f"{path}: {line}")
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example:  datapipe stage /shared/packed/imagenet $TMPDIR/imagenet")
+def stage(
+    folder: DataSetFolder,
+    local: Annotated[Path, typer.Argument(metavar="LOCAL", help="Folder on this node's own disk.")],
+    as_json: AsJson = False,
+) -> None:
+    """Copy a packed data set to local disk, verified. Called again it continues, or finds all in place."""
+    from .staging import stage
+
+    started = time.perf_counter()
+    results = stage(folder, local)
+    if as_json:
+        rows = [{**vars(result), "folder": str(result.folder)} for result in results]
+        print(json.dumps({"seconds": time.perf_counter() - started, "data_sets": rows}))
+        return
+    for result in results:
+        print(f"{result.folder}: {result.num_samples:,} images, "
+              f"{_mib(result.copied_bytes)} copied, {_mib(result.kept_bytes)} there already")  # fmt: skip
+
+
+@app.command(epilog="Example:  datapipe bench /local/imagenet --loader cpu --epochs 2 --json")
+def bench(
+    folder: DataSetFolder,
+    loader: Annotated[Backend, typer.Option("--loader", help="Which backend.")] = Backend.cpu,
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Images a batch.")] = 256,
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="How often to go through the data.")] = 2,
+    size: Annotated[
+        int | None, typer.Option("--size", metavar="PIXELS", help="Of a side (default: the images' own, or 224).")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="Default: the cores.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how many training images a second a loader delivers."""
+    from .bench import bench
+
+    result = bench(folder, loader.value, batch_size, epochs, size, threads)
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(f"{result['images_per_s']:,.0f} images/s, {result['images_per_cpu_s']:,.0f} images a CPU-second "
+          f"({result['threads']} threads, {result['size']} pixels, batches of {result['batch_size']})")  # fmt: skip
+
+
+def _summary(path: Path, manifest, index=None) -> dict:
+    """What `info` and `pack` say of a data set."""
+    same = manifest.width is not None and manifest.height is not None
+    colour = "grey" if manifest.channels == 1 else "RGB"
+    row = {
+        "path": str(path),
+        "split": manifest.split,
+        "format": manifest.format,
+        "kind": manifest.kind,
+        "num_samples": manifest.num_samples,
+        "num_classes": manifest.num_classes,
+        "num_shards": len(manifest.shards),
+        "size_bytes": manifest.size_bytes,
+        "pixels": f"{manifest.width}×{manifest.height} {colour}" if same else f"{colour} of differing sizes",
+    }
+    if index is not None:
+        row["image_bytes_mean"] = float(index["size"].mean())
+        row["classes"] = manifest.classes
+    return row
+
+
+def _line(row: dict) -> str:
+    return (
+        f"{row['path']}: {row['num_samples']:,} images of {row['num_classes']} classes "
+        f"in {row['num_shards']} shards, {_mib(row['size_bytes'])}"
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,129 @@
+"""Files: never a finished name on unfinished bytes, and checksums."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
+
+
+def partial_path(path: Path) -> Path:
+    """The name under which `path` is written until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on leaving, sync it and rename it to `path`.
+
+    On any exception the temporary file is removed and `path` stays as it was. What an earlier,
+    killed run left under the temporary name is overwritten.
+    """
+    partial = partial_path(path)
+    partial.unlink(missing_ok=True)
+    try:
+        with _named(partial):
+            yield partial
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Like `atomic_path`, but yields the temporary file opened for binary writing."""
+    with atomic_path(path) as partial, open(partial, "wb") as file:
+        yield file
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give an OSError from a write the name of the file: "no space left" alone helps nobody."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def checksum(path: Path) -> str:
+    """xxh3-128 of a file's bytes, as 32 hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        update_from(digest, file)
+    return digest.hexdigest()
+
+
+def update_from(digest: xxhash.xxh3_128, file: BinaryIO) -> int:
+    """Feed the rest of `file` to `digest`; return the number of bytes."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    total = 0
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        total += count
+    return total
+
+
+def copy_verified(source: Path, target: Path, size_bytes: int, expected: str) -> int:
+    """Copy `source` to `target`, resuming what an interrupted call left, and verify it.
+
+    The bytes already there under the temporary name are hashed, not trusted: when the checksum of the
+    whole is not `expected` (xxh3-128, hexadecimal) and some bytes were there before, the file is
+    copied once more from its beginning. Returns the number of bytes read from `source`; raises
+    ValueError when even a whole copy has another checksum. Unlike elsewhere, an interrupted copy
+    leaves its temporary file behind: that is what the next call resumes.
+    """
+    partial = partial_path(target)
+    with _named(partial), open(source, "rb", buffering=0) as reader, open(partial, "a+b", buffering=0) as writer:
+        if writer.tell() > size_bytes:
+            writer.truncate(0)
+        copied = 0
+        while True:
+            digest = xxhash.xxh3_128()
+            writer.seek(0)
+            resumed = update_from(digest, writer)
+            reader.seek(resumed)
+            buffer = memoryview(bytearray(BLOCK_BYTES))
+            while count := reader.readinto(buffer):
+                digest.update(buffer[:count])
+                _write_all(writer, buffer[:count])
+                copied += count
+            if digest.hexdigest() == expected:
+                break
+            writer.truncate(0)
+            if not resumed:
+                raise ValueError(f"xxh3-128 is {digest.hexdigest()}, expected {expected}")
+        os.fsync(writer.fileno())
+    os.replace(partial, target)
+    sync_folder(target.parent)
+    return copied
+
+
+def _write_all(file: BinaryIO, block: memoryview) -> None:
+    while block:
+        block = block[file.write(block) :]
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,65 @@
+"""Loaders: one file and one line here for each backend."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from ..augment import Augment
+from ..errors import SettingError
+from ..order import Last
+from .base import Batch, Loader, LoaderOptions, normalise
+
+__all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
+
+BACKENDS = ("cpu",)
+
+
+def open_loader(
+    path: Path | str,
+    batch_size: int,
+    *,
+    backend: str = "cpu",
+    train: bool = True,
+    size: int = 224,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    order: str = "full",
+    threads: int | None = None,
+    cache: Path | str | None = None,
+    device: object = None,
+    augment: Augment | None = None,
+    last: Last | None = None,
+) -> Loader:
+    """Open one packed data set (one split) for one rank.
+
+    Iterate over it once per epoch; each batch has `batch_size` samples of this rank, as uint8 images
+    of `size` × `size` pixels. `train` shuffles, cuts and mirrors (as `augment` says; default: see
+    Augment) and leaves out what does not fill a global batch; evaluation goes in order, cuts the
+    centre, and pads the last batch (`valid` is False there). `last` ("drop" or "pad") overrides that.
+    `threads` decode (default: the cores of this process, shared by the ranks of the node). `cache` is a
+    node-local folder to which the data set is staged first, once per node. `device`: where batches are
+    delivered (default: the CPU).
+
+    Raises SettingError for a setting out of range, ManifestError when there is no data set at `path`.
+    """
+    if backend not in BACKENDS:
+        raise SettingError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    options = LoaderOptions(
+        batch_size=batch_size,
+        train=train,
+        size=size,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        order=order,
+        threads=threads,
+        augment=augment or Augment(),
+        last=last or ("drop" if train else "pad"),
+    )
+    if cache is not None:
+        from ..staging import stage_once
+
+        path = stage_once(Path(path), Path(cache))
+    return importlib.import_module(f".{backend}", __name__).open(Path(path), options, device)

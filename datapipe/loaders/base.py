@@ -1,0 +1,182 @@
+"""What every loader gives: batches, and a state of two integers.
+
+Shapes: B samples of a batch, C channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from ..augment import Augment, Windows, eval_windows, train_windows
+from ..dataset import DataSet
+from ..errors import SettingError
+from ..order import Last, num_steps, permutation
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's slice of a global batch."""
+
+    images: torch.Tensor  # uint8[B, C, H, W], channels last in memory
+    labels: torch.Tensor  # int64[B]
+    samples: torch.Tensor  # int64[B]: numbers in the data set, -1 for padding
+    valid: torch.Tensor  # bool[B]: False for padding, whose images are black
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """The settings of `open_loader`, checked."""
+
+    batch_size: int
+    train: bool
+    size: int
+    seed: int
+    rank: int
+    world_size: int
+    order: str
+    threads: int | None
+    augment: Augment
+    last: Last
+
+    def __post_init__(self) -> None:
+        for name, low in (("batch_size", 1), ("size", 1), ("seed", 0), ("world_size", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < low):
+                raise SettingError(f"{name}: {value!r} is out of range; allowed: whole numbers from {low}")
+        if not 0 <= self.rank < self.world_size:
+            raise SettingError(f"rank: {self.rank} is out of range; allowed: 0 to {self.world_size - 1}")
+        if self.order != "full":
+            raise SettingError(f"order: {self.order!r} is not one of full")
+        if self.last not in ("drop", "pad"):
+            raise SettingError(f"last: {self.last!r} is not one of drop, pad")
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.world_size
+
+    def num_threads(self) -> int:
+        if self.threads is not None:
+            return self.threads
+        cores = len(os.sched_getaffinity(0))
+        return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class Loader(ABC):
+    """Iterable once per epoch. Backends only turn positions into images.
+
+    Attributes: `options`, `num_samples` (of the whole data set), `num_classes`, `channels` (1 or 3),
+    `size` (pixels), `wait_s` (seconds that the consumer has waited for batches in all).
+    """
+
+    def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
+        self.data_set, self.options = data_set, options
+        self.num_samples = len(data_set)
+        self.num_classes = data_set.manifest.num_classes
+        self.channels = data_set.manifest.channels
+        self.size = options.size
+        self._augment = options.augment.resolve(data_set.manifest.width, data_set.manifest.height, options.size)
+        self.wait_s = 0.0
+        self._num_steps = num_steps(self.num_samples, options.global_batch_size, options.last)
+        self._epoch = self._step = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Batches in an epoch, the same on every rank."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of this epoch, from the step where the state is; then the state is at its end."""
+        if self._closed:
+            raise ValueError("the loader is closed")
+        batches = self._batches(self._epoch, range(self._step, self._num_steps))
+        try:
+            while True:
+                asked = time.perf_counter()
+                batch = next(batches, None)
+                self.wait_s += time.perf_counter() - asked
+                if batch is None:
+                    return
+                self._step += 1
+                yield batch
+        finally:
+            batches.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch."""
+        self._epoch, self._step = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch and step, and what must be the same for them to mean the same."""
+        return {"epoch": self._epoch, "step": self._step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a state, saved on any number of ranks with the same global batch.
+
+        Raises SettingError when seed, global batch or data set differ.
+        """
+        for name, mine in self._identity().items():
+            if state.get(name) != mine:
+                raise SettingError(f"{name}: the saved state is of {state.get(name)}, this loader has {mine}")
+        self._epoch, self._step = state["epoch"], state["step"]
+
+    def close(self) -> None:
+        """Stop all threads and release all files. May be called twice."""
+        self._closed = True
+        self.data_set.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+    @abstractmethod
+    def _batches(self, epoch: int, steps: range) -> Iterator[Batch]:
+        """A generator of the batches at the given steps; closing it stops the work under way."""
+
+    def _identity(self) -> dict[str, int]:
+        options = self.options
+        return {"seed": options.seed, "global_batch_size": options.global_batch_size, "num_samples": self.num_samples}
+
+    def _samples(self, epoch: int) -> np.ndarray:
+        """int64[num_samples]: the sample at each position of an epoch."""
+        if self.options.train:
+            return permutation(self.num_samples, self.options.seed, epoch)
+        return np.arange(self.num_samples)
+
+    def _windows(self, epoch: int, positions: np.ndarray, records: np.ndarray) -> Windows:
+        widths, heights = records["width"].astype(np.int64), records["height"].astype(np.int64)
+        if not self.options.train:
+            return eval_windows(widths, heights, self.size)
+        return train_windows(self._augment, widths, heights, self.size, self.options.seed, epoch, positions)
+
+
+def normalise(
+    images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """(images / 255 - mean) / std on the images' device: uint8[B, C, H, W] to `dtype`, same memory format.
+
+    `mean` and `std`: one number a channel, of pixels in 0 to 1.
+    """
+    if len(mean) != images.shape[1] or len(std) != images.shape[1]:
+        raise SettingError(f"mean, std: {len(mean)} and {len(std)} numbers for images of {images.shape[1]} channels")
+    scale, shift = _affine(tuple(mean), tuple(std), images.device)
+    return images.to(torch.float32).mul_(scale).add_(shift).to(dtype)
+
+
+@functools.lru_cache  # on a GPU each of these is a copy that the host waits for
+def _affine(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.tensor([1 / (255 * s) for s in std], device=device)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
+    return scale.view(1, -1, 1, 1), shift.view(1, -1, 1, 1)

@@ -1,0 +1,156 @@
+"""CIFAR-10 and CIFAR-100: the archive or its unpacked folder, python and binary versions.
+
+The formats are described at https://www.cs.toronto.edu/~kriz/cifar.html.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+import zlib
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import SourceError
+from . import Source, numbered
+
+SIDE = 32
+IMAGE_BYTES = 3 * SIDE * SIDE
+BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
+# kind and version -> files of the train split, of the test split, and with the class names
+LAYOUTS = {
+    ("cifar10", "python"): (BATCHES, ("test_batch",), "batches.meta"),
+    ("cifar10", "binary"): (tuple(f"{name}.bin" for name in BATCHES), ("test_batch.bin",), "batches.meta.txt"),
+    ("cifar100", "python"): (("train",), ("test",), "meta"),
+    ("cifar100", "binary"): (("train.bin",), ("test.bin",), "fine_label_names.txt"),
+}
+NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
+# All that the pickles of CIFAR need: numpy arrays, as pickled by Python 2 (or, re-made, by 3).
+ALLOWED = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+}
+
+
+def detect(path: Path) -> str | None:
+    names = _Archive(path).names()
+    return next((kind for (kind, _), layout in LAYOUTS.items() if _has(names, layout)), None)
+
+
+def _has(names: Set[str], layout: tuple) -> bool:
+    train, test, meta = layout
+    return meta in names and bool(names & {*train, *test})
+
+
+def load(path: Path, kind: str) -> Source:
+    layouts = {version: layout for (of_kind, version), layout in LAYOUTS.items() if of_kind == kind}
+    content = _Archive(path).read({name for train, test, meta in layouts.values() for name in (*train, *test, meta)})
+    version = next((version for version, layout in layouts.items() if _has(content.keys(), layout)), None)
+    if version is None:
+        raise SourceError(f"is no {kind} archive or folder (python or binary version)", path=path)
+    train, test, meta = layouts[version]
+    missing = [name for name in (*train, *test) if name not in content]
+    if missing:
+        raise SourceError(f"is incomplete: {', '.join(missing)} missing", path=path)
+    parse = _parse_python if version == "python" else _parse_binary
+    classes = _class_names(path, kind, version, content[meta])
+    splits = {}
+    for split, files in (("train", train), ("val", test)):
+        parts = [parse(f"{path}: {name}", kind, content[name]) for name in files]
+        labels, pixels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        splits[split] = numbered(str(path), labels, pixels)
+    return Source(kind, classes, splits)
+
+
+class _Archive:
+    """The files of a folder, or of a tar file, by base name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> set[str]:
+        if self.path.is_dir():
+            return {entry.name for entry in self._folder().iterdir()}
+        return {Path(member.name).name for _, member in self._members()}
+
+    def read(self, names: set[str]) -> dict[str, bytes]:
+        if self.path.is_dir():
+            folder = self._folder()
+            return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        content = {}
+        for archive, member in self._members():
+            if Path(member.name).name in names:
+                content[Path(member.name).name] = archive.extractfile(member).read()
+        return content
+
+    def _folder(self) -> Path:
+        """A folder that only holds the archive's folder stands for it."""
+        inner = [path for path in self.path.iterdir() if path.name.startswith("cifar-") and path.is_dir()]
+        return inner[0] if len(inner) == 1 else self.path
+
+    def _members(self) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+        try:
+            with tarfile.open(self.path) as archive:
+                for member in archive:
+                    if member.isfile():
+                        yield archive, member
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=self.path) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"asks for {module}.{name}, which no CIFAR file needs")
+        return super().find_class(module, name)
+
+
+def _unpickle(where: str, data: bytes) -> dict:
+    try:
+        content = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"is no CIFAR pickle: {error}", path=where) from error
+    if not isinstance(content, dict):
+        raise SourceError("is no CIFAR pickle: holds no dictionary", path=where)
+    return content
+
+
+def _parse_python(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    content = _unpickle(where, data)
+    labels = np.asarray(content.get("labels" if kind == "cifar10" else "fine_labels", ()))
+    return _checked(where, kind, labels, content.get("data"))
+
+
+def _parse_binary(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    label_bytes = 1 if kind == "cifar10" else 2  # CIFAR-100: coarse, then fine
+    if len(data) % (label_bytes + IMAGE_BYTES):
+        raise SourceError(f"is truncated: {len(data)} bytes are no whole number of records", path=where)
+    records = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + IMAGE_BYTES)
+    return _checked(where, kind, records[:, label_bytes - 1], records[:, label_bytes:])
+
+
+def _checked(where: str, kind: str, labels: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(labels[N], pixels uint8[N, 32, 32, 3]) from rows of 3,072 bytes: red, green, blue planes."""
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != (len(labels), IMAGE_BYTES):
+        raise SourceError(f"does not hold {len(labels)} images of {IMAGE_BYTES} bytes", path=where)
+    if labels.dtype.kind not in "iu" or labels.size == 0 or not 0 <= labels.min() <= labels.max() < NUM_CLASSES[kind]:
+        raise SourceError(f"holds no labels, or labels out of 0 to {NUM_CLASSES[kind] - 1}", path=where)
+    return labels, np.ascontiguousarray(rows.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
+
+
+def _class_names(path: Path, kind: str, version: str, data: bytes) -> list[str]:
+    if version == "python":
+        field = "label_names" if kind == "cifar10" else "fine_label_names"
+        names = _unpickle(f"{path}: meta", data).get(field, [])
+    else:
+        names = data.decode("latin1").split()
+    if len(names) != NUM_CLASSES[kind]:
+        raise SourceError(f"names {len(names)} classes, {kind} has {NUM_CLASSES[kind]}", path=path)
+    return [str(name) for name in names]

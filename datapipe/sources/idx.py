@@ -1,0 +1,72 @@
+"""IDX files of the MNIST family: `train-images-idx3-ubyte` and `-labels-idx1-`, `t10k-…`, plain or gzipped.
+
+The format is described at the end of http://yann.lecun.com/exdb/mnist/.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import SourceError
+from . import SPLITS, Samples, Source, numbered
+
+IMAGES = re.compile(r"(.+)-images[-.]idx3-ubyte(\.gz)?")
+UNSIGNED_BYTE = 0x08
+
+
+def detect(path: Path) -> str | None:
+    return "idx" if path.is_dir() and _image_files(path) else None
+
+
+def load(path: Path, kind: str) -> Source:
+    files = _image_files(path) if path.is_dir() else {}
+    if not files:
+        raise SourceError("holds no *-images-idx3-ubyte[.gz]", path=path)
+    splits: dict[str, Samples] = {}
+    for split, images_path in files.items():
+        labels_path = _labels_of(images_path)
+        images, labels = _read(images_path, 3), _read(labels_path, 1)
+        if len(images) != len(labels):
+            raise SourceError(f"holds {len(labels)} labels for {len(images)} images", path=labels_path)
+        splits[split] = numbered(str(images_path), labels, images)
+    num_classes = 1 + max(int(samples.labels.max(initial=0)) for samples in splits.values())
+    return Source(kind, [str(label) for label in range(num_classes)], splits)
+
+
+def _image_files(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):  # the plain file before the gzipped one
+        match = IMAGES.fullmatch(path.name)
+        if match and (split := SPLITS.get(match[1])):
+            found.setdefault(split, path)
+    return found
+
+
+def _labels_of(images_path: Path) -> Path:
+    name = images_path.name.removesuffix(".gz").replace("-images", "-labels").replace("idx3", "idx1")
+    for path in (images_path.with_name(name), images_path.with_name(f"{name}.gz")):
+        if path.exists():
+            return path
+    raise SourceError(f"has no labels: {name}[.gz] is missing", path=images_path)
+
+
+def _read(path: Path, num_dimensions: int) -> np.ndarray:
+    """uint8 of the shape that the file's header gives."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            data = file.read()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise SourceError(f"is truncated or corrupt: {error}", path=path) from error
+    header_bytes = 4 + 4 * num_dimensions
+    if len(data) < header_bytes or data[:4] != bytes((0, 0, UNSIGNED_BYTE, num_dimensions)):
+        raise SourceError(f"is no IDX file of unsigned bytes in {num_dimensions} dimensions", path=path)
+    shape = np.frombuffer(data, ">u4", num_dimensions, 4).tolist()
+    expected = header_bytes + int(np.prod(shape, dtype=object))
+    if len(data) != expected:
+        raise SourceError(f"is truncated or corrupt: {len(data)} bytes, its header says {expected}", path=path)
+    return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)

@@ -1,0 +1,109 @@
+"""Check a packed data set against its checksums, and on demand decode every image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .console import Progress
+from .dataset import DataSet
+from .errors import DatapipeError
+from .fsio import checksum
+from .image import read_header
+from .index import ENCODINGS
+from .manifest import FileInfo
+
+GROUP = 256  # samples decoded per task
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong in file `file` of the data set; `key` names the sample, if it is one."""
+
+    file: str
+    key: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {f'key {self.key}: ' if self.key else ''}{self.reason}"
+
+
+def verify(folder: Path, deep: bool = False) -> list[Problem]:
+    """All that is wrong with one data set: none means that every file has its checksum.
+
+    A file that has not is searched for the samples that are damaged. `deep` also decodes every image
+    and compares its size with the index. Raises ManifestError when manifest or index cannot be read.
+    """
+    with DataSet(folder) as data_set, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        files = list(data_set.manifest.all_files())
+        problems: list[Problem] = []
+        with Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
+            for file, reason in zip(files, pool.map(lambda file: _check_file(data_set, file), files), strict=True):
+                if reason:
+                    problems += _damaged_samples(data_set, file, reason)
+                progress.advance(file.size_bytes)
+        if deep:
+            known = {problem.key for problem in problems}
+            problems += [problem for problem in _decode_all(data_set, pool) if problem.key not in known]
+    return problems
+
+
+def _check_file(data_set: DataSet, file: FileInfo) -> str | None:
+    path = data_set.folder / file.name
+    try:
+        size = path.stat().st_size
+        if size != file.size_bytes:
+            return f"has {size} bytes, expected {file.size_bytes}"
+        found = checksum(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None if found == file.xxh3_128 else f"has checksum {found}, expected {file.xxh3_128}"
+
+
+def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator[Problem]:
+    yield Problem(file.name, None, reason)
+    names = [shard.name for shard in data_set.manifest.shards]
+    if file.name not in names:
+        return
+    damaged = 0
+    for sample in np.flatnonzero(data_set.index["shard"] == names.index(file.name)):
+        try:
+            data_set.read(int(sample))
+        except (DatapipeError, OSError) as error:
+            damaged += 1
+            reason = error.message if isinstance(error, DatapipeError) else str(error)
+            yield Problem(file.name, data_set.key(int(sample)), reason)
+    if not damaged:
+        yield Problem(file.name, None, "the damage lies outside the images: all of them can be read")
+
+
+def _decode_all(data_set: DataSet, pool: ThreadPoolExecutor) -> Iterator[Problem]:
+    groups = [range(i, min(i + GROUP, len(data_set))) for i in range(0, len(data_set), GROUP)]
+    with Progress(f"decoding {data_set.folder}", len(data_set)) as progress:
+        for group, problems in zip(groups, pool.map(lambda group: _decode(data_set, group), groups), strict=True):
+            yield from problems
+            progress.advance(len(group))
+
+
+def _decode(data_set: DataSet, group: range) -> list[Problem]:
+    problems = []
+    for sample in group:
+        record = data_set.index[sample]
+        try:
+            data = data_set.read(sample)
+            header = read_header(data)
+            height, width, _ = data_set.pixels(sample, data).shape
+            found = width, height, header.encoding
+            expected = int(record["width"]), int(record["height"]), ENCODINGS[record["encoding"]]
+            if found != expected:
+                raise ValueError(f"is {found}, the index says {expected}")
+        except (DatapipeError, ValueError, OSError) as error:
+            shard = data_set.manifest.shards[record["shard"]].name
+            reason = error.message if isinstance(error, DatapipeError) else str(error)
+            problems.append(Problem(shard, data_set.key(sample), reason))
+    return problems

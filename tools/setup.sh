@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Makes .venv at the top of the checkout and installs this project there, with what its tests need.
+# Does nothing when that is done and neither pyproject.toml nor tools/constraints.txt has changed since.
+# A .venv that somebody else made is installed into, and nothing of it is deleted.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stamp=.venv/installed # "PLACE: STATE"; the place, because a virtual environment breaks when moved or copied
+state=$(cat pyproject.toml tools/constraints.txt | cksum)
+was=
+if [[ -e $stamp ]]; then
+    was=$(<"$stamp")
+fi
+
+works() {
+    .venv/bin/python -c '' 2>/dev/null
+}
+
+# The first Python that is new enough and can make a virtual environment. Each is tried by running it:
+# a name on PATH may be a shim with nothing behind it.
+find_python() {
+    local name found
+    for name in python3 python3.13 python3.12 python3.11; do
+        found=$("$name" -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null) || continue
+        if [[ $found != True ]]; then
+            continue
+        elif "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+        echo "setup: $name cannot make a virtual environment: its module venv or ensurepip is missing" \
+            "(Debian and Ubuntu: apt install python3-venv)" >&2
+    done
+    echo "setup: found no usable Python 3.11 or newer (tried python3, python3.13, python3.12, python3.11)" >&2
+    return 1
+}
+
+make_venv() {
+    local python
+    python=$(find_python)
+    rm -rf .venv
+    mkdir .venv
+    echo "$PWD: unfinished" >"$stamp" # so that what Ctrl-C leaves is known as ours
+    "$python" -m venv .venv
+}
+
+if [[ $was == "$PWD: $state" ]] && works; then
+    exit 0
+fi
+echo "==> Setting up .venv (takes minutes the first time)"
+if [[ -e .venv && -z $was ]]; then
+    echo "    it is there and not made by this script: installing into it"
+elif [[ $was != "$PWD: "* || $was == "$PWD: unfinished" ]] || ! works; then
+    make_venv
+fi
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e '.[dev]'
+echo "$PWD: $state" >"$stamp"

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Lints and tests, in an environment of its own making. Arguments go to pytest, which runs at the top of
+# the checkout: `bash tools/test.sh --slow` runs everything, `bash tools/test.sh tests/test_fetch.py` one file.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash tools/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" # tests run the commands `datapipe` and `trainer`
+python -m ruff check .
+exec python -m pytest "$@"
