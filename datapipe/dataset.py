@@ -68,6 +68,8 @@ class DataSet:
         return self._keys[sample]
 
     def close(self) -> None:
+        """Release all files, the index's too. May be called twice."""
+        self.index = self.index[:0].copy()
         with self._opening:
             for i, fd in enumerate(self._fds):
                 if fd is not None:

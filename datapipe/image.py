@@ -35,7 +35,7 @@ def read_header(data: bytes) -> ImageHeader:
     elif data.startswith(PNG_SIGNATURE):
         if len(data) < 33 or data[12:16] != b"IHDR" or data[25] not in PNG_COLOUR_CHANNELS:
             raise ValueError("PNG without a valid header")
-        if data.rfind(b"IEND") < 0:
+        if not 0 <= data.rfind(b"IEND") <= len(data) - 8:  # its checksum follows
             raise ValueError("truncated PNG: no end chunk")
         width, height = struct.unpack_from(">II", data, 16)
         header = ImageHeader("png", width, height, PNG_COLOUR_CHANNELS[data[25]], 0)

@@ -1,10 +1,16 @@
-"""What all tests share: the --slow option and the real sample."""
+"""What all tests share: the --slow option, the real sample, pictures, and how to run a command."""
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
+from PIL import Image
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,3 +29,78 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def sample_dir() -> Path:
     """Folder of the real sample of Fashion-MNIST: four IDX files, 2,400 training and 600 test images."""
     return Path(__file__).parent / "data" / "fashion-mnist-sample"
+
+
+def photo(width: int, height: int, seed: int, grey: bool = False) -> np.ndarray:
+    """Something photograph-like, uint8[height, width, 3] (or [height, width]): smooth shapes and a little noise."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width] / max(width, height)
+    planes = []
+    for _ in range(1 if grey else 3):
+        a, b, c, d = random.uniform(2, 9, 4)
+        planes.append(np.sin(a * x + c) * np.cos(b * y + d))
+    pixels = np.stack(planes, axis=-1) * 100 + 128 + random.normal(0, 6, (height, width, len(planes)))
+    pixels = pixels.clip(0, 255).astype(np.uint8)
+    return pixels[:, :, 0] if grey else pixels
+
+
+def encoded(pixels: np.ndarray, kind: str = "JPEG", **options) -> bytes:
+    """The bytes of an image file, as Pillow writes it."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An ImageFolder with train (3 classes, 61 images) and val (10): sizes, kinds and names of all sorts."""
+    root = tmp_path_factory.mktemp("raw") / "pictures"
+    names = ["plain", "with space", "two.dots.in", "naïve-é", "日本", "plain_2"]
+    seed = 0
+    for split, counts in {"train": (30, 20, 11), "val": (5, 3, 2)}.items():
+        for label, count in enumerate(counts):
+            folder = root / split / f"class.{label} x"
+            folder.mkdir(parents=True)
+            for i in range(count):
+                seed += 1
+                random = np.random.default_rng(seed)
+                width, height = (int(n) for n in random.integers(20, 300, 2))
+                pixels = photo(width, height, seed, grey=seed % 7 == 0)
+                kind, suffix = ("PNG", "png") if seed % 5 == 0 else ("JPEG", ("jpg", "JPEG")[seed % 2])
+                (folder / f"{names[i % len(names)]}{i // len(names)}.{suffix}").write_bytes(encoded(pixels, kind))
+    return root
+
+
+@pytest.fixture(scope="session")
+def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`image_folder`, packed in each format into several shards: format -> folder of the splits."""
+    from datapipe.formats import FORMATS
+    from datapipe.packing import PackOptions, pack
+
+    root = tmp_path_factory.mktemp("packed")
+    for name in FORMATS:
+        with mock.patch("datapipe.packing.mean_bytes", lambda *_: 400_000):  # shards of few images
+            pack(image_folder, root / name, PackOptions(format=name, shard_mib=8, workers=1))
+    return {name: root / name for name in FORMATS}
+
+
+def command(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
+    """Run `datapipe` or `trainer` as a child process, as a user does."""
+    name, *rest = map(str, arguments)
+    code = f"import sys; from {name}.cli import main; sys.argv[0] = {name!r}; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *rest], capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.fixture(name="photo", scope="session")
+def _photo():
+    return photo
+
+
+@pytest.fixture(name="encoded", scope="session")
+def _encoded():
+    return encoded
+
+
+@pytest.fixture(name="command", scope="session")
+def _command():
+    return command

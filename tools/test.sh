@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lints and tests, in an environment of its own making. Arguments go to pytest, which runs at the top of
-# the checkout: `bash tools/test.sh --slow` runs everything, `bash tools/test.sh tests/test_fetch.py` one file.
+# the checkout: `bash tools/test.sh --slow` runs everything, `bash tools/test.sh tests/datapipe/test_fetch.py` one file.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup.sh

@@ -6,11 +6,14 @@ in the file.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from ..fsio import free_bytes
 from . import Finished
 
 SUFFIX = ".lmdb"
@@ -38,11 +41,16 @@ class Writer:
         # what is used of it.
         map_size = 2 * total + 2 * PAGE_BYTES * len(self._entries) + (1 << 20)
         options = {"subdir": False, "lock": False, "map_size": -(-map_size // PAGE_BYTES) * PAGE_BYTES}
-        with lmdb.open(str(self._path), sync=False, readahead=False, **options) as env:
-            with env.begin(write=True) as transaction:
-                for name, value in self._entries:
-                    transaction.put(name, value)
-            env.sync(True)
+        try:
+            with lmdb.open(str(self._path), sync=False, readahead=False, **options) as env:
+                with env.begin(write=True) as transaction:
+                    for name, value in self._entries:
+                        transaction.put(name, value)
+                env.sync(True)
+        except lmdb.Error as error:
+            # LMDB calls a write that ended early an I/O error, whatever it was that ended it.
+            number = errno.ENOSPC if free_bytes(self._path.parent) < total else errno.EIO
+            raise OSError(number, os.strerror(number), str(self._path)) from error
         return Finished(self._file_offsets(options), {})
 
     def _file_offsets(self, options: dict) -> list[int]:

@@ -144,8 +144,9 @@ def cut(pixels: np.ndarray, box: list[int], flip: bool, out: np.ndarray) -> None
             out = out[y : y + part.shape[0], x : x + part.shape[1]]
         out[:] = part
         return
-    window = torch.from_numpy(pixels[top : top + height, left : left + width]).permute(2, 0, 1)[None]
-    scaled = F.interpolate(window, size=(side, side), mode="bilinear", antialias=True)
+    window = np.require(pixels[top : top + height, left : left + width], requirements="W")  # else torch warns
+    planes = torch.from_numpy(window).permute(2, 0, 1)[None]
+    scaled = F.interpolate(planes, size=(side, side), mode="bilinear", antialias=True)
     out[:] = scaled[0].permute(1, 2, 0).numpy()
 
 

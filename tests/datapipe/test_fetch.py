@@ -26,7 +26,7 @@ from datapipe import fetch as fetching
 from datapipe.errors import FetchError, SettingError
 from datapipe.fetch import DATASETS, DebianPackage, RemoteDataSet, RemoteFile, fetch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ARCHIVE = "cifar-10-python.tar.gz"
 # A CIFAR archive's stand-in: fetch must not look inside; three chunks, so that it can break in the middle.
 with io.BytesIO() as _buffer:
