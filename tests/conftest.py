@@ -84,11 +84,12 @@ def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return {name: root / name for name in FORMATS}
 
 
-def command(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
-    """Run `datapipe` or `trainer` as a child process, as a user does."""
+def command(*arguments: str | Path, prefix: list[str] = (), **options) -> subprocess.CompletedProcess:
+    """Run `datapipe` or `trainer` as a child process, as a user does; `prefix`: the command it is run by."""
     name, *rest = map(str, arguments)
     code = f"import sys; from {name}.cli import main; sys.argv[0] = {name!r}; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", code, *rest], capture_output=True, text=True, timeout=300, **options)
+    line = [*prefix, sys.executable, "-c", code, *rest]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, **options)
 
 
 @pytest.fixture(name="photo", scope="session")

@@ -1,0 +1,142 @@
+"""The `datapipe` command as a user meets it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datapipe.fsio import checksum
+from datapipe.index import RECORD, write_index, write_keys
+from datapipe.manifest import FileInfo, Manifest, ShardInfo
+
+COMMANDS = ["fetch", "pack", "info", "verify", "stage", "bench"]
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_has_an_example_and_loads_nothing_heavy(name):
+    """What takes time to load is not loaded: the clock itself is no matter for a test."""
+    program = (
+        "import sys\nfrom datapipe.cli import main\n"
+        f"sys.argv = ['datapipe', *{name!r}.split(), '--help']\ncode = main()\n"
+        "heavy = {'torch', 'numpy', 'h5py', 'lmdb', 'PIL', 'simplejpeg', 'matplotlib'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy))\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and "HEAVY []" in done.stdout
+    assert f"Example:  datapipe {name}" in done.stdout if name else all(c in done.stdout for c in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["pack"], 2, "SOURCE"),
+        (["pack", "{raw}", "{tmp}/out", "--format", "rar"], 2, "'rar'"),
+        (["pack", "{raw}", "{tmp}/out", "--shard-mib", "0"], 2, "shard_mib: 0"),
+        (["pack", "{raw}", "{tmp}/out", "--shard-mib", "big"], 2, "--shard-mib"),
+        (["pack", "{tmp}/nothing", "{tmp}/out"], 1, "does not exist"),
+        (["pack", "{tmp}", "{tmp}/out"], 1, "no class folders"),
+        (["pack", "{raw}", "{packed}"], 2, "--overwrite"),
+        (["pack", "{raw}", "{tmp}/file/out"], 1, "file"),
+        (["info", "{tmp}"], 1, "no data set here"),
+        (["verify", "{tmp}/nothing"], 1, "no data set here"),
+        (["stage", "{packed}", "{tmp}/file"], 1, "file"),
+        (["stage", "{raw}", "{tmp}/local"], 1, "no data set here"),
+        (["bench", "{packed}", "--batch-size", "100"], 2, "batch of 100 is larger than the data set of 61"),
+        (["bench", "{packed}", "--loader", "magic"], 2, "magic"),
+        (["unpack"], 2, "unpack"),
+    ],
+)
+def test_mistakes_get_a_clear_answer(command, image_folder, packed_folders, tmp_path, arguments, code, message):
+    (tmp_path / "file").write_text("in the way")
+    places = {"raw": image_folder, "packed": packed_folders["tar"], "tmp": tmp_path}
+    done = command("datapipe", *(argument.format(**places) for argument in arguments))
+    assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not list(tmp_path.rglob("*.partial")) and not list(tmp_path.rglob("manifest.json"))
+
+
+def test_no_permission(command, image_folder, tmp_path):
+    """Root may write anywhere, so it does without that capability."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    prefix = []
+    if os.geteuid() == 0:
+        prefix = ["setpriv", "--bounding-set=-dac_override"]
+        if not shutil.which("setpriv") or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+            pytest.skip("root cannot give up its capabilities here: no setpriv")
+    done = command("datapipe", "pack", image_folder, locked / "out", prefix=prefix)
+    assert done.returncode == 1 and "Permission denied" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_pack_json(command, image_folder, tmp_path):
+    done = command("datapipe", "pack", image_folder, tmp_path / "out", "--format", "hdf5", "--json", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    splits = json.loads(done.stdout)["splits"]
+    assert {name: split["num_samples"] for name, split in splits.items()} == {"train": 61, "val": 10}
+
+
+def test_bench_json(command, packed_folders):
+    done = command("datapipe", "bench", packed_folders["tar"], "--batch-size", 8, "--epochs", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert [e["images"] for e in row["epochs"]] == [56, 56]
+    seconds = sum(e["seconds"] for e in row["epochs"])
+    assert row["images_per_s"] == pytest.approx(112 / seconds)
+    assert row["images_per_cpu_s"] > 0 and 0 <= row["wait_s"] <= seconds
+
+
+def test_info_of_an_index_as_large_as_imagenets(command, tmp_path):
+    """1.28 million samples: the answer's figures are right, and nothing but the index is looked at."""
+    n = 1_281_167
+    records = np.zeros(n, RECORD)
+    records["size"] = np.arange(n) % 200_000
+    write_index(tmp_path, records)
+    write_keys(tmp_path, [f"{i}" for i in range(n)])
+    files = [
+        FileInfo(name=name, size_bytes=(tmp_path / name).stat().st_size, xxh3_128=checksum(tmp_path / name))
+        for name in ("index.npy", "keys.txt")
+    ]
+    shard = ShardInfo(name="shard-000000.tar", size_bytes=1, xxh3_128="0" * 32, num_samples=n)
+    Manifest(
+        format="tar", kind="imagefolder", split="train", num_samples=n, classes=[f"n{i:08}" for i in range(1000)],
+        channels=3, width=None, height=None, seed=0, shard_mib=256, shards=[shard], files=files,
+    ).write(tmp_path)  # fmt: skip
+    assert (tmp_path / "index.npy").stat().st_size <= 32 * n + 1000
+    (row,) = json.loads(command("datapipe", "info", tmp_path, "--json").stdout)
+    assert row["num_samples"] == n and row["num_classes"] == 1000
+    assert row["image_bytes_mean"] == pytest.approx(records["size"].mean())
+
+
+def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(image_folder, tmp_path):
+    import pty
+
+    program = "import sys; from datapipe.cli import main; sys.exit(main())"
+    arguments = [sys.executable, "-c", program, "pack", str(image_folder)]
+    log = subprocess.run([*arguments, str(tmp_path / "a"), "--workers", "1"], capture_output=True, text=True)
+    assert log.returncode == 0 and "\x1b" not in log.stderr
+    main_end, child_end = pty.openpty()
+    child = subprocess.Popen(
+        [*arguments, str(tmp_path / "b"), "--workers", "1"], stderr=child_end, stdout=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(child_end)
+    screen = b""
+    while True:
+        try:
+            part = os.read(main_end, 4096)
+        except OSError:
+            break
+        if not part:
+            break
+        screen += part
+    assert child.wait() == 0 and b"packing train" in screen and b"images/s" in screen
+
+
+def test_module_layout():
+    root = Path(__file__).parents[2]
+    for path in sorted((root / "datapipe").rglob("*.py")):
+        assert len(path.read_text().splitlines()) <= 400, f"{path} has grown: is a room missing?"
