@@ -91,9 +91,7 @@ class Progress:
             self._bar.update(self._task, advance=count, rate=rate)
         elif now - self._logged > LOG_EVERY_S:
             self._logged = now
-            logger.info(
-                "%s: %s of %s %s, %s", self.what, _short(self.done), _short(self.total), self.unit, rate
-            )
+            logger.info("%s: %s of %s %s, %s", self.what, _short(self.done), _short(self.total), self.unit, rate)
 
 
 def _short(number: float) -> str:

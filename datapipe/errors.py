@@ -1,14 +1,14 @@
 """What can go wrong.
 
-    DatapipeError            data, disk or network: exit code 1
-    ├── SourceError          the raw data set cannot be used as it is
-    ├── FetchError           a data set could not be downloaded, or is not the one expected
-    ├── ManifestError        no data set here, or one that this version cannot read
-    ├── ShardCorruptError    a shard does not hold the bytes that were packed
-    ├── StagingError         a copy to local disk could not be made
-    ├── DecodeError          a sample's bytes are no readable image
-    └── MissingBackendError  an optional package is not installed
-    SettingError             a bad setting (also a ValueError): exit code 2
+DatapipeError            data, disk or network: exit code 1
+├── SourceError          the raw data set cannot be used as it is
+├── FetchError           a data set could not be downloaded, or is not the one expected
+├── ManifestError        no data set here, or one that this version cannot read
+├── ShardCorruptError    a shard does not hold the bytes that were packed
+├── StagingError         a copy to local disk could not be made
+├── DecodeError          a sample's bytes are no readable image
+└── MissingBackendError  an optional package is not installed
+SettingError             a bad setting (also a ValueError): exit code 2
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ ALLOWED = {
     "PIL": ["datapipe/image.py"],
     "matplotlib": ["trainer/report.py"],
 }
-FILES = sorted(path.relative_to(ROOT).as_posix() for name in ("datapipe", "trainer") for path in (ROOT / name).rglob("*.py"))
+FILES = sorted(
+    path.relative_to(ROOT).as_posix() for name in ("datapipe", "trainer") for path in (ROOT / name).rglob("*.py")
+)
 
 
 def imports(path):

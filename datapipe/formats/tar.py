@@ -30,9 +30,7 @@ class Writer:
         image_at = self._member(image_name, data)
         label_at = self._member(label_name, text)
         self._offsets.append(image_at)
-        self._index.append(
-            f"{extension} {image_at} {len(data)} {image_name} cls {label_at} {len(text)} {label_name}\n"
-        )
+        self._index.append(f"{extension} {image_at} {len(data)} {image_name} cls {label_at} {len(text)} {label_name}\n")
 
     def _member(self, name: str, data: bytes) -> int:
         """Write one file; return where its bytes begin."""

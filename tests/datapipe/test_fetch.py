@@ -190,9 +190,7 @@ def breaks_by_no_server(server, monkeypatch):
         breaks_by_no_server,
     ],
 )
-def test_a_failed_download_says_what_to_place_where_and_changes_nothing(
-    tmp_path, server, monkeypatch, breaks, there
-):
+def test_a_failed_download_says_what_to_place_where_and_changes_nothing(tmp_path, server, monkeypatch, breaks, there):
     if there:
         (tmp_path / ARCHIVE).write_bytes(there)
     reason = breaks(server, monkeypatch)

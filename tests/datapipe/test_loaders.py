@@ -189,7 +189,7 @@ def test_state_of_another_run_is_refused(folder, backend):
     for changed in ({"batch_size": 11}, {"seed": 1}):
         with (
             open_loader(folder, **{"batch_size": 12, "size": 24, "backend": backend, **changed}) as loader,
-            pytest.raises(SettingError, match="global_batch_size|seed"),
+            pytest.raises(SettingError, match=r"global_batch_size|seed"),
         ):
             loader.load_state_dict(state)
 

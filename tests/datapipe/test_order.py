@@ -99,4 +99,3 @@ def test_uniform_is_uniform_and_its_purposes_differ():
     assert np.abs(np.histogram(draws, 10, (0, 1))[0] / draws.size - 0.1).max() < 0.005
     assert abs(np.corrcoef(draws.T)[np.triu_indices(3, 1)]).max() < 0.03
     assert abs(np.corrcoef(draws[:, 0], uniform(3, 5, 1, np.arange(20_000), 3)[:, 0])[0, 1]) < 0.03
-

@@ -215,7 +215,7 @@ def test_stage_refuses_what_would_lose_something(packed_folders, tmp_path):
 
 def test_stage_needs_space(packed_folders, tmp_path, monkeypatch):
     monkeypatch.setattr("datapipe.staging.copy.free_bytes", lambda _: 1000)
-    with pytest.raises(StagingError, match="needs .* bytes, 1,000 are free"):
+    with pytest.raises(StagingError, match=r"needs .* bytes, 1,000 are free"):
         stage(packed_folders["tar"], tmp_path / "local")
 
 

@@ -1,0 +1,115 @@
+"""What the trainer's tests share: small packed data, a small recipe, and child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datapipe.packing import PackOptions, pack
+
+ROOT = Path(__file__).parents[2]
+NUM_TRAIN, NUM_VAL = 330, 77  # neither divides by a batch size used here
+BATCH_SIZE = 32
+
+RECIPE = f"""
+[data]
+size = 16
+mean = [0.3]
+std = [0.3]
+crop = "pad"
+pad = 2
+threads = 1
+[model]
+name = "resnet8"
+[optimizer]
+lr = 0.05
+momentum = 0.9
+weight_decay = 1e-4
+[schedule]
+name = "step"
+milestones = [2]
+[train]
+epochs = 3
+batch_size = {BATCH_SIZE}
+log_every = 1
+"""
+
+
+def _write_idx(folder: Path, stem: str, images: np.ndarray, labels: np.ndarray) -> None:
+    header = struct.pack(">HBB3I", 0, 8, 3, *images.shape)
+    (folder / f"{stem}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+    header = struct.pack(">HBBI", 0, 8, 1, len(labels))
+    (folder / f"{stem}-labels-idx1-ubyte").write_bytes(header + labels.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed data set of 16x16 grey images: 4 classes, told apart by which quarter is bright."""
+    folder = tmp_path_factory.mktemp("quarters")
+    random = np.random.default_rng(0)
+    for stem, count in (("train", NUM_TRAIN), ("t10k", NUM_VAL)):
+        labels = np.arange(count) % 4
+        images = random.integers(0, 120, (count, 16, 16), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            top, left = 8 * (label // 2), 8 * (label % 2)
+            image[top : top + 8, left : left + 8] += 100
+        _write_idx(folder, stem, images, labels)
+    pack(folder, folder / "packed", PackOptions(workers=1))
+    return folder / "packed"
+
+
+@pytest.fixture(scope="session")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipes") / "quarters.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def _environment(changes: dict[str, str]) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | changes
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> Popen; with ranks > 1, by torchrun."""
+    children = []
+
+    def _start(*arguments: object, ranks: int = 1, env: dict[str, str] | None = None) -> subprocess.Popen:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
+        command = [sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
+        pipe = subprocess.PIPE
+        environment = _environment(env or {})
+        children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
+        return children[-1]
+
+    yield _start
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> str:
+    return free_port()
+
+
+@pytest.fixture
+def metrics():
+    """metrics(run) -> the lines of its metrics.jsonl, as dicts."""
+    return lambda run: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

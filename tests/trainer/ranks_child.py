@@ -1,0 +1,49 @@
+"""Run by test_trainer_processes under torchrun: train a network without BN, evaluate it, save both.
+
+Arguments: packed data set, global batch size, file to write.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from datapipe.loaders import normalise, open_loader
+from trainer.distributed import connected, world_from_environment, wrap
+from trainer.evaluate import evaluate
+from trainer.precision import choose_precision
+
+data, global_batch_size, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+world = world_from_environment()
+torch.set_num_threads(1)
+with connected(world):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
+    model = wrap(module, world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    place = {"size": 16, "rank": world.rank, "world_size": world.world_size, "threads": 1}
+
+    def prepare(images):
+        return normalise(images, (0.3,), (0.3,))
+
+    batch_size = world.batch_size(global_batch_size)
+    with open_loader(data / "train", batch_size, **place) as loader:
+        for batch in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(prepare(batch.images)), batch.labels).backward()
+            optimizer.step()
+    with open_loader(data / "val", batch_size, train=False, **place) as loader:
+        result = evaluate(
+            module,
+            loader,
+            prepare,
+            num_samples=loader.num_samples,
+            world=world,
+            precision=choose_precision("off", world.device),
+        )
+    if world.is_main:
+        torch.save(module.state_dict(), out)
+        out.with_suffix(".json").write_text(json.dumps([result.accuracy, result.loss]))

@@ -1,0 +1,77 @@
+"""Checkpoints: whole or not at all, and damage is noticed."""
+
+import os
+
+import pytest
+import torch
+
+from trainer.checkpoint import load_checkpoint, restore_random, save_checkpoint
+from trainer.errors import CheckpointError
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {"weights": torch.arange(10_000.0), "state": {"step": 3, "names": ["a"]}})
+    return path
+
+
+def test_round_trip(path):
+    content = load_checkpoint(path)
+    assert torch.equal(content["weights"], torch.arange(10_000.0))
+    assert content["state"] == {"step": 3, "names": ["a"]}
+
+
+def test_random_numbers_go_on_where_they_were(path):
+    torch.manual_seed(5)
+    save_checkpoint(path, {})
+    expected = torch.rand(3)
+    torch.rand(100)
+    restore_random(load_checkpoint(path))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 20_000, -1])
+def test_truncated(path, keep):
+    data = path.read_bytes()
+    path.write_bytes(data[:keep])
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt"):
+        load_checkpoint(path)
+
+
+def test_one_flipped_bit_in_the_weights(path):
+    data = bytearray(path.read_bytes())
+    at = bytes(data).index(torch.arange(5000.0, 5010.0).numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum"):
+        load_checkpoint(path)
+
+
+def test_newer_format(path):
+    torch.save({"format": 99}, path)
+    with pytest.raises(CheckpointError, match="format 99"):
+        load_checkpoint(path)
+
+
+def test_code_in_a_checkpoint_is_not_run(path, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    torch.save({"format": 1, "weights": Payload()}, path)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(path)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_failed_write_leaves_the_old_one(path, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_checkpoint(path, {"weights": torch.zeros(10)})
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]

@@ -1,0 +1,81 @@
+"""Models against published parameter counts and torchvision's parameter names."""
+
+import pytest
+import torch
+
+from trainer import models
+from trainer.optim.groups import parameter_groups
+
+
+@pytest.mark.parametrize(
+    ("name", "num_classes", "count"),
+    [
+        ("resnet20", 10, 269_722),
+        ("resnet32", 10, 464_154),
+        ("resnet18", 1000, 11_689_512),
+        ("resnet50", 1000, 25_557_032),
+    ],
+)
+def test_parameter_counts(name, num_classes, count):
+    model = models.build(name, num_classes=num_classes)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize("name", models.REGISTRY)
+@pytest.mark.parametrize("in_channels", [1, 3])
+def test_every_model_takes_grey_and_colour(name, in_channels):
+    model = models.build(name, num_classes=7, in_channels=in_channels)
+    assert model(torch.randn(2, in_channels, 33, 29)).shape == (2, 7)
+
+
+def torchvision_keys(blocks, convolutions):
+    """state_dict keys of torchvision's resnet, written down from its naming alone."""
+    bn = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    keys = ["conv1.weight", *(f"bn1.{part}" for part in bn)]
+    for stage, count in enumerate(blocks, start=1):
+        for block in range(count):
+            at = f"layer{stage}.{block}"
+            for i in range(1, convolutions + 1):
+                keys += [f"{at}.conv{i}.weight", *(f"{at}.bn{i}.{part}" for part in bn)]
+            if block == 0 and (stage > 1 or convolutions == 3):
+                keys += [f"{at}.downsample.0.weight", *(f"{at}.downsample.1.{part}" for part in bn)]
+    return [*keys, "fc.weight", "fc.bias"]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "convolutions"), [("resnet18", [2, 2, 2, 2], 2), ("resnet50", [3, 4, 6, 3], 3)]
+)
+def test_parameters_have_torchvisions_names(name, blocks, convolutions):
+    model = models.build(name, num_classes=1000)
+    assert list(model.state_dict()) == torchvision_keys(blocks, convolutions)
+
+
+def test_stride_is_in_the_3x3_and_blocks_start_as_the_identity():
+    model = models.build("resnet50", num_classes=10)
+    first = model.layer2[0]
+    assert [first.conv1.stride, first.conv2.stride, first.downsample[0].stride] == [(1, 1), (2, 2), (2, 2)]
+    x = torch.rand(1, 256, 8, 8)  # not negative, so that the last ReLU changes nothing
+    assert torch.equal(model.layer1[1].eval()(x), x)
+
+
+def test_shortcut_is_option_a():
+    block = models.build("resnet8", num_classes=10).layer2[0].eval()
+    torch.nn.init.zeros_(block.bn2.weight)
+    x = torch.rand(1, 16, 8, 8)
+    out = block(x)
+    assert torch.equal(out[:, 8:24], x[:, :, ::2, ::2])
+    assert not out[:, :8].any()
+    assert not out[:, 24:].any()
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet18"])
+def test_only_filters_and_matrices_decay(name):
+    model = models.build(name, num_classes=10)
+    decayed, plain = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert sum(len(group["params"]) for group in (decayed, plain)) == len(names)
+    assert all(
+        ".bias" in names[id(p)] or "bn" in names[id(p)] or "downsample.1" in names[id(p)] for p in plain["params"]
+    )
+    assert all(names[id(p)].endswith("weight") and "bn" not in names[id(p)] for p in decayed["params"])

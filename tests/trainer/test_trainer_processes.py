@@ -1,0 +1,218 @@
+"""Runs in child processes: signals, kills, several ranks, exit codes."""
+
+import functools
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.checkpoint import load_checkpoint
+
+CHILD = Path(__file__).with_name("ranks_child.py")
+TIMEOUT_S = 120
+
+
+@pytest.fixture
+def train(start, packed, recipe_file, tmp_path):
+    """train("run", "--resume", …, ranks=1) -> Popen of `trainer train` into tmp_path/run."""
+
+    def _train(name, *arguments, ranks=1, data=packed, env=None):
+        command = ["-m", "trainer", "train", recipe_file, "--data", data, "--out", tmp_path / name, *arguments]
+        return start(*command, ranks=ranks, env=env)
+
+    return _train
+
+
+def finish(child: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = child.communicate(timeout=TIMEOUT_S)
+    return child.returncode, out, err
+
+
+def wait_for_step(child: subprocess.Popen, run: Path, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        path = run / "metrics.jsonl"
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} in {TIMEOUT_S} s")
+
+
+def trained(run: Path) -> dict:
+    content = load_checkpoint(run / "checkpoint.pt")
+    assert content["state"]["epoch"] == 3
+    return {f"{part}.{key}": value for part in ("model", "optimizer") for key, value in flat(content[part])}
+
+
+def flat(value, name=""):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield name, value
+        return
+    for key, item in items:
+        yield from flat(item, f"{name}.{key}")
+
+
+def same(a, b) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics):
+    seed = random.randrange(10**6)
+    steps = sorted(random.Random(seed).sample(range(2, 26), 2))
+    print(f"seed {seed}: killed after steps {steps}")
+    every = ["--set", "train.checkpoint_every_steps=3"]
+    train = functools.partial(train, env={"OMP_NUM_THREADS": "2"})  # sums over threads must be the same, too
+    assert finish(train("whole", *every))[0] == 0
+    for step in steps:
+        child = train("killed", "--resume", *every)
+        wait_for_step(child, tmp_path / "killed", step)
+        child.send_signal(signal.SIGKILL)
+        assert finish(child)[0] == -signal.SIGKILL
+    code, _, err = finish(train("killed", "--resume", *every))
+    assert code == 0, err
+    whole, killed = trained(tmp_path / "whole"), trained(tmp_path / "killed")
+    assert whole.keys() == killed.keys()
+    assert [key for key in whole if not same(whole[key], killed[key])] == []
+    lines = {name: metrics(tmp_path / name) for name in ("whole", "killed")}
+    for event, fields in (("train", ("epoch", "step", "loss", "lr")), ("epoch", ("epoch", "train_loss", "val_loss"))):
+        found = {
+            name: [[line[field] for field in fields] for line in lines[name] if line["event"] == event]
+            for name in lines
+        }
+        assert found["whole"] == found["killed"]  # every line once, with the same numbers
+    assert lines["killed"][0]["event"] == "run"
+    assert [path.name for path in (tmp_path / "killed").glob(".*")] == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_stops(train, tmp_path, metrics, number, code):
+    child = train("run")
+    wait_for_step(child, tmp_path / "run", 4)
+    child.send_signal(number)
+    found, out, err = finish(child)
+    assert found == code, err
+    assert "--resume" in out
+    assert "Traceback" not in err
+    last = metrics(tmp_path / "run")[-1]
+    assert (last["event"], last["status"]) == ("end", "interrupted")
+    saved = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    assert 4 <= saved["state"]["step"] < 30
+    found, _, err = finish(train("run", "--resume"))
+    assert found == 0, err
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+    assert [line["status"] for line in lines if line["event"] == "end"] == ["completed"]
+
+
+def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
+    child = train("run", ranks=2)
+    wait_for_step(child, tmp_path / "run", 4)
+    child.send_signal(signal.SIGTERM)  # torchrun passes it on to both
+    code, _, err = finish(child)
+    assert code != 0
+    assert metrics(tmp_path / "run")[-1]["status"] == "interrupted", err
+    step = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"]
+    assert 4 <= step < 30
+    code, _, err = finish(train("run", "--resume"))
+    assert code == 0, err
+    lines = metrics(tmp_path / "run")
+    assert [(line["step"], line["world_size"]) for line in lines if line["event"] == "resume"] == [(step, 1)]
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+
+
+def test_two_ranks_learn_and_count_as_one(start, packed, tmp_path):
+    for ranks in (1, 2):
+        code, _, err = finish(start(CHILD, packed, 32, tmp_path / f"{ranks}.pt", ranks=ranks))
+        assert code == 0, err
+    one, two = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 2))
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-5)
+    (accuracy_1, loss_1), (accuracy_2, loss_2) = (
+        json.loads((tmp_path / f"{ranks}.json").read_text()) for ranks in (1, 2)
+    )
+    assert accuracy_1 == accuracy_2 == round(accuracy_1 * 77) / 77
+    assert loss_1 == pytest.approx(loss_2, rel=1e-4)
+
+
+def test_two_ranks_that_miss_the_target_still_report(train, tmp_path):
+    arguments = ["--set", "train.epochs=1", "--set", "train.target_accuracy=1.0", "--set", "optimizer.lr=1e-9"]
+    code, out, err = finish(train("run", *arguments, ranks=2))
+    assert code == 1
+    assert "missed" in out
+    assert "exitcode  : 1" in err
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_world_size_that_does_not_divide_is_refused_without_waiting(train, tmp_path):
+    env = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    started = time.monotonic()
+    code, _, err = finish(train("run", env=env))  # there is no other rank: it must not look for one
+    assert code == 2
+    assert "train.batch_size = 32: must be a multiple of the world size, 3" in err
+    assert time.monotonic() - started < 60
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_rank_lacks_ends_both(train, packed, port, tmp_path):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    has, lacks = (
+        train("run", data=data, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, data in enumerate((packed, tmp_path / "missing"))
+    )
+    (code_0, _, err_0), (code_1, _, err_1) = finish(has), finish(lacks)
+    assert (code_0, code_1) == (1, 1)
+    assert "missing" in err_1
+    assert "rank 1: " in err_0
+    assert "missing" in err_0
+    assert "Traceback" not in err_0 + err_1
+
+
+def test_a_rank_that_dies_ends_the_other(train, port, tmp_path):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    arguments = ["--set", "train.epochs=1000"]
+    children = [train("run", *arguments, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    wait_for_step(children[0], tmp_path / "run", 4)
+    children[1].kill()
+    code, _, err = finish(children[0])
+    assert code == 1
+    assert "lost contact with another rank" in err
+
+
+def test_existing_run_is_refused_by_both_ranks(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    code, _, err = finish(train("run", ranks=2))
+    assert code == 1  # torchrun's own
+    assert "holds a run" in err
+    assert "exitcode  : 2" in err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"], ["recipes", "--help"]])
+def test_help_has_an_example_and_needs_no_torch(start, arguments):
+    probe = "import sys; from trainer.cli import main; code = main(); "
+    probe += (
+        "print([m for m in ('torch', 'numpy', 'matplotlib', 'trainer.recipe') if m in sys.modules]); sys.exit(code)"
+    )
+    code, out, err = finish(start("-c", probe, *arguments))
+    assert code == 0, err
+    assert "Example" in out
+    assert out.endswith("[]\n")
+
+
+def test_recipes_and_usage_errors(start, tmp_path):
+    code, out, _ = finish(start("-m", "trainer", "recipes"))
+    assert code == 0
+    assert "cifar10-resnet32" in out
+    for arguments in (["train"], ["train", "nosuch", "--data", ".", "--out", "x"], ["report", "a", "b"], ["fly"]):
+        code, _, err = finish(start("-m", "trainer", *arguments))
+        assert code == 2
+        assert "Traceback" not in err
+    assert not (tmp_path / "x").exists()

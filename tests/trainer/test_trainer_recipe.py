@@ -1,0 +1,105 @@
+"""Recipes: what is refused, and in which words."""
+
+import pytest
+
+from datapipe.errors import SettingError
+from trainer.recipe import built_in, check_resumable, load_recipe
+
+NAMES = ["cifar10-resnet32", "fashion-mnist-resnet8", "imagenet-resnet50"]
+
+
+def test_built_in_recipes_are_valid_and_name_their_source():
+    assert list(built_in()) == NAMES
+    for name in NAMES:
+        recipe = load_recipe(name)
+        assert recipe.name == name
+        assert recipe.source
+
+
+def test_published_settings():
+    recipe = load_recipe("cifar10-resnet32")
+    assert (recipe.train.batch_size, recipe.train.epochs, recipe.optimizer.lr) == (128, 200, 0.1)
+    assert (recipe.schedule.milestones, recipe.optimizer.weight_decay) == ((100, 150), 1e-4)
+    recipe = load_recipe("imagenet-resnet50")
+    assert (recipe.optimizer.lr_scaling, recipe.optimizer.lr_batch_size) == ("linear", 256)
+    assert (recipe.schedule.warmup_epochs, recipe.schedule.milestones) == (5, (30, 60, 80))
+
+
+def test_set_values():
+    changes = [
+        "train.epochs=7",
+        "model.name=resnet20",
+        "optimizer.lr=1",
+        "data.flip=false",
+        "train.target_accuracy=none",
+        'schedule={name="cosine", warmup_epochs=1}',
+        "data.crop=none",
+    ]
+    recipe = load_recipe("fashion-mnist-resnet8", changes)
+    assert (recipe.train.epochs, recipe.model.name, recipe.optimizer.lr) == (7, "resnet20", 1.0)
+    assert (recipe.data.flip, recipe.train.target_accuracy, recipe.data.crop) == (False, None, "none")
+    assert (recipe.schedule.name, recipe.schedule.warmup_epochs) == ("cosine", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.epoch=3", ["train.epoch", "3", "did you mean epochs"]),
+        ("train.epochs=many", ["train.epochs", "'many'", "integer"]),
+        ("train.epochs=2.5", ["train.epochs", "2.5", "integer"]),
+        ("train.epochs=0", ["train.epochs", "0", "greater than or equal to 1"]),
+        ("train.seed=true", ["train.seed", "True", "integer"]),
+        ("train.target_accuracy=90", ["train.target_accuracy", "90", "less than or equal to 1"]),
+        ("optimizer.lr=inf", ["optimizer.lr", "finite"]),
+        ("optimizer.lr=-0.1", ["optimizer.lr", "-0.1", "greater than 0"]),
+        ("optimizer.nesterov=1", ["optimizer.nesterov", "1", "boolean"]),
+        ("optimizer.momentum=0", ["optimizer", "nesterov", "momentum"]),
+        ("optimizer.lr_scaling=linear", ["optimizer", "lr_batch_size"]),
+        ("optimizer.name=adam", ["optimizer.name", "'adam'", "sgd"]),
+        ("model.name=vgg", ["model.name", "'vgg'", "resnet8, resnet20"]),
+        ("schedule.name=sine", ["schedule.name", "'sine'", "cosine", "onecycle"]),
+        ("schedule.gamma=0.1", ["schedule.gamma", "0.1", "peak_at"]),
+        ("data.mean=[0.1, 0.2]", ["data", "mean has 2", "std 1"]),
+        ("data.mean=[7]", ["data.mean[0]", "7", "less than or equal to 1"]),
+        ("data.crop=middle", ["data.crop", "'middle'", "random_resized"]),
+        ("trian.epochs=3", ["trian", "did you mean train"]),
+        ("train=3", ["train", "3"]),
+        ("name.x=3", ["name.x=3", "no section"]),
+        ("epochs", ["epochs", "section.key=value"]),
+        ("=3", ["section.key=value"]),
+    ],
+)
+def test_wrong_settings_are_named(change, words):
+    with pytest.raises(SettingError) as caught:
+        load_recipe("fashion-mnist-resnet8", [change])
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)  # one mistake, one line
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(SettingError, match=r"(?s)train\.epochs.*optimizer\.lr|optimizer\.lr.*train\.epochs"):
+        load_recipe("fashion-mnist-resnet8", ["train.epochs=0", "optimizer.lr=0"])
+
+
+def test_missing_section_and_bad_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[train]\nepochs = 3\nbatch_size = 8\n")
+    with pytest.raises(SettingError, match="model is missing"):
+        load_recipe(str(path))
+    path.write_text("[train\n")
+    with pytest.raises(SettingError, match=r"mine\.toml is no TOML"):
+        load_recipe(str(path))
+    with pytest.raises(SettingError, match="built in: cifar10-resnet32"):
+        load_recipe("cifar10")
+
+
+def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
+    old = load_recipe("cifar10-resnet32")
+    check_resumable(old, load_recipe("cifar10-resnet32", ["train.epochs=300", "train.target_accuracy=0.9"]))
+    changes = ["optimizer.lr=0.2", "train.seed=1", "data.threads=3"]
+    with pytest.raises(SettingError) as caught:
+        check_resumable(old, load_recipe("cifar10-resnet32", changes))
+    assert "optimizer.lr was 0.1 and is 0.2; train.seed was 0 and is 1." in str(caught.value)
+    one_cycle = load_recipe("fashion-mnist-resnet8")  # its learning rates depend on the number of epochs
+    with pytest.raises(SettingError, match=r"train\.epochs was 3 and is 9"):
+        check_resumable(one_cycle, load_recipe("fashion-mnist-resnet8", ["train.epochs=9"]))

@@ -1,0 +1,201 @@
+"""Whole runs in this process: files, lines, exit codes, and failures that lose nothing."""
+
+import json
+import logging
+import os
+import signal
+
+import pytest
+import torch
+
+import trainer.job
+import trainer.loop
+import trainer.report
+from datapipe.errors import DatapipeError, SettingError
+from trainer.checkpoint import load_checkpoint
+from trainer.errors import CheckpointError, TrainingError
+from trainer.recipe import load_recipe
+from trainer.run import run
+
+SECTIONS = {"wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # Two threads of one small network wait for each other far longer than they work, on cores that are shared.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def go(packed, recipe_file, tmp_path):
+    """go("train.epochs=1", …, resume=False, data=…) -> exit code of a run in tmp_path/run."""
+
+    def _go(*changes, resume=False, data=packed):
+        return run(load_recipe(str(recipe_file), changes), data, tmp_path / "run", resume)
+
+    return _go
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    monkeypatch.setattr(trainer.report, "write_report", lambda runs, out: out / "report.html")
+
+
+def test_target_reached(go, tmp_path, metrics, capsys):
+    assert go("train.target_accuracy=0.5", "train.epochs=8", "train.log_every=5") == 0
+    lines = metrics(tmp_path / "run")
+    first, last = lines[0], lines[-1]
+    assert (first["event"], first["format"], first["recipe_name"]) == ("run", 1, "quarters")
+    assert (first["train_samples"], first["val_samples"], first["world_size"]) == (330, 77, 1)
+    assert first["recipe"]["train"]["batch_size"] == first["global_batch_size"] == 32
+    assert set(first["versions"]) == {"python", "torch", "numpy", "datapipe"}
+    assert first["device"].startswith("cpu (")
+    assert (last["event"], last["status"]) == ("end", "target_reached")
+    assert last["accuracy"] >= 0.5
+    assert 0 < last["time_to_target_s"] <= last["elapsed_s"]
+    epochs = [line for line in lines if line["event"] == "epoch"]
+    assert [line["epoch"] for line in epochs] == list(range(1, len(epochs) + 1))
+    assert all(line["step"] == 10 * line["epoch"] for line in epochs)  # 330 // 32 steps, the rest left out
+    assert all(set(line["time_s"]) == SECTIONS for line in [*epochs, last])
+    assert sum(last["time_s"].values()) == pytest.approx(last["elapsed_s"], rel=0.02)
+    steps = [line["step"] for line in lines if line["event"] == "train"]
+    assert steps == list(range(5, 10 * len(epochs) + 1, 5))
+    shown = capsys.readouterr().out
+    assert "reached" in shown
+    assert str(tmp_path / "run" / "report.html") in shown
+    assert (tmp_path / "run" / "report.html").stat().st_size > 0
+
+
+def test_target_missed_is_1_with_a_report(go, tmp_path, metrics, capsys):
+    assert go("train.target_accuracy=1.0", "train.epochs=1", "optimizer.lr=1e-9") == 1
+    assert metrics(tmp_path / "run")[-1]["status"] == "target_missed"
+    assert (tmp_path / "run" / "report.html").stat().st_size > 0
+    assert "missed" in capsys.readouterr().out
+
+
+def test_a_report_that_fails_hides_nothing(go, monkeypatch, capsys, caplog):
+    def broken(runs, out):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(trainer.report, "write_report", broken)
+    assert go("train.epochs=1") == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert "no report could be written" in caplog.text
+
+
+def test_a_run_is_never_overwritten(go, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(SettingError, match=r"holds a run.*--resume"):
+        go("train.epochs=1")
+    with pytest.raises(SettingError, match=r"optimizer\.lr was 0\.05 and is 0\.5"):
+        go("train.epochs=1", "optimizer.lr=0.5", resume=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_resume_of_nothing_starts_and_says_so(go, tmp_path, metrics, no_report, caplog):
+    caplog.set_level(logging.INFO)
+    assert go("train.epochs=1", resume=True) == 0
+    assert "nothing to resume" in caplog.text
+    assert [line["event"] for line in metrics(tmp_path / "run")].count("resume") == 0
+
+
+def test_more_epochs_are_the_same_as_all_at_once(go, tmp_path, metrics, no_report):
+    assert go("train.epochs=3") == 0
+    at_once = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    os.rename(tmp_path / "run", tmp_path / "first")
+    assert go("train.epochs=1") == 0
+    assert go("train.epochs=3", resume=True) == 0
+    in_two = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    assert all(torch.equal(at_once["model"][key], in_two["model"][key]) for key in at_once["model"])
+    steps = [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
+    assert steps == list(range(1, 31))
+    assert [line["event"] for line in metrics(tmp_path / "run")].count("end") == 1
+
+
+def test_evaluate_every(go, tmp_path, metrics, no_report):
+    assert go("train.evaluate_every=2") == 0
+    found = [line["val_accuracy"] for line in metrics(tmp_path / "run") if line["event"] == "epoch"]
+    assert [accuracy is None for accuracy in found] == [True, False, False]  # and always at the end
+
+
+def test_a_signal_during_the_evaluation(go, tmp_path, metrics, no_report, monkeypatch):
+    real = trainer.loop.evaluate
+
+    def interrupted(*arguments, **settings):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(trainer.loop, "evaluate", interrupted)
+    assert go() == 128 + signal.SIGTERM
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]
+    assert (state["epoch"], state["step"]) == (0, 10)  # all steps done, the epoch not finished
+    monkeypatch.setattr(trainer.loop, "evaluate", real)
+    assert go(resume=True) == 0
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+    assert [line["epoch"] for line in lines if line["event"] == "epoch"] == [1, 2, 3]
+
+
+def test_loss_that_is_not_finite(go, tmp_path, metrics, no_report):
+    assert go("train.epochs=1", "schedule={name='constant'}") == 0
+    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    content = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    content["model"]["fc.weight"][:] = float("nan")
+    torch.save(content, tmp_path / "run" / "checkpoint.pt")
+    poisoned = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    assert poisoned != before
+    with pytest.raises(TrainingError, match="loss became nan"):
+        go("train.epochs=2", "schedule={name='constant'}", resume=True)
+    assert metrics(tmp_path / "run")[-1]["status"] == "failed"
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == poisoned  # not replaced by a later one
+
+
+def test_no_space_for_a_checkpoint(go, tmp_path, metrics, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(trainer.job, "save_checkpoint", full)
+    with pytest.raises(OSError, match=r"No space left on device.*checkpoint\.pt"):
+        go("train.epochs=1")
+    assert metrics(tmp_path / "run")[-1]["status"] == "failed"
+
+
+def test_damaged_checkpoint(go, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    path = tmp_path / "run" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt"):
+        go("train.epochs=2", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.batch_size=331", "batch of 331 is larger than.*330"),
+        ("model.num_classes=3", r"model\.num_classes = 3.*at least 4"),
+        ("data={size=16, mean=[0.1, 0.1, 0.1], std=[0.1, 0.1, 0.1]}", r"data\.mean.*1 channels"),
+        ("data.backend=gpu", "backend.*'gpu'"),
+        ("train.precision=fp16", r"train\.precision"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_leaves_no_run(go, tmp_path, change, words):
+    with pytest.raises(SettingError, match=words):
+        go(change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_data(go, tmp_path):
+    with pytest.raises(DatapipeError):
+        go(data=tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_hold_no_nan(go, tmp_path, no_report):
+    assert go("train.epochs=1", "train.precision=bf16", "train.label_smoothing=0.1") == 0
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
