@@ -95,7 +95,7 @@ class Progress:
 
 
 def _short(number: float) -> str:
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= limit:
-            return f"{number / limit * (10 if suffix == 'k' else 1):.1f} {suffix}"
+    for unit, suffix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= 10 * unit:
+            return f"{number / unit:.0f}{suffix}"
     return f"{number:.0f}"

@@ -118,10 +118,23 @@ class Page(HTMLParser):
         return next(row for row in self.rows if row[0] == first)
 
 
-def test_a_single_run_shows_the_figures_of_its_end_line(tmp_path):
-    report = write_report([finished(tmp_path / "run")], tmp_path / "out")
-    assert report == tmp_path / "out" / "report.html"
-    page = Page(report)
+@pytest.fixture
+def without_plots(monkeypatch):
+    """For what is said in words only: the plots take most of the time."""
+    monkeypatch.setattr("trainer.report._plot", lambda *_: "")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> Path:
+    """The report on one finished run."""
+    folder = tmp_path_factory.mktemp("single")
+    report = write_report([finished(folder / "run")], folder / "out")
+    assert report == folder / "out" / "report.html"
+    return report
+
+
+def test_a_single_run_shows_the_figures_of_its_end_line(single):
+    page = Page(single)
     for text in (
         "accuracy 91.23 %",
         "target 90.00 %",
@@ -149,13 +162,13 @@ def test_a_single_run_shows_the_figures_of_its_end_line(tmp_path):
 
 
 @pytest.mark.parametrize(("share", "bound"), [(0.314, "data-bound: 31 %"), (0.04, "compute-bound: 4 %")])
-def test_the_verdict_follows_the_wait_share(tmp_path, share, bound):
+def test_the_verdict_follows_the_wait_share(tmp_path, without_plots, share, bound):
     page = Page(write_report([finished(tmp_path / "run", wait_share=share)], tmp_path / "out"))
     assert f"{bound} of the step waited for batches" in page.text
 
 
-def test_every_plot_is_in_the_page_the_pdf_and_a_png(tmp_path):
-    out = write_report([finished(tmp_path / "run")], tmp_path / "out").parent
+def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
+    out = single.parent
     names = {"report.html", "report.pdf", "accuracy.png", "loss.png", "throughput.png", "time.png"}
     assert {path.name for path in out.iterdir()} == names  # and nothing temporary is left
     pdf = (out / "report.pdf").read_bytes()
@@ -168,14 +181,14 @@ def test_every_plot_is_in_the_page_the_pdf_and_a_png(tmp_path):
         assert label in page.text
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_follows_the_mode(tmp_path):
-    page = Page(write_report([finished(tmp_path / "run")], tmp_path / "out"))
+def test_the_page_needs_nothing_from_elsewhere_and_follows_the_mode(single):
+    page = Page(single)
     assert not re.search(r"https?://|@import|<script|<link|<img|url\((?!#)", page.source)
     links = [value for _, attrs in page.tags for key, value in attrs.items() if key.endswith(("href", "src"))]
     assert all(link.startswith("#") for link in links)
     ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
     assert {link[1:] for link in links} <= ids
-    assert "prefers-color-scheme:dark" in page.source and str(tmp_path) not in page.source
+    assert "prefers-color-scheme:dark" in page.source and str(single.parent.parent) not in page.source
     svg = page.source[page.source.index("<svg") :]
     assert "var(--c0)" in svg and "#0072b2" not in svg
 
@@ -186,7 +199,7 @@ def test_several_runs_are_compared_in_order(tmp_path):
     page = Page(write_report([one, two], tmp_path / "out"))
     head = page.row("run")
     rows = [dict(zip(head, page.rows[i], strict=True)) for i in (1, 2)]
-    assert [row["run"].lstrip("■ ") for row in rows] == ["one/run · 1 rank", "two/run · 2 ranks"]
+    assert [row["run"].lstrip("■\N{NO-BREAK SPACE} ") for row in rows] == ["one/run · 1 rank", "two/run · 2 ranks"]
     assert [row["images/s"] for row in rows] == ["2,346", "4,691"]
     assert [row["relative"] for row in rows] == ["1.00×", "2.00×"]
     assert [row["waiting for data"] for row in rows] == ["31.4 %", "5.0 %"]
@@ -201,10 +214,10 @@ def test_several_runs_are_compared_in_order(tmp_path):
 
 def labels(*folders: Path) -> list[str]:
     page = Page(write_report(list(folders), folders[0].parent / "out"))
-    return [row[0].lstrip("■ ") for row in page.rows[1 : 1 + len(folders)]]
+    return [row[0].lstrip("■\N{NO-BREAK SPACE} ") for row in page.rows[1 : 1 + len(folders)]]
 
 
-def test_labels_are_distinct_and_no_longer_than_needed(tmp_path):
+def test_labels_are_distinct_and_no_longer_than_needed(tmp_path, without_plots):
     a, b, c = (finished(tmp_path / name) for name in ("x/a", "x/b", "y/a"))
     assert labels(a, b) == ["a", "b"]
     assert labels(a, c) == ["x/a", "y/a"]
@@ -217,11 +230,10 @@ def test_a_label_that_matplotlib_would_read_its_own_way(tmp_path):
     assert page.source.count("_$x^2$ &amp; &lt;b&gt;</text>") == 4
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path):
-    run = finished(tmp_path / "run")
-    outs = [write_report([run], tmp_path / name).parent for name in ("first", "second")]
-    for path in outs[0].iterdir():
-        assert path.read_bytes() == (outs[1] / path.name).read_bytes(), path.name
+def test_the_same_input_gives_the_same_bytes(single, tmp_path):
+    again = write_report([single.parent.parent / "run"], tmp_path / "again").parent
+    for path in single.parent.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
 def test_a_run_still_going_shows_the_figures_so_far(tmp_path):
@@ -249,7 +261,7 @@ def test_a_run_without_an_epoch_has_a_report(tmp_path, lines):
     assert "nan" not in page.text.lower()
 
 
-def test_what_a_resumed_run_did_again_counts_once(tmp_path):
+def test_what_a_resumed_run_did_again_counts_once(tmp_path, without_plots):
     lost = [train(step, 9.0) for step in (110, 120, 130, 140)]
     again = [train(step, 1.0) for step in (110, 120)]
     resume = {"event": "resume", "epoch": 1, "step": 100, "elapsed_s": 12.75, "world_size": 2}
@@ -293,7 +305,7 @@ def test_what_comes_from_files_is_text_never_markup(tmp_path):
         assert "alert(1)" in page.text
 
 
-def test_characters_that_cannot_be_printed_do_no_harm(tmp_path):
+def test_characters_that_cannot_be_printed_do_no_harm(tmp_path, without_plots):
     run = write(tmp_path / "run", header(device="a\x00b\x1b[31m\ud800"), end())
     page = Page(write_report([run], tmp_path / "out"))
     assert "a\N{REPLACEMENT CHARACTER}b" in page.source and "\x1b" not in page.source

@@ -1,0 +1,58 @@
+"""Checkpoints: one file that holds everything a run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+
+from datapipe.fsio import atomic_write
+
+from .errors import CheckpointError
+
+FORMAT = 1
+NAME = "checkpoint.pt"
+# What zipfile and torch raise on bytes that are no checkpoint.
+UNREADABLE = (zipfile.BadZipFile, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
+
+
+def save_checkpoint(path: Path, content: dict) -> None:
+    """Write `content` (tensors, numbers, text, and lists and dicts of them) to `path`, whole or not at all.
+
+    Adds "format" and the state of torch's random numbers. Raises OSError; what was there then stays.
+    """
+    random = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random["cuda"] = torch.cuda.get_rng_state()
+    with atomic_write(path) as file:
+        torch.save({"format": FORMAT, "random": random} | content, file)
+
+
+def load_checkpoint(path: Path) -> dict:
+    """What `save_checkpoint` was given, with its tensors on the CPU. Runs no code from the file.
+
+    Raises CheckpointError if it is no checkpoint, is damaged (its checksums are compared), or is newer than
+    this version.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch does not compare the CRC-32 sums that it writes
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"damaged: wrong checksum of {damaged}; start the run anew", path=path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        first = str(error).partition("\n")[0]
+        raise CheckpointError(f"no readable checkpoint: {first}; start the run anew", path=path) from error
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(f"has format {version!r}; this version reads {FORMAT}", path=path)
+    return content
+
+
+def restore_random(content: dict) -> None:
+    """Set torch's random numbers to where they were."""
+    torch.set_rng_state(content["random"]["cpu"])
+    if "cuda" in content["random"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(content["random"]["cuda"])

@@ -1,0 +1,99 @@
+"""The `trainer` command. Imports torch only in the commands that train, so that --help answers at once."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from datapipe import console
+
+app = typer.Typer(
+    help="Train a recipe on a packed data set until a target accuracy, and report the time it took.\n\n"
+    "\b\nExample:\n  trainer train fashion-mnist-resnet8 --data data/fashion-mnist --out runs/first",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help, in half the time
+)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="Name of a built-in recipe, or path of a .toml file.")],
+    data: Annotated[Path, typer.Option(help="Packed data set: the folder that holds train/ and val/.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run: metrics, checkpoint, report.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="section.key=value", help="Change a setting; repeatable."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+) -> None:
+    """Train a recipe until its target accuracy, or for all its epochs.
+
+    Exit code 0: target reached (or none set); 1: target missed, or training failed; 2: wrong use; 143 or 130:
+    stopped by SIGTERM or Ctrl-C after saving a checkpoint, from which --resume goes on.
+
+    \b
+    Example:
+      trainer train fashion-mnist-resnet8 --data data/fashion-mnist --out runs/first \\
+          --set train.epochs=3 --set optimizer.lr=0.1
+    On two GPUs:
+      torchrun --nproc-per-node 2 -m trainer train imagenet-resnet50 \\
+          --data data/imagenet --out runs/imagenet
+    """
+    from .recipe import load_recipe
+
+    loaded = load_recipe(recipe, changes or [])  # before torch is imported: a typing mistake is told at once
+    from .run import run
+
+    raise typer.Exit(run(loaded, data, out, resume))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared in one report.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; one run's own by default.")] = None,
+) -> None:
+    """Write report.html and its plots from the metrics of one run, or of several to compare.
+
+    \b
+    Example:
+      trainer report runs/one-rank runs/two-ranks --out reports/ranks
+    """
+    from datapipe.errors import SettingError
+
+    if out is None and len(runs) > 1:
+        raise SettingError(f"--out is missing: a report on {len(runs)} runs needs a folder of its own")
+    from .report import write_report
+
+    print(write_report(runs, out or runs[0]))
+
+
+@app.command()
+def recipes() -> None:
+    """List the built-in recipes, and where their figures come from.
+
+    \b
+    Example:
+      trainer recipes
+    """
+    for path in sorted((Path(__file__).parent / "recipes").glob("*.toml")):
+        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = recipe["train"]
+        target = f", target {settings['target_accuracy']:.1%}" if "target_accuracy" in settings else ""
+        print(f"{path.stem}\n    {recipe['model']['name']}, {settings['epochs']} epochs, ", end="")
+        print(f"batch {settings['batch_size']}{target}\n    {recipe['source']}")
+
+
+def main() -> int:
+    """Run the command line; return its exit code, which the installed script exits with."""
+    logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph in a report's PDF
+    return console.run(app)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

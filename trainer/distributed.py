@@ -1,0 +1,190 @@
+"""Ranks: who this process is, and how the ranks agree.
+
+Whatever only one rank can find out (no such file, disk full, a signal) is made known to all of them before
+the next collective operation, so that none waits for a rank that has gone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from datapipe.errors import DatapipeError, SettingError
+
+from .errors import TrainingError
+
+T = TypeVar("T")
+
+# Longer than a checkpoint takes on a loaded filesystem; the launcher notices a rank that is gone sooner.
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among `world_size` ranks, as `torchrun` numbers them."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def batch_size(self, global_batch_size: int) -> int:
+        """The batch size per rank. Raises SettingError if the ranks cannot share the global one equally."""
+        if global_batch_size % self.world_size:
+            raise SettingError(
+                f"train.batch_size = {global_batch_size}: must be a multiple of the world size, "
+                f"{self.world_size}; unequal ranks would wait for each other for ever at the end of an epoch"
+            )
+        return global_batch_size // self.world_size
+
+
+def world_from_environment(environ: Mapping[str, str] = os.environ) -> World:
+    """The World that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; alone where there are none.
+
+    The device is the GPU numbered `local_rank` where there are GPUs, else the CPU. Raises SettingError if
+    some are set and others not, or a node has fewer GPUs than ranks.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    missing = [name for name in names if name not in environ]
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return World(device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    if missing:
+        # Guessing would make each process its own world, all writing to the same run.
+        raise SettingError(f"{', '.join(missing)} not set, unlike others of {', '.join(names)}: use torchrun")
+    try:
+        rank, world_size, local_rank = (int(environ[name]) for name in names)
+        local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+    except ValueError as error:
+        raise SettingError(f"one of {', '.join(names)}, LOCAL_WORLD_SIZE is no number: {error}") from error
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise SettingError(
+                f"LOCAL_RANK = {local_rank}: this node has {torch.cuda.device_count()} GPUs; a rank needs one"
+            )
+        device = torch.device("cuda", local_rank)
+    return World(rank, local_rank, world_size, local_world_size, device)
+
+
+def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
+    """Share the node's cores between its ranks, unless OMP_NUM_THREADS says otherwise."""
+    chosen = environ.get("OMP_NUM_THREADS")
+    # With several ranks, torchrun itself sets 1 where nothing was chosen: too few on most nodes.
+    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ and world.local_world_size > 1):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // world.local_world_size))
+
+
+@contextmanager
+def connected(world: World) -> Iterator[None]:
+    """Connect the ranks for as long as the block runs. Alone, there is nothing to do."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.world_size == 1:
+        yield
+        return
+    # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT, rank=world.rank, world_size=world.world_size)
+    except (dist.DistError, ValueError) as error:
+        raise TrainingError(f"rank {world.rank} could not reach the other ranks: {error}") from error
+    try:
+        yield
+    except RuntimeError as error:
+        # A rank that ends takes its connections along; its own message says why it ended.
+        if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
+            message = "lost contact with another rank; its message, further up or in its log, says why"
+            raise TrainingError(message) from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, world: World) -> nn.Module:
+    """The model whose backward pass averages gradients over the ranks; the model itself on one rank."""
+    if world.world_size == 1:
+        return model
+    devices = [world.local_rank] if world.device.type == "cuda" else None
+    # Running statistics are averaged where they matter (average_buffers), not sent before every step.
+    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 renamed the option
+    option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **{option: False})
+
+
+def sum_over_ranks(world: World, values: list[float]) -> list[float]:
+    """The sums, in float64, of each rank's `values`; every rank must give as many."""
+    if world.world_size == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def max_over_ranks(world: World, value: int) -> int:
+    """The largest of all ranks' values."""
+    if world.world_size == 1:
+        return value
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def broadcast(world: World, value: T) -> T:
+    """What the first rank gave as `value`, on all ranks."""
+    if world.world_size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, world: World) -> None:
+    """Give all ranks the mean of their BN running statistics, so that all evaluate and save one network."""
+    if world.world_size == 1:
+        return
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer /= world.world_size
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """Run the block; if it fails on any rank, raise on all of them, instead of waiting for the failed one.
+
+    The failed rank raises its own error, the others a SettingError or TrainingError that quotes it.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except (DatapipeError, SettingError, OSError) as error:
+        failure = error
+    if world.world_size > 1:
+        mine = None if failure is None else (isinstance(failure, SettingError), str(failure))
+        verdicts: list[tuple[bool, str] | None] = [None] * world.world_size
+        dist.all_gather_object(verdicts, mine)
+        if failure is None:
+            for rank, verdict in enumerate(verdicts):
+                if verdict is not None:
+                    kind = SettingError if verdict[0] else TrainingError
+                    raise kind(f"rank {rank}: {verdict[1]}")
+    if failure is not None:
+        raise failure

@@ -1,0 +1,19 @@
+"""What can go wrong in a training run.
+
+DatapipeError
+└── TrainingError        the run cannot go on: exit code 1
+    └── CheckpointError  a checkpoint cannot be read, or belongs to another run
+SettingError             a bad setting (from datapipe): exit code 2
+"""
+
+from __future__ import annotations
+
+from datapipe.errors import DatapipeError
+
+
+class TrainingError(DatapipeError):
+    pass
+
+
+class CheckpointError(TrainingError):
+    pass

@@ -1,0 +1,68 @@
+"""Exact evaluation: every sample of the validation set counts once, whatever the number of ranks.
+
+B batch, C channels, H height, W width, K classes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from datapipe.loaders import Batch
+
+from .distributed import World, sum_over_ranks
+from .errors import TrainingError
+from .precision import Precision
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`accuracy` in 0..1; `loss` is the mean cross-entropy, without label smoothing."""
+
+    accuracy: float
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    prepare: Callable[[Tensor], Tensor],
+    *,
+    num_samples: int,
+    world: World,
+    precision: Precision,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Evaluate `model`, the same on all ranks, on this rank's `batches` and sum over the ranks.
+
+    `prepare` makes float [B, C, H, W] of a batch's uint8 images. `stopped` is asked after every batch, on all
+    ranks alike; once it says yes, the result is None. Leaves the model in evaluation mode.
+
+    Raises TrainingError unless exactly `num_samples` valid samples were seen over all ranks.
+    """
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # correct, loss, count
+    for batch in batches:
+        with precision.autocast():
+            logits_BK = model(prepare(batch.images))
+        sums += _sums(logits_BK.float(), batch.labels, batch.valid)
+        if stopped():
+            return None
+    correct, loss, count = sum_over_ranks(world, sums.tolist())
+    if count != num_samples:
+        raise TrainingError(f"evaluation saw {count:.0f} samples of a set of {num_samples}")
+    return Evaluation(correct / count, loss / count)
+
+
+def _sums(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
+    """Correct answers, summed loss and number of samples, of those that are valid; float64 [3]."""
+    correct_B = (logits_BK.argmax(dim=1) == labels_B) & valid_B
+    # Padding may carry any label, and a NaN times zero is no zero: choose, do not multiply.
+    loss_B = F.cross_entropy(logits_BK, labels_B.where(valid_B, torch.zeros_like(labels_B)), reduction="none")
+    loss_B = loss_B.double().where(valid_B, torch.zeros_like(loss_B, dtype=torch.float64))
+    return torch.stack([correct_B.sum().double(), loss_B.sum(), valid_B.sum().double()])

@@ -1,0 +1,220 @@
+"""Everything a run works with, opened and checked before its first step.
+
+B batch, C channels, H height, W width
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from datapipe.augment import Augment
+from datapipe.errors import SettingError
+from datapipe.loaders import normalise, open_loader
+from datapipe.loaders.base import Loader
+
+from . import models, optim
+from .checkpoint import NAME as CHECKPOINT
+from .checkpoint import load_checkpoint, restore_random, save_checkpoint
+from .distributed import World, average_buffers, together, wrap
+from .errors import CheckpointError
+from .metrics import MetricsFile
+from .optim.schedules import multiplier, scaled_lr
+from .precision import Precision
+from .recipe import Recipe, check_resumable, parse
+from .state import State
+from .timing import Clock
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays the same objects throughout a run. `model` is what to train, `module` the network within."""
+
+    recipe: Recipe
+    world: World
+    run: Path
+    train_loader: Loader
+    val_loader: Loader
+    module: nn.Module
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    precision: Precision
+    clock: Clock
+    metrics: MetricsFile
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.train_loader)
+
+    def learning_rate(self, step: int) -> float:
+        settings, train = self.recipe.optimizer, self.recipe.train
+        peak = scaled_lr(settings.lr, settings.lr_scaling, train.batch_size, settings.lr_batch_size)
+        return peak * multiplier(self.recipe.schedule, step, self.steps_per_epoch, train.epochs)
+
+    def prepare(self, images_BCHW: Tensor) -> Tensor:
+        """uint8 images as the network takes them: float32, normalised, in the chosen memory format."""
+        images_BCHW = normalise(images_BCHW, self.recipe.data.mean, self.recipe.data.std)
+        return images_BCHW.contiguous(memory_format=_memory_format(self.recipe))
+
+
+def _memory_format(recipe: Recipe) -> torch.memory_format:
+    return torch.channels_last if recipe.train.channels_last else torch.contiguous_format
+
+
+def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> tuple[Loader, Loader]:
+    """The training and the validation loader of this rank, which `stack` closes.
+
+    Raises DatapipeError if there is no usable data set, and SettingError if the recipe does not fit it; the
+    ranks that find nothing wrong raise as well.
+    """
+    settings, train = recipe.data, recipe.train
+    batch_size = world.batch_size(train.batch_size)
+    common = {
+        "backend": settings.backend,
+        "size": settings.size,
+        "seed": train.seed,
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "threads": settings.threads,
+        "device": world.device,
+    }
+    augment = Augment(crop=settings.crop, flip=settings.flip, pad=settings.pad)
+    with together(world):
+        loaders = tuple(
+            stack.enter_context(loader)
+            for loader in (
+                open_loader(data / "train", batch_size, order=settings.order, augment=augment, **common),
+                open_loader(data / "val", batch_size, train=False, **common),
+            )
+        )
+        _check_fit(recipe, *loaders)
+    return loaders
+
+
+def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
+    if len(recipe.data.mean) != train.channels:
+        raise SettingError(
+            f"data.mean = {list(recipe.data.mean)}: the images have {train.channels} channels; it must have "
+            "as many numbers, and data.std too"
+        )
+    if (train.channels, train.num_classes) != (val.channels, val.num_classes):
+        raise SettingError(
+            f"training images have {train.channels} channels and {train.num_classes} classes, validation "
+            f"images {val.channels} and {val.num_classes}; they must agree"
+        )
+    if (recipe.model.num_classes or train.num_classes) < train.num_classes:
+        raise SettingError(
+            f"model.num_classes = {recipe.model.num_classes}: must be at least {train.num_classes}, the "
+            "number of classes of the data set"
+        )
+
+
+def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Module, nn.Module]:
+    """The network on this rank's device, the same on all ranks, and what to train: (module, model)."""
+    torch.manual_seed(recipe.train.seed)
+    num_classes = recipe.model.num_classes or loader.num_classes
+    module = models.build(recipe.model.name, num_classes=num_classes, in_channels=loader.channels)
+    module = module.to(world.device, memory_format=_memory_format(recipe))
+    if world.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # every batch has the same shape
+    if recipe.train.compile:
+        module.compile()  # in place, so that parameters keep their names
+    return module, wrap(module, world)
+
+
+def open_job(
+    recipe: Recipe,
+    data: Path,
+    run: Path,
+    world: World,
+    precision: Precision,
+    stack: ExitStack,
+    keep_bytes: int,
+) -> Job:
+    """Open everything; `keep_bytes` of the metrics of an earlier part of the run stay."""
+    train_loader, val_loader = open_loaders(recipe, data, world, stack)
+    module, model = build_network(recipe, world, train_loader)
+    with together(world):
+        if world.is_main:
+            run.mkdir(parents=True, exist_ok=True)
+        metrics = MetricsFile(run / "metrics.jsonl" if world.is_main else None, keep_bytes)
+    stack.callback(metrics.close)
+    return Job(
+        recipe=recipe,
+        world=world,
+        run=run,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        module=module,
+        model=model,
+        optimizer=optim.build(recipe.optimizer, module),
+        scaler=precision.scaler(),
+        precision=precision,
+        clock=Clock(world.device),
+        metrics=metrics,
+    )
+
+
+def save(job: Job, state: State) -> None:
+    """Write a checkpoint; all ranks must call this. Raises on all of them if it fails on the first."""
+    # Before anything is written: a network that has lost itself must not replace a good one.
+    state.loss.read(job.world, state.step)
+    job.clock.drain()
+    with job.clock.section("checkpoint"):
+        average_buffers(job.module, job.world)
+        with together(job.world):
+            if job.world.is_main:
+                save_checkpoint(job.run / CHECKPOINT, _content(job, state))
+
+
+def _content(job: Job, state: State) -> dict:
+    return {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "global_batch_size": job.recipe.train.batch_size,
+        "num_samples": job.train_loader.num_samples,
+        "state": state.state_dict(),
+        "clock": job.clock.state_dict(),
+        "loader": job.train_loader.state_dict(),
+        "model": job.module.state_dict(),
+        "optimizer": job.optimizer.state_dict(),
+        "scaler": job.scaler.state_dict(),
+        "metrics_bytes": job.metrics.sync(),
+    }
+
+
+def read_checkpoint(run: Path, recipe: Recipe) -> dict | None:
+    """The checkpoint of `run`, if there is one.
+
+    Raises CheckpointError if it cannot be read, SettingError if its recipe learns something else.
+    """
+    path = run / CHECKPOINT
+    if not path.exists():
+        return None
+    content = load_checkpoint(path)
+    try:
+        old = parse(content["recipe"])
+    except (SettingError, KeyError) as error:
+        raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
+    check_resumable(old, recipe)
+    return content
+
+
+def restore(job: Job, state: State, content: dict) -> None:
+    """Put everything back to where it was. Raises CheckpointError if the data set is another one."""
+    if content["num_samples"] != job.train_loader.num_samples:
+        raise CheckpointError(
+            f"was trained on {content['num_samples']} images; here are {job.train_loader.num_samples}",
+            path=job.run / CHECKPOINT,
+        )
+    job.module.load_state_dict(content["model"])
+    job.optimizer.load_state_dict(content["optimizer"])
+    job.scaler.load_state_dict(content["scaler"])
+    job.train_loader.load_state_dict(content["loader"])
+    state.load_state_dict(content["state"])
+    job.clock.load_state_dict(content["clock"])
+    restore_random(content)

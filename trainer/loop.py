@@ -1,0 +1,174 @@
+"""Training, top to bottom: steps, epochs, evaluations and checkpoints until the target is reached.
+
+B batch, C channels, H height, W width, K classes
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import closing
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from datapipe.console import Progress
+from datapipe.loaders import Batch
+
+from .distributed import average_buffers
+from .evaluate import Evaluation, evaluate
+from .job import Job, save
+from .state import State
+from .stop import StopSignal
+
+logger = logging.getLogger(__name__)
+
+
+def train(job: Job, state: State, stop: StopSignal) -> str:
+    """Train from `state` to the end; return target_reached, target_missed, completed or interrupted.
+
+    Whatever the status, RUN's checkpoint is then that of `state`. Raises TrainingError if the loss is not
+    finite or an evaluation does not see every sample once, and what the loaders raise.
+    """
+    settings = job.recipe.train
+    while (status := state.status(settings.target_accuracy, settings.epochs)) is None:
+        if not _train_epoch(job, state, stop):
+            save(job, state)
+            return "interrupted"
+        evaluation, complete = _evaluate(job, state, stop)
+        if not complete:
+            save(job, state)  # the epoch's steps are done: resuming goes on with its evaluation
+            return "interrupted"
+        _end_epoch(job, state, evaluation)
+        save(job, state)
+    return status
+
+
+def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
+    """Do the rest of the epoch's steps; False if told to stop before its end."""
+    settings, clock = job.recipe.train, job.clock
+    last_step = (state.epoch + 1) * job.steps_per_epoch
+    if state.step == last_step:
+        return True
+    line_step, line_s = state.step, clock.training_s
+    job.model.train()
+    with closing(iter(job.train_loader)) as batches, _progress(job, state) as progress:
+        while state.step < last_step:
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited_s = time.perf_counter() - asked
+
+            begin = clock.mark()
+            lr = job.learning_rate(state.step)
+            loss = _forward_backward(job, batch)
+            middle = clock.mark()
+            _update(job, lr)
+            clock.add_step(waited_s, begin, middle, clock.mark())
+
+            state.step += 1
+            state.loss.add(loss)
+            progress.advance(settings.batch_size)
+            if state.step % settings.log_every == 0:
+                state.loss.read(job.world, state.step)
+                clock.drain()
+                images = (state.step - line_step) * settings.batch_size
+                _log_line(job, state, lr, images / (clock.training_s - line_s))
+                line_step, line_s = state.step, clock.training_s
+            if stop.agreed(state.step):
+                return False
+            every = settings.checkpoint_every_steps
+            if every and state.step % every == 0 and state.step < last_step:
+                save(job, state)
+    return True
+
+
+def _forward_backward(job: Job, batch: Batch) -> Tensor:
+    """The batch's mean loss; its gradients, averaged over the ranks, are then in the parameters."""
+    with job.precision.autocast():
+        logits_BK = job.model(job.prepare(batch.images))
+    smoothing = job.recipe.train.label_smoothing
+    loss = F.cross_entropy(logits_BK.float(), batch.labels, label_smoothing=smoothing)
+    job.scaler.scale(loss).backward()
+    return loss
+
+
+def _update(job: Job, lr: float) -> None:
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    job.optimizer.zero_grad(set_to_none=True)
+
+
+def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | None, bool]:
+    """Evaluate if this epoch is due: (evaluation or None, False if told to stop first)."""
+    settings, turn = job.recipe.train, iter(range(1, len(job.val_loader) + 1))
+    state.loss.read(job.world, state.step)
+    job.clock.drain()
+    epoch = state.epoch + 1
+    if epoch % settings.evaluate_every and epoch < settings.epochs:
+        return None, True
+    with job.clock.section("evaluation"):
+        average_buffers(job.module, job.world)
+        job.val_loader.set_epoch(0)
+        evaluation = evaluate(
+            job.module,
+            job.val_loader,
+            job.prepare,
+            num_samples=job.val_loader.num_samples,
+            world=job.world,
+            precision=job.precision,
+            stopped=lambda: stop.agreed(next(turn)),
+        )
+    return evaluation, evaluation is not None
+
+
+def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
+    """Count the epoch, write its line, and point the loader to the next."""
+    state.epoch += 1
+    elapsed_s, time_s = job.clock.elapsed_s, job.clock.epoch()
+    train_loss = state.loss.take_epoch()
+    if evaluation is not None:
+        state.evaluations.append(
+            {
+                "epoch": state.epoch,
+                "elapsed_s": elapsed_s,
+                "accuracy": evaluation.accuracy,
+                "loss": evaluation.loss,
+            }
+        )
+    steps_s = sum(time_s.values()) - time_s["evaluation"] - time_s["checkpoint"]
+    job.metrics.write(
+        "epoch",
+        epoch=state.epoch,
+        step=state.step,
+        train_loss=train_loss,
+        val_loss=evaluation.loss if evaluation else None,
+        val_accuracy=evaluation.accuracy if evaluation else None,
+        images_per_s=job.steps_per_epoch * job.recipe.train.batch_size / steps_s,
+        elapsed_s=elapsed_s,
+        time_s=time_s,
+    )
+    found = f", accuracy {evaluation.accuracy:.2%}" if evaluation else ""
+    epochs = job.recipe.train.epochs
+    logger.info("epoch %d of %d: loss %.4f%s, %.0f s", state.epoch, epochs, train_loss, found, elapsed_s)
+    job.clock.begin_epoch()
+    job.train_loader.set_epoch(state.epoch)
+
+
+def _log_line(job: Job, state: State, lr: float, images_per_s: float) -> None:
+    job.metrics.write(
+        "train",
+        epoch=state.epoch,
+        step=state.step,
+        loss=state.loss.take_line(),
+        lr=lr,
+        images_per_s=images_per_s,
+        elapsed_s=job.clock.elapsed_s,
+    )
+
+
+def _progress(job: Job, state: State) -> Progress:
+    batch_size = job.recipe.train.batch_size
+    steps_left = (state.epoch + 1) * job.steps_per_epoch - state.step
+    return Progress(f"epoch {state.epoch + 1} of {job.recipe.train.epochs}", steps_left * batch_size)

@@ -1,0 +1,91 @@
+"""RUN/metrics.jsonl: one JSON object a line, each with its "event"."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+FORMAT = 1
+NAME = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends lines; each has left this process when `write` returns. Where `path` is None, does nothing."""
+
+    def __init__(self, path: Path | None, keep_bytes: int = 0) -> None:
+        """Open `path`, keeping its first `keep_bytes`: what came later was not in the checkpoint."""
+        self._file = None
+        if path is None:
+            return
+        self._file = open(path, "ab")  # noqa: SIM115 - stays open
+        if self._file.tell() > keep_bytes:
+            self._file.truncate(keep_bytes)
+        self.is_empty = keep_bytes == 0 or self._file.tell() == 0
+
+    def write(self, event: str, **fields: object) -> None:
+        if self._file is not None:
+            line = json.dumps({"event": event} | _finite(fields), ensure_ascii=False, allow_nan=False)
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+
+    def sync(self) -> int:
+        """Make all lines outlast a power cut; return the file's length in bytes."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity; a loss that has become one is null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value
+
+
+def versions() -> dict[str, str]:
+    names = {"torch": "torch", "numpy": "numpy", "datapipe": "datapipe-trainer"}
+    found = {"python": platform.python_version()}
+    for key, name in names.items():
+        try:
+            found[key] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            from datapipe import __version__
+
+            found[key] = __version__
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the code that runs, where it runs from a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def device_name(device: torch.device) -> str:
+    """For instance "cuda (NVIDIA H100 80GB HBM3)"."""
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{device.type} ({name})"

@@ -1,0 +1,26 @@
+"""The networks, by name. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+REGISTRY = {
+    "resnet8": "resnet_cifar:resnet8",
+    "resnet20": "resnet_cifar:resnet20",
+    "resnet32": "resnet_cifar:resnet32",
+    "resnet18": "resnet:resnet18",
+    "resnet50": "resnet:resnet50",
+}
+
+
+def build(name: str, *, num_classes: int, in_channels: int = 3) -> nn.Module:
+    """The network `name`, freshly initialised: float [B, in_channels, H, W] -> logits [B, num_classes].
+
+    Raises KeyError for a name that is not in REGISTRY (recipes are checked before).
+    """
+    module, function = REGISTRY[name].split(":")
+    return getattr(import_module(f".{module}", __name__), function)(num_classes, in_channels)

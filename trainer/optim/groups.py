@@ -1,0 +1,19 @@
+"""Which parameters decay."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups for an optimizer: matrices and filters decay, vectors (BN and biases) do not.
+
+    Decay on BN's scale and on biases costs accuracy with large batches (Goyal et al. 2017, section 5.1;
+    Jia et al. 2018, arXiv:1807.11205, section 3.2). Groups without parameters are left out.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

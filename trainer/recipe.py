@@ -1,0 +1,254 @@
+"""Recipes: a TOML file, checked and frozen.
+
+A recipe holds every setting that changes what a run learns. Where the data lies and where the run goes
+are no part of it, so that the same recipe can be run elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from datapipe.errors import SettingError
+
+from . import models, optim
+from .recipe_errors import explain
+
+BUILT_IN = Path(__file__).parent / "recipes"
+
+
+def _none(value: object) -> object:
+    return None if value == "none" else value  # TOML has no null, and --set must be able to say it
+
+
+def _one_of(kind: str, names: Sequence[str]) -> BeforeValidator:
+    def check(value: object) -> object:
+        if value not in names:
+            raise ValueError(f"there is no such {kind}; allowed: {', '.join(names)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Data(_Section):
+    """How samples become input: `size` in pixels, `mean` and `std` per channel of values in 0..1."""
+
+    size: Annotated[int, Field(ge=8, le=4096)]
+    mean: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=3)]
+    std: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1, max_length=3)]
+    crop: Literal["auto", "random_resized", "pad", "none"] = "auto"
+    flip: bool = True
+    pad: Annotated[int, Field(ge=0, le=64)] = 4
+    threads: Annotated[Count | None, BeforeValidator(_none)] = None
+    backend: str = "cpu"
+    order: str = "full"
+
+    @model_validator(mode="after")
+    def _same_channels(self) -> Data:
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} numbers and std {len(self.std)}; one per channel")
+        return self
+
+
+class Model(_Section):
+    """Which network; `num_classes` is the data set's unless given."""
+
+    name: Annotated[str, _one_of("model", tuple(models.REGISTRY))]
+    num_classes: Annotated[Count | None, BeforeValidator(_none)] = None
+
+
+class Optimizer(_Section):
+    """`lr` is meant for a global batch of `lr_batch_size`, and scaled to the one in use by `lr_scaling`."""
+
+    name: Annotated[str, _one_of("optimizer", tuple(optim.REGISTRY))] = "sgd"
+    lr: Annotated[float, Field(gt=0)]
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    lr_batch_size: Annotated[Count | None, BeforeValidator(_none)] = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Optimizer:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov = true needs momentum above 0")
+        if self.lr_scaling != "none" and self.lr_batch_size is None:
+            raise ValueError(f'lr_scaling = "{self.lr_scaling}" needs lr_batch_size, the batch that lr is for')
+        return self
+
+
+class _Schedule(_Section):
+    """Warm-up is linear in steps from `warmup_start` (a fraction of the peak) to the peak."""
+
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    warmup_start: Fraction = 0.0
+
+
+class ConstantSchedule(_Schedule):
+    name: Literal["constant"]
+
+
+class StepSchedule(_Schedule):
+    """Times `gamma` at each of `milestones` (epochs, rising)."""
+
+    name: Literal["step"]
+    milestones: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+    gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
+
+    @model_validator(mode="after")
+    def _rising(self) -> StepSchedule:
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(f"milestones = {list(self.milestones)}: must rise")
+        return self
+
+
+class CosineSchedule(_Schedule):
+    """Half a cosine from the peak, after the warm-up, to the fraction `final` of it."""
+
+    name: Literal["cosine"]
+    final: Fraction = 0.0
+
+
+class OneCycleSchedule(_Section):
+    """Linear from `start` to the peak at the fraction `peak_at` of the run, then linear to `final`."""
+
+    name: Literal["onecycle"]
+    peak_at: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    start: Fraction = 0.0
+    final: Fraction = 0.0
+
+
+Schedule = Annotated[ConstantSchedule | StepSchedule | CosineSchedule | OneCycleSchedule, Field(discriminator="name")]
+
+
+class Train(_Section):
+    """`batch_size` is global: over all ranks. `checkpoint_every_steps` none: at the ends of epochs only."""
+
+    epochs: Count
+    batch_size: Count
+    precision: Literal["auto", "bf16", "fp16", "off"] = "auto"
+    channels_last: bool = True
+    compile: bool = False
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    target_accuracy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_none)] = None
+    evaluate_every: Count = 1
+    checkpoint_every_steps: Annotated[Count | None, BeforeValidator(_none)] = None
+    log_every: Count = 50
+
+
+class Recipe(_Section):
+    """Everything that changes what a run learns; `source` says where its figures come from."""
+
+    name: str
+    source: str = ""
+    data: Data
+    model: Model
+    optimizer: Optimizer
+    schedule: Schedule
+    train: Train
+
+
+def built_in() -> dict[str, Path]:
+    """The recipes that come with the package: name -> TOML file, by name."""
+    return {path.stem: path for path in sorted(BUILT_IN.glob("*.toml"))}
+
+
+def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
+    """The recipe `name`, built in or the path of a .toml file, with `changes` ("section.key=value").
+
+    Raises SettingError, naming each setting that is wrong, its value and what is allowed.
+    """
+    path = built_in().get(name, Path(name))
+    if not path.is_file():
+        raise SettingError(f"recipe {name!r} is no file, and not built in; built in: {', '.join(built_in())}")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"recipe {path} is no TOML: {error}") from error
+    table.setdefault("name", path.stem)
+    for change in changes:
+        _apply(table, change)
+    return parse(table)
+
+
+def parse(table: dict) -> Recipe:
+    """The recipe that a table of plain values describes. Raises SettingError."""
+    try:
+        # As JSON, arrays may become tuples and whole numbers floats; strictness forbids all else.
+        return Recipe.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        raise SettingError(explain(error, Recipe)) from error
+
+
+def _apply(table: dict, change: str) -> None:
+    """Put one `section.key=value`, or `section={...}` for a whole section, into the table."""
+    key, equals, text = change.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not last or not all(sections):
+        raise SettingError(f"--set {change}: must read section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string: --set model.name=resnet18
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise SettingError(f"--set {change}: {section} is no section")
+    table[last] = value
+
+
+# What a resumed run may change: when to stop, look or save, and how fast to be, but not what is learnt.
+MAY_CHANGE = {
+    "name",
+    "source",
+    "data.threads",
+    "train.target_accuracy",
+    "train.evaluate_every",
+    "train.checkpoint_every_steps",
+    "train.log_every",
+    "train.compile",
+    "train.channels_last",
+}
+
+
+def check_resumable(old: Recipe, new: Recipe) -> None:
+    """Refuse to go on with `new` what began with `old`, unless they learn the same.
+
+    `train.epochs` may change where the schedule does not depend on it (constant, step). Raises SettingError
+    naming the settings that differ.
+    """
+    allowed = set(MAY_CHANGE)
+    if old.schedule.name in ("constant", "step"):
+        allowed.add("train.epochs")
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    differ = [
+        f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key not in allowed
+    ]
+    if differ:
+        raise SettingError(
+            f"the run to resume was started with another recipe: {'; '.join(differ)}. Resuming may change "
+            f"only {', '.join(sorted(allowed))}; start a new run for anything else"
+        )
+
+
+def _flat(table: dict, prefix: str = "") -> dict[str, object]:
+    flat = {}
+    for key, value in table.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat

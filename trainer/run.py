@@ -1,0 +1,161 @@
+"""`trainer train`: open or resume a run, train, say how it went."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from datapipe.errors import SettingError
+
+from . import metrics
+from .checkpoint import NAME as CHECKPOINT
+from .distributed import World, broadcast, connected, set_threads, together, world_from_environment
+from .errors import TrainingError
+from .job import Job, open_job, read_checkpoint, restore
+from .loop import train
+from .precision import choose_precision
+from .recipe import Recipe
+from .state import MeanLoss, State
+from .stop import StopSignal
+from .summary import summary
+from .timing import wait_share
+
+logger = logging.getLogger(__name__)
+
+
+def run(recipe: Recipe, data: Path, out: Path, resume: bool) -> int:
+    """Train `recipe` on the data set `data`, writing to `out`; return the exit code.
+
+    0: target reached, or none set; 1: target missed (on the first rank: a launcher would end it, while it
+    writes the report, if another failed before); 128 + number: stopped by that signal, after a checkpoint.
+
+    Raises SettingError and DatapipeError; with several ranks, on all of them.
+    """
+    world = world_from_environment()
+    world.batch_size(recipe.train.batch_size)
+    precision = choose_precision(recipe.train.precision, world.device)
+    set_threads(world)
+    with ExitStack() as stack:
+        stack.enter_context(connected(world))
+        stop = stack.enter_context(StopSignal(world))
+        checkpoint = _open_run(recipe, out, resume, world)
+        job = open_job(recipe, data, out, world, precision, stack, _metrics_bytes(checkpoint))
+        state = State(MeanLoss(world.device))
+        if checkpoint is not None:
+            with together(world):
+                restore(job, state, checkpoint)
+        _write_start(job, state, resumed=checkpoint is not None)
+        end = _train_and_record(job, state, stop)
+    if world.is_main:
+        report = None if end["status"] == "interrupted" else _write_report(out)
+        print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
+    if stop.number and end["status"] == "interrupted":
+        return 128 + stop.number
+    return int(end["status"] == "target_missed" and world.is_main)
+
+
+def _open_run(recipe: Recipe, out: Path, resume: bool, world: World) -> dict | None:
+    """The checkpoint to go on from, None to begin; by the first rank, as shared folders may lag on others."""
+    checkpoint = None
+    with together(world):
+        if world.is_main:
+            if out.exists() and not out.is_dir():
+                raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
+            begun = any((out / name).exists() for name in (CHECKPOINT, metrics.NAME))
+            if begun and not resume:
+                raise SettingError(f"--out {out}: holds a run; use --resume to go on, or another folder")
+            checkpoint = read_checkpoint(out, recipe) if resume else None
+            if resume and checkpoint is None:
+                logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
+    return broadcast(world, checkpoint)
+
+
+def _metrics_bytes(checkpoint: dict | None) -> int:
+    return checkpoint["metrics_bytes"] if checkpoint else 0
+
+
+def _write_start(job: Job, state: State, resumed: bool) -> None:
+    world = job.world
+    if not world.is_main:
+        return
+    if resumed:
+        logger.info("resuming at step %d, in epoch %d", state.step, state.epoch + 1)
+    if job.metrics.is_empty:
+        job.metrics.write(
+            "run",
+            format=metrics.FORMAT,
+            recipe=job.recipe.model_dump(mode="json"),
+            recipe_name=job.recipe.name,
+            commit=metrics.commit(),
+            versions=metrics.versions(),
+            device=metrics.device_name(world.device),
+            world_size=world.world_size,
+            global_batch_size=job.recipe.train.batch_size,
+            train_samples=job.train_loader.num_samples,
+            val_samples=job.val_loader.num_samples,
+            num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=sys.argv,
+        )
+    if resumed:
+        job.metrics.write(
+            "resume",
+            epoch=state.epoch,
+            step=state.step,
+            elapsed_s=job.clock.elapsed_s,
+            world_size=world.world_size,
+        )
+    logger.info(
+        "%s on %s, %d rank(s), precision %s",
+        job.recipe.name,
+        metrics.device_name(world.device),
+        world.world_size,
+        job.precision.name,
+    )
+
+
+def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict:
+    """Train; write and return the "end" line, which is written also when training fails."""
+    try:
+        status = train(job, state, stop)
+    except torch.OutOfMemoryError as error:
+        _write_end(job, state, "failed")
+        message = f"out of memory with train.batch_size = {job.recipe.train.batch_size}: {error}"
+        raise TrainingError(message) from error
+    except BaseException:
+        _write_end(job, state, "failed")
+        raise
+    return _write_end(job, state, status)
+
+
+def _write_end(job: Job, state: State, status: str) -> dict:
+    elapsed_s, time_s = job.clock.elapsed_s, job.clock.total()
+    images = state.step * job.recipe.train.batch_size
+    end = {
+        "status": status,
+        "accuracy": state.accuracy,
+        "best_accuracy": state.best_accuracy,
+        "time_to_target_s": state.time_to(job.recipe.train.target_accuracy),
+        "elapsed_s": elapsed_s,
+        "images_per_s": images / job.clock.training_s if images else 0.0,
+        "wait_share": wait_share(time_s),
+        "time_s": time_s,
+    }
+    job.metrics.write("end", **end)
+    return end
+
+
+def _write_report(out: Path) -> Path | None:
+    """RUN's report; a training that worked is not lost over a plot that did not."""
+    try:
+        from .report import write_report
+
+        return write_report([out], out)
+    except Exception:
+        logger.exception("no report could be written; `trainer report %s` tries again", out)
+        return None

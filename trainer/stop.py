@@ -1,0 +1,48 @@
+"""Stopping on a signal, at a step that all ranks agree on."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from .distributed import World, max_over_ranks
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+AGREE_EVERY = 10  # steps: it costs a message, and schedulers leave 30 s or more before they kill
+# Launchers pass on the Ctrl-C that the terminal has sent already: that is no second one.
+IMPATIENT_AFTER_S = 3.0
+
+
+class StopSignal:
+    """While entered, SIGTERM and Ctrl-C only set a flag; `agreed` tells all ranks of it at the same step.
+
+    Nothing is saved in the handler, which may run in the middle of anything. A second Ctrl-C, seconds after
+    the first, interrupts at once. `number` is the signal that was agreed on, 0 if none.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.number = 0
+        self._world = world
+        self._received = 0
+        self._received_at = 0.0
+
+    def __enter__(self) -> StopSignal:
+        self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self._received and now - self._received_at > IMPATIENT_AFTER_S:
+            raise KeyboardInterrupt
+        if not self._received:
+            self._received, self._received_at = number, now
+
+    def agreed(self, turn: int) -> bool:
+        """Has any rank been told to stop? All ranks must ask, with the same rising `turn`."""
+        if not self.number and (self._world.world_size == 1 or turn % AGREE_EVERY == 0):
+            self.number = max_over_ranks(self._world, self._received)
+        return self.number != 0

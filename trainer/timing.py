@@ -1,0 +1,103 @@
+"""Where the time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+SECTIONS = ("wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other")
+
+
+class Clock:
+    """Seconds spent training, by section, in all and since the epoch began; goes on after a resume.
+
+    On a GPU, steps are timed by events that are read when `drain` is called, after the host has waited for
+    the GPU anyway. There, "wait" is the time for which the GPU had nothing to do because of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._time_s = dict.fromkeys(SECTIONS[:-1], 0.0)
+        self._before_s = 0.0  # what earlier runs of this training took
+        self._started = time.perf_counter()
+        self._epoch_start = {section: 0.0 for section in SECTIONS} | {"elapsed": 0.0}
+        self._steps: list[tuple[float, Any, Any, Any]] = []
+        self._last_end: Any = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._before_s + time.perf_counter() - self._started
+
+    @property
+    def training_s(self) -> float:
+        """Elapsed time without evaluations and checkpoints."""
+        return self.elapsed_s - self._time_s["evaluation"] - self._time_s["checkpoint"]
+
+    def mark(self) -> Any:
+        """A moment in the device's work."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add_step(self, waited_s: float, begin: Any, middle: Any, end: Any) -> None:
+        """One step: how long the host waited for its batch, and the marks around its two halves."""
+        self._steps.append((waited_s, begin, middle, end))
+
+    def drain(self) -> None:
+        """Count the steps added so far, waiting for the device to finish them."""
+        if self._cuda and self._steps:
+            self._steps[-1][3].synchronize()
+        for waited_s, begin, middle, end in self._steps:
+            if self._last_end is not None:
+                waited_s = min(waited_s, self._between(self._last_end, begin))
+            self._last_end = end
+            self._time_s["wait"] += waited_s
+            self._time_s["forward_backward"] += self._between(begin, middle)
+            self._time_s["optimizer"] += self._between(middle, end)
+        self._steps.clear()
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Count the block, which ends with the host waiting for the device, under `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._time_s[name] += time.perf_counter() - started
+
+    def total(self) -> dict[str, float]:
+        """Seconds by section, since the training began; "other" is what is in none of the others."""
+        return self._time_s | {"other": max(0.0, self.elapsed_s - sum(self._time_s.values()))}
+
+    def epoch(self) -> dict[str, float]:
+        """Seconds by section, since the epoch began."""
+        return {section: max(0.0, s - self._epoch_start[section]) for section, s in self.total().items()}
+
+    def begin_epoch(self) -> None:
+        self._epoch_start = self.total() | {"elapsed": self.elapsed_s}
+
+    def state_dict(self) -> dict:
+        return {
+            "elapsed_s": self.elapsed_s,
+            "time_s": dict(self._time_s),
+            "epoch_start": dict(self._epoch_start),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self._before_s, self._started = state["elapsed_s"], time.perf_counter()
+        self._time_s, self._epoch_start = dict(state["time_s"]), dict(state["epoch_start"])
+
+
+def wait_share(time_s: dict[str, float]) -> float:
+    """The share of the steps' time for which they waited for batches, 0..1."""
+    step_s = time_s["wait"] + time_s["forward_backward"] + time_s["optimizer"]
+    return time_s["wait"] / step_s if step_s else 0.0
