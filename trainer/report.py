@@ -173,7 +173,7 @@ def _draw_curves(figure, runs: list[Run], name: str) -> list:
     panels, (_, label, curves), shown = figure.subplots(1, 2, sharey=True), PLOTS[name], []
     scale, unit = _time_unit([line.get("elapsed_s") for run in runs for line in run.train + run.epochs])
     for i, run in enumerate(runs):
-        look = {"color": LIGHT[f"c{i % 6}"], "marker": "os^DvPX"[i % 7], "markevery": 0.05}
+        look = {"color": LIGHT[f"c{i % 6}"], "marker": "os^DvPX"[i % 7], "markevery": 0.03}
         shown += panels[0].plot([], [], **look, label=run.label) if len(runs) > 1 else []
         for key, kind, style in curves:
             epochs, seconds, values = _points(run, getattr(run, kind), key)
@@ -253,16 +253,16 @@ def _overview(runs: list[Run]) -> str:
     share = figures[0]["wait_share"]
     bound = "data" if share >= DATA_BOUND_SHARE else "compute"
     verdict = f"{bound}-bound: {_show(share, '{:.0%}')} of the step waited for batches"
-    return f"<dl>{html}</dl><p><b>{'Nothing measured yet' if math.isnan(share) else verdict}.</b></p>"
+    return f"<dl>{html}</dl><p><b>{'Too early to tell what limits it' if math.isnan(share) else verdict}.</b></p>"
 
 
 def _details(run: Run) -> str:
     """What was run, on what, with which settings, and where the time went."""
     head = {key: value for key, value in run.header.items() if key not in ("event", "format")}
-    recipe, versions = head.pop("recipe", None) or {}, head.pop("versions", None)
+    recipe, versions = dict(head.pop("recipe", None) or {}), head.pop("versions", None) or {}
+    head |= {key: recipe.pop(key) for key in list(recipe) if not isinstance(recipe[key], dict)}
     time_s, html = {part: _duration(seconds) for part, seconds in run.time_s().items()}, ""
     for title, facts in {"run": head, "versions": versions, "time": time_s, **recipe}.items():
-        facts = facts if isinstance(facts, dict) else {title: facts}
         rows = (f"<tr><th>{escape(_text(key))}<td>{escape(_text(value))}" for key, value in facts.items())
         html += f"<section><h3>{escape(_text(title))}</h3><table>{''.join(rows)}</table></section>"
     return f'<summary>{escape(run.label)}</summary><div class="facts">{html}</div></details>'
