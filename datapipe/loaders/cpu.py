@@ -76,6 +76,8 @@ class CpuLoader(Loader):
                 for future in futures:
                     if not future.cancelled():
                         future.exception()  # wait: nothing may write into memory that is gone
+            for event, _ in on_device:
+                event.synchronize()  # nor may memory be used again that is being copied
 
     def _start(self, epoch: int, step: int, samples: np.ndarray) -> tuple[_Slots, list[Future]]:
         options = self.options

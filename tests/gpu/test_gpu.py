@@ -1,0 +1,98 @@
+"""What only a GPU can show; the same tests on the CPU show that they can pass.
+
+On a machine with a GPU: `bash tools/test.sh tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from datapipe.loaders import normalise, open_loader
+from datapipe.packing import PackOptions, pack
+
+HAVE_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="no GPU here")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory, sample_dir):
+    folder = tmp_path_factory.mktemp("gpu") / "packed"
+    pack(sample_dir, folder, PackOptions(workers=1))
+    return folder
+
+
+def test_batches_arrive_whole(packed_folders, device):
+    """Many batches, kept while later ones reuse the host's memory, against a loader that stays on the CPU."""
+    folder = packed_folders["tar"] / "train"
+    with (
+        open_loader(folder, 4, size=160, device=device) as loader,
+        open_loader(folder, 4, size=160, threads=1) as reference,
+    ):
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            reference.set_epoch(epoch)
+            kept = list(loader)
+            for mine, theirs in zip(kept, reference, strict=True):
+                assert mine.images.device.type == mine.labels.device.type == device.type
+                assert mine.images.is_contiguous(memory_format=torch.channels_last)
+                for name in ("images", "labels", "samples", "valid"):
+                    assert torch.equal(getattr(mine, name).cpu(), getattr(theirs, name))
+
+
+def test_normalise(device):
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    settings = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    torch.testing.assert_close(normalise(images.to(device), *settings).cpu(), normalise(images, *settings))
+
+
+@needs_gpu
+def test_steps_do_not_wait_for_the_gpu(sample):
+    """From batch to update without a synchronisation; the loader's copies from pageable labels aside."""
+    from trainer import models
+
+    device = torch.device("cuda")
+    network = models.build("resnet8", num_classes=10, in_channels=1).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    with open_loader(sample / "train", 64, size=28, device=device) as loader:
+        batches = list(loader)
+    for number, batch in enumerate(batches):
+        if number == 3:  # kernels are chosen and memory is reserved in the first steps
+            torch.cuda.set_sync_debug_mode("error")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = network(normalise(batch.images, (0.286,), (0.353,)))
+        torch.nn.functional.cross_entropy(logits.float(), batch.labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
+def test_training_reaches_a_target(sample, tmp_path, device, precision):
+    """The shipped recipe on the tests' sample, and then resumed: the run is complete, so nothing is trained."""
+    if device.type == "cpu" and precision != "off":
+        pytest.skip("fp16 needs a GPU, and bf16 is slow on most CPUs")
+    command = [
+        sys.executable, "-m", "trainer", "train", "fashion-mnist-resnet8", "--data", str(sample), "--out",
+        str(tmp_path / "run"), "--set", "train.epochs=8", "--set", "train.target_accuracy=0.6",
+        "--set", "train.batch_size=64", "--set", f"train.precision={precision}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = "cuda" if HAVE_GPU else "cpu"  # a GPU is used without being asked for
+    assert lines[0]["device"].startswith(expected)
+    assert lines[-1]["status"] == "target_reached" and lines[-1]["accuracy"] >= 0.6
+    sections = lines[-1]["time_s"]
+    assert sum(sections.values()) == pytest.approx(lines[-1]["elapsed_s"], rel=0.05)
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert again.returncode == 0 and "accuracy" in again.stdout
