@@ -7,6 +7,7 @@ interpreter's lock.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ..dataset import DataSet
 from ..order import slice_positions
@@ -44,7 +44,7 @@ class CpuLoader(Loader):
         self._device = None if device is None or device.type == "cpu" else device
         shape = (options.batch_size, self.size, self.size, self.channels)
         self._memory = _BatchMemory(shape, pinned=self._device is not None)
-        self._pool = ThreadPoolExecutor(options.num_threads(), thread_name_prefix="datapipe")
+        self._pool = _decoders(options.num_threads())
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -127,6 +127,28 @@ class CpuLoader(Loader):
         return delivered
 
 
+def _decoders(count: int) -> ThreadPoolExecutor:
+    """Threads in which torch stays in the thread.
+
+    By default every thread that calls torch gets helpers of its own, one a core: with several decoders they
+    fight each other, and the training, for the cores. The process's setting stays as it is.
+    """
+    threads_before = torch.get_num_threads()
+    ready = threading.Barrier(count + 1)
+
+    def settle() -> None:
+        torch.get_num_threads()  # a thread takes over the process's setting when it first asks; then it may differ
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="datapipe")
+    for _ in range(count):
+        pool.submit(settle)  # each waits for the others, so each is in a thread of its own
+    ready.wait()
+    torch.set_num_threads(threads_before)
+    return pool
+
+
 def cut(pixels: np.ndarray, box: list[int], flip: bool, out: np.ndarray) -> None:
     """Cut a window, scale it to the output's size (antialiased bilinear), mirror it if told.
 
@@ -135,9 +157,9 @@ def cut(pixels: np.ndarray, box: list[int], flip: bool, out: np.ndarray) -> None
     """
     left, top, width, height = box
     side = out.shape[0]
-    if flip:
-        out = out[:, ::-1]
     if width == height == side:
+        if flip:
+            out = out[:, ::-1]
         inside_x, inside_y = slice(max(0, left), left + width), slice(max(0, top), top + height)
         part = pixels[inside_y, inside_x]
         if part.shape != out.shape:
@@ -147,9 +169,12 @@ def cut(pixels: np.ndarray, box: list[int], flip: bool, out: np.ndarray) -> None
         out[:] = part
         return
     window = np.require(pixels[top : top + height, left : left + width], requirements="W")  # else torch warns
-    planes = torch.from_numpy(window).permute(2, 0, 1)[None]
-    scaled = F.interpolate(planes, size=(side, side), mode="bilinear", antialias=True)
-    out[:] = scaled[0].permute(1, 2, 0).numpy()
+    planes, slot = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (window, out))
+    # What torch.nn.functional.interpolate calls, but straight into the slot: its own result has planes,
+    # and to turn those into pixels takes longer than to scale them.
+    torch.ops.aten._upsample_bilinear2d_aa.out(planes, [side, side], False, None, None, out=slot)
+    if flip:
+        slot.copy_(slot.flip(-1))
 
 
 class _Slots:

@@ -212,6 +212,25 @@ def test_memory_is_used_again(folder):
         assert len(loader._memory._free) <= 6
 
 
+def test_decoders_leave_torch_to_the_consumer(folder):
+    """In a decoder torch has one thread; in the consumer, and in threads made later, as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with open_loader(folder, 5, backend="cpu", size=24, threads=2) as loader:
+            list(loader)
+            gate = threading.Barrier(2)
+            inside = [loader._pool.submit(lambda: (gate.wait(), torch.get_num_threads())[1]) for _ in range(2)]
+            assert [future.result() for future in inside] == [1, 1]
+            later = []
+            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert torch.get_num_threads() == 3 and later == [3]
+    finally:
+        torch.set_num_threads(before)
+
+
 def open_files():
     return len(os.listdir("/proc/self/fd"))
 
