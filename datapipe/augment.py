@@ -48,6 +48,14 @@ class Augment:
             return self
         return replace(self, crop="pad" if (width, height) == (size, size) else "random_resized")
 
+    def check(self, width: int, height: int, size: int) -> None:
+        """Raises SettingError when the smallest image, padded, is too small to cut `size` pixels from."""
+        if self.crop == "pad" and min(width, height) + 2 * self.pad < size:
+            raise SettingError(
+                f"pad: {self.pad} is too little to cut {size} pixels from an image of {width}×{height}; "
+                f"allowed: {(size - min(width, height) + 1) // 2} and more"
+            )
+
 
 class Windows(NamedTuple):
     """What to cut from each image: the window is scaled to the output, then mirrored if told.
@@ -72,9 +80,8 @@ def train_windows(
     if augment.crop == "none":
         boxes = eval_windows(widths, heights, size).boxes
     elif augment.crop == "pad":
+        augment.check(widths.min(), heights.min(), size)
         room_w, room_h = widths + 2 * augment.pad - size, heights + 2 * augment.pad - size
-        if min(room_w.min(), room_h.min()) < 0:
-            raise SettingError(f"pad: {augment.pad} is too little to cut {size} pixels from every image")
         left, top = _integers(draws[:, 0], room_w + 1), _integers(draws[:, 1], room_h + 1)
         side = np.full_like(left, size)
         boxes = np.stack([left - augment.pad, top - augment.pad, side, side], axis=1)

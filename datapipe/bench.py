@@ -21,7 +21,8 @@ def bench(folder: Path, backend: str, batch_size: int, epochs: int, size: int | 
     folder = next((path for path in folders if path.name == "train"), folders[0])
     cpu_started = _cpu_s()
     rows = []
-    with open_loader(folder, batch_size, backend=backend, size=size or _own_size(folder), threads=threads) as loader:
+    size = _own_size(folder) if size is None else size
+    with open_loader(folder, batch_size, backend=backend, size=size, threads=threads) as loader:
         for epoch in range(epochs):
             loader.set_epoch(epoch)
             started = time.perf_counter()

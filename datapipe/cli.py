@@ -14,6 +14,7 @@ from . import __version__, console
 
 app = typer.Typer(
     help="Pack image data sets into large shards, check them, and bring them to node-local disk.",
+    epilog="Example:  datapipe pack raw/imagenet packed/imagenet",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -134,7 +135,7 @@ def verify(
     from .manifest import find_data_sets
     from .verifying import verify
 
-    found = {str(path): verify(path, deep) for path in find_data_sets(folder)}
+    found = {str(path): verify(path, deep) for path in find_data_sets(folder)}  # all, before any is told of
     if as_json:
         print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in found.items()}))
     for path, problems in found.items():

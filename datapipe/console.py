@@ -35,10 +35,9 @@ def run(command: Callable[[], object]) -> int:
         return _fail(error, 2)
     except (DatapipeError, OSError) as error:
         return _fail(error, 1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except SystemExit as stop:  # the command-line library's own way out
+    except SystemExit as stop:  # the command-line library's own way out, of Ctrl-C as well
+        if stop.code == 128 + signal.SIGINT:
+            print("interrupted", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import DecodeError, ShardCorruptError
+from .errors import DecodeError, ManifestError, ShardCorruptError
 from .image import decode
 from .index import open_index, read_keys, sample_checksum
 from .manifest import Manifest
@@ -63,9 +63,13 @@ class DataSet:
             raise DecodeError(str(error), path=self.folder, shard=name, key=self.key(sample)) from error
 
     def key(self, sample: int) -> str:
+        """For messages; the sample's number where the keys themselves are damaged."""
         if self._keys is None:
-            self._keys = read_keys(self.folder)
-        return self._keys[sample]
+            try:
+                self._keys = read_keys(self.folder)
+            except ManifestError:
+                self._keys = []
+        return self._keys[sample] if len(self._keys) == len(self) else f"number {sample}"
 
     def close(self) -> None:
         """Release all files, the index's too. May be called twice."""

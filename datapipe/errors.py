@@ -6,8 +6,7 @@ DatapipeError            data, disk or network: exit code 1
 ├── ManifestError        no data set here, or one that this version cannot read
 ├── ShardCorruptError    a shard does not hold the bytes that were packed
 ├── StagingError         a copy to local disk could not be made
-├── DecodeError          a sample's bytes are no readable image
-└── MissingBackendError  an optional package is not installed
+└── DecodeError          a sample's bytes are no readable image
 SettingError             a bad setting (also a ValueError): exit code 2
 """
 
@@ -69,10 +68,6 @@ class StagingError(DatapipeError):
 
 class DecodeError(DatapipeError):
     pass
-
-
-class MissingBackendError(DatapipeError):
-    """`extra` is what `pip install 'datapipe-trainer[extra]'` would bring."""
 
 
 class SettingError(ValueError):

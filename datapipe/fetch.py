@@ -204,7 +204,7 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
             raise FetchError(f"the server answered {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
         raise FetchError(f"the address cannot be reached: {error.reason}") from error
-    except (OSError, http.client.HTTPException) as error:  # reset, silent, or no proper HTTP
+    except (OSError, ValueError, http.client.HTTPException) as error:  # reset, silent, no proper HTTP or address
         raise FetchError(f"the connection failed: {error!r}") from error
 
 

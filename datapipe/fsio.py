@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import xxhash
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
 
@@ -45,6 +49,26 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Like `atomic_path`, but yields the temporary file opened for binary writing."""
     with atomic_path(path) as partial, open(partial, "wb") as file:
         yield file
+
+
+@contextmanager
+def locked(folder: Path, wait: bool) -> Iterator[None]:
+    """Hold a folder for this process alone; the kernel lets go when the process ends, however it ends.
+
+    Raises BlockingIOError when another holds it and `wait` is False. A filesystem that cannot lock folders
+    (NFS, Lustre without `flock`) does without.
+    """
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
+        yield
+    finally:
+        os.close(fd)
 
 
 @contextmanager
@@ -113,6 +137,7 @@ def copy_verified(source: Path, target: Path, size_bytes: int, expected: str) ->
                 break
             writer.truncate(0)
             if not resumed:
+                partial.unlink()
                 raise ValueError(f"xxh3-128 is {digest.hexdigest()}, expected {expected}")
         os.fsync(writer.fileno())
     os.replace(partial, target)

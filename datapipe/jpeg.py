@@ -14,7 +14,6 @@ class JpegHeader(NamedTuple):
     height: int
     components: int
     restart_interval: int  # MCUs, 0 for none
-    scan_offset: int  # of the first SOS marker
 
 
 def is_jpeg(data: bytes) -> bool:
@@ -49,4 +48,4 @@ def read_header(data: bytes) -> JpegHeader:
         raise ValueError("JPEG without a frame header, or with a height of 0")
     if data.rfind(b"\xff\xd9") < at:
         raise ValueError("truncated JPEG: no end of image after its scan")
-    return JpegHeader(width, height, components, restart, at)
+    return JpegHeader(width, height, components, restart)

@@ -17,25 +17,28 @@ import time
 import unicodedata
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from .console import Progress
-from .errors import SettingError, SourceError
+from .dataset import DataSet
+from .errors import DatapipeError, SettingError, SourceError
 from .formats import FORMATS, shard_format
-from .fsio import atomic_path, atomic_write, checksum
+from .fsio import atomic_path, atomic_write, checksum, locked
 from .image import ImageHeader, read_header
-from .index import ENCODINGS, RECORD, sample_checksum, write_index, write_keys
+from .index import ENCODINGS, RECORD, read_keys, sample_checksum, write_index, write_keys
 from .manifest import INDEX, KEYS, MANIFEST, FileInfo, Manifest, ShardInfo
 from .order import PACK, permutation
-from .sources import Samples, Source, open_source
+from .sources import SPLITS, Samples, Source, open_source
 
 logger = logging.getLogger(__name__)
 
 # Tar headers hold names of 100 bytes (POSIX ustar); an extension and a counter must fit too.
 MAX_KEY_BYTES = 80
+COMPARED_SAMPLES = 16  # with the source, before a split that was packed earlier is kept
 PROBED_SAMPLES = 256  # whose mean size stands for all when shards are planned: no stat a file
 OUR_FILES = re.compile(rf"\.?(shard-\d{{6}}\.\w+|{MANIFEST}|{INDEX}|{KEYS})(\.partial)?")
 EXTENSIONS = {"jpeg": "jpg", "png": "png"}
@@ -184,61 +187,86 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manife
     """Pack each split of a raw data set into `out/<split>`; return the manifests by split.
 
     Raises SourceError (unusable source; nothing is written for a source that cannot be listed),
-    SettingError (`out` holds something else and `overwrite` is not set), OSError. What an interrupted
-    call left in `out` is completed: splits that are whole are kept if they were packed the same way.
+    SettingError (`out` holds something else and `overwrite` is not set, lies in the source, or another
+    process packs there), OSError. What an interrupted call left in `out` is completed: splits that are
+    whole are kept if they were packed the same way, the others are packed again.
     """
+    _check_place(out, source_path)
     source = open_source(source_path, options.kind)
-    todo = _prepare(out, source, options)
-    manifests = {}
-    for split, samples in source.splits.items():
-        folder = out / split
-        if split in todo:
-            manifests[split] = _pack_split(source, split, samples, folder, options)
-        else:
-            manifests[split] = Manifest.read(folder)
-    return manifests
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(out, wait=False):
+            whole = _prepare(out, source, options)
+            for split in source.splits.keys() - whole:
+                _pack_split(source, split, out / split, options)
+            return {split: Manifest.read(out / split) for split in source.splits}
+    except BlockingIOError as error:
+        raise SettingError(f"OUT: another process is packing into {out}; choose another, or wait for it") from error
+
+
+def _check_place(out: Path, source_path: Path) -> None:
+    place = out.resolve()
+    if place.is_relative_to(source_path.resolve()):
+        raise SettingError(f"OUT: {out} lies in SOURCE, which the next run would take for images; choose another")
+    for folder in (place, *place.parents):
+        if folder.exists() and not folder.is_dir():
+            raise SettingError(f"OUT: {folder} is a file; allowed: a folder, or a new name")
+        if (folder / MANIFEST).exists():
+            raise SettingError(f"OUT: {out} lies inside a packed data set, {folder}; choose another")
 
 
 def _prepare(out: Path, source: Source, options: PackOptions) -> set[str]:
-    """Make room in `out`; return the splits to pack. Refuses before it removes anything."""
-    folders = {split: out / split for split in source.splits}
-    whole = {split for split, folder in folders.items() if (folder / MANIFEST).exists()}
-    foreign = [path for path in _foreign_files(out, folders.values())]
+    """Make room in `out`; return the splits that are whole and stay. Refuses before it removes anything."""
+    folders = {name: out / name for name in {*SPLITS.values(), *source.splits}}
+    whole = {name for name, folder in folders.items() if (folder / MANIFEST).exists()}
+    foreign = next(_foreign_files(out, folders.values()), None)
     if foreign:
-        raise SettingError(f"OUT: {out} holds what is no packed data set, such as {foreign[0].name}; choose another")
-    if not options.overwrite:
-        if len(whole) == len(folders):
-            raise SettingError(f"OUT: {out} holds a packed data set already; --overwrite replaces it")
-        for split in whole:
-            found = Manifest.read(folders[split])
-            if not _packed_like(found, source, split, options):
-                raise SettingError(f"OUT: {folders[split]} was packed in another way; --overwrite replaces it")
-            logger.info("%s is complete and kept", folders[split])
-    todo = set(folders) if options.overwrite else set(folders) - whole
-    for split in todo:
-        folders[split].mkdir(parents=True, exist_ok=True)
+        raise SettingError(f"OUT: {out} holds what is no packed data set, such as {foreign.name}; choose another")
+    if options.overwrite:
+        whole = set()
+    elif whole >= set(source.splits):
+        raise SettingError(f"OUT: {out} holds a packed data set already; --overwrite replaces it")
+    for split in whole:
+        if split not in source.splits or not _packed_like(source, split, folders[split], options):
+            raise SettingError(f"OUT: {folders[split]} was packed in another way; --overwrite replaces it")
+        logger.info("%s is complete and kept", folders[split])
+    for split in folders.keys() - whole:
+        if split in source.splits:
+            folders[split].mkdir(exist_ok=True)
         (folders[split] / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no data set
-        for path in folders[split].iterdir():
+        for path in folders[split].iterdir() if folders[split].exists() else ():
             path.unlink()
-    return todo
+        if split not in source.splits and folders[split].exists():
+            folders[split].rmdir()
+    return whole
 
 
 def _foreign_files(out: Path, folders: Iterable[Path]) -> Iterator[Path]:
     """What in `out` is neither a split's folder nor one of our files in it."""
     folders = set(folders)
-    if out.exists():
-        yield from (path for path in out.iterdir() if path not in folders and not (path / MANIFEST).exists())
+    yield from (path for path in out.iterdir() if path not in folders)
     for folder in folders:
         if folder.exists():
             yield from (path for path in folder.iterdir() if not OUR_FILES.fullmatch(path.name))
 
 
-def _packed_like(found: Manifest, source: Source, split: str, options: PackOptions) -> bool:
-    wanted = (options.format, source.kind, options.seed, options.shard_mib, source.classes, len(source.splits[split]))
-    return wanted == (found.format, found.kind, found.seed, found.shard_mib, found.classes, found.num_samples)
+def _packed_like(source: Source, split: str, folder: Path, options: PackOptions) -> bool:
+    """Is this what packing the split would give? All keys and labels, and the bytes of a few images."""
+    samples = source.splits[split]
+    with DataSet(folder) as data_set:
+        found = data_set.manifest
+        wanted = (options.format, source.kind, options.seed, options.shard_mib, source.classes, len(samples))
+        if wanted != (found.format, found.kind, found.seed, found.shard_mib, found.classes, found.num_samples):
+            return False
+        keys, order = make_keys(samples.names), permutation(len(samples), options.seed, 0, PACK)
+        if read_keys(folder) != [keys[i] for i in order] or (data_set.index["label"] != samples.labels[order]).any():
+            return False
+        few = np.linspace(0, len(samples) - 1, COMPARED_SAMPLES, dtype=int)
+        return all(data_set.read(int(i)) == samples.read(int(order[i])) for i in few)
 
 
-def _pack_split(source: Source, split: str, samples: Samples, folder: Path, options: PackOptions) -> Manifest:
+def _pack_split(source: Source, split: str, folder: Path, options: PackOptions) -> None:
+    samples = source.splits[split]
     size = mean_bytes(samples, options.seed) + shard_format(options.format).OVERHEAD_BYTES
     shards = plan_shards(len(samples), size, options.shard_mib << 20, options.seed)
     keys = make_keys(samples.names)
@@ -271,7 +299,6 @@ def _pack_split(source: Source, split: str, samples: Samples, folder: Path, opti
         + [_file_info(folder / name) for name in (INDEX, KEYS)],
     )
     manifest.write(folder)
-    return manifest
 
 
 def _common(sizes: np.ndarray) -> int | None:
@@ -297,24 +324,35 @@ def _run(tasks: Iterable[ShardTask], workers: int) -> Iterator[PackedShard]:
             while True:
                 # One task beyond the workers waits, so that none idles and few are held in memory.
                 while len(pending) <= workers and (task := next(tasks, None)) is not None:
-                    pending.add(pool.submit(write_shard, task))
+                    with _signals_held():  # a new worker inherits this: it leaves signals to us from its start
+                        pending.add(pool.submit(write_shard, task))
                 if not pending:
                     return
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
                     yield future.result()
+        except BrokenProcessPool as error:
+            message = "a worker was killed; if memory was short, take fewer --workers or a smaller --shard-mib"
+            raise DatapipeError(message) from error
         except BaseException:
             stop.value = 1
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(stop) -> None:
-    """Leave signals to the parent, which stops us by the flag; stop as well when the parent is gone."""
+    """Stop by the parent's flag, which signals go to; and when the parent is gone."""
     global _told_to_stop
     _told_to_stop = stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, args=(stop,), daemon=True).start()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .console import Progress
 from .dataset import DataSet
-from .errors import DatapipeError
+from .errors import DatapipeError, ManifestError
 from .fsio import checksum
 from .image import read_header
 from .index import ENCODINGS
@@ -37,9 +37,13 @@ def verify(folder: Path, deep: bool = False) -> list[Problem]:
     """All that is wrong with one data set: none means that every file has its checksum.
 
     A file that has not is searched for the samples that are damaged. `deep` also decodes every image
-    and compares its size with the index. Raises ManifestError when manifest or index cannot be read.
+    and compares its size with the index. When manifest or index cannot be read, that is all it says.
     """
-    with DataSet(folder) as data_set, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    try:
+        data_set = DataSet(folder)
+    except ManifestError as error:
+        return [Problem(error.path.name, None, error.message)]
+    with data_set, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         files = list(data_set.manifest.all_files())
         problems: list[Problem] = []
         with Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:

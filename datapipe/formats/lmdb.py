@@ -42,7 +42,7 @@ class Writer:
         map_size = 2 * total + 2 * PAGE_BYTES * len(self._entries) + (1 << 20)
         options = {"subdir": False, "lock": False, "map_size": -(-map_size // PAGE_BYTES) * PAGE_BYTES}
         try:
-            with lmdb.open(str(self._path), sync=False, readahead=False, **options) as env:
+            with lmdb.open(os.fsencode(self._path), sync=False, readahead=False, **options) as env:
                 with env.begin(write=True) as transaction:
                     for name, value in self._entries:
                         transaction.put(name, value)
@@ -56,10 +56,14 @@ class Writer:
     def _file_offsets(self, options: dict) -> list[int]:
         import lmdb
 
-        with lmdb.open(str(self._path), readonly=True, **options) as env, env.begin(buffers=True) as transaction:
+        with (
+            lmdb.open(os.fsencode(self._path), readonly=True, **options) as env,
+            env.begin(buffers=True) as transaction,
+        ):
             base = _map_address(self._path)
             images = self._entries[::2]
-            offsets = [np.frombuffer(transaction.get(name), np.uint8).ctypes.data - base for name, _ in images]
+            places = (np.frombuffer(transaction.get(name), np.uint8).ctypes.data for name, _ in images)
+            offsets = [place - base for place in places]
         with open(self._path, "rb") as file:  # the offsets rest on how LMDB maps its file: look
             for i in (0, -1):
                 file.seek(offsets[i])
@@ -72,19 +76,18 @@ class Writer:
 
 def _map_address(path: Path) -> int:
     """Where this process has mapped the file (proc(5), /proc/pid/maps)."""
-    name = str(path.resolve())
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6 and fields[5] == name and int(fields[2], 16) == 0:
-                return int(fields[0].split("-")[0], 16)
-    raise OSError(f"{name} is not among the maps of this process")
+    name = os.fsencode(f"/{path.name}")  # the folder's name may be escaped there
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        addresses, _, offset, *_ = line.split()
+        if line.endswith(name) and int(offset, 16) == 0:
+            return int(addresses.split(b"-")[0], 16)
+    raise OSError(f"{path} is not among the maps of this process")
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
     import lmdb
 
-    with lmdb.open(str(path), subdir=False, readonly=True, lock=False) as env, env.begin() as transaction:
+    with lmdb.open(os.fsencode(path), subdir=False, readonly=True, lock=False) as env, env.begin() as transaction:
         for name, value in transaction.cursor():
             key, extension = name.decode().rsplit(".", 1)
             if extension != "cls":

@@ -18,6 +18,7 @@ import torch
 from ..augment import Augment, Windows, eval_windows, train_windows
 from ..dataset import DataSet
 from ..errors import SettingError
+from ..manifest import INDEX
 from ..order import Last, num_steps, permutation
 
 
@@ -69,7 +70,10 @@ class LoaderOptions:
         if self.threads is not None:
             return self.threads
         cores = len(os.sched_getaffinity(0))
-        return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        if not ranks.isdecimal() or int(ranks) < 1:
+            raise SettingError(f"LOCAL_WORLD_SIZE: {ranks!r} is no number of ranks; allowed: 1 and more")
+        return max(1, cores // int(ranks))
 
 
 class Loader(ABC):
@@ -86,6 +90,8 @@ class Loader(ABC):
         self.channels = data_set.manifest.channels
         self.size = options.size
         self._augment = options.augment.resolve(data_set.manifest.width, data_set.manifest.height, options.size)
+        if options.train:
+            self._augment.check(int(data_set.index["width"].min()), int(data_set.index["height"].min()), options.size)
         self.wait_s = 0.0
         self._num_steps = num_steps(self.num_samples, options.global_batch_size, options.last)
         self._epoch = self._step = 0
@@ -116,19 +122,25 @@ class Loader(ABC):
         """Go to the beginning of an epoch."""
         self._epoch, self._step = epoch, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | str]:
         """Epoch and step, and what must be the same for them to mean the same."""
-        return {"epoch": self._epoch, "step": self._step, **self._identity()}
+        return {"epoch": self._epoch, "step": self._step, **self.identity()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Continue at a state, saved on any number of ranks with the same global batch.
 
         Raises SettingError when seed, global batch or data set differ.
         """
-        for name, mine in self._identity().items():
+        for name, mine in self.identity().items():
             if state.get(name) != mine:
                 raise SettingError(f"{name}: the saved state is of {state.get(name)}, this loader has {mine}")
         self._epoch, self._step = state["epoch"], state["step"]
+
+    def identity(self) -> dict[str, int | str]:
+        """What must be the same for an epoch and a step to mean the same batches; `data_set` is a checksum."""
+        (index,) = (file.xxh3_128 for file in self.data_set.manifest.files if file.name == INDEX)
+        options = self.options
+        return {"seed": options.seed, "global_batch_size": options.global_batch_size, "data_set": index}
 
     def close(self) -> None:
         """Stop all threads and release all files. May be called twice."""
@@ -144,10 +156,6 @@ class Loader(ABC):
     @abstractmethod
     def _batches(self, epoch: int, steps: range) -> Iterator[Batch]:
         """A generator of the batches at the given steps; closing it stops the work under way."""
-
-    def _identity(self) -> dict[str, int]:
-        options = self.options
-        return {"seed": options.seed, "global_batch_size": options.global_batch_size, "num_samples": self.num_samples}
 
     def _samples(self, epoch: int) -> np.ndarray:
         """int64[num_samples]: the sample at each position of an epoch."""

@@ -5,7 +5,9 @@ The formats are described at https://www.cs.toronto.edu/~kriz/cifar.html.
 
 from __future__ import annotations
 
+import gzip
 import io
+import lzma
 import pickle
 import tarfile
 import zlib
@@ -75,33 +77,30 @@ class _Archive:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def names(self) -> set[str]:
+    def names(self) -> Set[str]:
         if self.path.is_dir():
             return {entry.name for entry in self._folder().iterdir()}
-        return {Path(member.name).name for _, member in self._members()}
+        return {Path(member.name).name for member, _ in self._members(())}
 
-    def read(self, names: set[str]) -> dict[str, bytes]:
+    def read(self, names: Set[str]) -> dict[str, bytes]:
         if self.path.is_dir():
             folder = self._folder()
             return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-        content = {}
-        for archive, member in self._members():
-            if Path(member.name).name in names:
-                content[Path(member.name).name] = archive.extractfile(member).read()
-        return content
+        return {Path(member.name).name: data for member, data in self._members(names) if data is not None}
 
     def _folder(self) -> Path:
         """A folder that only holds the archive's folder stands for it."""
         inner = [path for path in self.path.iterdir() if path.name.startswith("cifar-") and path.is_dir()]
         return inner[0] if len(inner) == 1 else self.path
 
-    def _members(self) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    def _members(self, wanted: Set[str]) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
+        """Every file of the archive, with the content of those whose base name is wanted."""
         try:
             with tarfile.open(self.path) as archive:
-                for member in archive:
-                    if member.isfile():
-                        yield archive, member
-        except (tarfile.TarError, EOFError, zlib.error) as error:
+                for member in filter(tarfile.TarInfo.isfile, archive):
+                    read = Path(member.name).name in wanted
+                    yield member, archive.extractfile(member).read() if read else None
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=self.path) from error
 
 
@@ -124,7 +123,10 @@ def _unpickle(where: str, data: bytes) -> dict:
 
 def _parse_python(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
     content = _unpickle(where, data)
-    labels = np.asarray(content.get("labels" if kind == "cifar10" else "fine_labels", ()))
+    try:
+        labels = np.asarray(content.get("labels" if kind == "cifar10" else "fine_labels", ()))
+    except ValueError as error:
+        raise SourceError(f"holds labels of differing lengths: {error}", path=where) from error
     return _checked(where, kind, labels, content.get("data"))
 
 
@@ -138,10 +140,12 @@ def _parse_binary(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.nd
 
 def _checked(where: str, kind: str, labels: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
     """(labels[N], pixels uint8[N, 32, 32, 3]) from rows of 3,072 bytes: red, green, blue planes."""
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != (len(labels), IMAGE_BYTES):
-        raise SourceError(f"does not hold {len(labels)} images of {IMAGE_BYTES} bytes", path=where)
-    if labels.dtype.kind not in "iu" or labels.size == 0 or not 0 <= labels.min() <= labels.max() < NUM_CLASSES[kind]:
-        raise SourceError(f"holds no labels, or labels out of 0 to {NUM_CLASSES[kind] - 1}", path=where)
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != (labels.size, IMAGE_BYTES):
+        raise SourceError(f"does not hold {labels.size} images of {IMAGE_BYTES} bytes", path=where)
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.size == 0:
+        raise SourceError("holds no labels", path=where)
+    if not 0 <= labels.min() <= labels.max() < NUM_CLASSES[kind]:
+        raise SourceError(f"holds labels out of 0 to {NUM_CLASSES[kind] - 1}", path=where)
     return labels, np.ascontiguousarray(rows.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
 
 
@@ -151,6 +155,6 @@ def _class_names(path: Path, kind: str, version: str, data: bytes) -> list[str]:
         names = _unpickle(f"{path}: meta", data).get(field, [])
     else:
         names = data.decode("latin1").split()
-    if len(names) != NUM_CLASSES[kind]:
-        raise SourceError(f"names {len(names)} classes, {kind} has {NUM_CLASSES[kind]}", path=path)
+    if not isinstance(names, list) or len(names) != NUM_CLASSES[kind]:
+        raise SourceError(f"does not name the {NUM_CLASSES[kind]} classes of {kind}", path=path)
     return [str(name) for name in names]

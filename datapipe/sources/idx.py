@@ -66,6 +66,8 @@ def _read(path: Path, num_dimensions: int) -> np.ndarray:
     if len(data) < header_bytes or data[:4] != bytes((0, 0, UNSIGNED_BYTE, num_dimensions)):
         raise SourceError(f"is no IDX file of unsigned bytes in {num_dimensions} dimensions", path=path)
     shape = np.frombuffer(data, ">u4", num_dimensions, 4).tolist()
+    if 0 in shape:
+        raise SourceError(f"is empty: its shape is {shape}", path=path)
     expected = header_bytes + int(np.prod(shape, dtype=object))
     if len(data) != expected:
         raise SourceError(f"is truncated or corrupt: {len(data)} bytes, its header says {expected}", path=path)

@@ -67,9 +67,10 @@ def _split_roots(path: Path) -> dict[str, Path]:
     if not names:
         raise SourceError(f"holds no class folders; {LAYOUT}", path=path)
     splits = [name for name in names if name in SPLITS]
-    if not splits:
-        return {"train": path}
     if len(splits) < len(names):
+        # A class may be called "train", too; but then it holds images, not classes.
+        if not any(entry.is_dir() for name in splits for entry in os.scandir(path / name)):
+            return {"train": path}
         others = ", ".join(name for name in names if name not in SPLITS)
         raise SourceError(f"holds {', '.join(splits)} beside {others}; {LAYOUT}", path=path)
     roots: dict[str, Path] = {}
@@ -127,7 +128,7 @@ def _walk(root: str, folder: str, skipped: list[str]) -> Iterator[str]:
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(root, path, skipped)
-        elif entry.name.lower().endswith(EXTENSIONS):
+        elif entry.name.lower().endswith(EXTENSIONS) and (entry.is_symlink() or entry.is_file()):
             yield path
         else:
             skipped.append(path)

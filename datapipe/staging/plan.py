@@ -15,12 +15,9 @@ class StagePlan:
     needed_bytes: int  # free space that the copy takes
 
 
-def plan_stage(manifest: Manifest, present: Mapping[str, int], partial: Mapping[str, int]) -> StagePlan:
-    """`present` and `partial`: size in bytes of each file there under its final or temporary name.
-
-    A file under its final name was verified before it got that name, so its size is enough to keep it.
-    """
-    keep = [file for file in manifest.all_files() if present.get(file.name) == file.size_bytes]
-    copy = [file for file in manifest.all_files() if present.get(file.name) != file.size_bytes]
+def plan_stage(manifest: Manifest, present: Mapping[str, str], partial: Mapping[str, int]) -> StagePlan:
+    """`present`: checksum of each file there under its final name; `partial`: bytes under its temporary one."""
+    keep = [file for file in manifest.all_files() if present.get(file.name) == file.xxh3_128]
+    copy = [file for file in manifest.all_files() if present.get(file.name) != file.xxh3_128]
     needed = sum(max(0, file.size_bytes - partial.get(file.name, 0)) for file in copy)
     return StagePlan(copy, keep, needed)

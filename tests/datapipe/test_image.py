@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
 
-from datapipe import jpeg
 from datapipe.image import decode, encode_png, read_header
 
 KINDS = {
@@ -123,8 +122,3 @@ def test_garbage_never_breaks_out(noise, at, value):
         for function in (read_header, lambda data: decode(data, 3), lambda data: decode(data, 1)):
             with contextlib.suppress(ValueError):
                 function(data)
-
-
-def test_jpeg_header_names_the_scan(photo, encoded):
-    data = encoded(photo(20, 20, 6))
-    assert data[jpeg.read_header(data).scan_offset :][:2] == b"\xff\xda"

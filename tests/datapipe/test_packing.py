@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from datapipe import packing
 from datapipe.dataset import DataSet
-from datapipe.errors import ManifestError, SettingError, SourceError
+from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceError
+from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST, Manifest
 from datapipe.packing import MAX_KEY_BYTES, PackOptions, make_keys, pack, plan_shards
 
@@ -151,6 +153,53 @@ def test_interrupted_pack_is_completed(image_folder, tmp_path):
     pack(image_folder, tmp_path / "out", PackOptions(workers=1))
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
     assert (tmp_path / "out" / "train" / MANIFEST).stat().st_mtime_ns == kept
+
+
+def test_a_split_of_another_source_is_not_kept(image_folder, tmp_path):
+    """The same names and labels, other images: what MNIST and Fashion-MNIST nearly are to each other."""
+    twin = tmp_path / "twin"
+    shutil.copytree(image_folder, twin)
+    for path in (twin / "val").rglob("*.jpg"):
+        path.write_bytes(next((twin / "train").rglob("*.jpg")).read_bytes())
+    pack(image_folder, tmp_path / "out", PackOptions(workers=1))
+    (tmp_path / "out" / "train" / MANIFEST).unlink()
+    with pytest.raises(SettingError, match="val was packed in another way"):
+        pack(twin, tmp_path / "out", PackOptions(workers=1))
+
+
+def test_overwriting_leaves_no_split_of_the_old_data_set(image_folder, tmp_path):
+    out = tmp_path / "out"
+    pack(image_folder, out, PackOptions(workers=1))
+    (out / "train" / MANIFEST).unlink()
+    with pytest.raises(SettingError, match="another way"):
+        pack(image_folder / "train", out, PackOptions(workers=1))  # has no val
+    pack(image_folder / "train", out, PackOptions(workers=1, overwrite=True))
+    assert [path.name for path in out.iterdir()] == ["train"]
+
+
+def test_out_may_not_lie_in_the_source(image_folder, tmp_path):
+    with pytest.raises(SettingError, match="lies in SOURCE"):
+        pack(image_folder, image_folder / "train" / "packed", PackOptions(workers=1))
+    pack(image_folder, tmp_path / "out", PackOptions(workers=1))
+    with pytest.raises(SettingError, match="inside a packed data set"):
+        pack(image_folder, tmp_path / "out" / "train" / "more", PackOptions(workers=1))
+
+
+def test_a_second_pack_to_the_same_place_is_refused(image_folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    with locked(tmp_path / "out", wait=False), pytest.raises(SettingError, match="another process"):
+        pack(image_folder, tmp_path / "out", PackOptions(workers=1))
+    assert not any((tmp_path / "out").iterdir())
+
+
+def _die(_task):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_told(image_folder, tmp_path):
+    """As by the kernel when memory runs out."""
+    with small_shards(), mock.patch.object(packing, "write_shard", _die), pytest.raises(DatapipeError, match="memory"):
+        pack(image_folder, tmp_path / "out", PackOptions(workers=2, shard_mib=1))
 
 
 PROGRAM = "import sys; from datapipe.cli import main; sys.exit(main())"

@@ -152,11 +152,26 @@ def test_spoilt_cifar_file_is_named(tmp_path, what):
         open_source(put(files, tmp_path / "cifar", False))
 
 
-def test_truncated_cifar_archive(tmp_path):
-    path = put(cifar_files("cifar10", "python")[0], tmp_path / "cifar", True)
-    path.write_bytes(path.read_bytes()[:20_000])
-    with pytest.raises(SourceError, match="truncated or corrupt"):
-        open_source(path)
+@pytest.mark.parametrize("kind", ["auto", "cifar10"])
+@pytest.mark.parametrize("packing", ["gz", "xz", ""])
+@pytest.mark.parametrize("how", ["truncated", "flipped"])
+def test_broken_cifar_archive(tmp_path, kind, packing, how):
+    path = tmp_path / f"cifar.tar.{packing}"
+    with tarfile.open(path, f"w:{packing}") as archive:
+        for name, content in cifar_files("cifar10", "python")[0].items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        data = data[: len(data) // 2 + 100]
+    elif packing:
+        data[len(data) // 2] ^= 0xFF
+    else:
+        data[:512] = b"x" * 512
+    path.write_bytes(data)
+    with pytest.raises(SourceError):
+        open_source(path, kind)
 
 
 def test_truncated_binary_cifar(tmp_path):
@@ -253,6 +268,16 @@ def test_imagefolder_without_splits(tmp_path):
 def test_a_test_split_is_val(tmp_path):
     source = open_source(tree(tmp_path / "raw", "train/a/1.jpg", "train/b/1.jpg", "test/b/2.jpg"))
     assert list(source.splits["val"].paths) == ["b/2.jpg"] and source.splits["val"].labels.tolist() == [1]
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    source = open_source(tree(tmp_path / "raw", "train/1.jpg", "car/2.jpg"))
+    assert source.classes == ["car", "train"] and list(source.splits) == ["train"]
+
+
+def test_pipes_are_no_images(tmp_path):
+    os.mkfifo(tree(tmp_path / "raw", "a/1.jpg") / "a" / "2.jpg")
+    assert list(open_source(tmp_path / "raw").splits["train"].paths) == ["a/1.jpg"]
 
 
 def test_val_wins_over_test(tmp_path, caplog):

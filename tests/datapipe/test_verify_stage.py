@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.dataset import DataSet
-from datapipe.errors import ManifestError, ShardCorruptError, StagingError
+from datapipe.errors import ManifestError, SettingError, ShardCorruptError, StagingError
 from datapipe.fsio import checksum, copy_verified, partial_path
 from datapipe.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
 from datapipe.staging import stage, stage_once
@@ -125,7 +125,7 @@ def test_bad_manifests(packed_folders, tmp_path, command, change, message):
         Manifest.read(tmp_path / "val")
     for name in ("info", "verify"):
         done = command("datapipe", name, tmp_path)
-        assert done.returncode == 1 and "Traceback" not in done.stderr and MANIFEST in done.stderr
+        assert done.returncode == 1 and "Traceback" not in done.stderr and MANIFEST in done.stdout + done.stderr
 
 
 def test_manifest_that_is_no_json(tmp_path):
@@ -142,7 +142,7 @@ SUM = "0" * 32
 
 @given(
     st.lists(st.integers(1, 1000), min_size=4, max_size=4),
-    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 1000)),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from([SUM, "1" * 32])),
     st.dictionaries(st.sampled_from(NAMES), st.integers(0, 1200)),
 )
 def test_plan(sizes, present, partial):
@@ -153,7 +153,7 @@ def test_plan(sizes, present, partial):
     )  # fmt: skip
     plan = plan_stage(manifest, present, partial)
     assert sorted(file.name for file in plan.copy + plan.keep) == sorted(NAMES)
-    assert all(present.get(file.name) == file.size_bytes for file in plan.keep)
+    assert {file.name for file in plan.keep} == {name for name, found in present.items() if found == SUM}
     todo = {file.name: file.size_bytes for file in plan.copy}
     assert plan.needed_bytes == sum(max(0, size - partial.get(name, 0)) for name, size in todo.items())
 
@@ -206,7 +206,7 @@ def test_stage_of_a_damaged_shard_is_refused(copied, tmp_path):
 
 def test_stage_refuses_what_would_lose_something(packed_folders, tmp_path):
     source = packed_folders["tar"]
-    with pytest.raises(StagingError, match="into itself"):
+    with pytest.raises(SettingError, match="into itself"):
         stage(source, source / "local")
     stage(source / "train", tmp_path / "local")
     with pytest.raises(StagingError, match="another data set"):
@@ -258,6 +258,41 @@ def test_stage_killed_at_random_moments(tmp_path):
             assert not path.exists() or checksum(path) == shard.xxh3_128
     assert subprocess.run(arguments, stdout=subprocess.DEVNULL).returncode == 0
     assert same(tmp_path / "source", local)
+
+
+def test_what_is_damaged_here_is_copied_again(packed_folders, tmp_path):
+    """Also what was staged from another version of the data set, whose files may have the same sizes."""
+    source, local = packed_folders["tar"] / "train", tmp_path / "local"
+    stage(source, local)
+    flip(local / "shard-000001.tar", 700)
+    flip(local / "index.npy", 1000)
+    (staged,) = stage(source, local)
+    assert 0 < staged.copied_bytes < staged.kept_bytes and same(source, local)
+    flip(local / "index.npy", 1000)
+    (local / MANIFEST).unlink()
+    stage(source, local)
+    assert same(source, local)
+
+
+def test_two_damages_at_once_are_both_named(copied):
+    (copied / "keys.txt").write_bytes(b"")
+    with DataSet(copied) as data_set:
+        record = data_set.index[5]
+        shard = data_set.manifest.shards[record["shard"]].name
+    flip(copied / shard, int(record["offset"]) + 9)
+    problems = verify(copied)
+    assert {problem.file for problem in problems} == {"keys.txt", shard}
+    assert "number 5" in {problem.key for problem in problems}
+
+
+def test_two_stages_at_once(tmp_path):
+    """As when a job script runs `stage` once a task: the second waits, and both end well."""
+    big_data_set(tmp_path / "source")
+    program = "import sys; from datapipe.cli import main; sys.exit(main())"
+    arguments = [sys.executable, "-c", program, "stage", str(tmp_path / "source"), str(tmp_path / "local")]
+    children = [subprocess.Popen(arguments, stdout=subprocess.DEVNULL) for _ in range(3)]
+    assert [child.wait(120) for child in children] == [0, 0, 0]
+    assert same(tmp_path / "source", tmp_path / "local")
 
 
 def _stage_once(source, cache):
