@@ -54,5 +54,10 @@ if [[ -e $work/run ]]; then
 else
     say "Training in $work/run"
 fi
-exec trainer train fashion-mnist-resnet8 --data "$work/local" --out "$work/run" \
-    ${settings[@]+"${settings[@]}"}
+status=0
+trainer train fashion-mnist-resnet8 --data "$work/local" --out "$work/run" \
+    ${settings[@]+"${settings[@]}"} || status=$?
+if [[ $status == 2 && -e $work/run ]]; then # the recipe or the data have changed since
+    say "To begin anew: rm -r '$work/run', and run this again"
+fi
+exit $status

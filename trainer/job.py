@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from datapipe.augment import Augment
 from datapipe.errors import SettingError
+from datapipe.fsio import locked
 from datapipe.loaders import normalise, open_loader
 from datapipe.loaders.base import Loader
 
@@ -22,6 +23,7 @@ from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import load_checkpoint, restore_random, save_checkpoint
 from .distributed import World, average_buffers, together, wrap
 from .errors import CheckpointError
+from .metrics import NAME as METRICS
 from .metrics import MetricsFile
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
@@ -97,6 +99,11 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
 
 
 def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
+    if train.options.batch_size < 2:
+        raise SettingError(
+            f"train.batch_size = {recipe.train.batch_size}: leaves one image a rank, of which batch normalisation "
+            "learns nothing; must leave at least 2"
+        )
     if len(recipe.data.mean) != train.channels:
         raise SettingError(
             f"data.mean = {list(recipe.data.mean)}: the images have {train.channels} channels; it must have "
@@ -142,7 +149,11 @@ def open_job(
     with together(world):
         if world.is_main:
             run.mkdir(parents=True, exist_ok=True)
-        metrics = MetricsFile(run / "metrics.jsonl" if world.is_main else None, keep_bytes)
+            try:
+                stack.enter_context(locked(run, wait=False))
+            except BlockingIOError as error:
+                raise SettingError(f"--out {run}: another process trains there; use another folder") from error
+        metrics = MetricsFile(run / METRICS if world.is_main else None, keep_bytes)
     stack.callback(metrics.close)
     return Job(
         recipe=recipe,
@@ -176,7 +187,7 @@ def _content(job: Job, state: State) -> dict:
     return {
         "recipe": job.recipe.model_dump(mode="json"),
         "global_batch_size": job.recipe.train.batch_size,
-        "num_samples": job.train_loader.num_samples,
+        "data_sets": _data_sets(job),
         "state": state.state_dict(),
         "clock": job.clock.state_dict(),
         "loader": job.train_loader.state_dict(),
@@ -185,6 +196,10 @@ def _content(job: Job, state: State) -> dict:
         "scaler": job.scaler.state_dict(),
         "metrics_bytes": job.metrics.sync(),
     }
+
+
+def _data_sets(job: Job) -> list[str]:
+    return [str(loader.identity()["data_set"]) for loader in (job.train_loader, job.val_loader)]
 
 
 def read_checkpoint(run: Path, recipe: Recipe) -> dict | None:
@@ -206,11 +221,8 @@ def read_checkpoint(run: Path, recipe: Recipe) -> dict | None:
 
 def restore(job: Job, state: State, content: dict) -> None:
     """Put everything back to where it was. Raises CheckpointError if the data set is another one."""
-    if content["num_samples"] != job.train_loader.num_samples:
-        raise CheckpointError(
-            f"was trained on {content['num_samples']} images; here are {job.train_loader.num_samples}",
-            path=job.run / CHECKPOINT,
-        )
+    if content["data_sets"] != _data_sets(job):
+        raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
     job.module.load_state_dict(content["model"])
     job.optimizer.load_state_dict(content["optimizer"])
     job.scaler.load_state_dict(content["scaler"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
@@ -11,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 NAME = "metrics.jsonl"
@@ -25,6 +28,9 @@ class MetricsFile:
         if path is None:
             return
         self._file = open(path, "ab")  # noqa: SIM115 - stays open
+        if self._file.tell() < keep_bytes:
+            logger.warning("%s is shorter than its checkpoint says: begun anew", path)
+            keep_bytes = 0
         if self._file.tell() > keep_bytes:
             self._file.truncate(keep_bytes)
         self.is_empty = keep_bytes == 0 or self._file.tell() == 0

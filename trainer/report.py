@@ -275,6 +275,8 @@ def write_report(runs: list[Path], out: Path) -> Path:
     """
     if not runs:
         raise SettingError("runs: [], but a report needs at least one run folder")
+    if out.exists() and not out.is_dir():
+        raise SettingError(f"out: {out} is a file; allowed: a folder, or a new name")
     loaded = [read_run(folder) for folder in runs]
     _name_apart(loaded, runs)
     import matplotlib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DATA_BOUND = 0.1  # share of the step's time; below it, a faster loader would hardly be noticed
+from .report import DATA_BOUND_SHARE
 
 
 def summary(end: dict, target: float | None, report: Path | None, run: Path) -> str:
@@ -24,7 +24,7 @@ def summary(end: dict, target: float | None, report: Path | None, run: Path) -> 
     if report is not None:
         rows.append(("report", str(report)))
     lines = [f"{name:<17} {value}" for name, value in rows]
-    if end["wait_share"] > DATA_BOUND:
+    if end["wait_share"] >= DATA_BOUND_SHARE:
         lines.append(f"data-bound: {end['wait_share']:.0%} of the step waited for batches")
     if end["status"] == "interrupted":
         lines.append(f"interrupted; a checkpoint is saved, and --resume goes on with {run}")

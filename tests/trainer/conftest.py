@@ -53,7 +53,8 @@ def _write_idx(folder: Path, stem: str, images: np.ndarray, labels: np.ndarray) 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed data set of 16x16 grey images: 4 classes, told apart by which quarter is bright."""
-    folder = tmp_path_factory.mktemp("quarters")
+    folder = tmp_path_factory.mktemp("quarters") / "raw"
+    folder.mkdir()
     random = np.random.default_rng(0)
     for stem, count in (("train", NUM_TRAIN), ("t10k", NUM_VAL)):
         labels = np.arange(count) % 4
@@ -62,8 +63,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             top, left = 8 * (label // 2), 8 * (label % 2)
             image[top : top + 8, left : left + 8] += 100
         _write_idx(folder, stem, images, labels)
-    pack(folder, folder / "packed", PackOptions(workers=1))
-    return folder / "packed"
+    pack(folder, folder.parent / "packed", PackOptions(workers=1))
+    return folder.parent / "packed"
 
 
 @pytest.fixture(scope="session")

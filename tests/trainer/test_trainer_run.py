@@ -12,6 +12,8 @@ import trainer.job
 import trainer.loop
 import trainer.report
 from datapipe.errors import DatapipeError, SettingError
+from datapipe.fsio import locked
+from datapipe.packing import PackOptions, pack
 from trainer.checkpoint import load_checkpoint
 from trainer.errors import CheckpointError, TrainingError
 from trainer.recipe import load_recipe
@@ -181,6 +183,8 @@ def test_damaged_checkpoint(go, tmp_path, no_report):
         ("data={size=16, mean=[0.1, 0.1, 0.1], std=[0.1, 0.1, 0.1]}", r"data\.mean.*1 channels"),
         ("data.backend=gpu", "backend.*'gpu'"),
         ("train.precision=fp16", r"train\.precision"),
+        ("train.batch_size=1", r"train\.batch_size = 1.*at least 2"),
+        ("data={size=24, mean=[0.1], std=[0.1], crop='pad', pad=1}", "pad: 1 is too little"),
     ],
 )
 def test_a_recipe_that_does_not_fit_leaves_no_run(go, tmp_path, change, words):
@@ -193,6 +197,29 @@ def test_no_data(go, tmp_path):
     with pytest.raises(DatapipeError):
         go(data=tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_resuming_on_another_data_set_is_refused(go, packed, tmp_path, no_report):
+    """The same images in another order: an epoch and a step would mean other batches."""
+    assert go("train.epochs=1") == 0
+    pack(packed.parent / "raw", tmp_path / "other", PackOptions(workers=1, seed=1))
+    with pytest.raises(CheckpointError, match="another data set"):
+        go("train.epochs=2", resume=True, data=tmp_path / "other")
+
+
+def test_two_trainings_in_one_folder_are_refused(go, tmp_path):
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run", wait=False), pytest.raises(SettingError, match="another process trains there"):
+        go()
+
+
+def test_metrics_cut_short_do_not_hinder_the_report(go, tmp_path, metrics):
+    assert go("train.epochs=1") == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:50])
+    assert go("train.epochs=2", resume=True) == 0
+    assert metrics(tmp_path / "run")[0]["event"] == "run" and metrics(tmp_path / "run")[-1]["status"] == "completed"
+    assert trainer.report.write_report([tmp_path / "run"], tmp_path).exists()
 
 
 def test_metrics_hold_no_nan(go, tmp_path, no_report):
