@@ -1,0 +1,222 @@
+"""The images of the benchmarks: an ImageNet-shaped ImageFolder of photographs, and Fashion-MNIST.
+
+    python -m benchmarks.corpus photographs --count 6000
+    python -m benchmarks.corpus fashion-mnist
+
+Photographs are windows of 500×375 and 375×500 pixels, cut from the photographs in two of Debian's
+packages, one class a photograph. Everything goes to benchmarks/work/ and is found there again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image
+
+from benchmarks.measure import WORK
+from datapipe.dataset import DataSet
+from datapipe.fetch import fetch
+from datapipe.packing import PackOptions, pack
+
+# Their photographs, without drawings, patterns, and misty scenes that compress to half of what photographs do.
+PACKAGES = {
+    "mate-backgrounds": (
+        "usr/share/backgrounds/mate/nature/{}.jpg",
+        ("Blinds", "Dune", "Garden", "GreenMeadow", "RainDrops", "TwoWings", "Wood"),
+    ),
+    "plasma-workspace-wallpapers": (
+        "usr/share/wallpapers/{}/contents/images/2560x1600.jpg",
+        ("BytheWater", "ColorfulCups", "EveningGlow", "FallenLeaf", "Grey", "OneStandsOut", "Path"),
+    ),
+}
+LONG, SHORT = 500, 375  # the commonest sizes in ImageNet's training set
+PORTRAITS = 4  # one image in four stands upright
+SHORT_SIDE = 520  # photographs are scaled to this first: at full size, a window is mostly a smooth detail
+MEAN_BYTES = range(80_000, 110_001)  # ImageNet's training images have 110 kB on average
+AIMED_BYTES = 85_000
+SHARDS = 8  # of a tar data set, about
+FASHION_MNIST = 60_000
+TAR_BYTES = 2240  # of a small PNG and its label in a tar
+
+
+def photographs(count: int, val_count: int = 0, seed: int = 0) -> Path:
+    """Folder with `images/train/CLASS/*.jpg` (and `images/val`) and the packed `tar`, `hdf5` and `lmdb`.
+
+    The same arguments give the same pixels, and the same files with the same Pillow.
+    """
+    name = f"photographs-{count}" + (f"-{val_count}" if val_count else "") + (f"-seed{seed}" if seed else "")
+    folder = WORK / name
+    images = folder / "images"
+    if not images.exists():
+        originals = {path.stem: _scaled(path) for path in _originals()}
+        quality = _quality(originals, seed)
+        print(f"{count + val_count:,} windows of {len(originals)} photographs, JPEG quality {quality}", flush=True)
+        temporary = _emptied(folder / "images.tmp")
+        for split, number in (("train", count), ("val", val_count)):
+            for i, (label, window) in enumerate(_windows(originals, number, f"{seed} {split}")):
+                path = temporary / split / label / f"{i:06}.jpg"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                window.save(path, quality=quality)
+        _check(temporary)
+        temporary.rename(images)
+    shard_bytes = sum(path.stat().st_size for path in images.glob("train/*/*")) / SHARDS
+    _pack(images, folder, max(1, round(shard_bytes / 2**20)))
+    return folder
+
+
+def fashion_mnist(count: int = FASHION_MNIST) -> Path:
+    """Folder with `images/{train,val}/CLASS/*.png` and the packed formats, all with the same PNG bytes.
+
+    `count`: that many of the training images, the first; the 10,000 test images are the validation split.
+    """
+    files = fetch("fashion-mnist", WORK / "fashion-mnist-idx")
+    folder = WORK / f"fashion-mnist-{count}"
+    images = folder / "images"
+    if not images.exists():
+        idx, temporary = _emptied(folder / "idx"), _emptied(folder / "images.tmp")
+        for path in files:
+            content = gzip.decompress(path.read_bytes())
+            (idx / path.stem).write_bytes(_first(content, count) if path.name.startswith("train") else content)
+        _pack(idx, folder, shard_mib=max(1, count * TAR_BYTES // SHARDS >> 20))
+        for split in ("train", "val"):
+            with DataSet(folder / "tar" / split) as data_set:
+                for sample, label in enumerate(data_set.index["label"].tolist()):
+                    path = temporary / split / str(label) / f"{sample:06}.png"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data_set.read(sample))
+        temporary.rename(images)
+    return folder
+
+
+def describe(folder: Path) -> dict:
+    """Count, mean bytes and classes of the training images, for a record."""
+    sizes = [path.stat().st_size for path in (folder / "images" / "train").glob("*/*")]
+    shards = len(list((folder / "tar" / "train").glob("*.tar")))
+    return {
+        "name": folder.name,
+        "images": len(sizes),
+        "mean_bytes": round(sum(sizes) / len(sizes)),
+        "classes": len(list((folder / "images" / "train").iterdir())),
+        "tar_shards": shards,
+    }
+
+
+def _first(idx: bytes, count: int) -> bytes:
+    """The first `count` items of an IDX file: its header, of 4 bytes and 4 for each dimension, holds the count."""
+    header_bytes = 4 + 4 * idx[3]
+    (total,) = struct.unpack_from(">I", idx, 4)
+    if not 0 < count <= total:
+        raise SystemExit(f"error: {count:,} images: allowed are 1 to {total:,}")
+    item_bytes = (len(idx) - header_bytes) // total
+    return idx[:4] + struct.pack(">I", count) + idx[8 : header_bytes + count * item_bytes]
+
+
+def _originals() -> list[Path]:
+    """The photographs, from Debian's packages unless they are there already."""
+    folder = WORK / "originals"
+    if not folder.exists():
+        temporary = _emptied(WORK / "originals.tmp")
+        for package, (pattern, names) in PACKAGES.items():
+            unpacked = _unpacked(package)
+            for name in names:
+                shutil.copyfile(unpacked / pattern.format(name), temporary / f"{name}.jpg")
+            shutil.rmtree(unpacked)
+        temporary.rename(folder)
+    return sorted(folder.iterdir())
+
+
+def _unpacked(package: str) -> Path:
+    folder = _emptied(WORK / f"{package}.tmp")
+    try:
+        subprocess.run(["apt-get", "-qq", "download", package], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        (archive,) = folder.glob("*.deb")
+        subprocess.run(["dpkg-deb", "-x", archive.name, "."], cwd=folder, check=True)
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        shutil.rmtree(folder)
+        raise SystemExit(
+            f"error: Debian's package {package} cannot be had here ({error}). The photographs need a Debian or "
+            f"Ubuntu whose `apt-get download {package}` works (`apt-get update` may help), or a copy of "
+            f"{WORK / 'originals'} from a machine where it did."
+        ) from None
+    return folder
+
+
+def _scaled(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        scale = SHORT_SIDE / min(image.size)
+        return image.convert("RGB").resize([round(side * scale) for side in image.size], Image.Resampling.LANCZOS)
+
+
+def _windows(originals: dict[str, Image.Image], count: int, seed: str) -> Iterator[tuple[str, Image.Image]]:
+    """`count` pairs of class and window, the classes in turn."""
+    draw = random.Random(seed)
+    labels = sorted(originals)
+    for i in range(count):
+        label = labels[i % len(labels)]
+        width, height = (SHORT, LONG) if i // len(labels) % PORTRAITS == PORTRAITS - 1 else (LONG, SHORT)
+        original = originals[label]
+        left, top = draw.randint(0, original.width - width), draw.randint(0, original.height - height)
+        yield label, original.crop((left, top, left + width, top + height))
+
+
+def _quality(originals: dict[str, Image.Image], seed: int) -> int:
+    """The lowest JPEG quality that reaches the aimed mean size on a few windows of each photograph."""
+    probes = [window for _, window in _windows(originals, 4 * len(originals), f"{seed} probe")]
+    for quality in range(75, 101):
+        files = [io.BytesIO() for _ in probes]
+        for file, window in zip(files, probes, strict=True):
+            window.save(file, "JPEG", quality=quality)
+        if sum(file.tell() for file in files) >= AIMED_BYTES * len(probes):
+            return quality
+    raise SystemExit(f"error: no JPEG quality reaches {AIMED_BYTES:,} bytes an image")
+
+
+def _check(images: Path) -> None:
+    sizes = [path.stat().st_size for path in images.glob("*/*/*")]
+    if (mean := round(sum(sizes) / len(sizes))) not in MEAN_BYTES:
+        raise SystemExit(f"error: images of {mean:,} bytes on average, not of {MEAN_BYTES[0]:,} to {MEAN_BYTES[-1]:,}")
+
+
+def _pack(source: Path, folder: Path, shard_mib: int) -> None:
+    """Pack in every format, into an even number of tar shards: WebDataset's two workers share them out."""
+    while not (folder / "tar").exists():
+        manifest = pack(source, folder / "tar", PackOptions(format="tar", shard_mib=shard_mib))["train"]
+        if len(manifest.shards) < 2:
+            raise SystemExit("error: too few images to give each of WebDataset's workers a shard")
+        if len(manifest.shards) % 2:
+            shutil.rmtree(folder / "tar")
+            shard_mib += 1
+    for format in ("hdf5", "lmdb"):
+        if not (folder / format).exists():
+            pack(source, folder / format, PackOptions(format=format, shard_mib=shard_mib))
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make a corpus of the benchmarks.")
+    parser.add_argument("name", choices=["photographs", "fashion-mnist"])
+    parser.add_argument("--count", type=int, default=6000, help="photographs to train on (default: %(default)s)")
+    parser.add_argument("--val-count", type=int, default=0, help="photographs to validate on (default: none)")
+    arguments = parser.parse_args()
+    count, val_count = arguments.count, arguments.val_count
+    folder = photographs(count, val_count) if arguments.name == "photographs" else fashion_mnist()
+    print(f"{folder}: {describe(folder)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""A peer in a process of its own: `python -m benchmarks.peers NAME CORPUS TASK`.
+
+For each line on standard input, an epoch's number, it goes through that epoch and answers with a line of
+JSON: images, wall_s and cpu_s (of this process and its children), and checks of what came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.measure import cpu_s
+from benchmarks.peers import Task, open_peer
+
+
+def measure(batches: Iterable, task: Task) -> dict:
+    """Go through one epoch. Raises ValueError when the batches are not what the task asks for."""
+    images = labels_sum = 0
+    cpu_started, started = cpu_s(), time.perf_counter()
+    for images_BCHW, labels_B in batches:
+        images += len(images_BCHW)
+        labels_sum += int(labels_B.sum())
+    seconds, cpu_seconds = time.perf_counter() - started, cpu_s() - cpu_started
+    wanted = (task.channels, task.size, task.size)
+    if images_BCHW.shape[1:] != wanted or str(images_BCHW.dtype) != "torch.uint8":
+        raise ValueError(f"batches are {images_BCHW.dtype}{list(images_BCHW.shape)}, not uint8[B, *{wanted}]")
+    return {"images": images, "wall_s": seconds, "cpu_s": cpu_seconds, "mean_label": labels_sum / images}
+
+
+def main() -> int:
+    name, corpus, task = sys.argv[1], Path(sys.argv[2]), Task(**json.loads(sys.argv[3]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    epochs = open_peer(name, corpus, task)
+    for line in sys.stdin:
+        answers.write(json.dumps(measure(epochs(int(line)), task)) + "\n")
+        answers.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
