@@ -49,7 +49,10 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool) -> int:
         if checkpoint is not None:
             with together(world):
                 restore(job, state, checkpoint)
-        _write_start(job, state, resumed=checkpoint is not None)
+        ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
+        if ended and world.is_main:
+            logger.info("the run in %s is complete", out)
+        _write_start(job, state, resumed=checkpoint is not None and not ended)
         end = _train_and_record(job, state, stop)
     if world.is_main:
         report = None if end["status"] == "interrupted" else _write_report(out)

@@ -199,6 +199,14 @@ def test_no_data(go, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_resuming_a_complete_run_adds_nothing(go, tmp_path, metrics, no_report, caplog):
+    assert go("train.epochs=1") == 0
+    before = [line["event"] for line in metrics(tmp_path / "run")]
+    caplog.set_level(logging.INFO)
+    assert go("train.epochs=1", resume=True) == 0
+    assert "is complete" in caplog.text and [line["event"] for line in metrics(tmp_path / "run")] == before
+
+
 def test_resuming_on_another_data_set_is_refused(go, packed, tmp_path, no_report):
     """The same images in another order: an epoch and a step would mean other batches."""
     assert go("train.epochs=1") == 0
