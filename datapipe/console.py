@@ -35,11 +35,18 @@ def run(command: Callable[[], object]) -> int:
         return _fail(error, 2)
     except (DatapipeError, OSError) as error:
         return _fail(error, 1)
-    except SystemExit as stop:  # the command-line library's own way out, of Ctrl-C as well
+    except KeyboardInterrupt:
+        return _interrupted()
+    except SystemExit as stop:  # the command-line library's own way out, of most Ctrl-Cs as well
         if stop.code == 128 + signal.SIGINT:
-            print("interrupted", file=sys.stderr)
+            return _interrupted()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def _terminate(number, _frame):

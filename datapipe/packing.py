@@ -197,8 +197,9 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manife
     try:
         with locked(out, wait=False):
             whole = _prepare(out, source, options)
-            for split in source.splits.keys() - whole:
-                _pack_split(source, split, out / split, options)
+            for split in source.splits:
+                if split not in whole:
+                    _pack_split(source, split, out / split, options)
             return {split: Manifest.read(out / split) for split in source.splits}
     except BlockingIOError as error:
         raise SettingError(f"OUT: another process is packing into {out}; choose another, or wait for it") from error
