@@ -41,7 +41,8 @@ def write_index(folder: Path, records: np.ndarray) -> None:
 def open_index(folder: Path, manifest: Manifest) -> np.ndarray:
     """The index, memory-mapped read-only: RECORD[num_samples]. Raises ManifestError.
 
-    Its checksum is compared (ImageNet's takes 20 ms): a flipped byte here would be a wrong label there.
+    Its checksum is compared (ImageNet's 41 MB take 10 ms from the page cache): a flipped byte here would be a
+    wrong label there.
     """
     path = Path(folder) / INDEX
     expected = next((file.xxh3_128 for file in manifest.files if file.name == INDEX), None)

@@ -107,6 +107,8 @@ def read_run(folder: Path) -> Run:
             events.append(json.JSONDecoder().raw_decode(text, found.start())[0])
     if not events or events[0]["event"] != "run":
         raise DatapipeError("does not begin with a whole line about a run: killed at its start?", path=path)
+    if not isinstance(events[0].get("recipe") or {}, dict):
+        raise DatapipeError("its first line holds no recipe", path=path)
     if (version := events[0].get("format")) != FORMAT:
         raise DatapipeError(f"format {version!r}: this version reads format {FORMAT} only; upgrade it", path=path)
     lines = {kind: [] for kind in ("run", "resume", "train", "epoch", "end")}

@@ -331,6 +331,11 @@ def test_another_format_is_refused(tmp_path, version):
         write_report([write(tmp_path / "run", header(format=version), end())], tmp_path / "out")
 
 
+def test_a_recipe_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(DatapipeError, match="holds no recipe"):
+        write_report([write(tmp_path / "run", header(recipe=[1]), end())], tmp_path / "out")
+
+
 def test_no_run_at_all_is_a_setting_error(tmp_path):
     with pytest.raises(SettingError, match="runs"):
         write_report([], tmp_path / "out")
