@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -26,14 +28,26 @@ class Format(StrEnum):
     tar = "tar"
     hdf5 = "hdf5"
     lmdb = "lmdb"
+    zip = "zip"
+    tfrecord = "tfrecord"
+    npy = "npy"
 
 
 class Kind(StrEnum):
     auto = "auto"
     imagefolder = "imagefolder"
+    imagenet = "imagenet"
     cifar10 = "cifar10"
     cifar100 = "cifar100"
     idx = "idx"
+    webdataset = "webdataset"
+    parquet = "parquet"
+    csv = "csv"
+
+
+class Check(StrEnum):
+    header = "header"
+    decode = "decode"
 
 
 class Name(StrEnum):
@@ -73,36 +87,128 @@ def fetch(
         print(path)
 
 
-@app.command(epilog="Example:  datapipe pack raw/imagenet packed/imagenet --format tar --workers 16")
+# What packing and converting share.
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder: one data set a split is put in it.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Format of the shards.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", metavar="N", help="Files read at once, where that helps (default: 32).")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the data set in OUT.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what is in OUT, and be content if it is complete.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="A read or write that takes longer is an error.")
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option("--task", metavar="I/N", help="Write part I (from 0) of N (default: as Slurm, MPI or torchrun say)."),
+]
+Finish = Annotated[bool, typer.Option("--finish", help="Only write the manifests: all tasks are done.")]
+
+
+@app.command(epilog="Example:  datapipe pack raw/imagenet packed/imagenet --format hdf5 --max-bad 10")
 def pack(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="ImageFolder, CIFAR archive or folder, or folder of IDX files.")
+        Path, typer.Argument(metavar="SOURCE", help="Folder, archives or CSV file: ImageFolder, ImageNet, CIFAR, …")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder: one data set a split is put in it.")],
-    format: Annotated[Format, typer.Option("--format", help="Format of the shards.")] = Format.tar,
+    out: Out,
+    format: FormatOption = Format.tar,
     kind: Annotated[Kind, typer.Option("--kind", help="What SOURCE is.")] = Kind.auto,
+    check: Annotated[Check, typer.Option("--check", help="Read headers only, or decode every image.")] = Check.header,
+    max_bad: Annotated[
+        str, typer.Option("--max-bad", metavar="N|P%", help="So many bad images are left out and listed.")
+    ] = "0",
+    outside: Annotated[bool, typer.Option("--outside", help="Follow links and paths that lead out of SOURCE.")] = False,
     shard_mib: Annotated[int, typer.Option("--shard-mib", metavar="N", help="Aimed size of a shard in MiB.")] = 256,
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", help="Processes (default: one a core).")
-    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the order in the shards.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in OUT.")] = False,
+    workers: Workers = None,
+    timeout: Timeout = 300.0,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    task: TaskOption = None,
+    only_finish: Finish = False,
     as_json: AsJson = False,
 ) -> None:
-    """Pack raw images into shards, shuffled once. JPEG and PNG files go in untouched."""
-    from .packing import PackOptions, pack
+    """Pack raw images into shards, shuffled once. Without options that say otherwise, files go in untouched."""
+    from . import packing
+    from .cluster import detect
+    from .recode import RecodeOptions
 
+    options = packing.PackOptions(
+        format=format.value,
+        kind=kind.value,
+        shard_mib=shard_mib,
+        workers=workers,
+        seed=seed,
+        overwrite=overwrite,
+        resume=resume,
+        max_bad=max_bad,
+        outside=outside,
+        timeout_s=timeout,
+        recode=RecodeOptions(check.value),
+        task=detect(os.environ, task),
+    )
     started = time.perf_counter()
-    manifests = pack(source, out, PackOptions(format.value, kind.value, shard_mib, workers, seed, overwrite))
-    seconds = time.perf_counter() - started
+    manifests = packing.finish(source, out, options) if only_finish else packing.pack(source, out, options)
+    _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json)
+
+
+@app.command(epilog="Example:  datapipe convert packed/imagenet packed/imagenet-hdf5 --format hdf5")
+def convert(
+    folder: DataSetFolder,
+    out: Out,
+    format: FormatOption,
+    shard_mib: Annotated[
+        int | None, typer.Option("--shard-mib", metavar="N", help="Aimed size of a shard in MiB (default: as it was).")
+    ] = None,
+    workers: Workers = None,
+    timeout: Timeout = 300.0,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    task: TaskOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a packed data set into another format: the same image bytes, keys, labels and order."""
+    from . import packing
+    from .cluster import detect
+
+    options = packing.PackOptions(
+        format=format.value,
+        shard_mib=shard_mib,
+        workers=workers,
+        overwrite=overwrite,
+        resume=resume,
+        timeout_s=timeout,
+        task=detect(os.environ, task),
+    )
+    started = time.perf_counter()
+    manifests = packing.convert(folder, out, options)
+    _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json)
+
+
+def _tell_packed(out: Path, manifests: dict, task, seconds: float, as_json: bool) -> None:
     splits = {split: _summary(out / split, manifest) for split, manifest in manifests.items()}
     if as_json:
-        print(json.dumps({"seconds": seconds, "splits": splits}))
+        print(json.dumps({"seconds": seconds, "complete": bool(splits), "splits": splits}))
         return
-    for line in splits.values():
-        print(_line(line))
+    if not splits:
+        print(f"task {task.index} of {task.count} is done; the last task writes the manifests")
+        return
+    for split, row in splits.items():
+        print(_line(row))
+        for line in _conversions(manifests[split]):
+            print(f"  {line}")
     images = sum(manifest.num_samples for manifest in manifests.values())
     print(f"{images:,} images in {seconds:.1f} s")
+
+
+def _conversions(manifest) -> Iterator[str]:
+    if manifest.recode and manifest.source_bytes:
+        stored = manifest.image_bytes / manifest.source_bytes
+        yield f"images had {_mib(manifest.source_bytes)}, have {_mib(manifest.image_bytes)} ({stored:.1%})"
+    if manifest.converted:
+        yield "of another kind, converted: " + ", ".join(f"{n:,} {kind}" for kind, n in manifest.converted.items())
+    if manifest.num_bad:
+        yield f"{manifest.num_bad:,} bad images left out, see quarantine.jsonl"
 
 
 @app.command(epilog="Example:  datapipe info packed/imagenet --json")
@@ -201,6 +307,11 @@ def _summary(path: Path, manifest, index=None) -> dict:
         "num_classes": manifest.num_classes,
         "num_shards": len(manifest.shards),
         "size_bytes": manifest.size_bytes,
+        "num_bad": manifest.num_bad,
+        "recode": manifest.recode,
+        "converted": manifest.converted,
+        "source_bytes": manifest.source_bytes,
+        "image_bytes": manifest.image_bytes,
         "pixels": f"{manifest.width}×{manifest.height} {colour}" if same else f"{colour} of differing sizes",
     }
     if index is not None:

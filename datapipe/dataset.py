@@ -18,14 +18,16 @@ from .manifest import Manifest
 class DataSet:
     """Reads any sample's bytes with one `pread`, from any number of threads.
 
-    Attributes: `folder`, `manifest`, `index` (RECORD[num_samples], memory-mapped). Raises ManifestError
-    when there is no readable data set in `folder`.
+    Attributes: `folder`, `manifest`, `index` (RECORD[num_samples], memory-mapped), `raw_shape` (of images whose bytes
+    are nothing but pixels, else None). Raises ManifestError when there is no readable data set in `folder`.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.manifest = Manifest.read(self.folder)
         self.index = open_index(self.folder, self.manifest)
+        of = self.manifest
+        self.raw_shape = (of.height, of.width, of.channels) if of.format == "npy" else None
         self._fds: list[int | None] = [None] * len(self.manifest.shards)
         self._opening = threading.Lock()
         self._keys: list[str] | None = None
@@ -57,6 +59,8 @@ class DataSet:
     def pixels(self, sample: int, data: bytes) -> np.ndarray:
         """The decoded image, uint8[height, width, channels]. Raises DecodeError."""
         try:
+            if self.raw_shape:
+                return np.frombuffer(data, np.uint8).reshape(self.raw_shape)
             return decode(data, self.manifest.channels)
         except ValueError as error:
             name = self.manifest.shards[self.index[sample]["shard"]].name

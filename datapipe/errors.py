@@ -6,7 +6,8 @@ DatapipeError            data, disk or network: exit code 1
 ├── ManifestError        no data set here, or one that this version cannot read
 ├── ShardCorruptError    a shard does not hold the bytes that were packed
 ├── StagingError         a copy to local disk could not be made
-└── DecodeError          a sample's bytes are no readable image
+├── DecodeError          a sample's bytes are no readable image
+└── MissingBackendError  a library or program that this needs is not installed
 SettingError             a bad setting (also a ValueError): exit code 2
 """
 
@@ -68,6 +69,10 @@ class StagingError(DatapipeError):
 
 class DecodeError(DatapipeError):
     pass
+
+
+class MissingBackendError(DatapipeError):
+    """Names what to install."""
 
 
 class SettingError(ValueError):

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import xxhash
 
 logger = logging.getLogger(__name__)
 
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # what numpy.load raises, or a part missing
 BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
 
 
@@ -33,7 +35,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     partial = partial_path(path)
     partial.unlink(missing_ok=True)
     try:
-        with _named(partial):
+        with named(partial):
             yield partial
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
@@ -52,8 +54,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold a folder for this process alone; the kernel lets go when the process ends, however it ends.
+def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[None]:
+    """Hold a folder for this process, or all that share it; the kernel lets go when the process ends, however it ends.
 
     Raises BlockingIOError when another holds it and `wait` is False. A filesystem that cannot lock folders
     (NFS, Lustre without `flock`) does without.
@@ -61,7 +63,7 @@ def locked(folder: Path, wait: bool) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise
         except OSError as error:
@@ -72,8 +74,8 @@ def locked(folder: Path, wait: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Give an OSError from a write the name of the file: "no space left" alone helps nobody."""
+def named(path: Path) -> Iterator[None]:
+    """Give an OSError from a read or write the name of the file: "no space left" alone helps nobody."""
     try:
         yield
     except OSError as error:
@@ -119,7 +121,7 @@ def copy_verified(source: Path, target: Path, size_bytes: int, expected: str) ->
     leaves its temporary file behind: that is what the next call resumes.
     """
     partial = partial_path(target)
-    with _named(partial), open(source, "rb", buffering=0) as reader, open(partial, "a+b", buffering=0) as writer:
+    with named(partial), open(source, "rb", buffering=0) as reader, open(partial, "a+b", buffering=0) as writer:
         if writer.tell() > size_bytes:
             writer.truncate(0)
         copied = 0

@@ -25,7 +25,7 @@ RECORD = np.dtype(
         ("encoding", "<u2"),  # of ENCODINGS
     ]
 )
-ENCODINGS = ("jpeg", "png")
+ENCODINGS = ("jpeg", "png", "pnm", "pnm+lz4", "pnm+zstd", "raw")  # raw: only pixels, in npy shards
 
 
 def sample_checksum(data: bytes | memoryview) -> int:

@@ -15,7 +15,8 @@ from .fsio import atomic_write
 MANIFEST = "manifest.json"
 INDEX = "index.npy"
 KEYS = "keys.txt"
-FORMAT_VERSION = 1
+QUARANTINE = "quarantine.jsonl"
+FORMAT_VERSION = 2
 
 
 class _Record(BaseModel):
@@ -39,9 +40,12 @@ class Manifest(_Record):
 
     Sample `i` is row `i` of the index and line `i` of the keys. `channels` is 1 when every image is
     grey, else 3; `width` and `height` are the images' common size in pixels, or None when they differ.
+    `recode` is what was done to the images (the options of that name), `converted` counts those that were of another
+    kind, `source_bytes` and `image_bytes` are the images' size before and after; `num_bad` were left out, and are
+    listed in quarantine.jsonl.
     """
 
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[1, 2] = FORMAT_VERSION
     format: str
     kind: str
     split: str
@@ -52,6 +56,11 @@ class Manifest(_Record):
     height: int | None
     seed: int
     shard_mib: int
+    recode: dict[str, str | int | bool] = {}
+    converted: dict[str, int] = {}
+    source_bytes: int | None = None
+    image_bytes: int | None = None
+    num_bad: int = 0
     shards: list[ShardInfo]
     files: list[FileInfo]
 

@@ -1,59 +1,68 @@
-"""Pack a raw data set: plan purely, then write the shards in parallel.
+"""Pack a raw data set: plan purely, then write the shards in parallel, in one process or many.
 
-The plan depends only on the source, the seed and the options, and a shard only on its part of the plan:
-the same input gives the same bytes, whatever the number of workers.
+The same source, seed and options give the same bytes, whatever the number of threads, tasks and nodes. Several tasks
+(a Slurm job's, say) need no communication: the plan in OUT/.pack says which shard is whose, a small file
+beside it tells of each finished one, and the last task to end finds all of them and writes the manifests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import multiprocessing
-import os
+import math
 import re
-import signal
-import threading
 import time
-import unicodedata
-from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from .assembly import Assembly
+from .cluster import Task
 from .console import Progress
-from .dataset import DataSet
 from .errors import DatapipeError, SettingError, SourceError
 from .formats import FORMATS, shard_format
-from .fsio import atomic_path, atomic_write, checksum, locked
-from .image import ImageHeader, read_header
-from .index import ENCODINGS, RECORD, read_keys, sample_checksum, write_index, write_keys
-from .manifest import INDEX, KEYS, MANIFEST, FileInfo, Manifest, ShardInfo
-from .order import PACK, permutation
-from .sources import SPLITS, Samples, Source, open_source
+from .fsio import atomic_write, locked
+from .index import write_index, write_keys
+from .journal import Journal, PackedShard
+from .manifest import INDEX, KEYS, QUARANTINE, Manifest, find_data_sets
+from .plan import Plan, SplitPlan, make_plan, save_plan
+from .recode import RecodeOptions, Recoder
+from .shards import ShardTask, file_info
+from .sources import Source, open_source
+from .target import SETTINGS, Target
 
 logger = logging.getLogger(__name__)
 
-# Tar headers hold names of 100 bytes (POSIX ustar); an extension and a counter must fit too.
-MAX_KEY_BYTES = 80
-COMPARED_SAMPLES = 16  # with the source, before a split that was packed earlier is kept
-PROBED_SAMPLES = 256  # whose mean size stands for all when shards are planned: no stat a file
-OUR_FILES = re.compile(rf"\.?(shard-\d{{6}}\.\w+|{MANIFEST}|{INDEX}|{KEYS})(\.partial)?")
-EXTENSIONS = {"jpeg": "jpg", "png": "png"}
+PLAN_WAIT_S = 0.5
+PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
+READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
+NUMBER_OR_SHARE = re.compile(r"(\d+)|(\d+(?:\.\d+)?)%")
 
 
 @dataclass(frozen=True)
 class PackOptions:
-    """`shard_mib`: aimed size of a shard in MiB; `workers`: processes, or None for one a core."""
+    """`shard_mib`: aimed size of a shard in MiB (None, to convert: as it was); `workers`: files read at once, at most;
+    `max_bad`: "3" or "0.1%" of all samples; `outside`: follow links and paths that lead out of the source; `timeout_s`:
+    a read or write that takes longer is an error; `task`: the part of the plan to pack here.
+    """
 
     format: str = "tar"
     kind: str = "auto"
-    shard_mib: int = 256
+    shard_mib: int | None = 256
     workers: int | None = None
     seed: int = 0
     overwrite: bool = False
+    resume: bool = False
+    max_bad: str = "0"
+    outside: bool = False
+    timeout_s: float = 300.0
+    recode: RecodeOptions = field(default_factory=RecodeOptions)
+    task: Task = field(default_factory=lambda: Task(0, 1, ""))
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -62,308 +71,258 @@ class PackOptions:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise SettingError(f"{name}: {value} is out of range; allowed: {low} and more")
+        if not 0 < self.timeout_s < math.inf:
+            raise SettingError(f"timeout: {self.timeout_s} is out of range; allowed: seconds, above 0")
+        self.bad_allowed(1)
+        if self.overwrite and self.task.count > 1:
+            raise SettingError("overwrite: one of several tasks would remove what another writes; remove OUT first")
 
+    def bad_allowed(self, num_samples: int) -> int:
+        match = NUMBER_OR_SHARE.fullmatch(self.max_bad)
+        if not match or (match[2] and float(match[2]) > 100):
+            raise SettingError(f"max_bad: {self.max_bad!r} is no number such as 10 and no share such as 0.1%")
+        return int(match[1]) if match[1] else int(num_samples * float(match[2]) / 100)
 
-# --- the plan ---------------------------------------------------------------------------------------
-
-
-def make_keys(names: Iterable[str]) -> list[str]:
-    """Unique keys that WebDataset, tar and LMDB take as they are, from the samples' paths in the source.
-
-    WebDataset cuts a name at the first dot of its last part. So of each path only ASCII letters,
-    digits, `_` and `-` stay; accents are dropped, all else becomes `_`. A key that an earlier sample has
-    gets a counter: `-2`, `-3`, … Paths too long for a tar header keep their end.
-    """
-    taken: set[str] = set()
-    counters: dict[str, int] = {}
-    keys = []
-    for name in names:
-        base = key = _safe(name)
-        while key in taken:
-            counters[base] = counters.get(base, 1) + 1
-            key = f"{base}-{counters[base]}"
-        taken.add(key)
-        keys.append(key)
-    return keys
-
-
-def _safe(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", name):
-        ascii_name = unicodedata.normalize("NFKD", name).encode("ascii", "replace").decode()
-        ascii_name = "".join(c for c, plain in zip(unicodedata.normalize("NFKD", name), ascii_name, strict=True)
-                             if not unicodedata.combining(c) or plain != "?")  # fmt: skip
-        parts = [re.sub(r"[^A-Za-z0-9_-]", "_", part) or "_" for part in ascii_name.split("/")]
-        name = "/".join(parts)
-    return name[-MAX_KEY_BYTES:].lstrip("/")
-
-
-def plan_shards(num_samples: int, mean_bytes: float, shard_bytes: int, seed: int) -> list[np.ndarray]:
-    """The samples of each shard (int64 arrays): shuffled once, then cut into shards of equal counts."""
-    num_shards = min(num_samples, max(1, round(num_samples * mean_bytes / shard_bytes)))
-    return np.array_split(permutation(num_samples, seed, 0, PACK), num_shards)
-
-
-def mean_bytes(samples: Samples, seed: int) -> float:
-    """Mean size in bytes of a few encoded images, chosen by the seed."""
-    probed = permutation(len(samples), seed, 1, PACK)[:PROBED_SAMPLES]
-    return float(np.mean([samples.size_bytes(int(i)) for i in probed]))
-
-
-# --- one shard --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ShardTask:
-    folder: Path
-    number: int
-    format: str
-    keys: list[str]
-    samples: Samples
-
-
-@dataclass(frozen=True)
-class PackedShard:
-    info: ShardInfo
-    sidecars: list[FileInfo]
-    records: np.ndarray  # RECORD[num_samples]
-    channels: int
-
-
-def write_shard(task: ShardTask) -> PackedShard:
-    """Write one shard under a temporary name, sync and rename it. Raises SourceError for a bad image."""
-    shard = shard_format(task.format)
-    path = task.folder / f"shard-{task.number:06d}{shard.SUFFIX}"
-    records = np.zeros(len(task.samples), RECORD)
-    records["shard"], records["label"] = task.number, task.samples.labels
-    channels = 1
-    with atomic_path(path) as partial:
-        with contextlib.closing(shard.Writer(partial)) as writer:
-            for i, key in enumerate(task.keys):
-                _stop_if_told()
-                data, header = _read_sample(task.samples, i)
-                writer.add(key, EXTENSIONS[header.encoding], data, int(task.samples.labels[i]))
-                records[i : i + 1] = _record(records[i], data, header)
-                channels = max(channels, header.channels)
-            finished = writer.finish()
-        records["offset"] = finished.offsets
-        info = ShardInfo(
-            name=path.name,
-            num_samples=len(records),
-            size_bytes=partial.stat().st_size,
-            xxh3_128=checksum(partial),
-        )
-    sidecars = []
-    for suffix, content in finished.sidecars.items():
-        with atomic_write(path.with_suffix(suffix)) as file:
-            file.write(content)
-        sidecars.append(_file_info(path.with_suffix(suffix)))
-    return PackedShard(info, sidecars, records, channels)
-
-
-def _read_sample(samples: Samples, i: int) -> tuple[bytes, ImageHeader]:
-    try:
-        data = samples.read(i)
-        return data, read_header(data)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SourceError(f"cannot be packed: {reason}", path=samples.where(i)) from error
-
-
-def _record(record: np.void, data: bytes, header: ImageHeader) -> np.void:
-    record["size"], record["checksum"] = len(data), sample_checksum(data)
-    record["width"], record["height"] = header.width, header.height
-    record["restart_interval"], record["encoding"] = header.restart_interval, ENCODINGS.index(header.encoding)
-    return record
-
-
-def _file_info(path: Path) -> FileInfo:
-    return FileInfo(name=path.name, size_bytes=path.stat().st_size, xxh3_128=checksum(path))
-
-
-# --- the whole --------------------------------------------------------------------------------------
+    def settings(self) -> dict[str, Any]:
+        """What the bytes of the result depend on, beside the source: JSON values."""
+        default = asdict(RecodeOptions(check=self.recode.check))
+        recode = {name: value for name, value in asdict(self.recode).items() if value != default[name]}
+        return dict(zip(SETTINGS, (self.format, self.seed, self.shard_mib, recode), strict=True))
 
 
 def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
     """Pack each split of a raw data set into `out/<split>`; return the manifests by split.
 
-    Raises SourceError (unusable source; nothing is written for a source that cannot be listed),
-    SettingError (`out` holds something else and `overwrite` is not set, lies in the source, or another
-    process packs there), OSError. What an interrupted call left in `out` is completed: splits that are
-    whole are kept if they were packed the same way, the others are packed again.
+    Returns nothing while other tasks have shards to write. What an interrupted call left in `out` is completed;
+    finished shards stay. Raises SourceError (unusable source, too many bad samples; nothing is written for a
+    source that cannot be listed), SettingError (`out` holds something else and `overwrite` is not set, lies in the
+    source, or another process packs there), DatapipeError (a read that hangs), OSError.
     """
-    _check_place(out, source_path)
-    source = open_source(source_path, options.kind)
-    out.mkdir(parents=True, exist_ok=True)
+    if source_path.is_dir() and (packed := _packed(source_path)):
+        raise SettingError(f"SOURCE: {packed} is packed already; datapipe convert puts it into another format")
+    listed = {"source": str(source_path.resolve()), "kind": options.kind, "outside": options.outside}
+    target = Target(out, source_path)
+    return _Pack(target, options, listed, lambda: open_source(source_path, options.kind, options.outside)).run()
+
+
+def convert(folder: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
+    """Put packed data sets into another format: the same images, keys, labels and order. Like `pack` otherwise."""
+    from .sources import packed
+
+    manifest = Manifest.read(find_data_sets(folder)[0])
+    listed = {
+        "source": str(folder.resolve()),
+        "seed": manifest.seed,
+        "recode": manifest.recode,
+        "shard_mib": options.shard_mib or manifest.shard_mib,
+    }
+    return _Pack(Target(out, folder), options, listed, lambda: packed.load(folder)).run()
+
+
+def finish(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
+    """Write the manifests of a pack whose shards are all there.
+
+    Raises SettingError (no unfinished pack in `out`, or tasks are at work on it), DatapipeError (shards missing).
+    """
+    target = Target(out, source_path)
+    with target.alone():
+        plan = target.plan()
+        if plan is None and target.is_whole():
+            return target.manifests()
+        if plan is None:
+            raise SettingError(f"OUT: {out} holds no unfinished pack")
+        missing = target.missing(plan)
+        if missing:
+            message = (
+                f"{len(missing)} of {plan.num_shards} shards are missing, the first is number {missing[0]}: run the "
+                "tasks again that failed (of N tasks, number i packs the shards i, i + N, i + 2 N, …)"
+            )
+            raise DatapipeError(message, path=out)
+        return _finish(plan, target, options)
+
+
+def _packed(folder: Path) -> Path | None:
     try:
-        with locked(out, wait=False):
-            whole = _prepare(out, source, options)
-            for split in source.splits:
-                if split not in whole:
-                    _pack_split(source, split, out / split, options)
-            return {split: Manifest.read(out / split) for split in source.splits}
-    except BlockingIOError as error:
-        raise SettingError(f"OUT: another process is packing into {out}; choose another, or wait for it") from error
+        return find_data_sets(folder)[0]
+    except DatapipeError:
+        return None
 
 
-def _check_place(out: Path, source_path: Path) -> None:
-    place = out.resolve()
-    if place.is_relative_to(source_path.resolve()):
-        raise SettingError(f"OUT: {out} lies in SOURCE, which the next run would take for images; choose another")
-    for folder in (place, *place.parents):
-        if folder.exists() and not folder.is_dir():
-            raise SettingError(f"OUT: {folder} is a file; allowed: a folder, or a new name")
-        if (folder / MANIFEST).exists():
-            raise SettingError(f"OUT: {out} lies inside a packed data set, {folder}; choose another")
+@dataclass(frozen=True)
+class _Pack:
+    """`listed`: what the plan's settings say of the source; `source`: lists it."""
+
+    target: Target
+    options: PackOptions
+    listed: dict[str, Any]
+    source: Callable[[], Source]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**self.options.settings(), **self.listed}
+
+    def run(self) -> dict[str, Manifest]:
+        if self.options.task.count > 1:
+            return self._run_part()
+        with self.target.alone():
+            plan = self._plan()
+            if plan is None:
+                return self.target.manifests()
+            self._write(plan)
+            return _finish(plan, self.target, self.options)
+
+    def _run_part(self) -> dict[str, Manifest]:
+        """Be one of several tasks. Who writes shards shares the folder's lock; who plans or finishes has it alone."""
+        target, folder = self.target, self.target.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            with contextlib.suppress(BlockingIOError), locked(folder, wait=False):
+                if self._plan() is None:
+                    return target.manifests()
+            with locked(folder, wait=True, shared=True):  # waits for a task that is planning
+                plan = target.plan()
+                if plan is not None:
+                    target.check_unfinished(plan, self.settings)
+                    self._write(plan)
+                    break
+            time.sleep(PLAN_WAIT_S)  # the task that planned was stopped, or another has just finished everything
+        with contextlib.suppress(BlockingIOError), locked(folder, wait=False):
+            if target.is_whole():
+                return target.manifests()
+            if not target.missing(plan):
+                return _finish(plan, target, self.options)
+        return {}
+
+    def _plan(self) -> Plan | None:
+        """The plan of the unfinished pack that is there, or a new one; None when all is there, as asked for.
+
+        Refuses before it removes anything.
+        """
+        target, options = self.target, self.options
+        target.check_foreign()
+        if not options.overwrite:
+            plan = target.plan()
+            if plan is not None:
+                target.check_unfinished(plan, self.settings)
+                return plan
+            if target.is_whole():
+                if not (options.resume or options.task.count > 1):
+                    message = f"OUT: {target.folder} holds a packed data set already; --overwrite replaces it"
+                    raise SettingError(message)
+                target.check_whole(self.settings)
+                logger.info("%s is complete", target.folder)
+                return None
+        source = self.source()
+        share = _stored_share(source, options.recode)
+        plan = make_plan(source, self.settings, shard_format(options.format).OVERHEAD_BYTES, share)
+        target.begin(plan)
+        save_plan(plan, target.state)
+        return plan
+
+    def _write(self, plan: Plan) -> None:
+        """Write the shards that are this task's and not finished."""
+        options, task = self.options, self.options.task
+        journals: dict[ShardTask, Journal] = {}
+        first = 0
+        for split in plan.splits:
+            folder, journal = self.target.folder / split.split, self.target.journal(split)
+            mine = [i for i in range(len(split.shards)) if (first + i) % task.count == task.index]
+            first += len(split.shards)
+            finished = journal.finished(mine, folder)
+            for i in (i for i in mine if i not in finished):
+                shard = ShardTask(folder, i, options.format, split.keys, split.samples, split.shards[i])
+                journals[shard] = journal
+        if not journals:
+            return
+        allowed = options.bad_allowed(plan.num_samples)
+        mean_bytes = max(split.mean_bytes for split in plan.splits)
+        recoder = _recoder(plan, options)
+        assembly = Assembly(recoder, options.workers or READERS, allowed, options.timeout_s, mean_bytes)
+        with Progress("packing", sum(len(shard.which) for shard in journals)) as progress:
+            for shard, packed in assembly.run(list(journals), progress.advance):
+                journals[shard].add(packed)
+        for split in plan.splits:
+            split.samples.close()
 
 
-def _prepare(out: Path, source: Source, options: PackOptions) -> set[str]:
-    """Make room in `out`; return the splits that are whole and stay. Refuses before it removes anything."""
-    folders = {name: out / name for name in {*SPLITS.values(), *source.splits}}
-    whole = {name for name, folder in folders.items() if (folder / MANIFEST).exists()}
-    foreign = next(_foreign_files(out, folders.values()), None)
-    if foreign:
-        raise SettingError(f"OUT: {out} holds what is no packed data set, such as {foreign.name}; choose another")
-    if options.overwrite:
-        whole = set()
-    elif whole >= set(source.splits):
-        raise SettingError(f"OUT: {out} holds a packed data set already; --overwrite replaces it")
-    for split in whole:
-        if split not in source.splits or not _packed_like(source, split, folders[split], options):
-            raise SettingError(f"OUT: {folders[split]} was packed in another way; --overwrite replaces it")
-        logger.info("%s is complete and kept", folders[split])
-    for split in folders.keys() - whole:
-        if split in source.splits:
-            folders[split].mkdir(exist_ok=True)
-        (folders[split] / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no data set
-        for path in folders[split].iterdir() if folders[split].exists() else ():
-            path.unlink()
-        if split not in source.splits and folders[split].exists():
-            folders[split].rmdir()
-    return whole
+def _recoder(plan: Plan, options: PackOptions) -> Recoder:
+    return Recoder(options.recode)
 
 
-def _foreign_files(out: Path, folders: Iterable[Path]) -> Iterator[Path]:
-    """What in `out` is neither a split's folder nor one of our files in it."""
-    folders = set(folders)
-    yield from (path for path in out.iterdir() if path not in folders)
-    for folder in folders:
-        if folder.exists():
-            yield from (path for path in folder.iterdir() if not OUR_FILES.fullmatch(path.name))
+def _stored_share(source: Source, options: RecodeOptions) -> float:
+    """By how much re-encoding changes the images' sizes: stored bytes for each source byte, from a few images."""
+    recode = Recoder(options)  # before anything is written: it says what is not installed
+    if options == RecodeOptions(check=options.check):
+        return 1.0
+    samples = next(iter(source.splits.values()))  # a data set's splits are alike
+    before = after = 0
+    buffer = memoryview(bytearray(1 << 20))
+    for i in np.linspace(0, len(samples) - 1, min(len(samples), PROBED_SAMPLES), dtype=int).tolist():
+        with contextlib.suppress(ValueError, OSError):  # packing tells of it
+            data = samples.read(i, buffer)
+            after += len(recode(data)[0])
+            before += len(data)
+    return after / before if before else 1.0
 
 
-def _packed_like(source: Source, split: str, folder: Path, options: PackOptions) -> bool:
-    """Is this what packing the split would give? All keys and labels, and the bytes of a few images."""
-    samples = source.splits[split]
-    with DataSet(folder) as data_set:
-        found = data_set.manifest
-        wanted = (options.format, source.kind, options.seed, options.shard_mib, source.classes, len(samples))
-        if wanted != (found.format, found.kind, found.seed, found.shard_mib, found.classes, found.num_samples):
-            return False
-        keys, order = make_keys(samples.names), permutation(len(samples), options.seed, 0, PACK)
-        if read_keys(folder) != [keys[i] for i in order] or (data_set.index["label"] != samples.labels[order]).any():
-            return False
-        few = np.linspace(0, len(samples) - 1, COMPARED_SAMPLES, dtype=int)
-        return all(data_set.read(int(i)) == samples.read(int(order[i])) for i in few)
+def _finish(plan: Plan, target: Target, options: PackOptions) -> dict[str, Manifest]:
+    """Write index, keys and manifest of each split, from what the journals hold."""
+    packed = {}
+    for split in plan.splits:
+        journal = target.journal(split)
+        packed[split.split] = [journal.read(number) for number in range(len(split.shards))]
+    bad = [bad for shards in packed.values() for shard in shards for bad in shard.bad]
+    allowed = options.bad_allowed(plan.num_samples)
+    if len(bad) > allowed:  # each task had only its own before its eyes
+        message = f"cannot be packed: {bad[0].reason}; {len(bad)} samples are bad, and --max-bad allows {allowed}"
+        raise SourceError(message, path=bad[0].path)
+    for split in plan.splits:
+        _write_manifest(plan, split, packed[split.split], target.folder / split.split)
+    target.end()
+    return target.manifests()
 
 
-def _pack_split(source: Source, split: str, folder: Path, options: PackOptions) -> None:
-    samples = source.splits[split]
-    size = mean_bytes(samples, options.seed) + shard_format(options.format).OVERHEAD_BYTES
-    shards = plan_shards(len(samples), size, options.shard_mib << 20, options.seed)
-    keys = make_keys(samples.names)
-    tasks = (
-        ShardTask(folder, number, options.format, [keys[i] for i in which], samples.select(which))
-        for number, which in enumerate(shards)
-    )
-    packed: list[PackedShard] = []
-    with Progress(f"packing {split}", len(samples)) as progress:
-        for shard in _run(tasks, min(options.workers or os.cpu_count() or 1, len(shards))):
-            packed.append(shard)
-            progress.advance(len(shard.records))
-    packed.sort(key=lambda shard: shard.info.name)
-    records = np.concatenate([shard.records for shard in packed])
+def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:
+    lines, keys = [], []
+    for shard, which in zip(packed, split.shards, strict=True):
+        bad = {bad.number for bad in shard.bad}
+        keys += [split.keys[i] for place, i in enumerate(which.tolist()) if place not in bad]
+        lines += [{"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason} for b in shard.bad]
+    shards = [shard for shard in packed if shard.info]
+    if not shards:
+        raise SourceError(f"split {split.split} holds no image that can be packed", path=plan.settings["source"])
+    for number, shard in enumerate(shards):
+        shard.records["shard"] = number
+    records = np.concatenate([shard.records for shard in shards])
     write_index(folder, records)
-    write_keys(folder, [keys[i] for which in shards for i in which])
+    write_keys(folder, keys)
+    names = [INDEX, KEYS]
+    if lines:
+        with atomic_write(folder / QUARANTINE) as file:
+            file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
+        names.append(QUARANTINE)
+    converted = sum((Counter(shard.converted) for shard in shards), Counter())
     manifest = Manifest(
-        format=options.format,
-        kind=source.kind,
-        split=split,
+        format=plan.settings["format"],
+        kind=plan.kind,
+        split=split.split,
         num_samples=len(records),
-        classes=source.classes,
-        channels=3 if any(shard.channels == 3 for shard in packed) else 1,
+        classes=plan.classes,
+        channels=3 if any(shard.channels == 3 for shard in shards) else 1,
         width=_common(records["width"]),
         height=_common(records["height"]),
-        seed=options.seed,
-        shard_mib=options.shard_mib,
-        shards=[shard.info for shard in packed],
-        files=[sidecar for shard in packed for sidecar in shard.sidecars]
-        + [_file_info(folder / name) for name in (INDEX, KEYS)],
+        seed=plan.settings["seed"],
+        shard_mib=plan.settings["shard_mib"],
+        recode=plan.settings["recode"],
+        converted=dict(sorted(converted.items())),
+        source_bytes=sum(shard.source_bytes for shard in shards),
+        image_bytes=int(records["size"].sum(dtype=np.int64)),
+        num_bad=len(lines),
+        shards=[shard.info for shard in shards],
+        files=[file for shard in shards for file in shard.sidecars] + [file_info(folder / name) for name in names],
     )
     manifest.write(folder)
 
 
 def _common(sizes: np.ndarray) -> int | None:
     return int(sizes[0]) if (sizes == sizes[0]).all() else None
-
-
-# --- worker processes -------------------------------------------------------------------------------
-
-_told_to_stop = None  # in a worker: a flag shared with its parent
-
-
-def _run(tasks: Iterable[ShardTask], workers: int) -> Iterator[PackedShard]:
-    """Write the shards, in any order. On the way out by an exception the workers stop at their next sample."""
-    if workers == 1:
-        yield from map(write_shard, tasks)
-        return
-    context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks, held or not
-    stop = context.Value("b", 0, lock=False)
-    tasks = iter(tasks)
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(stop,)) as pool:
-        try:
-            pending = set()
-            while True:
-                # One task beyond the workers waits, so that none idles and few are held in memory.
-                while len(pending) <= workers and (task := next(tasks, None)) is not None:
-                    with _signals_held():  # a new worker inherits this: it leaves signals to us from its start
-                        pending.add(pool.submit(write_shard, task))
-                if not pending:
-                    return
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield future.result()
-        except BrokenProcessPool as error:
-            message = "a worker was killed; if memory was short, take fewer --workers or a smaller --shard-mib"
-            raise DatapipeError(message) from error
-        except BaseException:
-            stop.value = 1
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker(stop) -> None:
-    """Stop by the parent's flag, which signals go to; and when the parent is gone."""
-    global _told_to_stop
-    _told_to_stop = stop
-    threading.Thread(target=_follow_parent, args=(stop,), daemon=True).start()
-
-
-def _follow_parent(stop) -> None:
-    multiprocessing.parent_process().join()
-    stop.value = 1
-    time.sleep(1)  # for the shard at hand to be cleaned up
-    os._exit(1)
-
-
-def _stop_if_told() -> None:
-    if _told_to_stop is not None and _told_to_stop.value:
-        raise KeyboardInterrupt

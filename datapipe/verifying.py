@@ -100,9 +100,9 @@ def _decode(data_set: DataSet, group: range) -> list[Problem]:
         record = data_set.index[sample]
         try:
             data = data_set.read(sample)
-            header = read_header(data)
+            encoding = "raw" if data_set.raw_shape else read_header(data).encoding
             height, width, _ = data_set.pixels(sample, data).shape
-            found = width, height, header.encoding
+            found = width, height, encoding
             expected = int(record["width"]), int(record["height"]), ENCODINGS[record["encoding"]]
             if found != expected:
                 raise ValueError(f"is {found}, the index says {expected}")

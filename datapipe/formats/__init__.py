@@ -4,36 +4,56 @@ A format module has
 
     SUFFIX          of a shard's file name
     OVERHEAD_BYTES  what a sample costs beside its image, for planning shard sizes
-    Writer(path)    a ShardWriter
+    Writer()        a ShardWriter
     read(path)      yields (key, image bytes, label) of every sample, through a standard reader
 
-The loader needs none of these: a writer says where each image's bytes lie in the file, and that is
-where they are read.
+A writer lays a shard out and touches no file: it says which bytes come next, so that any thread can write
+them at their place. The loader needs neither writer nor reader: the writer says where each image's bytes lie in the
+file, and that is where they are read.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
-FORMATS = ("tar", "hdf5", "lmdb")
+from ..image import ImageHeader
+
+FORMATS = ("tar", "hdf5", "lmdb", "zip", "tfrecord", "npy")
+# Of an image file, by encoding. WebDataset takes the part behind the key's first dot for the kind of content.
+EXTENSIONS = {
+    "jpeg": "jpg",
+    "png": "png",
+    "pnm": "pnm",
+    "pnm+lz4": "pnm.lz4",
+    "pnm+zstd": "pnm.zst",
+}
+
+Buffer = bytes | bytearray | memoryview
 
 
 class Finished(NamedTuple):
-    offsets: list[int]  # of each image's bytes in the shard's file, in the order of `add`
+    tail: bytes  # what comes last in the file
+    patches: dict[int, bytes]  # what goes over bytes written before: position and content
+    offsets: Sequence[int]  # of each image's bytes in the shard's file, in the order of `add`
     sidecars: dict[str, bytes]  # files that belong beside the shard: suffix and content
 
 
 class ShardWriter(Protocol):
-    def add(self, key: str, extension: str, data: bytes, label: int) -> None:
-        """Append a sample. `key` is unique in the shard; `extension` is "jpg" or "png"."""
+    head: bytes  # what the file begins with
+
+    def add(self, key: str, label: int, data: Buffer, header: ImageHeader) -> Sequence[Buffer]:
+        """The next pieces of the file for one more sample, `data` itself among them, uncopied, where it goes now.
+
+        `key` is unique in the shard. Called for one sample after another, in the shard's order. `data` may
+        change once the pieces are written: a writer that keeps it for `finish` copies it. Raises ValueError for an
+        image that the format cannot hold.
+        """
 
     def finish(self) -> Finished:
-        """Complete the file. Called once, after the last `add`."""
-
-    def close(self) -> None:
-        """Release what is open, finished or not."""
+        """Called once, after the last `add`."""
 
 
 def shard_format(name: str) -> ModuleType:

@@ -1,80 +1,102 @@
 """HDF5 shards: `bytes` uint8[total] (contiguous), `offsets` uint64[N+1], `labels` uint32[N], `keys`.
 
-Image `i` is bytes[offsets[i] : offsets[i+1]]. Because `bytes` is contiguous, each image lies in one
-piece in the file, at the dataset's own file offset plus offsets[i].
+Image `i` is bytes[offsets[i] : offsets[i+1]]. Because `bytes` is contiguous (HDF5 File Format Specification, IV.A.2.i,
+"Data Layout Message"), each image lies in one piece in the file, at the dataset's own file offset plus offsets[i].
+
+The images stream although HDF5 wants a contiguous dataset's size at its creation: `bytes`, created first in a new file,
+begins at the same place whatever its size. There the images go; in the end h5py makes the file of that size around
+them, in memory and without them.
 """
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from . import Finished
+from ..image import ImageHeader
+from . import Buffer, Finished
 
 SUFFIX = ".h5"
 OVERHEAD_BYTES = 64
-# IOV_MAX of Linux (limits.h): the most buffers of one pwritev call.
-MAX_BUFFERS = 1024
 
 
 class Writer:
-    """Holds the shard in memory until `finish`: a contiguous dataset's size must be known at its creation."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._images: list[bytes] = []
+    def __init__(self) -> None:
+        self.head = bytes(_first_place())
         self._keys: list[str] = []
         self._labels: list[int] = []
+        self._sizes: list[int] = []
 
-    def add(self, key: str, extension: str, data: bytes, label: int) -> None:
-        self._images.append(data)
+    def add(self, key: str, label: int, data: Buffer, header: ImageHeader) -> Sequence[Buffer]:
         self._keys.append(key)
         self._labels.append(label)
+        self._sizes.append(len(data))
+        return (data,)
 
     def finish(self) -> Finished:
         import h5py
 
-        offsets = np.zeros(len(self._images) + 1, np.uint64)
-        np.cumsum([len(image) for image in self._images], out=offsets[1:])
-        # No lock: nobody else knows the temporary name, and some shared filesystems have none to give.
-        with h5py.File(self._path, "w", locking=False) as file:
+        offsets = np.zeros(len(self._sizes) + 1, np.uint64)
+        np.cumsum(self._sizes, out=offsets[1:])
+        total, begin = int(offsets[-1]), len(self.head)
+        around = _FileAround(begin, total)
+        with h5py.File(around, "w") as file:
+            place = _create_bytes(file, total).get_offset()
+            assert place == begin or not total, f"HDF5 puts {total} bytes at {place}, one byte at {begin}"
             file["offsets"] = offsets
             file["labels"] = np.array(self._labels, np.uint32)
             file["keys"] = np.array(self._keys, dtype="S")
-            layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            layout.set_layout(h5py.h5d.CONTIGUOUS)
-            layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            layout.set_obj_track_times(False)  # the same input gives the same bytes
-            space = h5py.h5s.create_simple((int(offsets[-1]),))
-            data = h5py.h5d.create(file.id, b"bytes", h5py.h5t.STD_U8LE, space, dcpl=layout)
-            begin = data.get_offset()
-        _write_at(self._path, begin, self._images)
-        return Finished([begin + int(offset) for offset in offsets[:-1]], {})
-
-    def close(self) -> None:
-        self._images.clear()
+        content = around.getvalue()
+        return Finished(content[begin:], {0: content[:begin]}, (begin + offsets[:-1]).tolist(), {})
 
 
-def _write_at(path: Path, position: int, images: list[bytes]) -> None:
-    """Write the images one behind another, without joining them in memory first."""
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        for first in range(0, len(images), MAX_BUFFERS):
-            group = images[first : first + MAX_BUFFERS]
-            written = os.pwritev(fd, group, position)
-            expected = sum(map(len, group))
-            if written < expected:  # a signal or a full disk; the second raises here
-                rest = b"".join(group)[written:]
-                while rest:
-                    count = os.pwrite(fd, rest, position + expected - len(rest))
-                    rest = rest[count:]
-            position += expected
-    finally:
-        os.close(fd)
+class _FileAround(io.BytesIO):
+    """A file in memory, less its `size` bytes from `begin` on, which nobody may read or write."""
+
+    def __init__(self, begin: int, size: int) -> None:
+        super().__init__()
+        self._begin, self._size = begin, size
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        kept = super().seek(self._kept(position) if whence == os.SEEK_SET else position, whence)
+        return kept if kept < self._begin else kept + self._size
+
+    def truncate(self, length: int) -> int:
+        super().truncate(self._kept(length))
+        return length
+
+    def _kept(self, position: int) -> int:
+        """Where the byte at `position` is among those that are kept."""
+        if position < self._begin:
+            return position
+        assert position >= self._begin + self._size, f"HDF5 wants to touch the images, at {position}"
+        return position - self._size
+
+
+@cache
+def _first_place() -> int:
+    """Where in the file the dataset `bytes` begins."""
+    import h5py
+
+    with h5py.File(io.BytesIO(), "w") as file:
+        return _create_bytes(file, 1).get_offset()
+
+
+def _create_bytes(file, total: int):
+    """The dataset `bytes`, with its place in the file and no content: an h5py.h5d.DatasetID."""
+    import h5py
+
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_layout(h5py.h5d.CONTIGUOUS)
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)  # the same input gives the same bytes
+    return h5py.h5d.create(file.id, b"bytes", h5py.h5t.STD_U8LE, h5py.h5s.create_simple((total,)), dcpl=layout)
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:

@@ -1,87 +1,161 @@
-"""LMDB shards: one environment in one file each, with the entries `key.jpg` and `key.cls` (the label in ASCII).
+"""LMDB shards: one environment file with the entries `key.jpg` -> image and `key.cls` -> the label in ASCII.
 
-LMDB keeps every value in one piece in its file, so that its place in the read-only map is its offset
-in the file.
+The file is laid out here, as LMDB 0.9 (data version 1, 64-bit, little-endian) would lay it out, because LMDB itself
+writes through a map of the whole file. The structures are those of libraries/liblmdb/mdb.c: MDB_meta on the first two
+pages, MDB_page and MDB_node in a B+tree of the entries in the order of their names. A value too large for a node lies
+in one piece on overflow pages of its own, which are written as it comes; the tree's pages follow at the end.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
-
-from ..fsio import free_bytes
-from . import Finished
+from ..image import ImageHeader
+from . import EXTENSIONS, Buffer, Finished
 
 SUFFIX = ".lmdb"
-# Values beyond half a page begin a page of their own: half a page is lost behind each, on average.
 PAGE_BYTES = 4096
+# Half a page of padding behind each image; names and label in the leaves.
 OVERHEAD_BYTES = PAGE_BYTES // 2 + 128
+
+MAGIC, DATA_VERSION = 0xBEEFC0DE, 1
+MAX_NAME_BYTES = 511  # MDB_MAXKEYSIZE
+MAX_VALUE_BYTES = 0xFFFFFFFF  # MAXDATASIZE
+BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of a page
+BIG_DATA = 1  # flag of a node: its value is the number of the overflow page where the data begins
+INTEGER_KEY = 8  # flag of the tree of free pages
+
+PAGE_HEADER = struct.Struct("<Q 2x H 2H")  # number, flags, lower and upper bound of the free space
+OVERFLOW_HEADER = struct.Struct("<Q 2x H I")  # number, flags, count of pages
+NODE_HEADER = struct.Struct("<I 2H")  # size of the value, flags, size of the name
+TREE = struct.Struct("<I 2H 5Q")  # page size or 0, flags, depth, pages (branch, leaf, overflow), entries, root
+# A page's number, flags; magic, data version, address, size of the map, two trees; last page, transaction.
+META_PAGE = struct.Struct("<Q 2x H 4x 2I 2Q 48s 48s 2Q")
+
+NUM_METAS = 2
+NO_PAGE = 0xFFFFFFFFFFFFFFFF
+FREE_PAGES = TREE.pack(PAGE_BYTES, INTEGER_KEY, 0, 0, 0, 0, 0, NO_PAGE)  # none
+NO_ENTRIES = TREE.pack(0, 0, 0, 0, 0, 0, 0, NO_PAGE)
+# me_nodemax: two nodes, with their pointers, fit on any page.
+MAX_NODE_BYTES = (PAGE_BYTES - PAGE_HEADER.size) // 2 - 2
+
+Node = tuple[bytes, bytes, int]  # name, content, and which image its value is: -1 for none
 
 
 class Writer:
-    """Holds the shard in memory until `finish`: an environment's map size must be known at its creation."""
+    head = bytes(NUM_METAS * PAGE_BYTES)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._entries: list[tuple[bytes, bytes]] = []
+    def __init__(self) -> None:
+        self._num_pages = NUM_METAS
+        self._offsets: list[int] = []
+        self._nodes: list[Node] = []
 
-    def add(self, key: str, extension: str, data: bytes, label: int) -> None:
-        self._entries.append((f"{key}.{extension}".encode(), data))
-        self._entries.append((f"{key}.cls".encode(), str(label).encode()))
+    def add(self, key: str, label: int, data: Buffer, header: ImageHeader) -> Sequence[Buffer]:
+        name, size = f"{key}.{EXTENSIONS[header.encoding]}".encode(), len(data)
+        if len(name) > MAX_NAME_BYTES:
+            raise ValueError(f"the name {name.decode()!r} has {len(name)} bytes, LMDB holds {MAX_NAME_BYTES}")
+        if size > MAX_VALUE_BYTES:
+            raise ValueError(f"{name.decode()!r} has {size} bytes, LMDB holds values up to {MAX_VALUE_BYTES}")
+        label_name, text = f"{key}.cls".encode(), b"%d" % label
+        self._nodes.append((label_name, _leaf_node(label_name, text, len(text), 0), -1))
+        if NODE_HEADER.size + len(name) + size <= MAX_NODE_BYTES:
+            self._nodes.append((name, _leaf_node(name, data, size, 0), len(self._offsets)))
+            self._offsets.append(0)  # the leaf's place is known in the end
+            return ()
+        page = self._num_pages
+        num_bytes = OVERFLOW_HEADER.size + size
+        num_pages = -(-num_bytes // PAGE_BYTES)
+        self._nodes.append((name, _leaf_node(name, page.to_bytes(8, "little"), size, BIG_DATA), -1))
+        self._offsets.append(page * PAGE_BYTES + OVERFLOW_HEADER.size)
+        self._num_pages += num_pages
+        return OVERFLOW_HEADER.pack(page, OVERFLOW, num_pages), data, bytes(num_pages * PAGE_BYTES - num_bytes)
 
     def finish(self) -> Finished:
-        import lmdb
-
-        total = sum(len(name) + len(value) for name, value in self._entries)
-        # Twice the bytes and two pages an entry: page splits leave leaves half empty. The file has only
-        # what is used of it.
-        map_size = 2 * total + 2 * PAGE_BYTES * len(self._entries) + (1 << 20)
-        options = {"subdir": False, "lock": False, "map_size": -(-map_size // PAGE_BYTES) * PAGE_BYTES}
-        try:
-            with lmdb.open(os.fsencode(self._path), sync=False, readahead=False, **options) as env:
-                with env.begin(write=True) as transaction:
-                    for name, value in self._entries:
-                        transaction.put(name, value)
-                env.sync(True)
-        except lmdb.Error as error:
-            # LMDB calls a write that ended early an I/O error, whatever it was that ended it.
-            number = errno.ENOSPC if free_bytes(self._path.parent) < total else errno.EIO
-            raise OSError(number, os.strerror(number), str(self._path)) from error
-        return Finished(self._file_offsets(options), {})
-
-    def _file_offsets(self, options: dict) -> list[int]:
-        import lmdb
-
-        with (
-            lmdb.open(os.fsencode(self._path), readonly=True, **options) as env,
-            env.begin(buffers=True) as transaction,
-        ):
-            base = _map_address(self._path)
-            images = self._entries[::2]
-            places = (np.frombuffer(transaction.get(name), np.uint8).ctypes.data for name, _ in images)
-            offsets = [place - base for place in places]
-        with open(self._path, "rb") as file:  # the offsets rest on how LMDB maps its file: look
-            for i in (0, -1):
-                file.seek(offsets[i])
-                assert file.read(len(images[i][1])) == images[i][1], "LMDB does not map its file from the beginning"
-        return offsets
-
-    def close(self) -> None:
-        self._entries.clear()
+        self._nodes.sort()
+        tree = _Tree(self._nodes, self._num_pages)
+        for image, offset in tree.inline:
+            self._offsets[image] = offset
+        last_page = self._num_pages + len(tree.pages) - 1
+        num_pages = len(tree.pages) - tree.num_leaves, tree.num_leaves, self._num_pages - NUM_METAS
+        root = last_page if tree.pages else NO_PAGE
+        entries = TREE.pack(0, 0, tree.depth, *num_pages, len(self._nodes), root)
+        # As after the file's creation and one transaction: LMDB takes the page of the later one.
+        map_bytes = (last_page + 1) * PAGE_BYTES
+        metas = _meta_page(0, map_bytes, NO_ENTRIES, NUM_METAS - 1) + _meta_page(1, map_bytes, entries, last_page)
+        return Finished(b"".join(tree.pages), {0: metas}, self._offsets, {})
 
 
-def _map_address(path: Path) -> int:
-    """Where this process has mapped the file (proc(5), /proc/pid/maps)."""
-    name = os.fsencode(f"/{path.name}")  # the folder's name may be escaped there
-    for line in Path("/proc/self/maps").read_bytes().splitlines():
-        addresses, _, offset, *_ = line.split()
-        if line.endswith(name) and int(offset, 16) == 0:
-            return int(addresses.split(b"-")[0], 16)
-    raise OSError(f"{path} is not among the maps of this process")
+class _Tree:
+    """The pages of a B+tree of `nodes`, which are in order: the leaves first, the root last."""
+
+    def __init__(self, nodes: list[Node], first_page: int) -> None:
+        self.pages: list[bytes] = []
+        self.inline: list[tuple[int, int]] = []  # an image in a leaf, and its place in the file
+        self.depth = 0
+        self._first_page = first_page
+        nodes = self._add_level(LEAF, nodes)
+        self.num_leaves = len(self.pages)
+        while len(nodes) > 1:
+            nodes = self._add_level(BRANCH, nodes)
+
+    def _add_level(self, flags: int, nodes: list[Node]) -> list[Node]:
+        """Put the nodes on pages; return the nodes of the level above, one a page."""
+        parents = []
+        for group in _by_page(nodes):
+            number = self._first_page + len(self.pages)
+            parents.append((group[0][0], _branch_node(group[0][0], number), -1))
+            contents = [content for _, content, _ in group]
+            if flags == BRANCH:  # what is less than all other names goes to the first child: it needs no name
+                contents[0] = contents[0][:6] + bytes(2)
+            places = [PAGE_BYTES - end for end in accumulate(map(len, contents))]
+            self.pages.append(_tree_page(number, flags, contents, places))
+            for (name, _, image), place in zip(group, places, strict=True):
+                if image >= 0:
+                    self.inline.append((image, number * PAGE_BYTES + place + NODE_HEADER.size + len(name)))
+        self.depth += bool(parents)
+        return parents
+
+
+def _by_page(nodes: list[Node]) -> list[list[Node]]:
+    """As many as fit on each page, each with a pointer; a branch must have two children at least."""
+    groups, room = [], 0
+    for node in nodes:
+        needed = len(node[1]) + 2
+        if needed > room:
+            groups.append([])
+            room = PAGE_BYTES - PAGE_HEADER.size
+        groups[-1].append(node)
+        room -= needed
+    if len(groups) > 1 and len(groups[-1]) == 1:
+        groups[-1].insert(0, groups[-2].pop())
+    return groups
+
+
+def _tree_page(number: int, flags: int, nodes: list[bytes], places: list[int]) -> bytes:
+    """Pointers to the nodes, in order, grow up from the page's beginning; the nodes grow down from its end."""
+    lower, upper = PAGE_HEADER.size + 2 * len(places), places[-1]
+    pointers = struct.pack(f"<{len(places)}H", *places)
+    return PAGE_HEADER.pack(number, flags, lower, upper) + pointers + bytes(upper - lower) + b"".join(nodes[::-1])
+
+
+def _leaf_node(name: bytes, value: Buffer, size: int, flags: int) -> bytes:
+    node = b"".join((NODE_HEADER.pack(size, flags, len(name)), name, value))
+    return node + b"\0" if len(node) % 2 else node
+
+
+def _branch_node(name: bytes, page: int) -> bytes:
+    """The page's number takes six bytes: mn_lo, mn_hi and mn_flags of MDB_node."""
+    return (page | len(name) << 48).to_bytes(8, "little") + name + bytes(len(name) % 2)
+
+
+def _meta_page(number: int, map_bytes: int, entries: bytes, last_page: int) -> bytes:
+    """A page's number is the number of the transaction that wrote it, too."""
+    meta = META_PAGE.pack(number, META, MAGIC, DATA_VERSION, 0, map_bytes, FREE_PAGES, entries, last_page, number)
+    return meta.ljust(PAGE_BYTES, b"\0")
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
@@ -89,6 +163,6 @@ def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
 
     with lmdb.open(os.fsencode(path), subdir=False, readonly=True, lock=False) as env, env.begin() as transaction:
         for name, value in transaction.cursor():
-            key, extension = name.decode().rsplit(".", 1)
+            key, _, extension = name.decode().partition(".")
             if extension != "cls":
                 yield key, value, int(transaction.get(f"{key}.cls".encode()))

@@ -1,58 +1,69 @@
 """Tar shards as WebDataset wants them: `key.jpg` and `key.cls` (the label in ASCII) side by side.
 
-Beside each shard lies DALI's index (`.idx`, version 1.2: per sample the extension, offset, size and
-name of each of its files).
+Members have ustar headers (POSIX.1-1988, "ustar Interchange Format"). Beside each shard lies DALI's index (`.idx`,
+version 1.2: per sample the extension, offset, size and name of each of its files).
 """
 
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from . import Finished
+from ..image import ImageHeader
+from . import EXTENSIONS, Buffer, Finished
 
 SUFFIX = ".tar"
+BLOCK_BYTES = tarfile.BLOCKSIZE
 # Two headers, the label's block, and half a block of padding behind the image.
-OVERHEAD_BYTES = 3 * tarfile.BLOCKSIZE + tarfile.BLOCKSIZE // 2
+OVERHEAD_BYTES = 3 * BLOCK_BYTES + BLOCK_BYTES // 2
+MAX_NAME_BYTES = tarfile.LENGTH_NAME
+MAX_IMAGE_BYTES = 8**11 - 1  # eleven octal digits
+
+# A header in which only name, size and checksum are to be set: no time and no owner, so that the same input gives the
+# same bytes. TarInfo.tobuf itself would take most of a sample's time.
+_TEMPLATE = tarfile.TarInfo("").tobuf(tarfile.USTAR_FORMAT)
+_MODE_AND_OWNER, _TIME, _REST = _TEMPLATE[100:124], _TEMPLATE[136:148], _TEMPLATE[156:]
+_CONSTANT_SUM = sum(_MODE_AND_OWNER) + sum(_TIME) + sum(_REST) + 8 * ord(" ")  # the checksum counts as spaces
+
+
+def member_header(name: bytes, size: int) -> bytes:
+    """The ustar header of a regular file. Raises ValueError when it has no room for the name or the size."""
+    if len(name) > MAX_NAME_BYTES:
+        raise ValueError(f"the name {name.decode()!r} has {len(name)} bytes, a tar shard holds {MAX_NAME_BYTES}")
+    if size > MAX_IMAGE_BYTES:
+        raise ValueError(f"{name.decode()!r} has {size} bytes, a tar shard holds files up to {MAX_IMAGE_BYTES}")
+    digits = b"%011o\0" % size
+    checksum = b"%06o\0 " % (_CONSTANT_SUM + sum(name) + sum(digits))
+    return b"".join((name.ljust(MAX_NAME_BYTES, b"\0"), _MODE_AND_OWNER, digits, _TIME, checksum, _REST))
 
 
 class Writer:
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by close)
+    head = b""
+
+    def __init__(self) -> None:
         self._position = 0
         self._offsets: list[int] = []
         self._index: list[str] = []
 
-    def add(self, key: str, extension: str, data: bytes, label: int) -> None:
-        text = str(label).encode()
+    def add(self, key: str, label: int, data: Buffer, header: ImageHeader) -> Sequence[Buffer]:
+        extension = EXTENSIONS[header.encoding]
         image_name, label_name = f"{key}.{extension}", f"{key}.cls"
-        image_at = self._member(image_name, data)
-        label_at = self._member(label_name, text)
-        self._offsets.append(image_at)
-        self._index.append(f"{extension} {image_at} {len(data)} {image_name} cls {label_at} {len(text)} {label_name}\n")
+        size, text = len(data), b"%d" % label
+        image_header = member_header(image_name.encode(), size)
+        label_header = member_header(label_name.encode(), len(text))
 
-    def _member(self, name: str, data: bytes) -> int:
-        """Write one file; return where its bytes begin."""
-        info = tarfile.TarInfo(name)  # no time, no owner: the same input gives the same bytes
-        info.size = len(data)
-        header = info.tobuf(tarfile.USTAR_FORMAT)
-        padding = -len(data) % tarfile.BLOCKSIZE
-        self._file.write(header)
-        self._file.write(data)
-        self._file.write(bytes(padding))
-        begin = self._position + len(header)
-        self._position = begin + len(data) + padding
-        return begin
+        image_at = self._position + BLOCK_BYTES
+        padding = bytes(-size % BLOCK_BYTES)
+        label_at = image_at + size + len(padding) + BLOCK_BYTES
+        self._position = label_at + BLOCK_BYTES
+        self._offsets.append(image_at)
+        self._index.append(f"{extension} {image_at} {size} {image_name} cls {label_at} {len(text)} {label_name}\n")
+        return image_header, data, padding + label_header + text.ljust(BLOCK_BYTES, b"\0")
 
     def finish(self) -> Finished:
-        self._file.write(bytes(2 * tarfile.BLOCKSIZE))
-        self._file.close()
         index = f"v1.2 {len(self._index)}\n" + "".join(self._index)
-        return Finished(self._offsets, {".idx": index.encode()})
-
-    def close(self) -> None:
-        self._file.close()
+        return Finished(bytes(2 * BLOCK_BYTES), {}, self._offsets, {".idx": index.encode()})
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
@@ -60,7 +71,7 @@ def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
         image = b""
         for member in archive:
             data = archive.extractfile(member).read()
-            key, extension = member.name.rsplit(".", 1)
+            key, _, extension = member.name.partition(".")
             if extension == "cls":
                 yield key, image, int(data)
             image = data

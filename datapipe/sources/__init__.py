@@ -2,8 +2,8 @@
 
 A source module has
 
-    detect(path)      the kind it finds there, or None, from names alone
-    load(path, kind)  a Source
+    detect(path)               the kind it finds there, or None, from names alone
+    load(path, kind, outside)  a Source
 """
 
 from __future__ import annotations
@@ -17,20 +17,34 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import SettingError, SourceError
+from ..formats import Buffer
 from ..image import encode_png
 
 # In the order in which `auto` asks them: an ImageFolder is whatever is nothing else.
-MODULES = ("idx", "cifar", "imagefolder")
-KINDS = {"imagefolder": "imagefolder", "cifar10": "cifar", "cifar100": "cifar", "idx": "idx"}
+MODULES = ("idx", "cifar", "imagenet", "webdataset", "parquet", "csv", "imagefolder")
+KINDS = {
+    "imagefolder": "imagefolder",
+    "imagenet": "imagenet",
+    "cifar10": "cifar",
+    "cifar100": "cifar",
+    "idx": "idx",
+    "webdataset": "webdataset",
+    "parquet": "parquet",
+    "csv": "csv",
+}
 # A split by its folder's name or the name the data set's authors gave it.
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val", "t10k": "val"}
 
 
 class Samples(Protocol):
-    """The samples of one split, or of one shard of it. Sent to worker processes, so small and picklable."""
+    """The samples of one split: a dataclass whose fields are `str`, `list[str]`, arrays and None (see `plan`).
+
+    Read from many threads at once.
+    """
 
     names: Sequence[str]  # path of each in the source, without extension: what keys are made of
     labels: np.ndarray  # uint32[N]
+    blocks: np.ndarray | None  # int64[N]: what can only be read in one piece with others; None: each by itself
 
     def __len__(self) -> int: ...
 
@@ -40,18 +54,24 @@ class Samples(Protocol):
     def size_bytes(self, i: int) -> int:
         """Of the encoded image; may cost an access to the disk."""
 
-    def read(self, i: int) -> bytes:
-        """The encoded image."""
+    def read(self, i: int, buffer: memoryview) -> Buffer:
+        """The encoded image, in the beginning of `buffer` if it fits there, else in memory of its own.
 
-    def select(self, which: np.ndarray) -> Samples:
-        """The samples with the given numbers (int[M]), in that order."""
+        Raises OSError, and ValueError for what is there but is no image to be read (a path that leaves the source).
+        """
+
+    def close(self) -> None:
+        """Release open files. Reading opens them again."""
 
 
 @dataclass(frozen=True)
 class Source:
+    """`ordered`: packed already, so that its order is to be kept, and the samples' names are their keys."""
+
     kind: str
     classes: list[str]
     splits: dict[str, Samples]
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,9 +79,10 @@ class Pixels:
     """Samples held in memory as uint8[N, H, W] or [N, H, W, 3], to be packed as PNG."""
 
     origin: str
-    names: Sequence[str]
+    names: list[str]
     labels: np.ndarray
     pixels: np.ndarray
+    blocks: None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,13 +91,13 @@ class Pixels:
         return f"{self.origin}, image {self.names[i]}"
 
     def size_bytes(self, i: int) -> int:
-        return len(self.read(i))
+        return len(encode_png(self.pixels[i]))
 
-    def read(self, i: int) -> bytes:
+    def read(self, i: int, buffer: memoryview) -> bytes:
         return encode_png(self.pixels[i])
 
-    def select(self, which: np.ndarray) -> Pixels:
-        return Pixels(self.origin, [self.names[i] for i in which], self.labels[which], self.pixels[which])
+    def close(self) -> None:
+        pass
 
 
 def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
@@ -84,9 +105,12 @@ def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
     return Pixels(origin, [f"{i:05d}" for i in range(len(labels))], labels.astype(np.uint32), pixels)
 
 
-def open_source(path: Path, kind: str = "auto") -> Source:
-    """Look at a raw data set and list its samples. Raises SourceError, SettingError."""
-    path = Path(path)
+def open_source(path: Path, kind: str = "auto", outside: bool = False) -> Source:
+    """Look at a raw data set and list its samples. Raises SourceError, SettingError.
+
+    `outside`: follow links and paths that lead out of `path`; else what they name is no image to be read.
+    """
+    path = Path(path).absolute()  # a saved plan is read from other working directories, too
     if kind != "auto" and kind not in KINDS:
         raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}")
     if not path.exists():
@@ -95,7 +119,7 @@ def open_source(path: Path, kind: str = "auto") -> Source:
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:
         module = _module(KINDS[kind])
-    source = module.load(path, kind)
+    source = module.load(path, kind, outside)
     for name, samples in source.splits.items():
         if not len(samples):
             raise SourceError(f"split {name} holds no images", path=path)

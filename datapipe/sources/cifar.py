@@ -42,6 +42,8 @@ ALLOWED = {
 
 
 def detect(path: Path) -> str | None:
+    if not path.is_dir() and not path.name.lower().startswith("cifar"):  # other archives are others' to look into
+        return None
     names = _Archive(path).names()
     return next((kind for (kind, _), layout in LAYOUTS.items() if _has(names, layout)), None)
 
@@ -51,7 +53,7 @@ def _has(names: Set[str], layout: tuple) -> bool:
     return meta in names and bool(names & {*train, *test})
 
 
-def load(path: Path, kind: str) -> Source:
+def load(path: Path, kind: str, outside: bool) -> Source:
     layouts = {version: layout for (of_kind, version), layout in LAYOUTS.items() if of_kind == kind}
     content = _Archive(path).read({name for train, test, meta in layouts.values() for name in (*train, *test, meta)})
     version = next((version for version, layout in layouts.items() if _has(content.keys(), layout)), None)

@@ -23,7 +23,7 @@ def detect(path: Path) -> str | None:
     return "idx" if path.is_dir() and _image_files(path) else None
 
 
-def load(path: Path, kind: str) -> Source:
+def load(path: Path, kind: str, outside: bool) -> Source:
     files = _image_files(path) if path.is_dir() else {}
     if not files:
         raise SourceError("holds no *-images-idx3-ubyte[.gz]", path=path)

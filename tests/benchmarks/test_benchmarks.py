@@ -34,7 +34,7 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 path = folder / "images" / split / str(label) / f"{i:03}.jpg"
                 Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datapipe.packing.mean_bytes", lambda *_: 1 << 18)  # shards of few images
+        patch.setattr("datapipe.plan.mean_bytes", lambda *_: 1 << 18)  # shards of few images
         corpus._pack(folder / "images", folder, shard_mib=2)
     return folder
 

@@ -1,11 +1,17 @@
 """Sources: what they find, and what they say of a raw data set that is not as it should be."""
 
+import dataclasses
 import gzip
 import io
 import os
 import pickle
 import pickletools
+import shutil
+import socket
+import subprocess
+import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,7 +24,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def pixels_of(samples):
-    return np.stack([decode(samples.read(i), 3) for i in range(len(samples))])
+    return np.stack([decode(samples.read(i, memoryview(b"")), 3) for i in range(len(samples))])
 
 
 # --- CIFAR -------------------------------------------------------------------------------------------
@@ -257,17 +263,22 @@ def tree(root, *paths, data=b"x"):
     return root
 
 
+def paths_of(samples):
+    return [os.path.relpath(samples.where(i), samples.root) for i in range(len(samples))]
+
+
 def test_imagefolder_without_splits(tmp_path):
-    source = open_source(tree(tmp_path / "raw", "b/2.png", "a/1.jpg", "b/deeper/3.JPEG", "b/.hidden.jpg"))
+    source = open_source(tree(tmp_path / "raw", "b/2.png", "a/1.jpg", "b/deeper/3.x.JPEG", "b/.hidden.jpg"))
     assert source.classes == ["a", "b"] and list(source.splits) == ["train"]
     samples = source.splits["train"]
-    assert list(samples.paths) == ["a/1.jpg", "b/2.png", "b/deeper/3.JPEG"]
-    assert samples.labels.tolist() == [0, 1, 1]
+    assert paths_of(samples) == ["a/1.jpg", "b/2.png", "b/deeper/3.x.JPEG"]
+    assert samples.names == ["a/1", "b/2", "b/deeper/3.x"]
+    assert samples.labels.tolist() == [0, 1, 1] and samples.labels.dtype == np.uint32
 
 
 def test_a_test_split_is_val(tmp_path):
     source = open_source(tree(tmp_path / "raw", "train/a/1.jpg", "train/b/1.jpg", "test/b/2.jpg"))
-    assert list(source.splits["val"].paths) == ["b/2.jpg"] and source.splits["val"].labels.tolist() == [1]
+    assert paths_of(source.splits["val"]) == ["b/2.jpg"] and source.splits["val"].labels.tolist() == [1]
 
 
 def test_a_class_may_be_called_train(tmp_path):
@@ -275,14 +286,17 @@ def test_a_class_may_be_called_train(tmp_path):
     assert source.classes == ["car", "train"] and list(source.splits) == ["train"]
 
 
-def test_pipes_are_no_images(tmp_path):
-    os.mkfifo(tree(tmp_path / "raw", "a/1.jpg") / "a" / "2.jpg")
-    assert list(open_source(tmp_path / "raw").splits["train"].paths) == ["a/1.jpg"]
+def test_classes_are_in_order_however_many_threads_list_them(tmp_path, monkeypatch):
+    paths = [f"{c:03d}/{i}.jpg" for c in range(40) for i in range(3)]
+    tree(tmp_path / "raw", *paths)
+    for cpu in (0.0, 1e9):  # all of the time spent waiting, none
+        monkeypatch.setattr("time.thread_time", iter([0.0, cpu]).__next__)
+        assert paths_of(open_source(tmp_path / "raw").splits["train"]) == paths
 
 
 def test_val_wins_over_test(tmp_path, caplog):
     source = open_source(tree(tmp_path / "raw", "train/a/1.jpg", "test/a/2.jpg", "val/a/3.jpg"))
-    assert list(source.splits["val"].paths) == ["a/3.jpg"]
+    assert paths_of(source.splits["val"]) == ["a/3.jpg"]
     assert "test: left out" in caplog.text
 
 
@@ -296,6 +310,7 @@ def test_other_files_are_left_out_aloud(tmp_path, caplog):
     [
         ([], "no class folders"),
         (["1.jpg", "2.jpg"], "no class folders"),
+        (["readme.txt"], "no class folders"),
         (["a/1.jpg", "2.jpg"], "2.jpg: lies beside the class folders"),
         (["train/1.jpg", "train/2.jpg"], "lies beside the class folders"),
         (["train/a/1.jpg", "others/a/1.jpg"], "holds train beside others"),
@@ -310,12 +325,214 @@ def test_unknown_layout_says_what_is_expected(tmp_path, paths, message):
         open_source(tree(tmp_path / "raw", *paths))
 
 
-def test_links_below_a_class_are_not_followed(tmp_path):
+class Asked(Exception):
+    pass
+
+
+SCANDIR = os.scandir
+
+
+class Entry:
+    """A directory entry of a filesystem that does not tell types: whoever asks for an image's pays a request."""
+
+    asked = 0
+
+    def __init__(self, entry):
+        self.entry, self.name, self.path = entry, entry.name, entry.path
+
+    def _ask(self, what, **options):
+        Entry.asked += 1
+        if self.name.lower().endswith((".jpg", ".jpeg", ".png")):
+            raise Asked(f"{what} of {self.path}")
+        return getattr(self.entry, what)(**options)
+
+    def __getattr__(self, what):
+        return lambda **options: self._ask(what, **options)
+
+
+class Untyped:
+    """`os.scandir` of such a filesystem."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __enter__(self):
+        self.entries = SCANDIR(self.path)
+        return map(Entry, self.entries)
+
+    def __exit__(self, *_exc):
+        self.entries.close()
+
+    def __iter__(self):
+        return map(Entry, SCANDIR(self.path))
+
+
+def test_listing_asks_nothing_about_what_is_named_as_an_image(tmp_path, monkeypatch):
+    files = [f"{c}/{i}.JPEG" for c in "abc" for i in range(20)]
+    root = tree(tmp_path / "raw", *(f"{split}/{file}" for split in ("train", "val") for file in files))
+    tree(root, "train/a/deeper/1.png", "train/a/notes.txt")
+    monkeypatch.setattr(os, "scandir", Untyped)
+    source = open_source(root)
+    assert len(source.splits["train"]) == 61 and len(source.splits["val"]) == 60
+    assert Entry.asked < 40  # folders and the text, a few times
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A source with links of all sorts, and what lies beside it."""
+    root = tree(tmp_path / "raw", "a/1.jpg", data=b"one")
+    tree(tmp_path, "elsewhere/x/9.jpg", data=b"nine")
+    return root
+
+
+def read(samples, i=0, size=1000):
+    return bytes(samples.read(i, memoryview(bytearray(size))))
+
+
+def test_links_below_a_class_are_not_followed(linked):
+    (linked / "a" / "loop").symlink_to(linked / "a")
+    (linked / "b").symlink_to(linked / "a")
+    (linked / "a" / "2.jpg").symlink_to("1.jpg")
+    samples = open_source(linked).splits["train"]
+    assert paths_of(samples) == ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg"]
+    assert {read(samples, i) for i in range(4)} == {b"one"}
+
+
+@pytest.mark.parametrize("through", ["link", "two links", "dots"])
+def test_a_file_that_is_a_link_out_of_the_source(linked, through):
+    target = linked.parent / "elsewhere" / "x" / "9.jpg"
+    if through == "two links":
+        (linked / ".between").symlink_to(target)
+        target = linked / ".between"
+    (linked / "a" / "0.jpg").symlink_to("../../elsewhere/x/9.jpg" if through == "dots" else target)
+    with pytest.raises(ValueError, match="is a link that leads out of the source; --outside follows it"):
+        read(open_source(linked).splits["train"])
+    assert read(open_source(linked, outside=True).splits["train"]) == b"nine"
+
+
+def test_a_folder_whose_name_begins_as_the_sources_is_outside(linked):
+    tree(linked.parent, "raw-2/1.jpg")
+    (linked / "a" / "0.jpg").symlink_to(linked.parent / "raw-2" / "1.jpg")
+    with pytest.raises(ValueError, match="leads out of the source"):
+        read(open_source(linked).splits["train"])
+
+
+@pytest.mark.parametrize("name", ["z", "train"])
+def test_a_folder_that_is_a_link_out_of_the_source(linked, name):
+    if name == "train":
+        shutil.rmtree(linked / "a")
+        (linked / "train").symlink_to(linked.parent / "elsewhere")
+    else:
+        (linked / "z").symlink_to(linked.parent / "elsewhere" / "x")
+    with pytest.raises(SourceError, match=f"raw/{name}: is a link that leads out of the source; --outside follows it"):
+        open_source(linked)
+    samples = open_source(linked, outside=True).splits["train"]
+    assert read(samples, len(samples) - 1) == b"nine"
+
+
+def test_a_folder_that_became_a_link_after_it_was_listed(linked):
+    samples = open_source(linked).splits["train"]
+    shutil.rmtree(linked / "a")
+    (linked / "a").symlink_to(linked.parent / "elsewhere" / "x")
+    with pytest.raises(ValueError, match="its folder is a link that leads out of the source"):
+        read(samples)
+
+
+def test_a_source_that_is_a_link_itself(linked):
+    (linked / "a" / "2.jpg").symlink_to("1.jpg")
+    (linked.parent / "link").symlink_to(linked)
+    samples = open_source(linked.parent / "link").splits["train"]
+    assert [read(samples, i) for i in range(2)] == [b"one", b"one"]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_links_that_lead_nowhere(linked, outside):
+    (linked / "a" / "1.jpg").unlink()
+    (linked / "a" / "0.jpg").symlink_to("1.jpg")
+    (linked / "a" / "1.jpg").symlink_to("0.jpg")
+    (linked / "a" / "2.jpg").symlink_to("nothing")
+    samples = open_source(linked, outside=outside).splits["train"]
+    with pytest.raises(ValueError, match="circle"):
+        read(samples, 0)
+    with pytest.raises(FileNotFoundError):
+        read(samples, 2)
+    assert [samples.size_bytes(i) for i in range(3)] == [0, 0, 0]
+    (linked / "b").symlink_to(linked / "b")
+    with pytest.raises(SourceError, match="raw/b: is a link that leads in a circle"):
+        open_source(linked, outside=outside)
+
+
+def test_what_is_named_as_an_image_and_is_none(linked, monkeypatch):
+    os.mkfifo(linked / "a" / "2.jpg")
+    (linked / "a" / "3.jpg").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(linked / "a")  # the names of sockets are short
+        listener.bind("4.jpg")
+    samples = open_source(linked).splits["train"]
+    assert read(samples, 1) == b""  # and does not wait for a writer
+    for i, error in ((2, IsADirectoryError), (3, OSError)):
+        with pytest.raises(error):
+            read(samples, i)
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 3000])
+def test_files_are_read_whole_whatever_the_buffer(tmp_path, size):
+    data = RANDOM.bytes(3000)
+    samples = open_source(tree(tmp_path / "raw", "a/1.jpg", data=data[:100])).splits["train"]
+    tree(tmp_path / "raw", "a/1.jpg", data=data[:100] if size <= 101 else data)
+    buffer = memoryview(bytearray(size))
+    read = samples.read(0, buffer)
+    assert read == (tmp_path / "raw/a/1.jpg").read_bytes()
+    in_buffer = isinstance(read, memoryview) and read.obj is buffer.obj
+    assert in_buffer == (len(read) <= size)
+
+
+def test_a_file_too_large_for_an_image_takes_no_memory(tmp_path):
     root = tree(tmp_path / "raw", "a/1.jpg")
-    (root / "a" / "loop").symlink_to(root / "a")
-    (root / "b").symlink_to(root / "a")
-    (root / "a" / "2.jpg").symlink_to(root / "a" / "1.jpg")
-    assert list(open_source(root).splits["train"].paths) == ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg"]
+    os.truncate(root / "a" / "1.jpg", 1 << 40)
+    with pytest.raises(ValueError, match=f"is no image: {1 << 40} bytes"):
+        read(open_source(root).splits["train"])
+
+
+def test_threads_share_descriptors_and_close_gives_them_back(tmp_path):
+    files = [f"{c:03d}/{i}.jpg" for c in range(100) for i in range(2)]
+    for file in files:
+        tree(tmp_path / "raw", file, data=file.encode())
+    before = len(os.listdir("/proc/self/fd"))
+    samples = open_source(tmp_path / "raw").splits["train"]
+    for _ in range(2):
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(lambda i: read(samples, i % 200), range(800)))
+        assert found == [file.encode() for file in files] * 4
+        assert len(os.listdir("/proc/self/fd")) == before + 100
+        samples.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_folders_than_descriptors(tmp_path):
+    """What the system does not let us keep open is opened each time."""
+    program = (
+        "import os, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))\n"
+        "from datapipe.sources import open_source\n"
+        "samples = open_source(sys.argv[1]).splits['train']\n"
+        "for _ in range(2):\n"
+        "    for i in range(len(samples)):\n"
+        "        assert samples.read(i, memoryview(bytearray(9))) == str(i).encode(), i\n"
+        "assert len(os.listdir('/proc/self/fd')) < 50\n"
+    )
+    for i in range(200):
+        tree(tmp_path / "raw", f"{i:03d}/1.jpg", data=str(i).encode())
+    subprocess.run([sys.executable, "-c", program, tmp_path / "raw"], check=True)
+
+
+def test_samples_are_what_their_fields_say(linked):
+    """As a plan on disk keeps them."""
+    samples = open_source(linked).splits["train"]
+    values = {field.name: getattr(samples, field.name) for field in dataclasses.fields(samples) if field.init}
+    assert all(value is None or isinstance(value, str | list | np.ndarray) for value in values.values())
+    again = type(samples)(**values)
+    assert read(again) == read(samples) == b"one" and again.names == samples.names
 
 
 def test_what_is_no_source(tmp_path):

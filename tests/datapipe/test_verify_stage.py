@@ -108,7 +108,7 @@ def test_deep_finds_what_was_packed_broken(tmp_path, photo, encoded, command):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: {**m, "version": 2}, "format version 2.*upgrade"),
+        (lambda m: {**m, "version": 3}, "format version 3.*upgrade"),
         (lambda m: {**m, "surprise": 1}, "surprise"),
         (lambda m: {**m, "num_samples": 60}, "do not add up"),
         (lambda m: {**m, "num_samples": "many"}, "num_samples"),

@@ -1,0 +1,246 @@
+"""The hot path of packing: threads read samples at the same time, and shards come out in the planned order.
+
+A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk. Whoever
+finds that the chunk whose turn it is has been delivered gives it its place: the writer lays it out behind the last one,
+and the shard's checksum goes on. That takes microseconds; then it is written at its place, while other threads read,
+lay out and write other chunks. So a read that hangs delays its shard, not the other readers; the bytes are copied
+once, from the page cache into memory and back; and a shard is the same whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .errors import DatapipeError, SourceError
+from .formats import Buffer
+from .image import ImageHeader
+from .index import sample_checksum
+from .journal import BadSample, PackedShard
+from .shards import Good, Shard, ShardTask, Stopped
+from .sources import Samples
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that handing over costs little
+MAX_CHUNK = 64  # samples
+# Of each chunk's memory, beside twice its expected bytes: a file that does not fit is read in two pieces.
+SLACK_BYTES = 256 << 10
+CHUNKS_A_THREAD = 3  # that it works on, or that wait for one that is slow
+# What a file can do wrong by itself, unlike the filesystem under it.
+BAD_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO}
+SLOW_WAIT_S = 0.25  # between looks at progress and at what hangs
+GRACE_S = 2.0  # for threads to end, before they are left to themselves
+
+Prepare = Callable[[Buffer], tuple[Buffer, ImageHeader, Sequence[str]]]
+
+
+class _Chunk(NamedTuple):
+    number: int
+    shard: Shard
+    which: range  # of the shard's samples
+    memory: memoryview
+    images: list[Good | BadSample]
+
+
+class _Doing(NamedTuple):
+    since: float
+    shard: str
+    samples: Samples | None = None  # being read; None: the shard is being written
+    sample: int = -1
+
+
+class Assembly:
+    """Writes shards with up to `workers` threads. `prepare` checks an image's bytes and gives what is stored.
+
+    `max_bad`: how many samples may be bad; `timeout_s`: a single read or write that takes longer is an error;
+    `mean_bytes`: of an image, about.
+    """
+
+    def __init__(self, prepare: Prepare, workers: int, max_bad: int, timeout_s: float, mean_bytes: float) -> None:
+        self._prepare, self._workers, self._max_bad, self._timeout_s = prepare, workers, max_bad, timeout_s
+        self._chunk = int(np.clip(CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
+        self._memory_bytes = int(2 * self._chunk * mean_bytes) + SLACK_BYTES
+        self._lock = threading.Lock()
+        self._ready: dict[int, _Chunk] = {}
+        self._head = 0  # number of the chunk whose turn it is
+        self._placing = False
+        self._num_bad = self._num_done = 0
+        self._stop = threading.Event()
+        self._events: queue.SimpleQueue[tuple[ShardTask, PackedShard] | BaseException] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._doing: list[_Doing | None] = []  # of each thread
+
+    def run(
+        self, tasks: Sequence[ShardTask], on_progress: Callable[[int], None]
+    ) -> Iterator[tuple[ShardTask, PackedShard]]:
+        """Write the shards; yield each task and its shard once that is complete, under its name and synced.
+
+        `on_progress` is told of samples done. On the way out by an exception nothing stays under a temporary name.
+        Raises SourceError, DatapipeError, OSError; each names the file, and the shard where there is one.
+        """
+        shards = [Shard(task) for task in tasks]
+        self._chunks = self._cut(shards)
+        threads: list[threading.Thread] = []
+        pace, told, pending = _Pace(), 0, len(tasks)
+        try:
+            self._add_threads(threads, min(pace.cores, self._workers))
+            while pending:
+                with contextlib.suppress(queue.Empty):
+                    event = self._events.get(timeout=pace.WAIT_S if len(threads) < self._workers else SLOW_WAIT_S)
+                    if isinstance(event, BaseException):
+                        raise event
+                    pending -= 1
+                    yield event
+                done = self._num_done
+                on_progress(done - told)
+                told = done
+                if len(threads) < self._workers and pace.is_idle():
+                    self._add_threads(threads, min(len(threads), self._workers - len(threads)))
+                self._look_for_hangs()
+        finally:
+            self._stop.set()
+            for _ in threads:
+                self._free.put(None)
+            deadline = time.monotonic() + GRACE_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            for shard in shards:
+                shard.abandon(close=not any(thread.is_alive() for thread in threads))
+
+    def _cut(self, shards: Sequence[Shard]) -> Iterator[tuple[int, Shard, range]]:
+        number = 0
+        for shard in shards:
+            total = len(shard.task.which)
+            for first in range(0, total, self._chunk):
+                yield number, shard, range(first, min(first + self._chunk, total))
+                number += 1
+
+    def _add_threads(self, threads: list[threading.Thread], count: int) -> None:
+        for _ in range(count):
+            for _ in range(CHUNKS_A_THREAD):
+                self._free.put(memoryview(bytearray(self._memory_bytes)))
+            self._doing.append(None)
+            # Daemons: one that hangs in a read must not keep the process from ending.
+            thread = threading.Thread(target=self._work, args=(len(threads),), name=f"pack-{len(threads)}", daemon=True)
+            threads.append(thread)
+            thread.start()
+
+    def _look_for_hangs(self) -> None:
+        now = time.monotonic()
+        for doing in self._doing:
+            if doing and now - doing.since > self._timeout_s:
+                path = doing.samples.where(doing.sample) if doing.samples else None
+                what = "a read" if doing.samples else "a write"
+                message = f"{what} has not answered for {now - doing.since:.0f} s (--timeout)"
+                raise DatapipeError(message, path=path, shard=doing.shard)
+
+    # --- in the threads ---
+
+    def _work(self, me: int) -> None:
+        try:
+            # Memory first: so the chunk whose turn it is always has some.
+            while (memory := self._free.get()) is not None:
+                with self._lock:
+                    work = next(self._chunks, None)
+                if work is None:
+                    return
+                chunk = _Chunk(*work, memory, [])
+                self._read(me, chunk)
+                with self._lock:
+                    self._ready[chunk.number] = chunk
+                self._write_what_is_ready(me)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._events.put(error)
+        finally:
+            self._doing[me] = None
+
+    def _read(self, me: int, chunk: _Chunk) -> None:
+        task, at = chunk.shard.task, 0
+        samples, shard = task.samples, task.path.name
+        for i, sample in zip(chunk.which, task.which[chunk.which.start : chunk.which.stop].tolist(), strict=True):
+            if self._stop.is_set():
+                raise Stopped
+            self._doing[me] = _Doing(time.monotonic(), shard, samples, sample)
+            try:
+                data = samples.read(sample, chunk.memory[at:])
+                self._doing[me] = None
+                stored, header, converted = self._prepare(data)
+            except ValueError as error:
+                chunk.images.append(self._bad(task, i, sample, str(error), error))
+                continue
+            except OSError as error:
+                if error.errno not in BAD_FILE:
+                    message = f"cannot be read: {error.strerror or error}"
+                    raise SourceError(message, path=samples.where(sample), shard=shard) from error
+                chunk.images.append(self._bad(task, i, sample, error.strerror, error))
+                continue
+            chunk.images.append(Good(sample, stored, header, len(data), converted, sample_checksum(stored)))
+            if stored is data and isinstance(data, memoryview):
+                at += len(data)
+
+    def _bad(self, task: ShardTask, i: int, sample: int, reason: str, error: Exception) -> BadSample:
+        path = task.samples.where(sample)
+        with self._lock:
+            self._num_bad += 1
+            number = self._num_bad
+        if number > self._max_bad:
+            allowed = f"; that is number {number}, and --max-bad allows {self._max_bad}" if self._max_bad else ""
+            raise SourceError(f"cannot be packed: {reason}{allowed}", path=path, shard=task.path.name) from error
+        logger.warning("%s is left out: %s", path, reason)
+        return BadSample(i, path, reason)
+
+    def _write_what_is_ready(self, me: int) -> None:
+        while True:
+            with self._lock:
+                if self._placing or self._head not in self._ready:
+                    return
+                chunk = self._ready.pop(self._head)
+                self._placing = True
+            shard, count = chunk.shard, len(chunk.images)
+            self._doing[me] = _Doing(time.monotonic(), shard.task.path.name)
+            position, pieces = shard.place(chunk.images)
+            with self._lock:
+                self._placing = False
+                self._head += 1
+            shard.write(position, pieces)
+            chunk.images.clear()
+            self._free.put(chunk.memory)
+            with self._lock:
+                self._num_done += count
+                shard.left -= count
+                last = not shard.left
+            if last:
+                self._events.put((shard.task, shard.finish(self._stop)))
+            self._doing[me] = None
+
+
+class _Pace:
+    """Is the processor idle? Then more readers help: all wait for the filesystem. Else they only hinder each other."""
+
+    WAIT_S = 0.01  # between looks
+    IDLE = 0.4  # of all cores' time
+
+    def __init__(self) -> None:
+        self.cores = len(os.sched_getaffinity(0))
+        self._wall, self._cpu = time.monotonic(), time.process_time()
+
+    def is_idle(self) -> bool:
+        wall, cpu = time.monotonic(), time.process_time()
+        since = wall - self._wall
+        if since < self.WAIT_S:
+            return False
+        used = (cpu - self._cpu) / since
+        self._wall, self._cpu = wall, cpu
+        return used < self.IDLE * self.cores

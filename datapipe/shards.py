@@ -1,0 +1,188 @@
+"""One shard being written, under a temporary name until it is complete."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from .errors import SettingError, SourceError
+from .formats import Buffer, shard_format
+from .fsio import atomic_write, checksum, named, partial_path, sync_folder
+from .image import ImageHeader
+from .index import ENCODINGS, RECORD
+from .journal import BadSample, PackedShard
+from .manifest import FileInfo, ShardInfo
+from .sources import Samples
+
+MAX_PIECES = 1024  # IOV_MAX of Linux (limits.h)
+
+
+class Stopped(Exception):
+    """In a thread: the main thread wants no more."""
+
+
+@dataclass(frozen=True, eq=False)  # one is only equal to itself
+class ShardTask:
+    folder: Path
+    number: int
+    format: str
+    keys: Sequence[str]  # of all samples
+    samples: Samples
+    which: np.ndarray  # int64: the samples of this shard
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"shard-{self.number:06}{shard_format(self.format).SUFFIX}"
+
+
+class Good(NamedTuple):
+    sample: int
+    data: Buffer
+    header: ImageHeader
+    source_bytes: int
+    converted: Sequence[str]
+    checksum: int
+
+
+class Shard:
+    """A shard being written. `place` is called by one thread at a time, in the shard's order; `write` by any."""
+
+    def __init__(self, task: ShardTask) -> None:
+        self.task = task
+        self.left = len(task.which)  # samples not written yet
+        self._partial = partial_path(task.path)
+        self._fd = -1
+        self._position = 0
+        self._digest = xxhash.xxh3_128()
+        self._records: list[tuple[int, ...]] = []
+        self._channels = 1
+        self._source_bytes = 0
+        self._converted: Counter[str] = Counter()
+        self._bad: list[BadSample] = []
+
+    def place(self, images: Sequence[Good | BadSample]) -> tuple[int, list[Buffer]]:
+        """Lay out the next samples: where in the file, and what goes there."""
+        pieces: list[Buffer] = []
+        if self._fd < 0:
+            self._writer = shard_format(self.task.format).Writer()
+            with named(self._partial):
+                self._fd = _open_alone(self._partial)
+            pieces.append(self._writer.head)
+        for image in images:
+            if isinstance(image, BadSample):
+                self._bad.append(image)
+            else:
+                pieces += self._add(image)
+        position = self._position
+        for piece in pieces:
+            self._digest.update(piece)
+            self._position += len(piece)
+        return position, pieces
+
+    def _add(self, image: Good) -> Sequence[Buffer]:
+        header, label = image.header, int(self.task.samples.labels[image.sample])
+        self._records.append(
+            (0, len(image.data), self.task.number, label, image.checksum,
+             header.width, header.height, header.restart_interval, ENCODINGS.index(header.encoding))
+        )  # fmt: skip
+        self._channels = max(self._channels, header.channels)
+        self._source_bytes += image.source_bytes
+        self._converted.update(image.converted)
+        try:
+            return self._writer.add(self.task.keys[image.sample], label, image.data, header)
+        except ValueError as error:
+            path = self.task.samples.where(image.sample)
+            raise SourceError(f"cannot be packed into {self.task.format}: {error}", path=path) from error
+
+    def write(self, position: int, pieces: Sequence[Buffer]) -> None:
+        with named(self._partial):
+            write_at(self._fd, position, pieces)
+
+    def finish(self, stop: threading.Event) -> PackedShard:
+        """Complete the file and give it its name. Called once, when everything is written."""
+        path, sidecars, info = self.task.path, [], None
+        records = np.array(self._records, RECORD)
+        if self._records:
+            finished = self._writer.finish()
+            records["offset"] = finished.offsets
+            size = self._position + len(finished.tail)
+            with named(self._partial):
+                write_at(self._fd, self._position, [finished.tail])
+                for position, content in finished.patches.items():
+                    write_at(self._fd, position, [content])
+                os.fsync(self._fd)
+                self._digest.update(finished.tail)
+                digest = checksum(self._partial) if finished.patches else self._digest.hexdigest()
+                if os.fstat(self._fd).st_size != size:
+                    raise OSError(errno.EIO, f"the file does not have the {size} bytes that were written")
+                if stop.is_set():
+                    raise Stopped
+                os.replace(self._partial, path)
+                sync_folder(path.parent)
+            info = ShardInfo(name=path.name, num_samples=len(records), size_bytes=size, xxh3_128=digest)
+            for suffix, content in finished.sidecars.items():
+                with atomic_write(path.with_suffix(suffix)) as file:
+                    file.write(content)
+                sidecars.append(file_info(path.with_suffix(suffix)))
+        else:
+            self._partial.unlink()
+        os.close(self._fd)
+        self._fd = -1
+        self._bad.sort(key=lambda bad: bad.number)
+        converted = dict(sorted(self._converted.items()))
+        return PackedShard(
+            self.task.number, info, sidecars, records, self._channels, self._source_bytes, converted, self._bad
+        )
+
+    def abandon(self, close: bool) -> None:
+        """Remove what is not finished. A thread that hangs may yet write: then its descriptor must stay ours."""
+        if self._fd >= 0:
+            self._partial.unlink(missing_ok=True)
+            if close:
+                os.close(self._fd)
+
+
+def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> None:
+    """Write all pieces one behind another, from `position` on."""
+    for first in range(0, len(pieces), MAX_PIECES):
+        group = pieces[first : first + MAX_PIECES]
+        expected = sum(map(len, group))
+        written = os.pwritev(fd, group, position)
+        if written < expected:  # by a signal, or a disk that is filling up: the next attempt says why
+            rest = memoryview(b"".join(group))[written:]
+            at = position + written
+            while rest:
+                count = os.pwrite(fd, rest, at)
+                rest, at = rest[count:], at + count
+        position += expected
+
+
+def file_info(path: Path) -> FileInfo:
+    return FileInfo(name=path.name, size_bytes=path.stat().st_size, xxh3_128=checksum(path))
+
+
+def _open_alone(path: Path) -> int:
+    """Open a temporary file for writing, empty, and for this process only. Raises SettingError when another has it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise SettingError(f"OUT: another process is writing {path}; is a task running twice?") from error
+        except OSError:
+            pass  # a filesystem without locks: `locked` has warned
+        if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+            os.ftruncate(fd, 0)
+            return fd
+        os.close(fd)  # in between the other process gave the file its final name

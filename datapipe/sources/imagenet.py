@@ -1,0 +1,220 @@
+"""ImageNet (ILSVRC2012) as it is distributed, read without unpacking it.
+
+    ILSVRC2012_img_train.tar        a tar of 1,000 class tars, n01440764.tar with n01440764_10026.JPEG and so on
+    ILSVRC2012_img_val.tar          ILSVRC2012_val_00000001.JPEG to …50000.JPEG
+    ILSVRC2012_devkit_t12.tar.gz    (or unpacked) the labels of the val images
+
+Class tars may also lie in train/, and what is unpacked into class folders (train/, val/) is taken as an ImageFolder.
+Classes are the synsets (WordNet ids) in their order, as everywhere in the field.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import tarfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import MissingBackendError, SourceError
+from . import Samples, Source
+from .imagefolder import ClassTree
+from .opening import opened
+from .slices import Part, Slices, join
+from .splits import is_image
+from .tarwalk import Member, walk, warn_of_others
+
+TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+DEVKITS = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz")
+GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
+CLASS_TAR = re.compile(r"(n\d{8})\.tar")
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+NUM_CLASSES = 1000
+LISTERS = 32  # class tars walked at once: hides a shared filesystem's latency
+
+
+def detect(path: Path) -> str | None:
+    if not path.is_dir():
+        return "imagenet" if path.name in (TRAIN, VAL) else None
+    names = set(os.listdir(path))
+    return "imagenet" if names & {TRAIN, VAL} or ("train" in names and _class_tars(path / "train")) else None
+
+
+def load(path: Path, kind: str, outside: bool) -> Source:
+    if not path.is_dir():
+        raise SourceError("is no folder; give the one that holds the archives of ImageNet", path=path)
+    bounds = None if outside else str(path)
+    splits: dict[str, Samples] = {}
+    classes, train = _train(path, bounds)
+    if train is not None:
+        splits["train"] = train
+    names = set(os.listdir(path))
+    devkit = next((path / name for name in DEVKITS if name in names), None)
+    if VAL in names and devkit:
+        classes, splits["val"] = _val(path, devkit, classes, bounds)
+    elif "val" in names:
+        tree = ClassTree.scan(path / "val", bounds)
+        classes = classes or tree.names()
+        splits["val"] = tree.samples(classes)
+    elif VAL in names:
+        raise SourceError(f"holds {VAL} without its labels: {' or '.join(DEVKITS)} is missing", path=path)
+    if not splits:
+        raise SourceError(f"holds neither {TRAIN} nor {VAL}, nor train/ or val/", path=path)
+    return Source(kind, classes, splits)
+
+
+def _class_tars(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(folder) if CLASS_TAR.fullmatch(entry.name))
+    except NotADirectoryError:
+        return []
+
+
+# --- train ------------------------------------------------------------------------------------------
+
+
+class _ClassTar(NamedTuple):
+    wnid: str
+    file: int  # that it is, or lies in
+    begin: int = 0
+    end: int | None = None  # None: where the file ends
+
+
+def _train(path: Path, bounds: str | None) -> tuple[list[str], Samples | None]:
+    """The classes, and the samples; None where there are none."""
+    folder = path / "train"
+    if (path / TRAIN).exists():
+        files = [str(path / TRAIN)]
+        tars = _classes_in(files[0], bounds)
+    elif names := _class_tars(folder) if folder.is_dir() else []:
+        files = [str(folder / name) for name in names]
+        tars = [_ClassTar(name.removesuffix(".tar"), number) for number, name in enumerate(names)]
+    elif folder.is_dir():
+        tree = ClassTree.scan(folder, bounds)
+        return tree.names(), tree.samples(tree.names())
+    else:
+        return [], None
+    return [tar.wnid for tar in tars], _images_in(path, files, tars, bounds)
+
+
+def _classes_in(path: str, bounds: str | None) -> list[_ClassTar]:
+    """The class tars in the train archive, by class."""
+    with opened(path, bounds) as fd:
+        archive = walk(fd, path)
+    tars: dict[str, _ClassTar] = {}
+    for member in archive.members:
+        if not (match := CLASS_TAR.fullmatch(_name(member))):
+            continue
+        if match[1] in tars:
+            raise SourceError(f"holds {match[0]} twice", path=path)
+        tars[match[1]] = _ClassTar(match[1], 0, member.offset, member.offset + member.size)
+    if not tars:
+        raise SourceError("holds no class tars, such as n01440764.tar", path=path)
+    warn_of_others(path, archive.num_others, len(archive.members) - len(tars), "named as a class's tar")
+    return [tars[wnid] for wnid in sorted(tars)]
+
+
+def _images_in(path: Path, files: list[str], tars: list[_ClassTar], bounds: str | None) -> Slices:
+    """The images of all class tars, each in its class."""
+
+    def list_one(tar: _ClassTar) -> tuple[Part, int, int]:
+        with opened(files[tar.file], bounds) as fd:
+            archive = walk(fd, f"{files[tar.file]}: {tar.wnid}.tar", tar.begin, tar.end)
+        images = [member for member in archive.members if is_image(member.name)]
+        names = [f"{tar.wnid}/{_stem(member)}" for member in images]
+        return Part.of(tar.file, names, images), archive.num_others, len(archive.members) - len(images)
+
+    with ThreadPoolExecutor(LISTERS) as pool:
+        parts, others, left_out = zip(*pool.map(list_one, tars), strict=True)
+    warn_of_others(path, sum(others), sum(left_out), "images")
+    counts = [len(part.names) for part in parts]
+    return join(files, parts, np.repeat(np.arange(len(tars), dtype=np.uint32), counts))
+
+
+def _name(member: Member) -> str:
+    return PurePosixPath(member.name).name
+
+
+def _stem(member: Member) -> str:
+    return PurePosixPath(member.name).stem
+
+
+# --- val --------------------------------------------------------------------------------------------
+
+
+class _Devkit(NamedTuple):
+    of_image: list[str]  # wnid of each val image
+    classes: list[str]
+
+
+def _val(path: Path, devkit: Path, classes: list[str], bounds: str | None) -> tuple[list[str], Slices]:
+    """The classes (the devkit's, where there is no train split) and the samples of the val archive."""
+    known, file = _read_devkit(devkit, bounds), str(path / VAL)
+    with opened(file, bounds) as fd:
+        archive = walk(fd, file)
+    images = [member for member in archive.members if VAL_NAME.fullmatch(_name(member))]
+    warn_of_others(file, archive.num_others, len(archive.members) - len(images), "named as val images")
+    numbers = [int(VAL_NAME.fullmatch(_name(member))[1]) for member in images]
+    if images and not 1 <= min(numbers) <= max(numbers) <= len(known.of_image):
+        raise SourceError(f"does not fit its devkit, which has labels for {len(known.of_image)} images", path=file)
+    wnids = [known.of_image[number - 1] for number in numbers]
+    classes = classes or known.classes
+    if unknown := sorted(set(wnids) - set(classes)):
+        raise SourceError(f"classes that the train split does not have: {', '.join(unknown[:5])}", path=file)
+    label_of = {wnid: label for label, wnid in enumerate(classes)}
+    names = [f"{wnid}/{_stem(member)}" for wnid, member in zip(wnids, images, strict=True)]
+    labels = np.array([label_of[wnid] for wnid in wnids], np.uint32)
+    return classes, join([file], [Part.of(0, names, images)], labels)
+
+
+def _read_devkit(path: Path, bounds: str | None) -> _Devkit:
+    truth, meta = _devkit_files(path, bounds)
+    wnids = _wnids(path, meta)
+    try:
+        of_image = [wnids[int(line)] for line in truth.split()]
+    except (ValueError, KeyError) as error:
+        raise SourceError(f"{GROUND_TRUTH} has a line that is no number of a class: {error}", path=path) from error
+    return _Devkit(of_image, sorted(wnids.values()))
+
+
+def _devkit_files(path: Path, bounds: str | None) -> tuple[bytes, bytes]:
+    """The labels of the val images, and the classes, of an unpacked devkit or its archive."""
+    found: dict[str, bytes] = {}
+    if path.is_dir():
+        for name in (GROUND_TRUTH, META):
+            with opened(str(path / name), bounds) as fd, open(fd, "rb", closefd=False) as file:
+                found[name] = file.read()
+    else:
+        with opened(str(path), bounds) as fd, open(fd, "rb", closefd=False) as file:
+            try:
+                with tarfile.open(fileobj=file) as archive:
+                    for member in filter(tarfile.TarInfo.isreg, archive):
+                        name = "/".join(PurePosixPath(member.name).parts[-2:])
+                        if name in (GROUND_TRUTH, META):
+                            found[name] = archive.extractfile(member).read()
+            except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=path) from error
+    if missing := {GROUND_TRUTH, META} - found.keys():
+        raise SourceError(f"lacks {' and '.join(sorted(missing))}", path=path)
+    return found[GROUND_TRUTH], found[META]
+
+
+def _wnids(path: Path, meta: bytes) -> dict[int, str]:
+    """WordNet id of each class by its number in the challenge; the inner nodes of the tree, beyond 1000, left out."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        message = "the labels of ImageNet's val images need scipy: pip install datapipe-trainer[imagenet]"
+        raise MissingBackendError(message, path=path) from error
+    try:
+        synsets = np.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
+        pairs = [(int(synset["ILSVRC2012_ID"]), str(synset["WNID"])) for synset in synsets]
+    except Exception as error:  # scipy raises all sorts for a broken file
+        raise SourceError(f"{META} cannot be read: {error}", path=path) from error
+    return {number: wnid for number, wnid in pairs if number <= NUM_CLASSES}

@@ -1,0 +1,68 @@
+"""A packed data set, to be put into another format: in its order, with its keys."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..dataset import DataSet
+from ..errors import SettingError
+from ..index import read_keys
+from ..manifest import find_data_sets
+from . import Source
+
+
+@dataclass
+class Packed:
+    """The samples of one data set; `folder` is where it is."""
+
+    folder: str
+    names: list[str]
+    labels: np.ndarray
+    blocks: None = None
+    _data_set: DataSet | None = field(default=None, init=False, repr=False)
+    _opening: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def where(self, i: int) -> str:
+        return f"{self.folder}, key {self.names[i]}"
+
+    def size_bytes(self, i: int) -> int:
+        return int(self._open().index["size"][i])
+
+    def read(self, i: int, buffer: memoryview) -> bytes:
+        """Raises ShardCorruptError when the image is not the one that was packed."""
+        return self._open().read(i)
+
+    def close(self) -> None:
+        with self._opening:
+            if self._data_set is not None:
+                self._data_set.close()
+                self._data_set = None
+
+    def _open(self) -> DataSet:
+        data_set = self._data_set
+        if data_set is None:
+            with self._opening:
+                data_set = self._data_set = self._data_set or DataSet(self.folder)
+        return data_set
+
+
+def load(path: Path) -> Source:
+    """The data set at `path`, or all its splits. Raises ManifestError, SettingError."""
+    splits: dict[str, Packed] = {}
+    manifests = []
+    for folder in find_data_sets(path):
+        with DataSet(folder) as data_set:
+            manifests.append(data_set.manifest)
+            labels = data_set.index["label"].copy()
+        splits[manifests[-1].split] = Packed(str(folder.resolve()), read_keys(folder), labels)
+    first = manifests[0]
+    if any(manifest.classes != first.classes for manifest in manifests):
+        raise SettingError(f"DIR: the splits in {path} have different classes; convert each by itself")
+    return Source(first.kind, first.classes, splits, ordered=True)

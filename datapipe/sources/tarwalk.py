@@ -1,0 +1,171 @@
+"""Where the files in a tar archive lie, from its headers alone: one small read for each.
+
+A plain header (POSIX ustar, GNU, old V7; pax headers that give only times and owners) is read here. An archive with
+anything else (long names, sparse files) is left to Python's tarfile, which knows it all and is slower. The
+format: POSIX.1-2001 pax, https://www.gnu.org/software/tar/manual/html_node/Standard.html.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import SourceError
+
+logger = logging.getLogger(__name__)
+
+BLOCK = tarfile.BLOCKSIZE
+END = bytes(BLOCK)
+# Read at a time: a page costs what a header costs, and holds the next headers where files are small (labels).
+WINDOW = 4096
+FILE, FOLDER, PAX = (b"0", b"\0", b"7"), b"5", b"x"
+WITHOUT_BYTES = (b"1", b"2", b"3", b"4", b"6")  # links, devices, pipes
+HARMLESS = re.compile(rb"([0-9]+ (mtime|atime|ctime|uid|gid|uname|gname|comment)=[^\n]*\n)+\0*")
+MAX_CONTENT_BYTES = 1 << 20  # of a label
+
+
+class Member(NamedTuple):
+    name: str
+    offset: int  # of its bytes in the file
+    size: int
+    content: bytes | None  # where it was wanted
+
+
+class Archive(NamedTuple):
+    members: list[Member]  # regular files
+    num_others: int  # links, devices, pipes, sparse files
+
+
+class _Unusual(Exception):
+    """Left to tarfile."""
+
+
+def _nothing(name: str) -> bool:
+    return False
+
+
+def walk(
+    fd: int, path: str, begin: int = 0, end: int | None = None, wanted: Callable[[str], bool] = _nothing
+) -> Archive:
+    """List the archive that lies at `begin` to `end` of a file, with the content of the (small) members `wanted`.
+
+    Names are as they stand there: they may hold `..`, and are no paths to be opened. `path` is for messages. Raises
+    SourceError for what is no archive, or not a whole one; OSError.
+    """
+    window = _Window(fd, begin, os.fstat(fd).st_size if end is None else end)
+    try:
+        try:
+            return _walk(window, wanted)
+        except _Unusual:
+            return _walk_slowly(window, wanted)
+    except (tarfile.TarError, ValueError, RecursionError) as error:
+        raise SourceError(f"is a corrupt or truncated tar archive, or none: {error}", path=path) from error
+
+
+class _Window(io.RawIOBase):
+    """A part of a file: read at any place, or as a file of its own (for tarfile)."""
+
+    def __init__(self, fd: int, begin: int, end: int) -> None:
+        self.fd, self.begin, self.end = fd, begin, end
+        self._data, self._start, self._position = b"", begin, 0
+
+    def at(self, position: int, size: int) -> bytes:
+        """Fewer bytes than `size` at the end."""
+        offset = position - self._start
+        if offset < 0 or offset + size > len(self._data):
+            count = max(0, min(max(size, WINDOW), self.end - position))
+            self._data, self._start, offset = os.pread(self.fd, count, position), position, 0
+        return self._data[offset : offset + size]
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.at(self.begin + self._position, size)
+        self._position += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset
+        return offset
+
+    def tell(self) -> int:
+        return self._position
+
+
+def _walk(window: _Window, wanted: Callable[[str], bool]) -> Archive:
+    members: list[Member] = []
+    num_others = 0
+    position = window.begin
+    while (header := window.at(position, BLOCK)) != END:
+        name, kind, size = _parse(header, position)
+        position += BLOCK
+        if kind in WITHOUT_BYTES:
+            num_others += 1
+            continue
+        if position + size > window.end:
+            raise tarfile.ReadError(f"it ends within {name}")
+        if kind == PAX:
+            if size > WINDOW or not HARMLESS.fullmatch(window.at(position, size)):
+                raise _Unusual
+        elif kind in FILE and not name.endswith("/"):
+            members.append(Member(name, position, size, _content(window, name, position, size, wanted)))
+        elif kind not in (*FILE, FOLDER):
+            raise _Unusual
+        position += -(-size // BLOCK) * BLOCK
+    return Archive(members, num_others)
+
+
+def _content(window: _Window, name: str, offset: int, size: int, wanted: Callable[[str], bool]) -> bytes | None:
+    return window.at(offset, size) if size <= MAX_CONTENT_BYTES and wanted(name) else None
+
+
+def _parse(header: bytes, position: int) -> tuple[str, bytes, int]:
+    """Name, type and size."""
+    if len(header) < BLOCK:
+        raise tarfile.TruncatedHeaderError(f"it ends without an end mark, after {position + len(header)} bytes")
+    try:
+        expected = int(header[148:156].strip(b" \0"), 8)
+        if header[124] & 0x80:  # a size beyond 8 GiB, in GNU's binary notation
+            raise _Unusual
+        size = int(header[124:136].strip(b" \0") or b"0", 8)
+    except ValueError:
+        expected = size = -1
+    # The sum of all bytes, with the sum's own field taken as blanks.
+    if size < 0 or expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+        raise tarfile.InvalidHeaderError(f"no header at byte {position}")
+    name = header[:100].partition(b"\0")[0]
+    if header[257:263] == b"ustar\0" and header[345]:  # GNU has other things there
+        name = header[345:500].partition(b"\0")[0] + b"/" + name
+    return os.fsdecode(name), header[156:157], size
+
+
+def _walk_slowly(window: _Window, wanted: Callable[[str], bool]) -> Archive:
+    members: list[Member] = []
+    num_others = 0
+    window.seek(0)
+    with tarfile.open(fileobj=window, mode="r:") as archive:
+        for info in archive:
+            if info.isreg() and not info.issparse():
+                offset = window.begin + info.offset_data
+                if not 0 <= info.size <= window.end - offset:
+                    raise tarfile.ReadError(f"it ends within {info.name}")
+                content = _content(window, info.name, offset, info.size, wanted)
+                members.append(Member(info.name, offset, info.size, content))
+            else:
+                num_others += not info.isdir()
+        # It takes whatever it cannot read for the end.
+        if window.at(window.begin + archive.offset, BLOCK) != END:
+            raise tarfile.ReadError(f"it ends without an end mark, after {window.begin + archive.offset} bytes")
+    return Archive(members, num_others)
+
+
+def warn_of_others(path: Path, num_others: int, num_left_out: int, what: str) -> None:
+    """Say once how many members were not taken: those that are no files, and those that are none of `what`."""
+    if num_others:
+        logger.warning("%s: left out %d links, devices and other members that are no files", path, num_others)
+    if num_left_out:
+        logger.warning("%s: left out %d files in archives that are not %s", path, num_left_out, what)

@@ -1,0 +1,115 @@
+"""The folder that a pack fills: what is in it, and what may be removed from it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import SettingError
+from .fsio import locked
+from .journal import Journal
+from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest
+from .plan import Plan, SplitPlan, load_plan
+from .sources import SPLITS
+
+STATE = ".pack"  # in the folder while it is unfinished: the plan, and what is known of finished shards
+SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
+OUR_FILES = re.compile(rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?")
+
+
+class Target:
+    """`folder`: one data set a split will be in it. Raises SettingError when that is no place for one."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self.folder, self.state = folder, folder / STATE
+        self.splits = [folder / split for split in dict.fromkeys(SPLITS.values())]
+        place = folder.resolve()
+        if place.is_relative_to(source.resolve()):
+            raise SettingError(
+                f"OUT: {folder} lies in SOURCE, where it would be taken for images; choose another"
+            )
+        for above in (place, *place.parents):
+            if above.exists() and not above.is_dir():
+                raise SettingError(f"OUT: {above} is a file; allowed: a folder, or a new name")
+            if (above / MANIFEST).exists():
+                raise SettingError(f"OUT: {folder} lies inside a packed data set, {above}; choose another")
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder for this process. Raises SettingError when another packs there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with locked(self.folder, wait=False):
+                yield
+        except BlockingIOError as error:
+            message = f"OUT: another process is packing into {self.folder}; choose another, or wait for it"
+            raise SettingError(message) from error
+
+    def plan(self) -> Plan | None:
+        """Of an unfinished pack."""
+        return load_plan(self.state)
+
+    def journal(self, split: SplitPlan) -> Journal:
+        return Journal(self.state / split.split)
+
+    def is_whole(self) -> bool:
+        return not self.state.exists() and any((folder / MANIFEST).exists() for folder in self.splits)
+
+    def manifests(self) -> dict[str, Manifest]:
+        return {folder.name: Manifest.read(folder) for folder in self.splits if (folder / MANIFEST).exists()}
+
+    def missing(self, plan: Plan) -> list[int]:
+        """Numbers of the shards that nobody has finished yet, counted over all splits."""
+        missing, first = [], 0
+        for split in plan.splits:
+            numbers = range(len(split.shards))
+            finished = self.journal(split).finished(numbers, self.folder / split.split)
+            missing += [first + number for number in numbers if number not in finished]
+            first += len(split.shards)
+        return missing
+
+    def check_foreign(self) -> None:
+        """Raises SettingError when anything here is not ours."""
+        foreign = [path for path in self.folder.iterdir() if path not in (*self.splits, self.state)]
+        for folder in filter(Path.exists, self.splits):
+            foreign += [path for path in folder.iterdir() if not OUR_FILES.fullmatch(path.name)]
+        if foreign:
+            message = f"OUT: {self.folder} holds what is no packed data set, such as {foreign[0].name}; choose another"
+            raise SettingError(message)
+
+    def check_unfinished(self, plan: Plan, settings: dict[str, Any]) -> None:
+        """Raises SettingError when an unfinished pack is of another source, or made in another way."""
+        for name in {**settings, **plan.settings}:
+            self._compare(name, plan.settings.get(name), settings.get(name), "holds an unfinished pack")
+
+    def check_whole(self, settings: dict[str, Any]) -> None:
+        """Raises SettingError when the data sets here were made in another way."""
+        for manifest in self.manifests().values():
+            for name in SETTINGS:
+                self._compare(name, getattr(manifest, name), settings[name], "holds a data set packed")
+
+    def _compare(self, name: str, was: Any, asked: Any, what: str) -> None:
+        if was != asked:
+            message = f"OUT: {self.folder} {what} with another {name}: {was}, not {asked}; --overwrite replaces it"
+            raise SettingError(message)
+
+    def begin(self, plan: Plan) -> None:
+        """Remove what is here, and make the folders of a new pack."""
+        for folder in self.splits:
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no data set
+        for folder in (self.state, *self.splits):
+            if folder.exists():
+                shutil.rmtree(folder)
+        for split in plan.splits:
+            (self.folder / split.split).mkdir()
+            (self.state / split.split).mkdir(parents=True)
+
+    def end(self) -> None:
+        """Everything is complete."""
+        for path in self.folder.glob("*/.*.partial"):  # of a task that was killed
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.state, ignore_errors=True)  # another task may be doing the same

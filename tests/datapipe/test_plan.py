@@ -1,0 +1,127 @@
+"""The plan of a pack: safe keys, every sample once, and the same plan when it is read again."""
+
+import re
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datapipe.errors import ManifestError
+from datapipe.plan import MAX_KEY_BYTES, PLAN, cut, load_plan, make_keys, make_plan, save_plan, shuffle
+from datapipe.sources import Pixels, Source, open_source
+
+WEBDATASET_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # how it cuts a name into key and extension
+SETTINGS = {"seed": 3, "shard_mib": 1, "source": "/raw/é"}
+
+names = st.lists(st.text(st.characters(exclude_characters="\x00"), max_size=120), max_size=30)
+
+
+@given(names)
+def test_keys_are_unique_and_safe(names):
+    keys = make_keys(names)
+    assert len(keys) == len(names) and len(set(keys)) == len(keys)
+    for key in keys:
+        assert re.fullmatch(r"[A-Za-z0-9_/-]+", key) and not key.startswith("/")
+        assert len(key) <= MAX_KEY_BYTES + 12
+        assert WEBDATASET_NAME.match(f"{key}.jpg").groups() == (key, "jpg")
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (["n01440764/n01440764_10026"], ["n01440764/n01440764_10026"]),
+        (["a.b/c.d e"], ["a_b/c_d_e"]),
+        (["naïve-é", "naive-e"], ["naive-e", "naive-e-2"]),
+        (["日本", "日本語"], ["__", "___"]),
+        (["a b", "a.b", "a_b-2", "a_b"], ["a_b", "a_b-2", "a_b-2-2", "a_b-3"]),
+        (["", "../x", "/"], ["_", "__/x", "_/_"]),
+        (["../../etc/passwd", "/etc/passwd"], ["__/__/etc/passwd", "_/etc/passwd"]),
+        (["x" * 200 + "/end"], ["x" * 76 + "/end"]),
+    ],
+)
+def test_keys(names, keys):
+    assert make_keys(names) == keys
+
+
+@given(st.integers(1, 400), st.floats(1, 1e6), st.integers(1, 1 << 28), st.integers(0, 99))
+def test_every_sample_is_once_in_shards_of_even_counts(num_samples, mean, shard_bytes, seed):
+    shards = cut(shuffle(num_samples, None, seed), mean, shard_bytes)
+    assert sorted(np.concatenate(shards)) == list(range(num_samples))
+    counts = [len(shard) for shard in shards]
+    assert max(counts) - min(counts) <= 1 and min(counts) >= 1
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=200), st.integers(0, 99))
+def test_blocks_stay_together_and_are_shuffled_within(blocks, seed):
+    blocks = np.array(blocks)
+    order = shuffle(len(blocks), blocks, seed)
+    assert sorted(order) == list(range(len(blocks)))
+    assert 1 + np.count_nonzero(np.diff(blocks[order])) == len(set(blocks.tolist()))
+
+
+def test_shuffle_within_blocks_is_no_order():
+    order = shuffle(1000, np.arange(1000) // 500, 0)
+    assert (np.diff(order) == 1).mean() < 0.05 and sorted(order[:500] % 500) == list(range(500))
+
+
+def test_shards_meet_the_size():
+    assert len(cut(shuffle(1_281_167, None, 0), 110_000, 256 << 20)) == 525
+    assert len(cut(shuffle(10, None, 0), 1.0, 1 << 30)) == 1
+
+
+def plan_of(source):
+    return make_plan(source, SETTINGS)
+
+
+def assert_same(one, two):
+    assert (one.settings, one.kind, one.classes) == (two.settings, two.kind, two.classes)
+    for mine, other in zip(one.splits, two.splits, strict=True):
+        assert (mine.split, mine.keys, mine.mean_bytes) == (other.split, other.keys, other.mean_bytes)
+        assert all((a == b).all() for a, b in zip(mine.shards, other.shards, strict=True))
+        for field in fields(mine.samples):
+            if field.init:
+                a, b = getattr(mine.samples, field.name), getattr(other.samples, field.name)
+                assert np.array_equal(a, b), field.name
+
+
+def test_a_saved_plan_is_the_same_plan(image_folder, tmp_path):
+    plan = plan_of(open_source(image_folder))
+    save_plan(plan, tmp_path)
+    again = load_plan(tmp_path)
+    assert_same(plan, again)
+    buffer = memoryview(bytearray(1 << 20))
+    for mine, other in zip(plan.splits, again.splits, strict=True):
+        for i in range(len(mine.samples)):
+            assert bytes(mine.samples.read(i, buffer)) == bytes(other.samples.read(i, buffer))
+
+
+def test_any_file_name_survives(tmp_path):
+    names = ["new\nline", "tab\t", "bytes \udcff\udc80", "日本", ""]
+    pixels = Pixels("/raw/\udcff", names, np.arange(5, dtype=np.uint32), np.zeros((5, 2, 2), np.uint8))
+    plan = plan_of(Source("idx", ["a", "b"], {"train": pixels}))
+    save_plan(plan, tmp_path)
+    assert_same(plan, load_plan(tmp_path))
+
+
+def test_no_plan_and_a_broken_plan(tmp_path):
+    assert load_plan(tmp_path) is None
+    for content in (b"", b"PK\x03\x04 but not really", b"\x93NUMPY"):
+        (tmp_path / PLAN).write_bytes(content)
+        with pytest.raises(ManifestError, match="--overwrite"):
+            load_plan(tmp_path)
+
+
+def test_a_plan_makes_nothing_but_samples(tmp_path):
+    plan = plan_of(
+        Source("idx", ["a"], {"train": Pixels("x", ["a"], np.zeros(1, np.uint32), np.zeros((1, 2, 2), np.uint8))})
+    )
+    save_plan(plan, tmp_path)
+    content = dict(np.load(tmp_path / PLAN))
+    content["head"] = np.frombuffer(
+        content["head"].tobytes().replace(b'"datapipe.sources", "Pixels"', b'"subprocess", "Popen"'), np.uint8
+    )
+    np.savez(tmp_path / PLAN, **content)
+    with pytest.raises(ManifestError, match="no kind of samples"):
+        load_plan(tmp_path)
