@@ -50,6 +50,16 @@ class Check(StrEnum):
     decode = "decode"
 
 
+class Store(StrEnum):
+    encoded = "encoded"
+    raw = "raw"
+
+
+class Compress(StrEnum):
+    lz4 = "lz4"
+    zstd = "zstd"
+
+
 class Name(StrEnum):
     fashion_mnist = "fashion-mnist"
     cifar10 = "cifar10"
@@ -105,7 +115,7 @@ TaskOption = Annotated[
 Finish = Annotated[bool, typer.Option("--finish", help="Only write the manifests: all tasks are done.")]
 
 
-@app.command(epilog="Example:  datapipe pack raw/imagenet packed/imagenet --format hdf5 --max-bad 10")
+@app.command(epilog="Example:  datapipe pack raw/imagenet packed/imagenet --resize short=256 --restart 8")
 def pack(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="Folder, archives or CSV file: ImageFolder, ImageNet, CIFAR, …")
@@ -113,6 +123,20 @@ def pack(
     out: Out,
     format: FormatOption = Format.tar,
     kind: Annotated[Kind, typer.Option("--kind", help="What SOURCE is.")] = Kind.auto,
+    resize: Annotated[
+        str | None, typer.Option("--resize", metavar="short=N|max=N", help="Make the shorter or longer side N pixels.")
+    ] = None,
+    quality: Annotated[
+        int | None, typer.Option("--quality", metavar="Q", help="JPEG quality of what is re-encoded (default: 90).")
+    ] = None,
+    restart: Annotated[
+        int | None, typer.Option("--restart", metavar="N", help="JPEG restart markers about every N MCUs.")
+    ] = None,
+    store: Annotated[Store, typer.Option("--store", help="Store files as they are, or pixels.")] = Store.encoded,
+    size: Annotated[
+        int | None, typer.Option("--size", metavar="N", help="With raw: scale and cut pixels to N×N.")
+    ] = None,
+    compress: Annotated[Compress | None, typer.Option("--compress", help="With raw: compress the pixels.")] = None,
     check: Annotated[Check, typer.Option("--check", help="Read headers only, or decode every image.")] = Check.header,
     max_bad: Annotated[
         str, typer.Option("--max-bad", metavar="N|P%", help="So many bad images are left out and listed.")
@@ -133,6 +157,15 @@ def pack(
     from .cluster import detect
     from .recode import RecodeOptions
 
+    recode = RecodeOptions(
+        check=check.value,
+        resize=resize,
+        quality=quality,
+        restart=restart,
+        store=store.value,
+        size=size,
+        compress=compress and compress.value,
+    )
     options = packing.PackOptions(
         format=format.value,
         kind=kind.value,
@@ -144,7 +177,7 @@ def pack(
         max_bad=max_bad,
         outside=outside,
         timeout_s=timeout,
-        recode=RecodeOptions(check.value),
+        recode=recode,
         task=detect(os.environ, task),
     )
     started = time.perf_counter()

@@ -1,12 +1,25 @@
-"""JPEG headers, read without decoding (ITU-T T.81, annex B)."""
+"""JPEG headers, read without decoding (ITU-T T.81, annex B), and how restart markers are laid out."""
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
-SOI, EOI, SOS, DRI = 0xD8, 0xD9, 0xDA, 0xDD
+SOI, EOI, SOS, DRI, APP1, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xEE
 # Start of frame: C0 to CF without DHT (C4), JPG (C8) and DAC (CC).
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+SEQUENTIAL, PROGRESSIVE, ARITHMETIC = {0xC0, 0xC1}, {0xC2, 0xC6, 0xCA, 0xCE}, frozenset(range(0xC9, 0xD0))
+NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP14}  # the other segments are passed over
+# Without a length behind them: stuffed zero, TEM, RST0 to RST7. A fill byte is no marker.
+STANDALONE = frozenset([0x00, 0x01, *range(0xD0, 0xD8)])
+NO_SEGMENT = STANDALONE | {0xFF}
+EXIF = b"Exif\0\0"
+ORIENTATION = 0x0112  # EXIF 2.3, section 4.6.4
+TAIL_BYTES = 64  # where the end of the image is looked for first: some cameras pad their files
+
+_segment = struct.Struct(">BBH").unpack_from  # 0xFF, marker, length
+_frame = struct.Struct(">BHHB").unpack_from  # bits a sample, height, width, components
+_short = struct.Struct(">H").unpack_from
 
 
 class JpegHeader(NamedTuple):
@@ -14,38 +27,101 @@ class JpegHeader(NamedTuple):
     height: int
     components: int
     restart_interval: int  # MCUs, 0 for none
+    frame: int  # the SOF marker: what kind of JPEG this is
+    bits: int  # a sample
+    sampling: bytes  # each component's factors, horizontal * 16 + vertical
+    interleaved: bool  # the first scan holds all components
+    adobe: int | None  # colour transform of the Adobe segment, None without one
+    exif: int  # where the EXIF data begin (a TIFF header), 0 for none
+
+    def mcu_size(self) -> tuple[int, int]:
+        """Width and height in pixels of an MCU. A single component's is one block (T.81, A.2.2)."""
+        if self.components == 1:
+            return 8, 8
+        wide, high = max(factors >> 4 for factors in self.sampling), max(factors & 15 for factors in self.sampling)
+        return 8 * max(wide, 1), 8 * max(high, 1)  # a factor of 0 is invalid, and for the decoder to refuse
 
 
-def is_jpeg(data: bytes) -> bool:
+def is_jpeg(data: bytes | bytearray | memoryview) -> bool:
     return data[:3] == b"\xff\xd8\xff"
 
 
-def read_header(data: bytes) -> JpegHeader:
+def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
     """Walk the markers up to the first scan. Raises ValueError when the bytes are no whole JPEG.
 
     Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data between
     is not looked at.
     """
-    width = height = components = restart = 0
-    at = 2
-    while True:
-        at = data.find(b"\xff", at)
-        while at >= 0 and data[at + 1 : at + 2] == b"\xff":  # fill bytes
-            at += 1
-        if at < 0 or at + 4 > len(data):
-            raise ValueError("truncated JPEG: it ends before its first scan")
-        marker = data[at + 1]
-        length = int.from_bytes(data[at + 2 : at + 4], "big")
-        if marker == SOS:
-            break
-        if marker in SOF:
-            height, width = int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
-            components = data[at + 9] if at + 9 < len(data) else 0
-        elif marker == DRI:
-            restart = int.from_bytes(data[at + 4 : at + 6], "big")
-        at += 2 + length
-    if not (width and height and components):
+    frame = restart = bits = height = width = components = exif = 0
+    sampling, adobe, at = b"", None, 2
+    try:
+        while True:
+            prefix, marker, length = _segment(data, at)
+            if prefix != 0xFF or marker in NO_SEGMENT:
+                at = _next_marker(data, at)
+                continue
+            if marker in NOTED:
+                if marker == SOS:
+                    interleaved = data[at + 4] == components
+                    break
+                if marker == DRI:
+                    (restart,) = _short(data, at + 4)
+                elif marker == APP1:
+                    exif = exif or (at + 10 if data[at + 4 : at + 10] == EXIF else 0)
+                elif marker == APP14:
+                    adobe = data[at + 15] if length >= 14 and data[at + 4 : at + 9] == b"Adobe" else adobe
+                elif frame or marker not in SOF:
+                    raise ValueError(f"corrupt JPEG: a second marker {marker:02X}, or one before its first scan")
+                else:
+                    frame = marker
+                    bits, height, width, components = _frame(data, at + 4)
+                    sampling = bytes(data[at + 11 : at + 10 + 3 * components : 3])
+            if length < 2:
+                raise ValueError(f"corrupt JPEG: a segment of {length} bytes")
+            at += 2 + length
+    except (struct.error, IndexError):
+        raise ValueError("truncated JPEG: it ends before its first scan") from None
+    if not (width and height and len(sampling) == components > 0):
         raise ValueError("JPEG without a frame header, or with a height of 0")
-    if data.rfind(b"\xff\xd9") < at:
+    end = b"\xff\xd9"
+    if end not in bytes(data[max(at, len(data) - TAIL_BYTES) :]) and end not in bytes(data[at:]):
         raise ValueError("truncated JPEG: no end of image after its scan")
-    return JpegHeader(width, height, components, restart)
+    return JpegHeader(width, height, components, restart, frame, bits, sampling, interleaved, adobe, exif)
+
+
+def _next_marker(data: bytes | bytearray | memoryview, at: int) -> int:
+    """Past fill bytes, garbage and markers without a length, as libjpeg does."""
+    at += 2 if data[at] == 0xFF and data[at + 1] in STANDALONE else 1
+    while data[at] != 0xFF:
+        found = bytes(data[at : at + 256]).find(b"\xff")
+        at += found if found >= 0 else 256
+    return at
+
+
+def orientation(data: bytes | bytearray | memoryview, header: JpegHeader) -> int:
+    """The EXIF orientation: 1 (upright, also where there is none or nonsense) to 8."""
+    start = header.exif
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(data[start : start + 4])) if start else None
+    if order is None:
+        return 1
+    try:
+        (first,) = struct.unpack_from(order + "I", data, start + 4)
+        (count,) = struct.unpack_from(order + "H", data, start + first)
+        for entry in range(start + first + 2, start + first + 2 + 12 * count, 12):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", data, entry)
+            if tag == ORIENTATION:
+                return value if kind == 3 and 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+def restart_interval(mcu_columns: int, wanted: int) -> int:
+    """The interval in MCUs that cuts each of an image's MCU rows into equal pieces of about `wanted` MCUs.
+
+    That is the divisor of `mcu_columns` nearest to `wanted` by ratio, between its half and its double, and of two that
+    are equally near the smaller; without any, a whole row. So the pieces make columns, and a rectangle of the image
+    is a row of whole pieces (see the design, "Decode only what the crop needs").
+    """
+    divisors = [n for n in range(-(-wanted // 2), 2 * wanted + 1) if mcu_columns % n == 0 and n <= mcu_columns]
+    return min(divisors, key=lambda n: (max(n / wanted, wanted / n), n), default=mcu_columns)

@@ -33,7 +33,7 @@ from .manifest import INDEX, KEYS, QUARANTINE, Manifest, find_data_sets
 from .plan import Plan, SplitPlan, make_plan, save_plan
 from .recode import RecodeOptions, Recoder
 from .shards import ShardTask, file_info
-from .sources import Source, open_source
+from .sources import Pixels, Source, open_source
 from .target import SETTINGS, Target
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manife
     if source_path.is_dir() and (packed := _packed(source_path)):
         raise SettingError(f"SOURCE: {packed} is packed already; datapipe convert puts it into another format")
     listed = {"source": str(source_path.resolve()), "kind": options.kind, "outside": options.outside}
+    if options.format == "npy" and (options.recode.store != "raw" or options.recode.compress):
+        raise SettingError("format: npy holds nothing but pixels; allowed: with --store raw, not compressed")
     target = Target(out, source_path)
     return _Pack(target, options, listed, lambda: open_source(source_path, options.kind, options.outside)).run()
 
@@ -110,6 +112,8 @@ def convert(folder: Path, out: Path, options: PackOptions) -> dict[str, Manifest
     from .sources import packed
 
     manifest = Manifest.read(find_data_sets(folder)[0])
+    if options.format == "npy":
+        raise SettingError("format: npy holds nothing but pixels; allowed: tar, hdf5, lmdb, zip and tfrecord")
     listed = {
         "source": str(folder.resolve()),
         "seed": manifest.seed,
@@ -246,7 +250,12 @@ class _Pack:
 
 
 def _recoder(plan: Plan, options: PackOptions) -> Recoder:
-    return Recoder(options.recode)
+    if options.format != "npy":
+        return Recoder(options.recode)
+    # One array: nothing but pixels, and the same channels for all.
+    grey = all(isinstance(split.samples, Pixels) and split.samples.pixels.ndim == 3 for split in plan.splits)
+    size = options.recode.size
+    return Recoder(RecodeOptions(store="raw", size=size, headerless=True, channels=1 if grey else 3))
 
 
 def _stored_share(source: Source, options: RecodeOptions) -> float:

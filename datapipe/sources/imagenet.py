@@ -138,11 +138,11 @@ def _images_in(path: Path, files: list[str], tars: list[_ClassTar], bounds: str 
 
 
 def _name(member: Member) -> str:
-    return PurePosixPath(member.name).name
+    return member.name.rpartition("/")[2]
 
 
 def _stem(member: Member) -> str:
-    return PurePosixPath(member.name).stem
+    return _name(member).rsplit(".", 1)[0]
 
 
 # --- val --------------------------------------------------------------------------------------------

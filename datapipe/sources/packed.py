@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import pnm
 from ..dataset import DataSet
 from ..errors import SettingError
 from ..index import read_keys
@@ -37,7 +38,9 @@ class Packed:
 
     def read(self, i: int, buffer: memoryview) -> bytes:
         """Raises ShardCorruptError when the image is not the one that was packed."""
-        return self._open().read(i)
+        data_set = self._open()
+        data = data_set.read(i)
+        return pnm.encode(data_set.pixels(i, data)) if data_set.raw_shape else data
 
     def close(self) -> None:
         with self._opening:

