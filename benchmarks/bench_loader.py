@@ -93,7 +93,8 @@ def main() -> int:
     described = environment()  # before the runs: the code on disk may change under them
     sections = {}
     for name in [arguments.only] if arguments.only else TASKS:
-        folder = corpus.photographs(arguments.count) if name == "photographs" else corpus.fashion_mnist()
+        photographs = name == "photographs"
+        folder = corpus.packed(corpus.photographs(arguments.count)) if photographs else corpus.fashion_mnist()
         print(f"{name}: 1 warm-up and {arguments.rounds} measured epochs of each loader", flush=True)
         sections[name] = section(folder, TASKS[name], list(PEERS), arguments.rounds)
         print("\n" + report(name, sections[name]) + "\n", flush=True)

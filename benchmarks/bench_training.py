@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import ROOT, WORK, column, environment, interleaved, shown, table, write_record
+from benchmarks.measure import WORK, column, environment, interleaved, process, shown, table, write_record
 from trainer.recipe import load_recipe
 
 RECIPE = "fashion-mnist-resnet8"
@@ -29,17 +26,11 @@ PEERS = ("datapipe, tar", "ImageFolder + Pillow", "WebDataset + Pillow")  # name
 FIGURES = ("images_per_s", "wait_share", "process_wall_s", "process_cpu_s", "accuracy")
 
 
-def process(command: list[str], allowed: tuple[int, ...] = (0,)) -> tuple[str, dict]:
-    """Run to the end: its standard output, and the seconds of the process and its children."""
-    started = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    output = child.stdout.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    wall_s = time.perf_counter() - started
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode not in allowed:
-        raise SystemExit(f"error: {' '.join(command)} ended with exit code {child.returncode}")
-    return output, {"process_wall_s": wall_s, "process_cpu_s": usage.ru_utime + usage.ru_stime}
+def run_module(*words: str, allowed: tuple[int, ...] = (0,)) -> tuple[str, dict]:
+    try:
+        return process([sys.executable, "-m", *words], allowed)
+    except ChildProcessError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def with_trainer(data: Path, *changes: str, allowed: tuple[int, ...] = (0,)) -> dict:
@@ -47,7 +38,8 @@ def with_trainer(data: Path, *changes: str, allowed: tuple[int, ...] = (0,)) -> 
     out = WORK / "runs" / RECIPE
     shutil.rmtree(out, ignore_errors=True)
     settings = [word for change in changes for word in ("--set", change)]
-    _, seconds = process(["trainer", "train", RECIPE, "--data", str(data), "--out", str(out), *settings], allowed)
+    words = ("trainer", "train", RECIPE, "--data", str(data), "--out", str(out), *settings)
+    _, seconds = run_module(*words, allowed=allowed)
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     end, steps = events[-1], [event["step"] for event in events if event["event"] == "epoch"]
     keys = ("images_per_s", "wait_share", "accuracy", "best_accuracy", "time_to_target_s", "elapsed_s", "status")
@@ -56,7 +48,7 @@ def with_trainer(data: Path, *changes: str, allowed: tuple[int, ...] = (0,)) -> 
 
 
 def with_plain_loop(peer: str, folder: Path, *changes: str) -> dict:
-    output, seconds = process(["benchmarks.plain_training", peer, str(folder), RECIPE, *changes])
+    output, seconds = run_module("benchmarks.plain_training", peer, str(folder), RECIPE, *changes)
     return json.loads(output.splitlines()[-1]) | seconds
 
 

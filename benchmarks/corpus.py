@@ -1,6 +1,6 @@
 """The images of the benchmarks: an ImageNet-shaped ImageFolder of photographs, and Fashion-MNIST.
 
-    python -m benchmarks.corpus photographs --count 6000
+    python -m benchmarks.corpus photographs --count 6000 [--packed]
     python -m benchmarks.corpus fashion-mnist
 
 Photographs are windows of 500×375 and 375×500 pixels, cut from the photographs in two of Debian's
@@ -49,7 +49,7 @@ TAR_BYTES = 2240  # of a small PNG and its label in a tar
 
 
 def photographs(count: int, val_count: int = 0, seed: int = 0) -> Path:
-    """Folder with `images/train/CLASS/*.jpg` (and `images/val`) and the packed `tar`, `hdf5` and `lmdb`.
+    """Folder with `images/train/CLASS/*.jpg` (and `images/val`); `packed` adds the formats.
 
     The same arguments give the same pixels, and the same files with the same Pillow.
     """
@@ -68,8 +68,13 @@ def photographs(count: int, val_count: int = 0, seed: int = 0) -> Path:
                 window.save(path, quality=quality)
         _check(temporary)
         temporary.rename(images)
-    shard_bytes = sum(path.stat().st_size for path in images.glob("train/*/*")) / SHARDS
-    _pack(images, folder, max(1, round(shard_bytes / 2**20)))
+    return folder
+
+
+def packed(folder: Path) -> Path:
+    """The same folder, with its images packed as `tar`, `hdf5` and `lmdb` unless they are already."""
+    shard_bytes = sum(path.stat().st_size for path in folder.glob("images/train/*/*")) / SHARDS
+    _pack(folder / "images", folder, max(1, round(shard_bytes / 2**20)))
     return folder
 
 
@@ -98,7 +103,7 @@ def fashion_mnist(count: int = FASHION_MNIST) -> Path:
 
 
 def describe(folder: Path) -> dict:
-    """Count, mean bytes and classes of the training images, for a record."""
+    """Count, mean bytes and classes of the training images, and their tar shards where packed, for a record."""
     sizes = [path.stat().st_size for path in (folder / "images" / "train").glob("*/*")]
     shards = len(list((folder / "tar" / "train").glob("*.tar")))
     return {
@@ -106,7 +111,7 @@ def describe(folder: Path) -> dict:
         "images": len(sizes),
         "mean_bytes": round(sum(sizes) / len(sizes)),
         "classes": len(list((folder / "images" / "train").iterdir())),
-        "tar_shards": shards,
+        **({"tar_shards": shards} if shards else {}),
     }
 
 
@@ -211,9 +216,12 @@ def main() -> int:
     parser.add_argument("name", choices=["photographs", "fashion-mnist"])
     parser.add_argument("--count", type=int, default=6000, help="photographs to train on (default: %(default)s)")
     parser.add_argument("--val-count", type=int, default=0, help="photographs to validate on (default: none)")
+    parser.add_argument("--packed", action="store_true", help="photographs: pack them, too, as bench_loader does")
     arguments = parser.parse_args()
     count, val_count = arguments.count, arguments.val_count
     folder = photographs(count, val_count) if arguments.name == "photographs" else fashion_mnist()
+    if arguments.packed and arguments.name == "photographs":
+        packed(folder)
     print(f"{folder}: {describe(folder)}")
     return 0
 

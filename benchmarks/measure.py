@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -16,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "benchmarks" / "work"  # data sets and runs; git ignores it
 RESULTS = ROOT / "benchmarks" / "results"
+RAM_DISK = Path("/dev/shm")
 PACKAGES = ("torch", "numpy", "Pillow", "simplejpeg", "webdataset", "h5py", "lmdb")
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -44,6 +47,46 @@ def _living_descendants_s() -> float:
             total += seconds
             parents.append(pid)
     return total
+
+
+def process(command: Sequence[str], allowed: Sequence[int] = (0,), **settings) -> tuple[str, dict[str, float]]:
+    """Run to the end, from the repository's root: standard output, and what the process and its children took.
+
+    `process_peak_bytes`: the largest memory of any one of them. `settings`: for Popen. Raises ChildProcessError for
+    an exit code that is not `allowed`.
+    """
+    started = time.perf_counter()
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **settings)
+    output = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    wall_s = time.perf_counter() - started
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode not in allowed:
+        raise ChildProcessError(f"{' '.join(command)} ended with exit code {child.returncode}")
+    return output, {
+        "process_wall_s": wall_s,
+        "process_cpu_s": usage.ru_utime + usage.ru_stime,
+        "process_peak_bytes": usage.ru_maxrss * 1024,  # getrusage(2): in KiB
+    }
+
+
+def out_folder(asked: Path | None, needed_bytes: int) -> Path:
+    """Where a benchmark writes: as asked, else a RAM disk with room for that much, else benchmarks/work."""
+    if asked is None:
+        asked = WORK
+        if RAM_DISK.is_dir() and shutil.disk_usage(RAM_DISK).free >= needed_bytes:
+            asked = RAM_DISK
+    asked.mkdir(parents=True, exist_ok=True)
+    return asked
+
+
+def filesystem(folder: Path) -> str:
+    """The kind of filesystem that a folder lies on, such as tmpfs or ext4 (proc(5): mounts)."""
+    place, kinds = folder.resolve(), {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, kind = line.split()[:3]
+        kinds[Path(mount)] = kind  # the last mount on a folder is the one that is seen
+    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
 
 
 def interleaved(names: Sequence[str], rounds: int, run: Callable[[str, int], dict]) -> dict[str, list[dict]]:

@@ -1,4 +1,4 @@
-"""Who is compared: one file a loader, and one line here.
+"""Whose loaders are compared: one file a loader, and one line here. (`packing.py` has those who pack.)
 
 Each file has one function, `open_epochs(folder, task)`, which returns a function from an epoch's number to an
 iterable over that epoch's batches: images uint8[B, C, H, W] and labels int64[B].
@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor  # not at run time: who only packs need not wait for it
 
-Epochs = Callable[[int], Iterable[tuple[Tensor, Tensor]]]
+Epochs = Callable[[int], Iterable[tuple["Tensor", "Tensor"]]]
 
 
 @dataclass(frozen=True)

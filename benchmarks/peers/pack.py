@@ -1,0 +1,66 @@
+"""A packer in a process of its own: `python -m benchmarks.peers.pack pack|check|try MODULE [JOB]`.
+
+Answers with a line of JSON. `pack`: wall_s and cpu_s of the packing alone, of this process and its children, without
+start-up and imports. `check`: what the packed images are, as `packing.summary` gives it. `try`, without a job: the same
+of a few images made for it, or an error if they are not what was packed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.measure import cpu_s
+from benchmarks.peers.packing import Job, read_files, summary
+
+TRIED_IMAGES, TRIED_CLASSES = 20, 3
+
+
+def timed(function: Callable, *arguments) -> dict:
+    cpu_started, started = cpu_s(), time.perf_counter()
+    function(*arguments)
+    return {"wall_s": time.perf_counter() - started, "cpu_s": cpu_s() - cpu_started}
+
+
+def tried(module) -> dict:
+    """Pack a few images and read them back. Raises ValueError when something else comes back."""
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "source"), Path(folder, "out")
+        for i in range(TRIED_IMAGES):
+            path = source / str(i % TRIED_CLASSES) / f"{i:02}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((40, 30), 10 + i).convert("RGB").save(path)
+        out.mkdir()
+        job = Job(str(source), str(out), resize=False, workers=2)
+        module.pack(job)
+        found, wanted = summary(module.read(job)), summary(read_files(source))
+    if found != wanted:
+        raise ValueError(f"packed {wanted}, read {found}")
+    return found
+
+
+def main() -> int:
+    action, name, *arguments = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    module = importlib.import_module(f"benchmarks.peers.{name}")
+    if action == "try":
+        answer = tried(module)
+    else:
+        job = Job(**json.loads(arguments[0]))
+        answer = timed(module.pack, job) if action == "pack" else summary(module.read(job))
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Installs the libraries that bench_pack.py compares with, into an environment of their own:
+#
+#   benchmarks/peers/setup.sh [FOLDER]      default: benchmarks/work/peers-venv
+#
+# Each by itself, tried by packing 20 images and reading them back. One that cannot be had is no error here: FOLDER/status.tsv
+# says why, in a line "NAME<tab>installed|missing<tab>VERSION|REASON", and what pip and the trial said is in
+# FOLDER/NAME.log. Does nothing for those that are there and work. PYTHON: the Python to take, else python3.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+venv=$(realpath -m "${1:-$root/benchmarks/work/peers-venv}")
+status=$venv/status.tsv
+log=
+debian_packages=(g++ libopencv-dev libturbojpeg0-dev pkg-config) # what FFCV is compiled with
+
+in_venv() {
+    "$venv/bin/python" "$@"
+}
+
+pip_install() {
+    in_venv -m pip install --disable-pip-version-check -c "$here/constraints.txt" "$@" >>"$log" 2>&1
+}
+
+has_ffcv_libraries() {
+    command -v g++ >/dev/null && pkg-config --exists opencv4 libturbojpeg 2>/dev/null
+}
+
+install_ffcv_libraries() {
+    if has_ffcv_libraries; then
+        return
+    elif [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+        echo "error: needs ${debian_packages[*]}: apt-get install them as root, or their like" >>"$log"
+        return 1
+    fi
+    apt-get update -q >>"$log" 2>&1 || true # an old list of packages may do
+    DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${debian_packages[@]}" >>"$log" 2>&1
+}
+
+install_peer() {
+    case $1 in
+    webdataset) pip_install pillow webdataset ;;
+    # torchvision is named for pip to choose the one that goes with the pinned torch.
+    mosaicml-streaming) pip_install pillow torch torchvision mosaicml-streaming ;;
+    litdata) pip_install pillow torch torchvision litdata ;;
+    ffcv)
+        # FFCV's setup.py imports numpy, and compiles against it.
+        install_ffcv_libraries &&
+            pip_install pillow torch numpy numba opencv-python tqdm pandas pytorch-pfn-extras setuptools wheel &&
+            pip_install --no-build-isolation ffcv
+        ;;
+    esac
+}
+
+works() { # MODULE: in benchmarks/peers; the limit is for a library that waits for a worker that has died
+    (cd "$root" && timeout 300 "$venv/bin/python" -m benchmarks.peers.pack try "$1") >>"$log" 2>&1
+}
+
+reason() { # the last line that says error, else the last line
+    { grep -iE '^(E:|[a-z.]*error)' "$log" || cat "$log"; } | tail -n 1 | tr '\t' ' '
+}
+
+report() { # NAME installed|missing DETAIL
+    printf '%s\t%s\t%s\n' "$@" >>"$status.tmp"
+    echo "    $1: $2${3:+, $3}"
+}
+
+set_up() { # NAME MODULE
+    local was_there=
+    log=$venv/$1.log
+    : >"$log"
+    if in_venv -m pip show --quiet "$1" >/dev/null 2>&1 && works "$2"; then
+        was_there=yes
+    fi
+    if [[ $was_there ]] || { install_peer "$1" && works "$2"; }; then
+        report "$1" installed "$(in_venv -c 'import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))' "$1")"
+    else
+        report "$1" missing "$(reason)"
+    fi
+}
+
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    "${PYTHON:-python3}" -m venv "$venv"
+fi
+echo "==> Setting up the packing peers in $venv (takes minutes the first time)"
+: >"$status.tmp"
+set_up webdataset pack_webdataset
+set_up mosaicml-streaming pack_mosaicml
+set_up litdata pack_litdata
+set_up ffcv pack_ffcv
+mv "$status.tmp" "$status"
