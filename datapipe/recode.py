@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,19 @@ class RecodeOptions:
         for one, other in (("size", "resize"), ("headerless", "compress")):
             if getattr(self, one) and getattr(self, other):
                 raise SettingError(f"{one}: {getattr(self, one)!r} excludes {other}; leave one of them out")
+
+    def settings(self) -> dict[str, Any]:
+        """What the stored bytes depend on, as JSON values: what is not at its default, and which libraries do it.
+
+        Those are not the same on every node, and two encoders do not write the same bytes.
+        """
+        defaults = asdict(RecodeOptions(check=self.check))
+        settings = {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        if self.resize or self.quality:
+            settings["encoder"] = "libturbojpeg" if transcode.turbojpeg() else "Pillow"
+        if self.restart and (lossless := transcode.lossless()):
+            settings["lossless"] = "libturbojpeg" if hasattr(lossless, "__self__") else "jpegtran"
+        return settings
 
     def target(self, width: int, height: int) -> tuple[int, int]:
         """The size in pixels that an image of this size gets (before `size` cuts it)."""

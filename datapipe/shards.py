@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from .errors import SettingError, SourceError
 from .formats import Buffer, shard_format
 from .fsio import atomic_write, checksum, named, partial_path, sync_folder
 from .image import ImageHeader
-from .index import ENCODINGS, RECORD
+from .index import ENCODINGS, RECORD, pack_record
 from .journal import BadSample, PackedShard
 from .manifest import FileInfo, ShardInfo
 from .sources import Samples
@@ -40,7 +41,7 @@ class ShardTask:
     samples: Samples
     which: np.ndarray  # int64: the samples of this shard
 
-    @property
+    @cached_property  # Path's arithmetic takes as long as writing an image
     def path(self) -> Path:
         return self.folder / f"shard-{self.number:06}{shard_format(self.format).SUFFIX}"
 
@@ -64,7 +65,7 @@ class Shard:
         self._fd = -1
         self._position = 0
         self._digest = xxhash.xxh3_128()
-        self._records: list[tuple[int, ...]] = []
+        self._records = bytearray()  # of RECORD, packed
         self._channels = 1
         self._source_bytes = 0
         self._converted: Counter[str] = Counter()
@@ -78,31 +79,32 @@ class Shard:
             with named(self._partial):
                 self._fd = _open_alone(self._partial)
             pieces.append(self._writer.head)
+        samples, keys = self.task.samples, self.task.keys
         for image in images:
             if isinstance(image, BadSample):
                 self._bad.append(image)
-            else:
-                pieces += self._add(image)
+                continue
+            sample, data, header, source_bytes, converted, checksum = image
+            label = int(samples.labels[sample])
+            try:
+                pieces += self._writer.add(keys[sample], label, data, header)
+            except ValueError as error:
+                path = samples.where(sample)
+                raise SourceError(f"cannot be packed into {self.task.format}: {error}", path=path) from error
+            self._records += pack_record(
+                0, len(data), self.task.number, label, checksum,
+                header.width, header.height, header.restart_interval, ENCODINGS.index(header.encoding)
+            )  # fmt: skip
+            self._channels |= header.channels  # 1 | 3 is 3
+            self._source_bytes += source_bytes
+            if converted:
+                self._converted.update(converted)
         position = self._position
+        self._position += sum(map(len, pieces))
+        update = self._digest.update
         for piece in pieces:
-            self._digest.update(piece)
-            self._position += len(piece)
+            update(piece)
         return position, pieces
-
-    def _add(self, image: Good) -> Sequence[Buffer]:
-        header, label = image.header, int(self.task.samples.labels[image.sample])
-        self._records.append(
-            (0, len(image.data), self.task.number, label, image.checksum,
-             header.width, header.height, header.restart_interval, ENCODINGS.index(header.encoding))
-        )  # fmt: skip
-        self._channels = max(self._channels, header.channels)
-        self._source_bytes += image.source_bytes
-        self._converted.update(image.converted)
-        try:
-            return self._writer.add(self.task.keys[image.sample], label, image.data, header)
-        except ValueError as error:
-            path = self.task.samples.where(image.sample)
-            raise SourceError(f"cannot be packed into {self.task.format}: {error}", path=path) from error
 
     def write(self, position: int, pieces: Sequence[Buffer]) -> None:
         with named(self._partial):
@@ -111,8 +113,8 @@ class Shard:
     def finish(self, stop: threading.Event) -> PackedShard:
         """Complete the file and give it its name. Called once, when everything is written."""
         path, sidecars, info = self.task.path, [], None
-        records = np.array(self._records, RECORD)
-        if self._records:
+        records = np.frombuffer(bytearray(self._records), RECORD)
+        if len(records):
             finished = self._writer.finish()
             records["offset"] = finished.offsets
             size = self._position + len(finished.tail)

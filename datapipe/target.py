@@ -29,9 +29,7 @@ class Target:
         self.splits = [folder / split for split in dict.fromkeys(SPLITS.values())]
         place = folder.resolve()
         if place.is_relative_to(source.resolve()):
-            raise SettingError(
-                f"OUT: {folder} lies in SOURCE, where it would be taken for images; choose another"
-            )
+            raise SettingError(f"OUT: {folder} lies in SOURCE, where it would be taken for images; choose another")
         for above in (place, *place.parents):
             if above.exists() and not above.is_dir():
                 raise SettingError(f"OUT: {above} is a file; allowed: a folder, or a new name")

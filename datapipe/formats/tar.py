@@ -34,8 +34,8 @@ def member_header(name: bytes, size: int) -> bytes:
     if size > MAX_IMAGE_BYTES:
         raise ValueError(f"{name.decode()!r} has {size} bytes, a tar shard holds files up to {MAX_IMAGE_BYTES}")
     digits = b"%011o\0" % size
-    checksum = b"%06o\0 " % (_CONSTANT_SUM + sum(name) + sum(digits))
-    return b"".join((name.ljust(MAX_NAME_BYTES, b"\0"), _MODE_AND_OWNER, digits, _TIME, checksum, _REST))
+    checksum = _CONSTANT_SUM + sum(name) + sum(digits)
+    return b"%b%b%b%b%06o\0 %b" % (name.ljust(MAX_NAME_BYTES, b"\0"), _MODE_AND_OWNER, digits, _TIME, checksum, _REST)
 
 
 class Writer:
@@ -53,13 +53,13 @@ class Writer:
         image_header = member_header(image_name.encode(), size)
         label_header = member_header(label_name.encode(), len(text))
 
-        image_at = self._position + BLOCK_BYTES
         padding = bytes(-size % BLOCK_BYTES)
+        image_at = self._position + BLOCK_BYTES
         label_at = image_at + size + len(padding) + BLOCK_BYTES
         self._position = label_at + BLOCK_BYTES
         self._offsets.append(image_at)
         self._index.append(f"{extension} {image_at} {size} {image_name} cls {label_at} {len(text)} {label_name}\n")
-        return image_header, data, padding + label_header + text.ljust(BLOCK_BYTES, b"\0")
+        return image_header, data, b"%b%b%b" % (padding, label_header, text.ljust(BLOCK_BYTES, b"\0"))
 
     def finish(self) -> Finished:
         index = f"v1.2 {len(self._index)}\n" + "".join(self._index)

@@ -28,9 +28,11 @@ class Files:
     labels: np.ndarray
     blocks: None = None
     _folders: Descriptors = field(init=False, repr=False)
+    _folder: memoryview = field(init=False, repr=False)  # of `folder`, which gives Python's integers, and sooner
     _real_bounds: str | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
+        self._folder = memoryview(np.ascontiguousarray(self.folder, np.int32))
         self._folders = Descriptors(len(self.folders), self._open_folder)
 
     @property
@@ -53,7 +55,7 @@ class Files:
 
     def read(self, i: int, buffer: memoryview) -> Buffer:
         """One open, one read, one close: opened from its folder's descriptor, so that only its name is looked up."""
-        number = self.folder[i]
+        number = self._folder[i]
         folder = self._folders.kept[number]
         if folder is not None:
             fd = open_file(self.files[i], self._real_bounds, folder)

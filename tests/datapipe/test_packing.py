@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from datapipe import transcode
 from datapipe.cluster import Task
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceError
@@ -494,10 +496,20 @@ def test_resizing_is_counted_and_kept_small(image_folder, tmp_path):
     recode = RecodeOptions(resize="max=64", restart=8)
     manifests = pack(image_folder, tmp_path / "out", PackOptions(recode=recode))
     manifest = manifests["train"]
-    assert manifest.recode == {"resize": "max=64", "restart": 8}
+    assert manifest.recode.items() >= {"resize": "max=64", "restart": 8}.items()
     assert manifest.converted["png"] == 12 and manifest.image_bytes < manifest.source_bytes
     with DataSet(tmp_path / "out" / "train") as data_set:
         assert max(data_set.index["width"].max(), data_set.index["height"].max()) == 64
         assert set(data_set.index["encoding"]) == {0} and data_set.index["restart_interval"].min() > 0
     with pytest.raises(SettingError, match="another recode"):
         pack(image_folder, tmp_path / "out", PackOptions(resume=True))
+
+
+def test_two_encoders_do_not_share_a_pack(image_folder, tmp_path, monkeypatch):
+    """On one node libturbojpeg, on another Pillow: their bytes differ."""
+    options = {"shard_mib": 1, "recode": RecodeOptions(quality=80)}
+    assert pack(image_folder, tmp_path / "out", PackOptions(task=Task(0, 2, ""), **options)) == {}
+    other = (lambda: None) if transcode.turbojpeg() else (lambda: SimpleNamespace(restart=None))
+    monkeypatch.setattr(transcode, "turbojpeg", other)
+    with pytest.raises(SettingError, match=r"another recode: .*'encoder'.*, not .*'encoder'"):
+        pack(image_folder, tmp_path / "out", PackOptions(task=Task(1, 2, ""), **options))
