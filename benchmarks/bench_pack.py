@@ -87,7 +87,9 @@ class Contest:
         command = packing.command(packer, action, job, self._venv)
         with open(folder / "log", "w+", encoding="utf-8", errors="replace") as log:
             try:
-                output, whole = process(command, stderr=log, env=os.environ | {"TMPDIR": str(folder / "tmp")})
+                # Compiled modules are kept, as where it is installed: the peers' were when pip installed them.
+                kept = {"TMPDIR": str(folder / "tmp"), "PYTHONDONTWRITEBYTECODE": ""}
+                output, whole = process(command, stderr=log, env=os.environ | kept)
             except ChildProcessError as error:
                 log.seek(0)
                 said = log.read().strip().splitlines()
