@@ -1,10 +1,10 @@
 """The hot path of packing: threads read samples at the same time, and shards come out in the planned order.
 
-A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk. Whoever
-finds that the chunk whose turn it is has been delivered gives it its place: the writer lays it out behind the last one,
-and the shard's checksum goes on. That takes microseconds; then it is written at its place, while other threads read,
-lay out and write other chunks. So a read that hangs delays its shard, not the other readers; the bytes are copied
-once, from the page cache into memory and back; and a shard is the same whatever the number of threads.
+A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk to its shard.
+Whoever finds that the chunk whose turn it is has been delivered gives it its place: the writer lays it out behind the
+last one, and the shard's checksum goes on. That takes microseconds; then it is written at its place, while other
+threads read, lay out and write other chunks. So a read that hangs delays its shard, not the other readers; the bytes
+are copied once, from the page cache into memory and back; and a shard is the same whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that handing over costs little
 MAX_CHUNK = 64  # samples
+OPEN_SHARDS = 2  # written at the same time: a kernel lets only one thread write to a file
 # Of each chunk's memory, beside twice its expected bytes: a file that does not fit is read in two pieces.
 SLACK_BYTES = 256 << 10
 CHUNKS_A_THREAD = 3  # that it works on, or that wait for one that is slow
@@ -45,7 +46,6 @@ Prepare = Callable[[Buffer], tuple[Buffer, ImageHeader, Sequence[str]]]
 
 
 class _Chunk(NamedTuple):
-    number: int
     shard: Shard
     which: range  # of the shard's samples
     memory: memoryview
@@ -67,9 +67,6 @@ class Assembly:
         self._chunk = int(np.clip(CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
         self._memory_bytes = int(2 * self._chunk * mean_bytes) + SLACK_BYTES
         self._lock = threading.Lock()
-        self._ready: dict[int, _Chunk] = {}
-        self._head = 0  # number of the chunk whose turn it is
-        self._placing = False
         self._num_bad = self._num_done = 0
         self._stop = threading.Event()
         self._events: queue.SimpleQueue[tuple[ShardTask, PackedShard] | BaseException] = queue.SimpleQueue()
@@ -113,13 +110,15 @@ class Assembly:
             for shard in shards:
                 shard.abandon(close=not any(thread.is_alive() for thread in threads))
 
-    def _cut(self, shards: Sequence[Shard]) -> Iterator[tuple[int, Shard, range]]:
-        number = 0
-        for shard in shards:
-            total = len(shard.task.which)
-            for first in range(0, total, self._chunk):
-                yield number, shard, range(first, min(first + self._chunk, total))
-                number += 1
+    def _cut(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, range]]:
+        """Chunks, of several shards in turn."""
+        for first in range(0, len(shards), OPEN_SHARDS):
+            group = shards[first : first + OPEN_SHARDS]
+            totals = [len(shard.task.which) for shard in group]
+            for start in range(0, max(totals), self._chunk):
+                for shard, total in zip(group, totals, strict=True):
+                    if start < total:
+                        yield shard, range(start, min(start + self._chunk, total))
 
     def _add_threads(self, threads: list[threading.Thread], count: int) -> None:
         for _ in range(count):
@@ -145,7 +144,7 @@ class Assembly:
 
     def _work(self, me: int) -> None:
         try:
-            # Memory first: so the chunk whose turn it is always has some.
+            # Memory first: so the chunk whose turn it is in its shard always has some.
             while (memory := self._free.get()) is not None:
                 with self._lock:
                     work = next(self._chunks, None)
@@ -154,8 +153,8 @@ class Assembly:
                 chunk = _Chunk(*work, memory, [])
                 self._read(me, chunk)
                 with self._lock:
-                    self._ready[chunk.number] = chunk
-                self._write_what_is_ready(me)
+                    chunk.shard.ready[chunk.which.start] = chunk
+                self._write_what_is_ready(me, chunk.shard)
         except Stopped:
             pass
         except BaseException as error:
@@ -207,19 +206,19 @@ class Assembly:
         logger.warning("%s is left out: %s", path, reason)
         return BadSample(i, path, reason)
 
-    def _write_what_is_ready(self, me: int) -> None:
+    def _write_what_is_ready(self, me: int, shard: Shard) -> None:
         while True:
             with self._lock:
-                if self._placing or self._head not in self._ready:
+                chunk = None if shard.placing else shard.ready.pop(shard.head, None)
+                if chunk is None:
                     return
-                chunk = self._ready.pop(self._head)
-                self._placing = True
-            shard, count = chunk.shard, len(chunk.images)
+                shard.placing = True
+            count = len(chunk.images)
             self._doing[me] = (time.monotonic(), shard.task.path.name, None, -1)
             position, pieces = shard.place(chunk.images)
             with self._lock:
-                self._placing = False
-                self._head += 1
+                shard.placing = False
+                shard.head = chunk.which.stop
             shard.write(position, pieces)
             chunk.images.clear()
             self._free.put(chunk.memory)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -60,6 +60,9 @@ class Shard:
 
     def __init__(self, task: ShardTask) -> None:
         self.task = task
+        self.ready: dict[int, Any] = {}  # what is to be placed, by its first sample
+        self.head = 0  # the sample whose turn it is
+        self.placing = False
         self.left = len(task.which)  # samples not written yet
         self._partial = partial_path(task.path)
         self._fd = -1
