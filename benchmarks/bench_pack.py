@@ -1,6 +1,6 @@
 """How fast are image files packed into shards: copied as they are, and scaled down and encoded anew?
 
-    python -m benchmarks.bench_pack [--count 6000] [--rounds 5] [--only NAME ...] [--out FOLDER]
+    python -m benchmarks.bench_pack [--count 6000] [--resize-count 2000] [--rounds 5] [--only NAME ...] [--out FOLDER]
 
 Photographs as from ImageNet, in the page cache. Every packer is a process of its own; they take turns. What each packed
 is read back once and compared with the source. Prints tables, writes results/pack.json.
@@ -184,6 +184,7 @@ def versions(venv: Path) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=6000, help="photographs (default: %(default)s)")
+    parser.add_argument("--resize-count", type=int, default=2000, help="of them, to resize (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these sections or packers; no record")
     parser.add_argument("--out", type=Path, help="write here (default: a RAM disk with room, else benchmarks/work)")
@@ -192,13 +193,14 @@ def main() -> int:
 
     sections = chosen(arguments.only)
     described = environment()  # before the runs: the code on disk may change under them
-    folder = corpus.photographs(arguments.count)
-    source = folder / "images" / "train"
-    place = out_folder(arguments.out, SPACE * sum(path.stat().st_size for path in source.glob("*/*")))
-    contest = Contest(source, place, arguments.peers)
-    print(f"{corpus.describe(folder)}, written to {place} ({filesystem(place)})", flush=True)
-    results = {}
+    results, described_corpora = {}, {}
     for name, packers in sections.items():
+        folder = corpus.photographs(arguments.resize_count if name == "resize" else arguments.count)
+        source = folder / "images" / "train"
+        place = out_folder(arguments.out, SPACE * sum(path.stat().st_size for path in source.glob("*/*")))
+        contest = Contest(source, place, arguments.peers)
+        described_corpora[name] = corpus.describe(folder)
+        print(f"{described_corpora[name]}, written to {place} ({filesystem(place)})", flush=True)
         print(f"{name}: 1 checked and {arguments.rounds} measured runs of each packer", flush=True)
         results[name] = section(name, packers, contest, arguments.rounds)
         print("\n" + report(name, results[name]) + "\n", flush=True)
@@ -207,7 +209,7 @@ def main() -> int:
         record = {
             "environment": described,
             "peers": versions(arguments.peers),
-            "corpus": corpus.describe(folder),
+            "corpora": described_corpora,
             "settings": {"short": SHORT, "quality": QUALITY, "restart": RESTART, "filesystem": filesystem(place)},
             "notes": NOTES,
             "sections": results,

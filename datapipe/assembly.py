@@ -107,8 +107,11 @@ class Assembly:
             deadline = time.monotonic() + GRACE_S
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
-            for shard in shards:
-                shard.abandon(close=not any(thread.is_alive() for thread in threads))
+            hangs = any(thread.is_alive() for thread in threads)
+            # In a thread: the kernel removes no file to which a write hangs before that is answered.
+            clean = threading.Thread(target=_abandon, args=(shards, not hangs), daemon=True)
+            clean.start()
+            clean.join(GRACE_S if hangs else None)
 
     def _cut(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, range]]:
         """Chunks, of several shards in turn."""
@@ -135,9 +138,9 @@ class Assembly:
         for doing in self._doing:
             if doing and now - doing[0] > self._timeout_s:
                 since, shard, samples, sample = doing
-                what, path = ("a read", samples.where(sample)) if samples else ("a write", None)
+                what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
                 raise DatapipeError(
-                    f"{what} has not answered for {now - since:.0f} s (--timeout)", path=path, shard=shard
+                    f"{what} has not answered for {now - since:.0f} s (--timeout)", path=path, shard=shard.name
                 )
 
     # --- in the threads ---
@@ -165,7 +168,7 @@ class Assembly:
     def _read(self, me: int, chunk: _Chunk) -> None:
         """Read all, then look at all: code that has just run runs faster than after a call of the system."""
         task, memory, at = chunk.shard.task, chunk.memory, 0
-        samples, shard = task.samples, task.path.name
+        samples, shard = task.samples, task.path
         numbers = task.which[chunk.which.start : chunk.which.stop].tolist()
         images: list[Buffer | Exception] = []
         for sample in numbers:
@@ -190,7 +193,7 @@ class Assembly:
             except OSError as error:
                 if error.errno not in BAD_FILE:
                     message = f"cannot be read: {error.strerror or error}"
-                    raise SourceError(message, path=samples.where(sample), shard=shard) from error
+                    raise SourceError(message, path=samples.where(sample), shard=shard.name) from error
                 chunk.images.append(self._bad(task, i, sample, error.strerror, error))
             else:
                 chunk.images.append(Good(sample, stored, header, len(data), converted, sample_checksum(stored)))
@@ -214,7 +217,7 @@ class Assembly:
                     return
                 shard.placing = True
             count = len(chunk.images)
-            self._doing[me] = (time.monotonic(), shard.task.path.name, None, -1)
+            self._doing[me] = (time.monotonic(), shard.task.path, None, -1)
             position, pieces = shard.place(chunk.images)
             with self._lock:
                 shard.placing = False
@@ -229,6 +232,11 @@ class Assembly:
             if last:
                 self._events.put((shard.task, shard.finish(self._stop)))
             self._doing[me] = None
+
+
+def _abandon(shards: Sequence[Shard], close: bool) -> None:
+    for shard in shards:
+        shard.abandon(close)
 
 
 class _Pace:

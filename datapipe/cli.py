@@ -224,7 +224,7 @@ def _tell_packed(out: Path, manifests: dict, task, seconds: float, as_json: bool
         print(json.dumps({"seconds": seconds, "complete": bool(splits), "splits": splits}))
         return
     if not splits:
-        print(f"task {task.index} of {task.count} is done; the last task writes the manifests")
+        print(f"task {task.index} of {task.count} is done; the last task writes the manifests (or --finish)")
         return
     for split, row in splits.items():
         print(_line(row))

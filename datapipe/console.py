@@ -40,6 +40,8 @@ def run(command: Callable[[], object]) -> int:
     except SystemExit as stop:  # the command-line library's own way out, of most Ctrl-Cs as well
         if stop.code == 128 + signal.SIGINT:
             return _interrupted()
+        if stop.code == 128 + signal.SIGTERM:
+            print("terminated", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 

@@ -54,13 +54,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[None]:
+def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
     """Hold a folder for this process, or all that share it; the kernel lets go when the process ends, however it ends.
 
     Raises BlockingIOError when another holds it and `wait` is False. A filesystem that cannot lock folders
-    (NFS, Lustre without `flock`) does without.
+    (NFS, Lustre without `flock`) does without: then it yields False.
     """
-    fd = os.open(folder, os.O_RDONLY)
+    fd, held = os.open(folder, os.O_RDONLY), True
     try:
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -68,7 +68,8 @@ def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[None]:
             raise
         except OSError as error:
             logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
-        yield
+            held = False
+        yield held
     finally:
         os.close(fd)
 

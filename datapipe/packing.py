@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,9 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manife
     """
     if source_path.is_dir() and (packed := _packed(source_path)):
         raise SettingError(f"SOURCE: {packed} is packed already; datapipe convert puts it into another format")
-    listed = {"source": str(source_path.resolve()), "kind": options.kind, "outside": options.outside}
     if options.format == "npy" and (options.recode.store != "raw" or options.recode.compress):
         raise SettingError("format: npy holds nothing but pixels; allowed: with --store raw, not compressed")
-    target = Target(out, source_path)
-    return _Pack(target, options, listed, lambda: open_source(source_path, options.kind, options.outside)).run()
+    return _pack_of(source_path, out, options).run()
 
 
 def convert(folder: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
@@ -124,23 +123,16 @@ def convert(folder: Path, out: Path, options: PackOptions) -> dict[str, Manifest
 def finish(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
     """Write the manifests of a pack whose shards are all there.
 
-    Raises SettingError (no unfinished pack in `out`, or tasks are at work on it), DatapipeError (shards missing).
+    Raises SettingError (no unfinished pack in `out`, one of another source or with other options, or tasks are at work
+    on it), DatapipeError (shards missing).
     """
-    target = Target(out, source_path)
-    with target.alone():
-        plan = target.plan()
-        if plan is None and target.is_whole():
-            return target.manifests()
-        if plan is None:
-            raise SettingError(f"OUT: {out} holds no unfinished pack")
-        missing = target.missing(plan)
-        if missing:
-            message = (
-                f"{len(missing)} of {plan.num_shards} shards are missing, the first is number {missing[0]}: run the "
-                "tasks again that failed (of N tasks, number i packs the shards i, i + N, i + 2 N, …)"
-            )
-            raise DatapipeError(message, path=out)
-        return _finish(plan, target, options)
+    return _pack_of(source_path, out, options).finish()
+
+
+def _pack_of(source_path: Path, out: Path, options: PackOptions) -> _Pack:
+    listed = {"source": str(source_path.resolve()), "kind": options.kind, "outside": options.outside}
+    source = partial(open_source, source_path, options.kind, options.outside)
+    return _Pack(Target(out, source_path), options, listed, source)
 
 
 def _packed(folder: Path) -> Path | None:
@@ -174,26 +166,53 @@ class _Pack:
             return _finish(plan, self.target, self.options)
 
     def _run_part(self) -> dict[str, Manifest]:
-        """Be one of several tasks. Who writes shards shares the folder's lock; who plans or finishes has it alone."""
-        target, folder = self.target, self.target.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            with contextlib.suppress(BlockingIOError), locked(folder, wait=False):
-                if self._plan() is None:
-                    return target.manifests()
-            with locked(folder, wait=True, shared=True):  # waits for a task that is planning
-                plan = target.plan()
-                if plan is not None:
-                    target.check_unfinished(plan, self.settings)
-                    self._write(plan)
-                    break
-            time.sleep(PLAN_WAIT_S)  # the task that planned was stopped, or another has just finished everything
-        with contextlib.suppress(BlockingIOError), locked(folder, wait=False):
+        """Be one of several tasks: one plans, all write, and one of those who find everything written finishes.
+
+        Where nodes see no locks of each other (Lustre and NFS may be mounted so), several may plan: the same.
+        """
+        target, task = self.target, self.options.task
+        target.folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + self.options.timeout_s
+        while (plan := target.plan()) is None:
             if target.is_whole():
+                target.check_whole(self.settings)
+                logger.info("%s is complete", target.folder)
                 return target.manifests()
+            with contextlib.suppress(BlockingIOError), locked(target.folder, wait=False) as held:
+                if held or task.index == 0:
+                    self._plan()
+                    continue
+            if time.monotonic() > deadline:
+                message = f"no task has planned for {self.options.timeout_s:.0f} s (--timeout): is task 0 running?"
+                raise DatapipeError(message, path=target.folder)
+            time.sleep(PLAN_WAIT_S)
+        target.check_unfinished(plan, self.settings)
+        with locked(target.folder, wait=True, shared=True):
+            self._write(plan)
             if not target.missing(plan):
-                return _finish(plan, target, self.options)
-        return {}
+                with target.turn_to_finish() as mine:
+                    if mine:
+                        return _finish(plan, target, self.options)
+        return target.manifests() if target.is_whole() else {}
+
+    def finish(self) -> dict[str, Manifest]:
+        target = self.target
+        with target.alone():
+            plan = target.plan()
+            if plan is None and target.is_whole():
+                target.check_whole(self.settings)
+                return target.manifests()
+            if plan is None:
+                raise SettingError(f"OUT: {target.folder} holds no unfinished pack")
+            target.check_unfinished(plan, self.settings)
+            missing = target.missing(plan)
+            if missing:
+                message = (
+                    f"{len(missing)} of {plan.num_shards} shards are missing, the first is number {missing[0]}: run "
+                    "the tasks again that failed (of N tasks, number i packs the shards i, i + N, i + 2 N, …)"
+                )
+                raise DatapipeError(message, path=target.folder)
+            return _finish(plan, target, self.options)
 
     def _plan(self) -> Plan | None:
         """The plan of the unfinished pack that is there, or a new one; None when all is there, as asked for.
@@ -217,7 +236,7 @@ class _Pack:
         source = self.source()
         share = _stored_share(source, options.recode)
         plan = make_plan(source, self.settings, shard_format(options.format).OVERHEAD_BYTES, share)
-        target.begin(plan)
+        target.begin(plan, alone=options.task.count == 1)
         save_plan(plan, target.state)
         return plan
 

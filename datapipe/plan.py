@@ -11,6 +11,7 @@ import json
 import os
 import re
 import unicodedata
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -155,8 +156,10 @@ def save_plan(plan: Plan, folder: Path) -> None:
         )
     head = {"settings": plan.settings, "kind": plan.kind, "classes": plan.classes, "splits": splits}
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-    with atomic_write(folder / PLAN) as file:
+    mine = folder / f"{uuid.uuid4()}.npz"  # another task may be writing the same plan
+    with atomic_write(mine) as file:
         np.savez(file, **arrays)
+    mine.replace(folder / PLAN)
 
 
 def load_plan(folder: Path) -> Plan | None:

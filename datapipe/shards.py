@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import threading
 from collections import Counter
@@ -24,6 +25,8 @@ from .index import ENCODINGS, RECORD, pack_record
 from .journal import BadSample, PackedShard
 from .manifest import FileInfo, ShardInfo
 from .sources import Samples
+
+logger = logging.getLogger(__name__)
 
 MAX_PIECES = 1024  # IOV_MAX of Linux (limits.h)
 
@@ -152,7 +155,10 @@ class Shard:
     def abandon(self, close: bool) -> None:
         """Remove what is not finished. A thread that hangs may yet write: then its descriptor must stay ours."""
         if self._fd >= 0:
-            self._partial.unlink(missing_ok=True)
+            try:
+                self._partial.unlink(missing_ok=True)
+            except OSError as error:  # what went wrong before is what matters
+                logger.warning("%s cannot be removed: %s", self._partial, error.strerror)
             if close:
                 os.close(self._fd)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,8 +18,11 @@ from .plan import Plan, SplitPlan, load_plan
 from .sources import SPLITS
 
 STATE = ".pack"  # in the folder while it is unfinished: the plan, and what is known of finished shards
+FINISHING = "finishing"  # in STATE: a task is writing the manifests
+DONE = ".pack-done"  # what STATE becomes, to be removed
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
-OUR_FILES = re.compile(rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?")
+# And what NFS makes of a file that is removed while it is open.
+OUR_FILES = re.compile(rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?|\.nfs\w+")
 
 
 class Target:
@@ -39,6 +43,7 @@ class Target:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the folder for this process. Raises SettingError when another packs there."""
+        is_new = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with locked(self.folder, wait=False):
@@ -46,6 +51,10 @@ class Target:
         except BlockingIOError as error:
             message = f"OUT: another process is packing into {self.folder}; choose another, or wait for it"
             raise SettingError(message) from error
+        finally:
+            if is_new:
+                with contextlib.suppress(OSError):  # unless it is empty still
+                    self.folder.rmdir()
 
     def plan(self) -> Plan | None:
         """Of an unfinished pack."""
@@ -60,6 +69,20 @@ class Target:
     def manifests(self) -> dict[str, Manifest]:
         return {folder.name: Manifest.read(folder) for folder in self.splits if (folder / MANIFEST).exists()}
 
+    @contextlib.contextmanager
+    def turn_to_finish(self) -> Iterator[bool]:
+        """Of several tasks that find all shards written, whether this one writes the manifests."""
+        marker = self.state / FINISHING
+        try:
+            os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except (FileExistsError, FileNotFoundError):  # another does it, or has done it
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            marker.unlink(missing_ok=True)
+
     def missing(self, plan: Plan) -> list[int]:
         """Numbers of the shards that nobody has finished yet, counted over all splits."""
         missing, first = [], 0
@@ -72,7 +95,7 @@ class Target:
 
     def check_foreign(self) -> None:
         """Raises SettingError when anything here is not ours."""
-        foreign = [path for path in self.folder.iterdir() if path not in (*self.splits, self.state)]
+        foreign = [path for path in self.folder.iterdir() if path not in (*self.splits, self.state, self.folder / DONE)]
         for folder in filter(Path.exists, self.splits):
             foreign += [path for path in folder.iterdir() if not OUR_FILES.fullmatch(path.name)]
         if foreign:
@@ -92,22 +115,35 @@ class Target:
 
     def _compare(self, name: str, was: Any, asked: Any, what: str) -> None:
         if was != asked:
-            message = f"OUT: {self.folder} {what} with another {name}: {was}, not {asked}; --overwrite replaces it"
-            raise SettingError(message)
+            way_out = "remove it, or replace it with --overwrite"
+            raise SettingError(f"OUT: {self.folder} {what} with another {name}: {was}, not {asked}; {way_out}")
 
-    def begin(self, plan: Plan) -> None:
-        """Remove what is here, and make the folders of a new pack."""
-        for folder in self.splits:
-            (folder / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no data set
-        for folder in (self.state, *self.splits):
-            if folder.exists():
-                shutil.rmtree(folder)
+    def begin(self, plan: Plan, alone: bool) -> None:
+        """Make the folders of a new pack, and remove what is here if we are `alone`.
+
+        Else another task may have begun. Raises SettingError when there are remains that are not its.
+        """
+        if not alone:
+            remains = [path for folder in self.splits for path in folder.glob("*")]
+            if remains and self.plan() is None:  # which is there before the first shard
+                raise SettingError(
+                    f"OUT: {self.folder} holds remains such as {remains[0]}; remove it, or choose another"
+                )
+        else:
+            for folder in self.splits:
+                (folder / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no data set
+            for folder in (self.state, self.folder / DONE, *self.splits):
+                if folder.exists():
+                    shutil.rmtree(folder)
         for split in plan.splits:
-            (self.folder / split.split).mkdir()
-            (self.state / split.split).mkdir(parents=True)
+            (self.folder / split.split).mkdir(exist_ok=True)
+            (self.state / split.split).mkdir(parents=True, exist_ok=True)
 
     def end(self) -> None:
         """Everything is complete."""
         for path in self.folder.glob("*/.*.partial"):  # of a task that was killed
             path.unlink(missing_ok=True)
-        shutil.rmtree(self.state, ignore_errors=True)  # another task may be doing the same
+        done = self.folder / DONE
+        shutil.rmtree(done, ignore_errors=True)  # of an end that was killed
+        self.state.replace(done)  # at once: a task that begins now finds a plan with its journal, or none
+        shutil.rmtree(done)

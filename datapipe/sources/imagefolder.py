@@ -82,7 +82,8 @@ class ClassTree:
         with the names, asking costs a request for each. Raises SourceError, for links that lead out of `bounds`, too.
         """
         with opened(str(root), bounds) as fd:
-            names = sorted(entry.name for entry in os.scandir(fd) if not is_hidden(entry.name))
+            with refused(str(root)):
+                names = sorted(entry.name for entry in os.scandir(fd) if not is_hidden(entry.name))
             if image := next(filter(is_image, names), None):
                 raise SourceError(f"lies beside the class folders, not in one; {LAYOUT}", path=root / image)
             found = _list_all(lambda name: _list_class(name, fd, root, bounds), names)
@@ -148,8 +149,8 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
             if not os.path.isdir(real_path(name, root_fd)):
                 return None
             fd = os.open(follow(name, bounds and real_path(bounds), root_fd), LIST_FLAGS)
-    found = _Class()
-    _walk(fd, name, found)
+        found = _Class()
+        _walk(fd, name, found)
     return found
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import datapipe
 from datapipe import transcode
 from datapipe.cluster import Task
 from datapipe.dataset import DataSet
@@ -23,7 +24,7 @@ from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.recode import RecodeOptions
-from datapipe.target import STATE
+from datapipe.target import FINISHING, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
 
@@ -513,3 +514,63 @@ def test_two_encoders_do_not_share_a_pack(image_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(transcode, "turbojpeg", other)
     with pytest.raises(SettingError, match=r"another recode: .*'encoder'.*, not .*'encoder'"):
         pack(image_folder, tmp_path / "out", PackOptions(task=Task(1, 2, ""), **options))
+
+
+@pytest.mark.parametrize("locks", ["none", "seen by nobody else"])
+def test_tasks_need_no_locks(image_folder, tmp_path, locks):
+    """On a filesystem mounted without `flock`, and on one whose locks other nodes do not see."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, fcntl\n"
+        "import datapipe.plan\n"
+        "datapipe.plan.mean_bytes = lambda *_: 600_000\n"
+        "def flock(fd, how):\n"
+        f"    if {locks == 'none'}:\n"
+        "        raise OSError(errno.ENOSYS, 'no locks here')\n"
+        "fcntl.flock = flock\n"
+    )
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(datapipe.__file__).parents[1]}"}
+    with small_shards():
+        pack(image_folder, tmp_path / "alone", PackOptions(shard_mib=8))
+    command = [sys.executable, "-m", "datapipe", "pack", str(image_folder), str(tmp_path / "out"), "--shard-mib", "8"]
+    for _ in range(3):
+        tasks = [
+            subprocess.Popen([*command, "--task", f"{i}/4"], env=environ, stderr=subprocess.PIPE, text=True)
+            for i in range(4)
+        ]
+        said = [task.communicate(timeout=120)[1] for task in tasks]
+        assert [task.returncode for task in tasks] == [0] * 4, said
+        assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "alone")
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_an_elected_task_that_was_killed(image_folder, tmp_path):
+    """It leaves a mark, so that the other tasks do not finish; `finish` does."""
+    with small_shards():
+        for index in (1, 0):
+            assert pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(index, 2, ""))) == {}
+            (tmp_path / STATE / FINISHING).touch()
+        assert not (tmp_path / "train" / MANIFEST).exists()
+        assert finish(image_folder, tmp_path, PackOptions(shard_mib=8))["train"].num_samples
+
+
+def test_remains_of_another_pack_are_no_place_for_tasks(image_folder, tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "shard-000099.tar").touch()
+    with pytest.raises(SettingError, match=r"remains such as .*shard-000099"):
+        pack(image_folder, tmp_path, PackOptions(task=Task(0, 2, "")))
+
+
+def test_finishing_checks_what_was_asked_for(image_folder, tmp_path):
+    pack(image_folder, tmp_path / "out", PackOptions())
+    with pytest.raises(SettingError, match="another seed: 0, not 1"):
+        finish(image_folder, tmp_path / "out", PackOptions(seed=1))
+    with small_shards():
+        pack(image_folder, tmp_path / "part", PackOptions(shard_mib=8, task=Task(0, 2, "")))
+    with pytest.raises(SettingError, match="another source"):
+        finish(tmp_path / "else", tmp_path / "part", PackOptions(shard_mib=8))
+
+
+def test_a_source_that_cannot_be_listed_leaves_nothing(tmp_path):
+    with pytest.raises(SourceError):
+        pack(tmp_path / "none", tmp_path / "out", PackOptions())
+    assert not (tmp_path / "out").exists()

@@ -4,9 +4,13 @@
 #
 #     bash tools/mpi/pack.sh -n 16 --hostfile hosts -- SOURCE OUT [options of datapipe pack]
 #
-# What stands before `--` goes to mpirun (or to what MPIRUN names, mpiexec say). Python needs no MPI library. OUT must
-# be on a filesystem that all hosts share. Run again, after whatever stopped it, it goes on with the shards that are
-# missing; when all are there, it says so.
+# What stands before `--` goes to mpirun (or to what MPIRUN names, mpiexec say): one task a host is best, so in `hosts`
+# each has `slots=1`. Python needs no MPI library. OUT must be on a filesystem that all hosts
+# share, with locks (Lustre: mounted with flock).
+#
+# Run again with the same arguments, after whatever stopped it, it goes on with the shards that are missing; when all
+# are there, it says so. The exit code is 0 when everything is packed, 1 for the data, 2 for wrong options, and
+# mpirun's own where that failed.
 set -euo pipefail
 launch=()
 while [[ $# -gt 0 && $1 != -- ]]; do
@@ -18,6 +22,10 @@ if [[ $# -lt 3 ]]; then
     exit 2
 fi
 shift
+if ! command -v datapipe >/dev/null; then
+    echo "pack.sh: no datapipe on PATH: activate its environment" >&2
+    exit 127
+fi
 
 # Open MPI (4; 5) would bind each task to a core or a few, and a task has many threads.
 export OMPI_MCA_hwloc_base_binding_policy=none PRTE_MCA_hwloc_default_binding_policy=none
