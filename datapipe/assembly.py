@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import queue
 import threading
@@ -98,7 +99,7 @@ class Assembly:
                 on_progress(done - told)
                 told = done
                 if len(threads) < self._workers and pace.is_idle():
-                    self._add_threads(threads, min(len(threads), self._workers - len(threads)))
+                    self._add_threads(threads, min(3 * len(threads), self._workers - len(threads)))
                 self._look_for_hangs()
         finally:
             self._stop.set()
@@ -126,7 +127,7 @@ class Assembly:
     def _add_threads(self, threads: list[threading.Thread], count: int) -> None:
         for _ in range(count):
             for _ in range(CHUNKS_A_THREAD):
-                self._free.put(memoryview(bytearray(self._memory_bytes)))
+                self._free.put(memoryview(mmap.mmap(-1, self._memory_bytes)))  # of which only what is used costs
             self._doing.append(None)
             # Daemons: one that hangs in a read must not keep the process from ending.
             thread = threading.Thread(target=self._work, args=(len(threads),), name=f"pack-{len(threads)}", daemon=True)

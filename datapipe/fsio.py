@@ -6,17 +6,22 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
+Item, Result = TypeVar("Item"), TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # what numpy.load raises, or a part missing
+PROBED = 4  # items whose time tells whether the filesystem makes us wait
+AT_ONCE = 32  # requests to a filesystem that does
 BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
 
 
@@ -72,6 +77,21 @@ def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
         yield held
     finally:
         os.close(fd)
+
+
+def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """What `function` says of each item: several at once where a filesystem's latency is most of the time.
+
+    Elsewhere threads only hinder each other: listing lets go of Python's lock at each name, and 8 threads take 3 to 7
+    times as long as one.
+    """
+    wall, cpu = time.perf_counter(), time.thread_time()
+    results = list(map(function, items[:PROBED]))
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    if wall <= 2 * cpu:
+        return [*results, *map(function, items[PROBED:])]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return [*results, *pool.map(function, items[PROBED:])]
 
 
 @contextmanager

@@ -30,11 +30,11 @@ from .formats import FORMATS, shard_format
 from .fsio import atomic_write, locked
 from .index import write_index, write_keys
 from .journal import Journal, PackedShard
-from .manifest import INDEX, KEYS, QUARANTINE, Manifest, find_data_sets
+from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest, find_data_sets
 from .plan import Plan, SplitPlan, make_plan, save_plan
 from .recode import RecodeOptions, Recoder
 from .shards import ShardTask, file_info
-from .sources import Pixels, Source, open_source
+from .sources import SPLITS, Pixels, Source, open_source
 from .target import SETTINGS, Target
 
 logger = logging.getLogger(__name__)
@@ -136,10 +136,9 @@ def _pack_of(source_path: Path, out: Path, options: PackOptions) -> _Pack:
 
 
 def _packed(folder: Path) -> Path | None:
-    try:
-        return find_data_sets(folder)[0]
-    except DatapipeError:
-        return None
+    """A data set that is, or lies in, `folder`, by its manifest. Not every class folder is asked for one."""
+    folders = folder, *(folder / split for split in dict.fromkeys(SPLITS.values()))
+    return next((folder for folder in folders if (folder / MANIFEST).exists()), None)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,9 @@ class Files:
 
     def size_bytes(self, i: int) -> int:
         try:
-            return os.stat(self.where(i)).st_size
-        except OSError:  # reading says so
+            with self._folders.borrow(self._folder[i]) as folder:
+                return os.stat(self.files[i], dir_fd=folder).st_size
+        except (OSError, ValueError):  # reading says so
             return 0
 
     def read(self, i: int, buffer: memoryview) -> Buffer:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import SourceError
+from ..fsio import side_by_side
 from . import SPLITS, Source
 from .files import Files
 from .opening import follow, opened, real_path, refused
@@ -21,8 +19,6 @@ from .splits import EXTENSIONS, is_hidden, is_image, pick_splits
 logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
-PROBED = 4  # folders whose listing tells whether the filesystem makes us wait
-LISTERS = 8  # folders listed at once where it does
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -86,7 +82,7 @@ class ClassTree:
                 names = sorted(entry.name for entry in os.scandir(fd) if not is_hidden(entry.name))
             if image := next(filter(is_image, names), None):
                 raise SourceError(f"lies beside the class folders, not in one; {LAYOUT}", path=root / image)
-            found = _list_all(lambda name: _list_class(name, fd, root, bounds), names)
+            found = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
         classes = {name: of for name, of in zip(names, found, strict=True) if of is not None}
         if not classes:
             raise SourceError(f"holds no class folders; {LAYOUT}", path=root)
@@ -125,19 +121,6 @@ class ClassTree:
                 "%s: left out %d files that are not named %s, the first: %s",
                 self.root, len(others), ", ".join(EXTENSIONS), others[0],
             )  # fmt: skip
-
-
-def _list_all(list_class: Callable[[str], _Class | None], names: list[str]) -> list[_Class | None]:
-    """List class folders, several at once where the filesystem's latency is most of the time.
-
-    Elsewhere threads only hinder each other: listing lets go of Python's lock at each name, and 8 threads take 3 to 7
-    times as long as one.
-    """
-    wall, cpu = time.perf_counter(), time.thread_time()
-    found = list(map(list_class, names[:PROBED]))
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    with ThreadPoolExecutor(LISTERS if wall > 2 * cpu else 1) as pool:
-        return [*found, *pool.map(list_class, names[PROBED:])]
 
 
 def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Class | None:

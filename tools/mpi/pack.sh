@@ -6,7 +6,7 @@
 #
 # What stands before `--` goes to mpirun (or to what MPIRUN names, mpiexec say): one task a host is best, so in `hosts`
 # each has `slots=1`. Python needs no MPI library. OUT must be on a filesystem that all hosts
-# share, with locks (Lustre: mounted with flock).
+# share.
 #
 # Run again with the same arguments, after whatever stopped it, it goes on with the shards that are missing; when all
 # are there, it says so. The exit code is 0 when everything is packed, 1 for the data, 2 for wrong options, and
