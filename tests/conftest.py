@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,11 @@ from unittest import mock
 import numpy as np
 import pytest
 from PIL import Image
+
+
+def pytest_configure() -> None:
+    # A job in the background ignores Ctrl-C, and hands that down to what it starts: tests send it to their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
