@@ -39,7 +39,8 @@ OPEN_SHARDS = 2  # written at the same time: a kernel lets only one thread write
 SLACK_BYTES = 256 << 10
 CHUNKS_A_THREAD = 3  # that it works on, or that wait for one that is slow
 # What a file can do wrong by itself, unlike the filesystem under it.
-BAD_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO}
+BAD_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
+            errno.ENOTDIR}  # fmt: skip
 SLOW_WAIT_S = 0.25  # between looks at progress and at what hangs
 GRACE_S = 2.0  # for threads to end, before they are left to themselves
 
@@ -59,16 +60,18 @@ _Doing = tuple[float, str, Samples | None, int]
 class Assembly:
     """Writes shards with up to `workers` threads. `prepare` checks an image's bytes and gives what is stored.
 
-    `max_bad`: how many samples may be bad; `timeout_s`: a single read or write that takes longer is an error;
-    `mean_bytes`: of an image, about.
+    `max_bad`: how many samples may be bad, of which `num_bad` were found before; `timeout_s`: a single read or write
+    that takes longer is an error; `mean_bytes`: of an image, about.
     """
 
-    def __init__(self, prepare: Prepare, workers: int, max_bad: int, timeout_s: float, mean_bytes: float) -> None:
+    def __init__(
+        self, prepare: Prepare, workers: int, max_bad: int, timeout_s: float, mean_bytes: float, num_bad: int = 0
+    ) -> None:
         self._prepare, self._workers, self._max_bad, self._timeout_s = prepare, workers, max_bad, timeout_s
         self._chunk = int(np.clip(CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
         self._memory_bytes = int(2 * self._chunk * mean_bytes) + SLACK_BYTES
         self._lock = threading.Lock()
-        self._num_bad = self._num_done = 0
+        self._num_bad, self._num_done = num_bad, 0
         self._stop = threading.Event()
         self._events: queue.SimpleQueue[tuple[ShardTask, PackedShard] | BaseException] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()

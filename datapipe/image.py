@@ -116,6 +116,11 @@ def _in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
 
 
+# What Pillow runs into with damaged files, beside its own errors.
+PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, AssertionError, TypeError,
+                 IndexError, AttributeError, OverflowError)  # fmt: skip
+
+
 def _decode_pillow(data: Buffer, channels: int) -> np.ndarray:
     from PIL import Image
 
@@ -125,7 +130,7 @@ def _decode_pillow(data: Buffer, channels: int) -> np.ndarray:
             if image.mode.startswith("I"):  # 16-bit grey: convert() would clip it to white
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError) as e:
+    except PILLOW_ERRORS as e:
         raise ValueError(f"cannot be decoded: {e}") from e
     return pixels.reshape(*pixels.shape[:2], channels)
 

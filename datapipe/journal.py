@@ -60,16 +60,16 @@ class Journal:
         try:
             with np.load(path, allow_pickle=False) as content:
                 head, records = json.loads(content["head"].tobytes()), content["records"]
+            if records.dtype != RECORD:
+                raise ManifestError("was written by another version; --overwrite begins anew", path=path)
+            head["info"] = head["info"] and ShardInfo(**head["info"])
+            head["sidecars"] = [FileInfo(**sidecar) for sidecar in head["sidecars"]]
+            head["bad"] = [BadSample(**bad) for bad in head["bad"]]
+            return PackedShard(number=number, records=records, **head)
         except FileNotFoundError:
             return None
-        except UNREADABLE as error:
+        except (*UNREADABLE, TypeError) as error:
             raise ManifestError(f"cannot be read: {error}", path=path) from error
-        if records.dtype != RECORD:
-            raise ManifestError("was written by another version; --overwrite begins anew", path=path)
-        head["info"] = head["info"] and ShardInfo(**head["info"])
-        head["sidecars"] = [FileInfo(**sidecar) for sidecar in head["sidecars"]]
-        head["bad"] = [BadSample(**bad) for bad in head["bad"]]
-        return PackedShard(number=number, records=records, **head)
 
     def finished(self, numbers: Iterable[int], folder: Path) -> set[int]:
         """Those shards that need no more work: in the journal, and their files in `folder`."""

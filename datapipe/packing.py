@@ -27,7 +27,7 @@ from .cluster import Task
 from .console import Progress
 from .errors import DatapipeError, SettingError, SourceError
 from .formats import FORMATS, shard_format
-from .fsio import atomic_write, locked
+from .fsio import atomic_write, checksum, locked
 from .index import write_index, write_keys
 from .journal import Journal, PackedShard
 from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest, find_data_sets
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 PLAN_WAIT_S = 0.5
 PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
 READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
-NUMBER_OR_SHARE = re.compile(r"(\d+)|(\d+(?:\.\d+)?)%")
+NUMBER_OR_SHARE = re.compile(r"([0-9]{1,18})|([0-9]{1,18}(?:\.[0-9]{1,18})?)%")
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def convert(folder: Path, out: Path, options: PackOptions) -> dict[str, Manifest
         raise SettingError("format: npy holds nothing but pixels; allowed: tar, hdf5, lmdb, zip and tfrecord")
     listed = {
         "source": str(folder.resolve()),
+        "manifests": {path.name: checksum(path / MANIFEST) for path in find_data_sets(folder)},
         "seed": manifest.seed,
         "recode": manifest.recode,
         "shard_mib": options.shard_mib or manifest.shard_mib,
@@ -172,7 +173,13 @@ class _Pack:
         target, task = self.target, self.options.task
         target.folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.options.timeout_s
-        while (plan := target.plan()) is None:
+        while True:
+            with locked(target.folder, wait=True, shared=True):  # waits for who has it alone
+                plan = target.plan()
+                if plan is not None:
+                    target.check_unfinished(plan, self.settings)
+                    self._write(plan)
+                    return self._finish_if_last(plan)
             if target.is_whole():
                 target.check_whole(self.settings)
                 logger.info("%s is complete", target.folder)
@@ -185,13 +192,14 @@ class _Pack:
                 message = f"no task has planned for {self.options.timeout_s:.0f} s (--timeout): is task 0 running?"
                 raise DatapipeError(message, path=target.folder)
             time.sleep(PLAN_WAIT_S)
-        target.check_unfinished(plan, self.settings)
-        with locked(target.folder, wait=True, shared=True):
-            self._write(plan)
-            if not target.missing(plan):
-                with target.turn_to_finish() as mine:
-                    if mine:
-                        return _finish(plan, target, self.options)
+
+    def _finish_if_last(self, plan: Plan) -> dict[str, Manifest]:
+        target = self.target
+        if not target.missing(plan):
+            with target.turn_to_finish() as mine:
+                if mine:
+                    return _finish(plan, target, self.options)
+            logger.info("all is packed; another task writes the manifests, or was killed at it: then --task 0/1 does")
         return target.manifests() if target.is_whole() else {}
 
     def finish(self) -> dict[str, Manifest]:
@@ -243,12 +251,13 @@ class _Pack:
         """Write the shards that are this task's and not finished."""
         options, task = self.options, self.options.task
         journals: dict[ShardTask, Journal] = {}
-        first = 0
+        first = num_bad = 0
         for split in plan.splits:
             folder, journal = self.target.folder / split.split, self.target.journal(split)
             mine = [i for i in range(len(split.shards)) if (first + i) % task.count == task.index]
             first += len(split.shards)
             finished = journal.finished(mine, folder)
+            num_bad += sum(len(journal.read(i).bad) for i in finished)
             for i in (i for i in mine if i not in finished):
                 shard = ShardTask(folder, i, options.format, split.keys, split.samples, split.shards[i])
                 journals[shard] = journal
@@ -257,7 +266,7 @@ class _Pack:
         allowed = options.bad_allowed(plan.num_samples)
         mean_bytes = max(split.mean_bytes for split in plan.splits)
         recoder = _recoder(plan, options)
-        assembly = Assembly(recoder, options.workers or READERS, allowed, options.timeout_s, mean_bytes)
+        assembly = Assembly(recoder, options.workers or READERS, allowed, options.timeout_s, mean_bytes, num_bad)
         with Progress("packing", sum(len(shard.which) for shard in journals)) as progress:
             for shard, packed in assembly.run(list(journals), progress.advance):
                 journals[shard].add(packed)
@@ -301,6 +310,9 @@ def _finish(plan: Plan, target: Target, options: PackOptions) -> dict[str, Manif
     if len(bad) > allowed:  # each task had only its own before its eyes
         message = f"cannot be packed: {bad[0].reason}; {len(bad)} samples are bad, and --max-bad allows {allowed}"
         raise SourceError(message, path=bad[0].path)
+    for split, shards in packed.items():
+        if not any(shard.info for shard in shards):
+            raise SourceError(f"split {split} holds no image that can be packed", path=plan.settings["source"])
     for split in plan.splits:
         _write_manifest(plan, split, packed[split.split], target.folder / split.split)
     target.end()
@@ -314,8 +326,6 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
         keys += [split.keys[i] for place, i in enumerate(which.tolist()) if place not in bad]
         lines += [{"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason} for b in shard.bad]
     shards = [shard for shard in packed if shard.info]
-    if not shards:
-        raise SourceError(f"split {split.split} holds no image that can be packed", path=plan.settings["source"])
     for number, shard in enumerate(shards):
         shard.records["shard"] = number
     records = np.concatenate([shard.records for shard in shards])

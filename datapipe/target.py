@@ -14,7 +14,7 @@ from .errors import SettingError
 from .fsio import locked
 from .journal import Journal
 from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest
-from .plan import Plan, SplitPlan, load_plan
+from .plan import PLAN, Plan, SplitPlan, load_plan
 from .sources import SPLITS
 
 STATE = ".pack"  # in the folder while it is unfinished: the plan, and what is known of finished shards
@@ -33,7 +33,9 @@ class Target:
         self.splits = [folder / split for split in dict.fromkeys(SPLITS.values())]
         place = folder.resolve()
         if place.is_relative_to(source.resolve()):
-            raise SettingError(f"OUT: {folder} lies in SOURCE, where it would be taken for images; choose another")
+            raise SettingError(f"OUT: {folder} lies in SOURCE, {source}; choose another")
+        if source.resolve().is_relative_to(place):
+            raise SettingError(f"OUT: SOURCE, {source}, lies in {folder}, and might be removed; choose another")
         for above in (place, *place.parents):
             if above.exists() and not above.is_dir():
                 raise SettingError(f"OUT: {above} is a file; allowed: a folder, or a new name")
@@ -47,14 +49,15 @@ class Target:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with locked(self.folder, wait=False):
-                yield
+                try:
+                    yield
+                finally:
+                    if is_new and not self.state.exists():
+                        with contextlib.suppress(OSError):  # there is something
+                            self.folder.rmdir()
         except BlockingIOError as error:
             message = f"OUT: another process is packing into {self.folder}; choose another, or wait for it"
             raise SettingError(message) from error
-        finally:
-            if is_new:
-                with contextlib.suppress(OSError):  # unless it is empty still
-                    self.folder.rmdir()
 
     def plan(self) -> Plan | None:
         """Of an unfinished pack."""
@@ -96,8 +99,10 @@ class Target:
     def check_foreign(self) -> None:
         """Raises SettingError when anything here is not ours."""
         foreign = [path for path in self.folder.iterdir() if path not in (*self.splits, self.state, self.folder / DONE)]
-        for folder in filter(Path.exists, self.splits):
+        links = [path for path in (*self.splits, self.state) if path.is_symlink() or path.is_file()]
+        for folder in () if links else filter(Path.exists, self.splits):
             foreign += [path for path in folder.iterdir() if not OUR_FILES.fullmatch(path.name)]
+        foreign += links
         if foreign:
             message = f"OUT: {self.folder} holds what is no packed data set, such as {foreign[0].name}; choose another"
             raise SettingError(message)
@@ -121,23 +126,23 @@ class Target:
     def begin(self, plan: Plan, alone: bool) -> None:
         """Make the folders of a new pack, and remove what is here if we are `alone`.
 
-        Else another task may have begun. Raises SettingError when there are remains that are not its.
+        Else another task may have begun. Raises SettingError when there are remains, and nothing says that they are of
+        a pack: they may only be named like one's.
         """
-        if not alone:
-            remains = [path for folder in self.splits for path in folder.glob("*")]
-            if remains and self.plan() is None:  # which is there before the first shard
-                raise SettingError(
-                    f"OUT: {self.folder} holds remains such as {remains[0]}; remove it, or choose another"
-                )
-        else:
-            for folder in self.splits:
-                (folder / MANIFEST).unlink(missing_ok=True)  # first: from here on it is no data set
-            for folder in (self.state, self.folder / DONE, *self.splits):
-                if folder.exists():
+        remains = [path for folder in self.splits for path in folder.glob("*")]
+        ours = alone and (self.is_whole() or self.state.exists() or (self.folder / DONE).exists())
+        if remains and not ours and self.plan() is None:  # which is there before the first shard
+            raise SettingError(f"OUT: {self.folder} holds remains such as {remains[0]}; remove it, or choose another")
+        self.state.mkdir(exist_ok=True)  # first: from here on it is no data set
+        if alone:
+            for path in (*(folder / MANIFEST for folder in self.splits), self.state / PLAN):
+                path.unlink(missing_ok=True)
+            for folder in (self.folder / DONE, *self.splits, *self.state.iterdir()):
+                if folder.is_dir():
                     shutil.rmtree(folder)
         for split in plan.splits:
             (self.folder / split.split).mkdir(exist_ok=True)
-            (self.state / split.split).mkdir(parents=True, exist_ok=True)
+            (self.state / split.split).mkdir(exist_ok=True)
 
     def end(self) -> None:
         """Everything is complete."""

@@ -106,7 +106,7 @@ def _label(path: str, key: str, labels: dict[str, dict[str, bytes | None]]) -> s
         raise SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
     try:
         content = json.loads(labels["json"][key] or b"")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"its .json cannot be read: {error}", path=path, key=key) from error
     fields = content if isinstance(content, dict) else {}
     label = next((fields[name] for name in LABEL_FIELDS if name in fields), None)

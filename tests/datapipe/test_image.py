@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -298,3 +300,17 @@ def test_our_jpeg(photo, grey):
     assert read_header(data) == ("jpeg", 123, 77, 1 if grey else 3, 4)
     theirs = np.asarray(Image.open(io.BytesIO(data))).reshape(pixels.shape).astype(int)
     assert np.abs(theirs - pixels).mean() < 6
+
+
+def test_a_palette_png_without_its_palette_cannot_be_decoded():
+    """Pillow ends in an AssertionError there."""
+
+    def chunk(name, body):
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = struct.pack(">IIBBBBB", 8, 1, 1, 3, 0, 0, 0)
+    chunks = (b"IHDR", header), (b"tRNS", b"\0"), (b"IDAT", zlib.compress(b"\0\0")), (b"IEND", b"")
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*parts) for parts in chunks)
+    for channels in (1, 3):
+        with pytest.raises(ValueError, match="cannot be decoded"):
+            decode(data, channels)
