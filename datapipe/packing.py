@@ -181,9 +181,7 @@ class _Pack:
                     self._write(plan)
                     return self._finish_if_last(plan)
             if target.is_whole():
-                target.check_whole(self.settings)
-                logger.info("%s is complete", target.folder)
-                return target.manifests()
+                return self._whole(look=task.index == 0)
             with contextlib.suppress(BlockingIOError), locked(target.folder, wait=False) as held:
                 if held or task.index == 0:
                     self._plan()
@@ -207,8 +205,7 @@ class _Pack:
         with target.alone():
             plan = target.plan()
             if plan is None and target.is_whole():
-                target.check_whole(self.settings)
-                return target.manifests()
+                return self._whole()
             if plan is None:
                 raise SettingError(f"OUT: {target.folder} holds no unfinished pack")
             target.check_unfinished(plan, self.settings)
@@ -220,6 +217,24 @@ class _Pack:
                 )
                 raise DatapipeError(message, path=target.folder)
             return _finish(plan, target, self.options)
+
+    def _whole(self, look: bool = True) -> dict[str, Manifest]:
+        """The manifests of a pack that is complete. Raises SettingError when it is not what is asked for.
+
+        `look`: at the source, if it is still there.
+        """
+        target = self.target
+        target.check_whole(self.settings)
+        manifests = target.manifests()
+        if look and Path(self.listed["source"]).exists():
+            source = self.source()
+            was = {split: (manifest.num_samples + manifest.num_bad) for split, manifest in manifests.items()}
+            now = {split: len(samples) for split, samples in source.splits.items()}
+            if was != now or any(manifest.classes != source.classes for manifest in manifests.values()):
+                message = f"OUT: {target.folder} holds another source: {was} images, not {now}, or of other classes"
+                raise SettingError(f"{message}; remove it, or replace it with --overwrite")
+        logger.info("%s is complete", target.folder)
+        return manifests
 
     def _plan(self) -> Plan | None:
         """The plan of the unfinished pack that is there, or a new one; None when all is there, as asked for.
@@ -237,8 +252,7 @@ class _Pack:
                 if not (options.resume or options.task.count > 1):
                     message = f"OUT: {target.folder} holds a packed data set already; --overwrite replaces it"
                     raise SettingError(message)
-                target.check_whole(self.settings)
-                logger.info("%s is complete", target.folder)
+                self._whole()
                 return None
         source = self.source()
         share = _stored_share(source, options.recode)

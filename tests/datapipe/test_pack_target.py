@@ -10,7 +10,7 @@ from datapipe.cluster import Task
 from datapipe.errors import SettingError, SourceError
 from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST
-from datapipe.packing import PackOptions, convert, pack
+from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.recode import RecodeOptions
 from datapipe.target import STATE
 from datapipe.verifying import verify
@@ -119,3 +119,17 @@ def test_a_convert_does_not_go_on_from_another_source(image_folder, tmp_path):
         )
         with pytest.raises(SettingError, match=r"another (manifests|recode)"):
             convert(tmp_path / "one", tmp_path / "two", PackOptions(format="hdf5", shard_mib=None, task=Task(1, 2, "")))
+
+
+def test_a_complete_data_set_of_another_source_is_not_what_was_asked_for(image_folder, tmp_path):
+    pack(image_folder, tmp_path / "out", PackOptions())
+    other = shutil.copytree(image_folder, tmp_path / "other")
+    next(path for path in sorted(other.rglob("*")) if path.is_file()).unlink()
+    for options in (PackOptions(resume=True), PackOptions(task=Task(0, 2, ""))):
+        with pytest.raises(SettingError, match="holds another source"):
+            pack(other, tmp_path / "out", options)
+        assert pack(image_folder, tmp_path / "out", options)
+    with pytest.raises(SettingError, match="holds another source"):
+        finish(other, tmp_path / "out", PackOptions())
+    shutil.rmtree(other)
+    assert pack(other, tmp_path / "out", PackOptions(resume=True))  # it is gone, and no longer needed
