@@ -86,7 +86,7 @@ def train_windows(
         side = np.full_like(left, size)
         boxes = np.stack([left - augment.pad, top - augment.pad, side, side], axis=1)
     else:
-        boxes = _random_resized(augment, widths, heights, draws)
+        boxes = snapped(_random_resized(augment, widths, heights, draws), size)
     return Windows(boxes, flips)
 
 
@@ -94,8 +94,23 @@ def eval_windows(widths: np.ndarray, heights: np.ndarray, size: int) -> Windows:
     """The centred square of 7/8 of the shorter side, or the whole image where it has the output's size."""
     side = np.maximum(1, np.round(np.minimum(widths, heights) * CENTRE_FRACTION).astype(np.int64))
     side = np.where((widths == size) & (heights == size), size, side)
-    boxes = np.stack([(widths - side) // 2, (heights - side) // 2, side, side], axis=1)
+    boxes = snapped(np.stack([(widths - side) // 2, (heights - side) // 2, side, side], axis=1), size)
     return Windows(boxes, np.zeros(len(boxes), bool))
+
+
+def scales(boxes: np.ndarray, size: int) -> np.ndarray:
+    """int64[N]: 8, 4 or 2 where a box (int64[N, 4]) is at least so many times the output's size, else 1."""
+    smaller = boxes[:, 2:].min(axis=1)
+    return np.select([smaller >= n * size for n in (8, 4, 2)], [8, 4, 2], 1)
+
+
+def snapped(boxes: np.ndarray, size: int) -> np.ndarray:
+    """Boxes on multiples of their scales, so that they are the same in an image decoded at 1/2, 1/4 or 1/8.
+
+    Half a pixel of the smaller image, to which they would have to be rounded otherwise, changes fine detail.
+    """
+    scale = scales(boxes, size)[:, None]
+    return boxes // scale * scale
 
 
 def _integers(draws: np.ndarray, limits: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ DatapipeError            data, disk or network: exit code 1
 ├── FetchError           a data set could not be downloaded, or is not the one expected
 ├── ManifestError        no data set here, or one that this version cannot read
 ├── ShardCorruptError    a shard does not hold the bytes that were packed
+│   └── ShardReadError   it is missing, cut short, or cannot be read
 ├── StagingError         a copy to local disk could not be made
 ├── DecodeError          a sample's bytes are no readable image
 └── MissingBackendError  a library or program that this needs is not installed
@@ -60,6 +61,10 @@ class ManifestError(DatapipeError):
 
 
 class ShardCorruptError(DatapipeError):
+    pass
+
+
+class ShardReadError(ShardCorruptError):
     pass
 
 

@@ -33,6 +33,8 @@ class JpegHeader(NamedTuple):
     interleaved: bool  # the first scan holds all components
     adobe: int | None  # colour transform of the Adobe segment, None without one
     exif: int  # where the EXIF data begin (a TIFF header), 0 for none
+    frame_at: int  # where the frame header's marker lies
+    scan_at: int  # where the first scan's entropy-coded data begin
 
     def mcu_size(self) -> tuple[int, int]:
         """Width and height in pixels of an MCU. A single component's is one block (T.81, A.2.2)."""
@@ -52,7 +54,7 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
     Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data between
     is not looked at.
     """
-    frame = restart = bits = height = width = components = exif = 0
+    frame = frame_at = restart = bits = height = width = components = exif = 0
     sampling, adobe, at = b"", None, 2
     try:
         while True:
@@ -62,7 +64,7 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
                 continue
             if marker in NOTED:
                 if marker == SOS:
-                    interleaved = data[at + 4] == components
+                    interleaved, scan_at = data[at + 4] == components, at + 2 + length
                     break
                 if marker == DRI:
                     (restart,) = _short(data, at + 4)
@@ -73,7 +75,7 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
                 elif frame or marker not in SOF:
                     raise ValueError(f"corrupt JPEG: a second marker {marker:02X}, or one before its first scan")
                 else:
-                    frame = marker
+                    frame, frame_at = marker, at
                     bits, height, width, components = _frame(data, at + 4)
                     sampling = bytes(data[at + 11 : at + 10 + 3 * components : 3])
             if length < 2:
@@ -85,7 +87,8 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
         raise ValueError("JPEG without a frame header, or with a height of 0")
     if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
-    return JpegHeader(width, height, components, restart, frame, bits, sampling, interleaved, adobe, exif)
+    kind = components, restart, frame, bits, sampling, interleaved, adobe, exif
+    return JpegHeader(width, height, *kind, frame_at, scan_at)
 
 
 def _ends(data: bytes | bytearray | memoryview, at: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..augment import Augment
 from ..errors import SettingError
 from ..order import Last
+from ..reading import Io
 from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
@@ -31,6 +32,11 @@ def open_loader(
     device: object = None,
     augment: Augment | None = None,
     last: Last | None = None,
+    io: Io = "cached",
+    block_mib: int = 8,
+    max_bad: int = 0,
+    retries: int = 3,
+    timeout_s: float = 300.0,
 ) -> Loader:
     """Open one packed data set (one split) for one rank.
 
@@ -41,6 +47,15 @@ def open_loader(
     `threads` decode (default: the cores of this process, shared by the ranks of the node). `cache` is a
     node-local folder to which the data set is staged first, once per node. `device`: where batches are
     delivered (default: the CPU).
+
+    `order`: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and each
+    byte once an epoch (see datapipe/blocks.py): for data that are not on a local disk. `io`: "cached", "mmap" or
+    "direct" (see datapipe/reading.py).
+
+    So many bad samples (damaged, or no readable image) as `max_bad` allows for on a rank are named in the log, and
+    their slots are black and not `valid`; one more is an error. A read that fails is tried `retries` times again, and
+    then an error. A consumer that waits for a batch is told each 10 s which read does not answer; after `timeout_s`
+    that is an error, too.
 
     Raises SettingError for a setting out of range, ManifestError when there is no data set at `path`.
     """
@@ -57,6 +72,11 @@ def open_loader(
         threads=threads,
         augment=augment or Augment(),
         last=last or ("drop" if train else "pad"),
+        io=io,
+        block_mib=block_mib,
+        max_bad=max_bad,
+        retries=retries,
+        timeout_s=timeout_s,
     )
     if cache is not None:
         from ..staging import stage_once

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from ..augment import Augment, Windows, eval_windows, train_windows
+from ..blocks import num_lanes
 from ..dataset import DataSet
 from ..errors import SettingError
 from ..manifest import INDEX
 from ..order import Last, num_steps, permutation
+from ..reading import Io
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Batch:
     images: torch.Tensor  # uint8[B, C, H, W], channels last in memory
     labels: torch.Tensor  # int64[B]
     samples: torch.Tensor  # int64[B]: numbers in the data set, -1 for padding
-    valid: torch.Tensor  # bool[B]: False for padding, whose images are black
+    valid: torch.Tensor  # bool[B]: False for padding and for bad samples, whose images are black
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
@@ -49,16 +51,24 @@ class LoaderOptions:
     threads: int | None
     augment: Augment
     last: Last
+    io: Io
+    block_mib: int
+    max_bad: int
+    retries: int
+    timeout_s: float
 
     def __post_init__(self) -> None:
-        for name, low in (("batch_size", 1), ("size", 1), ("seed", 0), ("world_size", 1), ("threads", 1)):
+        lowest = {"batch_size": 1, "size": 1, "seed": 0, "world_size": 1, "threads": 1, "block_mib": 1, "max_bad": 0}
+        for name, low in lowest.items():
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
                 raise SettingError(f"{name}: {value!r} is out of range; allowed: whole numbers from {low}")
         if not 0 <= self.rank < self.world_size:
             raise SettingError(f"rank: {self.rank} is out of range; allowed: 0 to {self.world_size - 1}")
-        if self.order != "full":
-            raise SettingError(f"order: {self.order!r} is not one of full")
+        if self.order not in ("full", "blocks"):
+            raise SettingError(f"order: {self.order!r} is not one of full, blocks")
+        if not self.timeout_s > 0:
+            raise SettingError(f"timeout_s: {self.timeout_s!r} is out of range; allowed: seconds, above 0")
         if self.last not in ("drop", "pad"):
             raise SettingError(f"last: {self.last!r} is not one of drop, pad")
 
@@ -94,6 +104,7 @@ class Loader(ABC):
             self._augment.check(int(data_set.index["width"].min()), int(data_set.index["height"].min()), options.size)
         self.wait_s = 0.0
         self._num_steps = num_steps(self.num_samples, options.global_batch_size, options.last)
+        self.lanes = num_lanes(options.global_batch_size, options.world_size)
         self._epoch = self._step = 0
         self._closed = False
 
@@ -124,7 +135,8 @@ class Loader(ABC):
 
     def state_dict(self) -> dict[str, int | str]:
         """Epoch and step, and what must be the same for them to mean the same."""
-        return {"epoch": self._epoch, "step": self._step, **self.identity()}
+        lanes = {"lanes": self.lanes} if self.options.order == "blocks" else {}
+        return {"epoch": self._epoch, "step": self._step, **lanes, **self.identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Continue at a state, saved on any number of ranks with the same global batch.
@@ -135,12 +147,14 @@ class Loader(ABC):
             if state.get(name) != mine:
                 raise SettingError(f"{name}: the saved state is of {state.get(name)}, this loader has {mine}")
         self._epoch, self._step = state["epoch"], state["step"]
+        self.lanes = state.get("lanes", self.lanes)
 
     def identity(self) -> dict[str, int | str]:
         """What must be the same for an epoch and a step to mean the same batches; `data_set` is a checksum."""
         (index,) = (file.xxh3_128 for file in self.data_set.manifest.files if file.name == INDEX)
         options = self.options
-        return {"seed": options.seed, "global_batch_size": options.global_batch_size, "data_set": index}
+        order = {"order": f"blocks of {options.block_mib} MiB"} if options.order == "blocks" else {}
+        return {"seed": options.seed, "global_batch_size": options.global_batch_size, "data_set": index, **order}
 
     def close(self) -> None:
         """Stop all threads and release all files. May be called twice."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapipe.augment import Augment, eval_windows, train_windows
+from datapipe.augment import Augment, eval_windows, scales, snapped, train_windows
 from datapipe.errors import SettingError
 from datapipe.order import slice_positions
 
@@ -45,7 +45,7 @@ def test_random_resized_has_the_published_distribution():
     """Area uniform in 8 to 100 %, aspect log-uniform in 3/4 to 4/3 where it always fits (Szegedy et al. 2015)."""
     n = 40_000
     augment = Augment("random_resized", scale=(0.1, 0.5))
-    boxes, flips = windows(augment, np.full(n, 500), np.full(n, 500), np.arange(n))
+    boxes, flips = windows(augment, np.full(n, 500), np.full(n, 500), np.arange(n), size=500)
     left, top, w, h = boxes.T
     for values, low, high in ((w * h / 500**2, 0.1, 0.5), (np.log(w / h), np.log(3 / 4), np.log(4 / 3))):
         counts = np.histogram(values, 8, (low, high))[0] / n
@@ -80,8 +80,8 @@ def test_flip_can_be_turned_off():
 
 
 def test_evaluation_cuts_the_centre():
-    boxes, flips = eval_windows(np.array([32, 500, 375, 1]), np.array([32, 375, 500, 7]), 32)
-    assert boxes.tolist() == [[0, 0, 32, 32], [86, 23, 328, 328], [23, 86, 328, 328], [0, 3, 1, 1]]
+    boxes, flips = eval_windows(np.array([32, 500, 375, 1]), np.array([32, 375, 500, 7]), 224)
+    assert boxes.tolist() == [[2, 2, 28, 28], [86, 23, 328, 328], [23, 86, 328, 328], [0, 3, 1, 1]]
     assert not flips.any()
 
 
@@ -98,3 +98,15 @@ def test_auto_is_decided_by_the_data_set():
 def test_bad_settings_are_named(settings):
     with pytest.raises(SettingError, match=next(iter(settings))):
         Augment(**settings)
+    assert eval_windows(np.array([32]), np.array([32]), 32).boxes.tolist() == [[0, 0, 32, 32]]
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 5000)] * 2), min_size=1, max_size=30), st.integers(1, 300))
+def test_boxes_that_may_be_decoded_smaller_lie_on_the_smaller_grid(shapes, size):
+    widths, heights = np.array(shapes).T
+    exact = np.stack([widths // 5, heights // 3, 1 + widths // 2, 1 + heights // 2], axis=1)
+    boxes, scale = snapped(exact, size), scales(exact, size)
+    for n, (box, before) in zip(scale, zip(boxes, exact, strict=True), strict=True):
+        assert not (box % n).any() and (before >= box).all() and (before - box < n).all()
+        assert n == 1 or (box[2:] >= n * size).all()
+        assert n == 8 or before[2:].min() < 2 * n * size

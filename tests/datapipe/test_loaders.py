@@ -13,9 +13,13 @@ import torch.nn.functional as F
 from datapipe.augment import Augment, eval_windows, train_windows
 from datapipe.dataset import DataSet
 from datapipe.errors import DecodeError, ManifestError, SettingError, ShardCorruptError
+from datapipe.index import ENCODINGS
 from datapipe.loaders import BACKENDS, normalise, open_loader
 from datapipe.order import permutation
 from datapipe.packing import PackOptions, pack
+
+JPEG = ENCODINGS.index("jpeg")
+SCALED = 2.0  # of 255, the mean over an image that was decoded at a half of its size or less
 
 
 @pytest.fixture(params=BACKENDS)
@@ -86,7 +90,11 @@ def test_pixels_equal_a_plain_reference(folder, backend, crop):
         for i, sample in enumerate(samples):
             pixels = data_set.pixels(int(sample), data_set.read(int(sample)))
             wanted = reference(pixels, windows.boxes[i], windows.flips[i], size)
-            assert np.abs(images[i].astype(int) - wanted).max() <= 1
+            difference = np.abs(images[i].astype(int) - wanted)
+            if records["encoding"][i] == JPEG and windows.boxes[i, 2:].min() >= 2 * size:
+                assert difference.mean() <= SCALED  # decoded at a half or less
+            else:
+                assert difference.max() <= 1
 
 
 def test_pad_crop_pixels(tmp_path, sample_dir, backend):
@@ -146,7 +154,9 @@ def test_evaluation_cuts_the_centre(folder, backend):
         for i in range(0, 61, 5):
             assert samples[i] == i
             wanted = reference(data_set.pixels(i, data_set.read(i)), boxes[i], False, 24)
-            assert np.abs(images[i].astype(int) - wanted).max() <= 1
+            difference = np.abs(images[i].astype(int) - wanted)
+            scaled = data_set.index["encoding"][i] == JPEG and boxes[i, 2:].min() >= 48
+            assert difference.mean() <= SCALED if scaled else difference.max() <= 1
 
 
 def test_epochs_differ_and_repeat(folder, backend):
@@ -270,8 +280,8 @@ def test_early_break_and_close_leave_nothing_behind(folder, backend):
         loader.close()
         with pytest.raises(ValueError, match="closed"):
             next(iter(loader))
-    assert settle(threads, threading.active_count) == threads
-    assert settle(files, open_files) == files
+    assert settle(threads, threading.active_count) <= threads
+    assert settle(files, open_files) <= files
 
 
 def test_an_exception_in_the_consumer_leaves_nothing_behind(folder, backend):
@@ -279,8 +289,8 @@ def test_an_exception_in_the_consumer_leaves_nothing_behind(folder, backend):
     with pytest.raises(RuntimeError, match="mine"), open_loader(folder, 4, backend=backend, size=100) as loader:
         for _ in loader:
             raise RuntimeError("mine")
-    assert settle(threads, threading.active_count) == threads
-    assert settle(files, open_files) == files
+    assert settle(threads, threading.active_count) <= threads
+    assert settle(files, open_files) <= files
 
 
 @pytest.fixture

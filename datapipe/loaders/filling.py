@@ -1,0 +1,307 @@
+"""Batches filled by threads: the way from positions to images that all backends with our own reader share.
+
+A batch is cut into chunks; a thread fills the slots of one chunk at a time, and works out the chunk's samples and
+windows itself, since they are pure functions of its positions. Readers and decoders release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ..augment import scales
+from ..blocks import block_order, grid
+from ..dataset import DataSet
+from ..errors import DatapipeError, DecodeError, ShardCorruptError, ShardReadError
+from ..order import slice_positions
+from ..reading import Data
+from ..window import Box
+from .base import Batch, Loader, LoaderOptions
+from .pool import Pool
+from .runs import Runs
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 32  # samples: small enough to share a batch among threads, large enough for numpy's overhead
+AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
+TELL_S = 10.0  # how often a consumer that waits is told what for
+SPAN = 1.25  # neighbouring samples are read at once if that reads at most so many times their bytes
+
+
+class Slots:
+    """A batch being filled: slot `i` is for the sample at `positions[i]`."""
+
+    def __init__(self, positions: np.ndarray, samples: np.ndarray) -> None:
+        self.positions = positions
+        self.valid = positions < len(samples)
+        self.samples = np.full(len(positions), -1, np.int64)
+        self.samples[self.valid] = samples[positions[self.valid]]
+        self.labels = np.zeros(len(positions), np.int64)
+        self.abandoned = False
+
+
+class Wanted(NamedTuple):
+    """An image on its way into a slot."""
+
+    slot: int
+    sample: int
+    data: Data  # encoded
+    box: Box
+    scale: int  # see `augment.scales`
+    flip: bool
+
+
+class FillingLoader(Loader):
+    """See `open_loader`. `stage_s`: seconds that the threads spent in each stage."""
+
+    def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
+        super().__init__(data_set, options)
+        self.stage_s: Counter[str] = Counter()
+        self.num_read = self.read_bytes = 0
+        self._pool: Pool | None = None
+        self._process = os.getpid()
+        self._bad: dict[int, str] = {}
+        self._bad_lock = threading.Lock()
+        self._grid = grid(data_set.index, options.block_mib << 20) if self._in_blocks() else None
+
+    def close(self) -> None:
+        self._end_pool()
+        super().close()
+
+    def stages(self) -> dict[str, float]:
+        """Seconds in all: of the threads in each stage, idle since the queue was full, and of the consumer, waiting."""
+        idle_s = self._pool.idle_s() if self._pool else 0.0
+        return {**self.stage_s, "queue_full": idle_s, "queue_empty": self.wait_s}
+
+    # --- for the backends ---
+
+    @abstractmethod
+    def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> Slots:
+        """Slots for one batch, with what the backend needs."""
+
+    @abstractmethod
+    def _put(self, slots: Slots, wanted: list[Wanted]) -> dict[str, float]:
+        """In a thread: put images into their slots; return the seconds of each stage.
+
+        Stage by stage for all of them: Python between two decodes would find the processor's caches full of pixels,
+        and take several times as long. Calls `_take_bad` for what cannot be decoded.
+        """
+
+    @abstractmethod
+    def _put_nothing(self, slots: Slots, slot: int | slice) -> None:
+        """In a thread: these slots stay empty."""
+
+    @abstractmethod
+    def _finish(self, slots: Slots) -> Batch:
+        """In the consumer: all slots are filled."""
+
+    def _drain(self) -> None:
+        """The iteration has ended: nothing may be under way on a device."""
+
+    # --- in the consumer ---
+
+    def _in_blocks(self) -> bool:
+        return self.options.order == "blocks" and self.options.train
+
+    def _batches(self, epoch: int, steps: range) -> Iterator[Batch]:
+        self._begin_in_this_process()
+        samples, runs = self._plan(epoch, steps)
+        under_way: deque[tuple[Slots, list[Future]]] = deque()
+        upcoming = iter(steps)
+        try:
+            while True:
+                while len(under_way) < AHEAD and (step := next(upcoming, None)) is not None:
+                    under_way.append(self._start(epoch, step, samples, runs))
+                if not under_way:
+                    return
+                slots, futures = under_way.popleft()
+                for future in futures:
+                    self._wait_for(future)
+                batch = self._finish(slots)
+                del slots
+                yield batch
+                del batch  # so that its memory is free for the next one
+        finally:
+            for slots, futures in under_way:
+                slots.abandoned = True  # a thread stops after its sample; its memory stays as long as it holds it
+                for future in futures:
+                    future.cancel()
+            self._drain()
+
+    def _begin_in_this_process(self) -> None:
+        """Threads do not survive a fork, and files are better not shared over it."""
+        if self._process != os.getpid():
+            self._pool, self._process = None, os.getpid()
+            self.data_set.reader.close()
+        if self._pool is None:
+            self._pool = Pool(self.options.num_threads())
+
+    def _end_pool(self) -> None:
+        if self._pool is not None and self._process == os.getpid():
+            self.stage_s["queue_full"] += self._pool.idle_s()
+            self._pool.close()
+        self._pool = None
+
+    def _plan(self, epoch: int, steps: range) -> tuple[np.ndarray, tuple[np.ndarray, Runs] | None]:
+        """The sample at each position, and in blocks the run at each position, and this rank's runs."""
+        if not self._in_blocks():
+            return self._samples(epoch), None
+        options = self.options
+        samples, runs = block_order(
+            self._grid, options.global_batch_size, options.last, self.lanes, options.seed, epoch
+        )
+        mine = [slice_positions(step, options.batch_size, options.rank, options.world_size) for step in steps]
+        positions = np.concatenate(mine) if mine else np.empty(0, np.int64)
+        positions = positions[positions < len(samples)]
+        return samples, (runs, Runs(self.data_set, runs[positions], samples[positions]))
+
+    def _start(self, epoch: int, step: int, samples: np.ndarray, runs) -> tuple[Slots, list[Future]]:
+        options = self.options
+        positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
+        slots = self._new_slots(positions, samples)
+        submit, futures = self._pool.submit, []
+        if runs is not None:  # before those that need them, so that no thread waits for a read that waits for a thread
+            needed = np.unique(runs[0][positions[slots.valid]]).tolist()
+            futures = [submit(self._load, runs[1], run) for run in needed]
+        chunks = (slice(i, i + CHUNK) for i in range(0, options.batch_size, CHUNK))
+        return slots, futures + [submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
+
+    def _wait_for(self, future: Future) -> None:
+        asked = time.monotonic()
+        while True:
+            left = asked + self.options.timeout_s - time.monotonic()
+            try:
+                self._count(future.result(max(0.0, min(TELL_S, left))))
+                return
+            except NotYet:
+                if future.done():  # the task itself raised a TimeoutError
+                    raise
+                self._tell(time.monotonic() - asked, left <= 0)
+
+    def _count(self, found: tuple[dict[str, float], int, int] | None) -> None:
+        if found:
+            stages, number, size = found
+            self.stage_s.update(stages)
+            self.num_read += number
+            self.read_bytes += size
+
+    def _tell(self, waited_s: float, is_over: bool) -> None:
+        read = self.data_set.reader.oldest()
+        what = f"waiting for a batch for {waited_s:.0f} s"
+        if read is not None:
+            what += f"; a read at {read.offset} has not answered for {time.monotonic() - read.since:.0f} s"
+        path, shard = (read.path.parent, read.path.name) if read else (self.data_set.folder, None)
+        if is_over:
+            raise DatapipeError(f"{what} (timeout_s={self.options.timeout_s:g})", path=path, shard=shard)
+        logger.warning("rank %d: %s, shard %s: %s", self.options.rank, path, shard, what)
+
+    # --- in the threads ---
+
+    def _load(self, runs: Runs, run: int) -> tuple[dict[str, float], int, int]:
+        began = time.perf_counter()
+        found = runs.load(run)
+        return {"read": time.perf_counter() - began}, 0, found.stop - found.start
+
+    def _fill(self, epoch: int, slots: Slots, chunk: slice, runs) -> tuple[dict[str, float], int, int] | None:
+        """Fill the slots of a chunk; return the seconds of each stage, the samples, and the bytes read."""
+        clock, began = time.perf_counter, time.perf_counter()
+        valid = slots.valid[chunk]
+        count = int(valid.sum())  # padding lies behind the last position
+        first = chunk.start
+        if count < len(valid):
+            self._put_nothing(slots, slice(first + count, first + len(valid)))
+        if not count:
+            return None
+        samples, positions = slots.samples[chunk][:count], slots.positions[chunk][:count]
+        records = self.data_set.index[samples]
+        slots.labels[chunk][:count] = records["label"]
+        windows = self._windows(epoch, positions, records)
+        columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
+        fields = list(zip(*columns, strict=True))
+        boxes, flips = windows.boxes.tolist(), windows.flips.tolist()
+        scale = scales(windows.boxes, self.size).tolist()
+        read = self._reads(fields, None if runs is None else (runs[1], runs[0][positions].tolist()))
+        started, wanted = clock(), []
+        for i, record in enumerate(fields):
+            if slots.abandoned:
+                return None
+            try:
+                wanted.append(Wanted(first + i, record[0], read(i, record), boxes[i], scale[i], flips[i]))
+            except ShardReadError:
+                raise  # a failing filesystem is no bad sample
+            except ShardCorruptError as error:
+                self._take_bad(slots, first + i, error)
+        stages = {"read": clock() - started, **self._put(slots, wanted)}
+        stages["other"] = clock() - began - sum(stages.values())
+        return stages, count, 0 if runs else sum(record[3] for record in fields)
+
+    def _reads(self, fields: list[tuple], runs: tuple[Runs, list[int]] | None):
+        """A function from a sample's number in the chunk and its fields to its bytes, checked."""
+        data_set = self.data_set
+        if runs is not None:
+            held, which = runs
+
+            def read(i: int, record: tuple) -> Data:
+                sample, _, offset, size, checksum = record
+                data = held.take(which[i], offset, size)
+                data_set.check(sample, data, checksum)
+                return data
+
+            return read
+        span = _span(fields)
+        if span is None:
+            return lambda _, record: data_set.read_at(*record)
+        shard, start, stop = span
+        try:
+            whole = memoryview(data_set.reader.read(shard, start, stop - start))
+        except ShardReadError:  # which of them it is shows when they are read one by one
+            return lambda _, record: data_set.read_at(*record)
+
+        def part(_: int, record: tuple) -> Data:
+            sample, _, offset, size, checksum = record
+            data = whole[offset - start : offset - start + size]
+            data_set.check(sample, data, checksum)
+            return data
+
+        return part
+
+    def _take_bad(self, slots: Slots, slot: int, error: Exception) -> None:
+        """In a thread: leave a slot empty; or, the budget being spent, raise the error with the sample's place."""
+        sample = int(slots.samples[slot])
+        if not isinstance(error, DatapipeError):
+            shard = self.data_set.manifest.shards[self.data_set.index[sample]["shard"]].name
+            error = DecodeError(str(error), path=self.data_set.folder, shard=shard, key=self.data_set.key(sample))
+        with self._bad_lock:
+            if sample not in self._bad:
+                if len(self._bad) >= self.options.max_bad:
+                    raise error
+                self._bad[sample] = str(error)
+                logger.warning(
+                    "rank %d: bad sample, %d of max_bad=%d; its slot is black and not valid: %s",
+                    self.options.rank, len(self._bad), self.options.max_bad, error,
+                )  # fmt: skip
+        self._put_nothing(slots, slot)
+        slots.valid[slot] = False
+
+
+def _span(fields: list[tuple]) -> tuple[int, int, int] | None:
+    """Shard, start and end of one read for samples that lie side by side in the order of `fields`, else None."""
+    shard, start = fields[0][1:3]
+    stop = fields[-1][2] + fields[-1][3]
+    if len(fields) < 2 or any(record[1] != shard for record in fields) or not start < stop:
+        return None
+    offsets = [record[2] for record in fields]
+    if any(a >= b for a, b in pairwise(offsets)):
+        return None
+    return (shard, start, stop) if stop - start <= SPAN * sum(record[3] for record in fields) else None

@@ -1,0 +1,71 @@
+"""Threads that fill batches."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+GRACE_S = 0.5
+
+
+class Pool:
+    """Daemon threads: one that hangs in a read must not keep the process from ending, as an executor's would.
+
+    In them torch stays in the thread. By default every thread that calls torch gets helpers of its own, one a core:
+    with several decoders they fight each other, and the training, for the cores. The process's setting stays as it is.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._tasks: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._idle_s = [0.0] * count
+        threads_before, ready = torch.get_num_threads(), threading.Barrier(count + 1)
+        self.threads = [
+            threading.Thread(target=self._work, args=(i, ready), name=f"datapipe-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+        ready.wait()
+        torch.set_num_threads(threads_before)
+
+    def submit(self, function: Callable, *arguments) -> Future:
+        """Tasks are begun in the order in which they were submitted."""
+        future = Future()
+        self._tasks.put((future, function, arguments))
+        return future
+
+    def idle_s(self) -> float:
+        """Seconds that all threads together have waited for something to do."""
+        return sum(self._idle_s)
+
+    def close(self) -> None:
+        """Let the threads end once they have done what they are doing. Waits only a moment for one that hangs."""
+        for _ in self.threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + GRACE_S
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self, number: int, ready: threading.Barrier) -> None:
+        torch.get_num_threads()  # a thread takes over the process's setting when it first asks; then it may differ
+        torch.set_num_threads(1)
+        ready.wait()
+        while True:
+            asked = time.perf_counter()
+            task = self._tasks.get()
+            self._idle_s[number] += time.perf_counter() - asked
+            if task is None:
+                return
+            future, function, arguments = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, arguments  # what they hold may be used again
