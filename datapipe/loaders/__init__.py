@@ -13,7 +13,7 @@ from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
 
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "dali")
 
 
 def open_loader(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +122,7 @@ class CpuLoader(FillingLoader):
             self._on_device.popleft()
         return delivered
 
-    def _drain(self) -> None:
+    def _drain(self, begun: Collection[Slots]) -> None:
         for event, _ in self._on_device:
             event.synchronize()
         self._on_device.clear()

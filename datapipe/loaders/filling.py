@@ -12,7 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from itertools import pairwise
@@ -102,12 +102,17 @@ class FillingLoader(Loader):
     def _put_nothing(self, slots: Slots, slot: int | slice) -> None:
         """In a thread: these slots stay empty."""
 
+    begun_ahead = 0  # batches that a device works on while the consumer has one
+
+    def _begin(self, slots: Slots) -> None:
+        """In the consumer: all slots are filled, and work on a device may begin."""
+
     @abstractmethod
     def _finish(self, slots: Slots) -> Batch:
-        """In the consumer: all slots are filled."""
+        """In the consumer, for each batch that was begun, in order: wait for it."""
 
-    def _drain(self) -> None:
-        """The iteration has ended: nothing may be under way on a device."""
+    def _drain(self, begun: Collection[Slots]) -> None:
+        """The iteration has ended, with these batches begun and not finished: wait for what a device does."""
 
     # --- in the consumer ---
 
@@ -118,18 +123,20 @@ class FillingLoader(Loader):
         self._begin_in_this_process()
         samples, runs = self._plan(epoch, steps)
         under_way: deque[tuple[Slots, list[Future]]] = deque()
+        begun: deque[Slots] = deque()
         upcoming = iter(steps)
         try:
             while True:
                 while len(under_way) < AHEAD and (step := next(upcoming, None)) is not None:
                     under_way.append(self._start(epoch, step, samples, runs))
-                if not under_way:
+                while under_way and len(begun) <= self.begun_ahead:
+                    for future in under_way[0][1]:
+                        self._wait_for(future)
+                    begun.append(under_way.popleft()[0])
+                    self._begin(begun[-1])
+                if not begun:
                     return
-                slots, futures = under_way.popleft()
-                for future in futures:
-                    self._wait_for(future)
-                batch = self._finish(slots)
-                del slots
+                batch = self._finish(begun.popleft())
                 yield batch
                 del batch  # so that its memory is free for the next one
         finally:
@@ -137,7 +144,7 @@ class FillingLoader(Loader):
                 slots.abandoned = True  # a thread stops after its sample; its memory stays as long as it holds it
                 for future in futures:
                     future.cancel()
-            self._drain()
+            self._drain(begun)
 
     def _begin_in_this_process(self) -> None:
         """Threads do not survive a fork, and files are better not shared over it."""

@@ -1,0 +1,191 @@
+"""The `dali` backend: our threads read and cut windows out of the files, NVIDIA DALI decodes and scales them.
+
+On a GPU decoding is nvJPEG's, partly on hardware engines. Samples, windows and flips are those of the `cpu` backend;
+pixels differ by the decoder and by rounding. Without a GPU (`device_id=None`) it is for tests: the `cpu` backend needs
+less of the processor.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..dataset import DataSet
+from ..errors import DatapipeError, MissingBackendError, SettingError
+from ..image import encode_png
+from ..index import ENCODINGS
+from ..jpeg import is_jpeg
+from ..reading import Data
+from ..window import Box, cut
+from .base import Batch, LoaderOptions
+from .filling import FillingLoader, Slots, Wanted
+from .memory import BatchMemory
+
+DEPTH = 2  # batches that DALI works on
+DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
+
+
+def open(path: Path, options: LoaderOptions, device: object) -> DaliLoader:
+    data_set = DataSet(path, options.io, options.retries)
+    try:
+        return DaliLoader(data_set, options, torch.device("cpu" if device is None else device))
+    except BaseException:
+        data_set.close()
+        raise
+
+
+class _Encoded(Slots):
+    """With what DALI is fed: `data` uint8[bytes] each, `starts` and `shapes` int32[B, 2] (rows, columns), `flips`."""
+
+    data: list[np.ndarray]
+    starts: np.ndarray
+    shapes: np.ndarray
+    flips: np.ndarray
+
+
+class DaliLoader(FillingLoader):
+    """See `open_loader`."""
+
+    begun_ahead = DEPTH - 1
+
+    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
+        super().__init__(data_set, options)
+        kinds = {ENCODINGS[number] for number in np.unique(data_set.index["encoding"])}
+        if not kinds <= DECODED:
+            raise SettingError(
+                f"backend: 'dali' decodes images, and this data set holds {', '.join(sorted(kinds - DECODED))}; "
+                "allowed: cpu"
+            )
+        self._device = device
+        shape = (options.batch_size, self.size, self.size, self.channels)
+        self._memory = BatchMemory(shape, pinned=False)
+        nothing = np.zeros((1, 1) if self.channels == 1 else (1, 1, 3), np.uint8)
+        self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
+        self._pipelines = [self._built()]
+        # A pipeline that is still there when the interpreter goes down aborts the process.
+        weakref.finalize(self, self._pipelines.clear)
+
+    def close(self) -> None:
+        super().close()
+        self._pipelines.clear()
+
+    @property
+    def _pipeline(self):
+        return self._pipelines[0]
+
+    def _built(self):
+        try:
+            from nvidia.dali import Pipeline, fn, types
+        except ImportError as error:
+            raise MissingBackendError("DALI is not installed: pip install datapipe-trainer[dali]") from error
+        on_gpu = self._device.type == "cuda"
+        options = self.options
+        pipeline = Pipeline(
+            batch_size=options.batch_size,
+            num_threads=options.num_threads(),
+            device_id=(self._device.index or 0) if on_gpu else None,
+            prefetch_queue_depth=1,  # DALI runs so many batches at first: it has one
+        )
+        with pipeline:
+            data = fn.external_source(name="data", ndim=1, dtype=types.UINT8)
+            start, shape = (fn.external_source(name=name, ndim=1, dtype=types.INT32) for name in ("start", "shape"))
+            flip = fn.external_source(name="flip", ndim=0, dtype=types.INT32)
+            kind = types.RGB if self.channels == 3 else types.GRAY
+            device = "mixed" if on_gpu else "cpu"
+            if self._augment.crop == "pad":  # the window may reach beyond the image
+                images = fn.decoders.image(data, device=device, output_type=kind)
+                images = fn.slice(images, start=start, shape=shape, axes=[0, 1], out_of_bounds_policy="pad")
+            else:
+                images = fn.decoders.image_slice(
+                    data, start=start, shape=shape, axes=[0, 1], device=device, output_type=kind
+                )
+                images = fn.resize(images, size=[self.size, self.size], interp_type=types.INTERP_LINEAR, antialias=True)
+            pipeline.set_outputs(fn.flip(images, horizontal=flip))
+        pipeline.build()
+        return pipeline
+
+    # --- in the threads ---
+
+    def _put(self, slots: _Encoded, wanted: list[Wanted]) -> dict[str, float]:
+        began = time.perf_counter()
+        for one in wanted:
+            try:
+                data, box = _window(one.data, one.box)
+            except ValueError as error:
+                self._take_bad(slots, one.slot, error)
+                continue
+            slots.data[one.slot] = np.frombuffer(data, np.uint8)
+            slots.starts[one.slot] = box[1], box[0]
+            slots.shapes[one.slot] = box[3], box[2]
+            slots.flips[one.slot] = one.flip
+        return {"window": time.perf_counter() - began}
+
+    def _put_nothing(self, slots: _Encoded, slot: int | slice) -> None:
+        for i in range(*slot.indices(len(slots.data))) if isinstance(slot, slice) else (slot,):
+            slots.data[i] = self._nothing
+
+    # --- in the consumer ---
+
+    def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> _Encoded:
+        slots = _Encoded(positions, samples)
+        count = len(positions)
+        slots.data = [self._nothing] * count
+        slots.starts, slots.shapes = np.zeros((count, 2), np.int32), np.ones((count, 2), np.int32)
+        slots.flips = np.zeros(count, np.int32)
+        return slots
+
+    def _begin(self, slots: _Encoded) -> None:
+        for name, values in (("data", slots.data), ("start", slots.starts), ("shape", slots.shapes)):
+            self._pipeline.feed_input(name, values)
+        self._pipeline.feed_input("flip", slots.flips)
+        self._pipeline.schedule_run()
+
+    def _finish(self, slots: _Encoded) -> Batch:
+        from nvidia.dali.plugin.pytorch import feed_ndarray
+
+        try:
+            (images,) = self._pipeline.share_outputs()
+        except RuntimeError as error:
+            self._pipelines[:] = [self._built()]  # the old one takes no more batches
+            raise self._unreadable(slots, error) from error
+        images = images.as_tensor()
+        if self._device.type == "cuda":
+            shape = (len(slots.data), self.size, self.size, self.channels)
+            images_BHWC = torch.empty(shape, dtype=torch.uint8, device=self._device)
+            feed_ndarray(images, images_BHWC, cuda_stream=torch.cuda.current_stream(self._device))
+        else:
+            memory = self._memory.take()
+            memory[:] = np.asarray(images)
+            images_BHWC = torch.from_numpy(memory)
+        self._pipeline.release_outputs()
+        if not slots.valid.all():
+            images_BHWC[torch.from_numpy(~slots.valid).to(self._device)] = 0
+        rest = (torch.from_numpy(a).to(self._device) for a in (slots.labels, slots.samples, slots.valid))
+        return Batch(images_BHWC.permute(0, 3, 1, 2), *rest)
+
+    def _drain(self, begun: Collection[Slots]) -> None:
+        for _ in begun:
+            try:
+                self._pipeline.share_outputs()
+                self._pipeline.release_outputs()
+            except RuntimeError:
+                self._pipelines[:] = [self._built()]
+                return
+
+    def _unreadable(self, slots: _Encoded, error: Exception) -> DatapipeError:
+        """DALI says that a batch cannot be decoded; which image it is, our own decoder finds out."""
+        for sample in slots.samples[slots.valid].tolist():
+            self.data_set.pixels(sample, self.data_set.read(sample))
+        return DatapipeError(f"DALI cannot decode a batch: {error}", path=self.data_set.folder)
+
+
+def _window(data: Data, box: Box) -> tuple[Data, Box]:
+    if not is_jpeg(data):
+        return data, box
+    window = cut(data, box)
+    return window.data, (box[0] - window.left, box[1] - window.top, box[2], box[3])
