@@ -17,7 +17,7 @@ from .errors import SettingError
 GOLDEN = 0x9E3779B97F4A7C15  # the increment of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)
 _MASK = (1 << 64) - 1
 
-SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN = 1, 2, 3, 4, 5  # what random numbers are for: a stream of its own for each
+SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN, BUFFER = range(1, 7)  # what random numbers are for: a stream each
 
 Last = Literal["drop", "pad"]
 

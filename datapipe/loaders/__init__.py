@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Literal
 
 from ..augment import Augment
 from ..errors import SettingError
@@ -13,7 +14,7 @@ from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
 
-BACKENDS = ("cpu", "dali")
+BACKENDS = ("cpu", "dali", "webdataset")
 
 
 def open_loader(
@@ -37,6 +38,7 @@ def open_loader(
     max_bad: int = 0,
     retries: int = 3,
     timeout_s: float = 300.0,
+    reader: Literal["indexed", "native"] = "indexed",
 ) -> Loader:
     """Open one packed data set (one split) for one rank.
 
@@ -57,10 +59,16 @@ def open_loader(
     then an error. A consumer that waits for a batch is told each 10 s which read does not answer; after `timeout_s`
     that is an error, too.
 
+    `backend`: "cpu"; "dali" (NVIDIA DALI, on `device`; `reader="native"` reads with DALI's own tar reader, see
+    datapipe/loaders/dali_native.py); "webdataset" (streams tar shards, also from URLs such as
+    "pipe:ssh server cat shard-{000..146}.tar", see datapipe/loaders/webdataset.py).
+
     Raises SettingError for a setting out of range, ManifestError when there is no data set at `path`.
     """
     if backend not in BACKENDS:
         raise SettingError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    if reader not in ("indexed", "native") or (reader == "native" and backend != "dali"):
+        raise SettingError(f"reader: {reader!r} is not indexed, nor native with backend dali")
     options = LoaderOptions(
         batch_size=batch_size,
         train=train,
@@ -82,4 +90,5 @@ def open_loader(
         from ..staging import stage_once
 
         path = stage_once(Path(path), Path(cache))
-    return importlib.import_module(f".{backend}", __name__).open(Path(path), options, device)
+    module = backend if reader == "indexed" else f"{backend}_{reader}"
+    return importlib.import_module(f".{module}", __name__).open(path, options, device)

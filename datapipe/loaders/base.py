@@ -6,11 +6,14 @@ Shapes: B samples of a batch, C channels, H and W pixels.
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +21,12 @@ import torch
 from ..augment import Augment, Windows, eval_windows, train_windows
 from ..blocks import num_lanes
 from ..dataset import DataSet
-from ..errors import SettingError
+from ..errors import DatapipeError, SettingError
 from ..manifest import INDEX
 from ..order import Last, num_steps, permutation
 from ..reading import Io
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,22 +91,64 @@ class LoaderOptions:
         return max(1, cores // int(ranks))
 
 
+class Split(NamedTuple):
+    """What a loader must know of the data it reads. `None`: not known, or not the same for all images."""
+
+    num_samples: int
+    num_classes: int | None
+    channels: int
+    width: int | None  # pixels, of all images
+    height: int | None
+    smallest: tuple[int, int] | None  # width and height that no image falls short of
+    checksum: str  # tells two data sets apart
+
+    @classmethod
+    def of(cls, data_set: DataSet) -> Split:
+        manifest, index = data_set.manifest, data_set.index
+        smallest = int(index["width"].min()), int(index["height"].min())
+        (checksum,) = (file.xxh3_128 for file in manifest.files if file.name == INDEX)
+        size = manifest.width, manifest.height
+        return cls(len(data_set), manifest.num_classes, manifest.channels, *size, smallest, checksum)
+
+
+class Budget:
+    """How many bad samples a loader may come across. Thread-safe."""
+
+    def __init__(self, max_bad: int, rank: int) -> None:
+        self._max_bad, self._rank = max_bad, rank
+        self._bad: set[Hashable] = set()
+        self._lock = threading.Lock()
+
+    def spend(self, sample: Hashable, error: DatapipeError) -> None:
+        """Count and name a bad sample, once. Raises the error when the budget is spent."""
+        with self._lock:
+            if sample in self._bad:
+                return
+            if len(self._bad) >= self._max_bad:
+                raise error
+            self._bad.add(sample)
+            count = len(self._bad)
+        logger.warning(
+            "rank %d: bad sample, %d of max_bad=%d; its slot is black and not valid: %s",
+            self._rank, count, self._max_bad, error,
+        )  # fmt: skip
+
+
 class Loader(ABC):
     """Iterable once per epoch. Backends only turn positions into images.
 
-    Attributes: `options`, `num_samples` (of the whole data set), `num_classes`, `channels` (1 or 3),
+    Attributes: `options`, `num_samples` (of the whole data set), `num_classes` (None: not known), `channels` (1 or 3),
     `size` (pixels), `wait_s` (seconds that the consumer has waited for batches in all).
     """
 
-    def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
-        self.data_set, self.options = data_set, options
-        self.num_samples = len(data_set)
-        self.num_classes = data_set.manifest.num_classes
-        self.channels = data_set.manifest.channels
+    def __init__(self, split: Split, options: LoaderOptions) -> None:
+        self.options = options
+        self.num_samples, self.num_classes, self.channels = split.num_samples, split.num_classes, split.channels
         self.size = options.size
-        self._augment = options.augment.resolve(data_set.manifest.width, data_set.manifest.height, options.size)
-        if options.train:
-            self._augment.check(int(data_set.index["width"].min()), int(data_set.index["height"].min()), options.size)
+        self._checksum = split.checksum
+        self._augment = options.augment.resolve(split.width, split.height, options.size)
+        if options.train and split.smallest is not None:
+            self._augment.check(*split.smallest, options.size)
         self.wait_s = 0.0
         self._num_steps = num_steps(self.num_samples, options.global_batch_size, options.last)
         self.lanes = num_lanes(options.global_batch_size, options.world_size)
@@ -151,15 +198,15 @@ class Loader(ABC):
 
     def identity(self) -> dict[str, int | str]:
         """What must be the same for an epoch and a step to mean the same batches; `data_set` is a checksum."""
-        (index,) = (file.xxh3_128 for file in self.data_set.manifest.files if file.name == INDEX)
         options = self.options
-        order = {"order": f"blocks of {options.block_mib} MiB"} if options.order == "blocks" else {}
-        return {"seed": options.seed, "global_batch_size": options.global_batch_size, "data_set": index, **order}
+        identity = {"seed": options.seed, "global_batch_size": options.global_batch_size, "data_set": self._checksum}
+        if options.order == "blocks":
+            identity["order"] = f"blocks of {options.block_mib} MiB"
+        return identity
 
     def close(self) -> None:
         """Stop all threads and release all files. May be called twice."""
         self._closed = True
-        self.data_set.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -177,8 +224,9 @@ class Loader(ABC):
             return permutation(self.num_samples, self.options.seed, epoch)
         return np.arange(self.num_samples)
 
-    def _windows(self, epoch: int, positions: np.ndarray, records: np.ndarray) -> Windows:
-        widths, heights = records["width"].astype(np.int64), records["height"].astype(np.int64)
+    def _windows(self, epoch: int, positions: np.ndarray, widths: np.ndarray, heights: np.ndarray) -> Windows:
+        """What to cut from images of these sizes (pixels) at these positions."""
+        widths, heights = widths.astype(np.int64), heights.astype(np.int64)
         if not self.options.train:
             return eval_windows(widths, heights, self.size)
         return train_windows(self._augment, widths, heights, self.size, self.options.seed, epoch, positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,9 @@ from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
 
 PIXEL_BYTES = 8 << 20  # of memory for decoded pixels a thread: about 16 windows
-BAD = Window(b"", 0, 0, 0, 0)
 
 
-def open(path: Path, options: LoaderOptions, device: object) -> CpuLoader:
+def open(path: Path | str, options: LoaderOptions, device: object) -> CpuLoader:
     data_set = DataSet(path, options.io, options.retries)
     try:
         return CpuLoader(data_set, options, torch.device(device) if device is not None else None)
@@ -33,32 +32,29 @@ def open(path: Path, options: LoaderOptions, device: object) -> CpuLoader:
         raise
 
 
-class _Images(Slots):
-    images: np.ndarray  # uint8[B, H, W, C]
+class Images(Slots):
+    """With the images' memory: uint8[B, H, W, C]."""
+
+    images: np.ndarray
 
 
-class CpuLoader(FillingLoader):
-    """See `open_loader`."""
+class Painter:
+    """Decodes images into the slots of a batch. `bad(slots, slot, error)` is called for what cannot be decoded."""
 
-    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device | None) -> None:
-        super().__init__(data_set, options)
-        self._device = None if device is None or device.type == "cpu" else device
-        shape = (options.batch_size, self.size, self.size, self.channels)
-        self._memory = BatchMemory(shape, pinned=self._device is not None)
-        self._on_device: deque[tuple[torch.cuda.Event, Batch]] = deque()
+    def __init__(self, channels: int, pixels: Callable[[Wanted], np.ndarray], bad: Callable) -> None:
+        self._channels, self._pixels, self._bad = channels, pixels, bad
         self._local = threading.local()
 
-    def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> _Images:
-        slots = _Images(positions, samples)
-        slots.images = self._memory.take()
-        return slots
+    def put(self, slots: Images, wanted: list[Wanted]) -> dict[str, float]:
+        """Returns the seconds of each stage.
 
-    def _put(self, slots: _Images, wanted: list[Wanted]) -> dict[str, float]:
+        Stage by stage for all of them: Python between two decodes would find the processor's caches full of pixels,
+        and take several times as long.
+        """
         clock = time.perf_counter
         began = clock()
-        windows = self._windows_of(slots, wanted)
+        left = iter(self._cut(slots, wanted))
         spent = {"window": clock() - began, "decode": 0.0, "resize": 0.0}
-        left = iter(zip(wanted, windows, strict=True))
         while True:
             began = clock()
             decoded = self._decode(slots, left)
@@ -70,18 +66,17 @@ class CpuLoader(FillingLoader):
             if not decoded:
                 return spent
 
-    def _windows_of(self, slots: _Images, wanted: list[Wanted]) -> list[Window | None]:
-        """What has to be decoded of each JPEG; None for other images, and for bad ones."""
-        windows = []
+    def _cut(self, slots: Images, wanted: list[Wanted]) -> list[tuple[Wanted, Window | None]]:
+        """What has to be decoded of each JPEG; None for other images."""
+        found = []
         for one in wanted:
             try:
-                windows.append(window.cut(one.data, one.box) if is_jpeg(one.data) else None)
+                found.append((one, window.cut(one.data, one.box) if is_jpeg(one.data) else None))
             except ValueError as error:
-                self._take_bad(slots, one.slot, error)
-                windows.append(BAD)
-        return windows
+                self._bad(slots, one.slot, error)
+        return found
 
-    def _decode(self, slots: _Images, left: Iterator[tuple[Wanted, Window | None]]) -> list[tuple[Wanted, Decoded]]:
+    def _decode(self, slots: Images, left: Iterator[tuple[Wanted, Window | None]]) -> list[tuple[Wanted, Decoded]]:
         """The next images, as many as fit into this thread's memory for pixels."""
         try:
             room = self._local.room
@@ -93,26 +88,31 @@ class CpuLoader(FillingLoader):
                 return []
             try:
                 if found is None:
-                    pixels = self.data_set.pixels(one.sample, one.data)
-                    decoded.append((one, Decoded(pixels, one.box)))
-                elif found is not BAD:
-                    decoded.append((one, decode_window(one.data, found, one.box, self.channels, one.scale, room)))
+                    decoded.append((one, Decoded(self._pixels(one), one.box)))
+                else:
+                    decoded.append((one, decode_window(one.data, found, one.box, self._channels, one.scale, room)))
                     room = room[decoded[-1][1].pixels.size :]
             except (ValueError, DecodeError) as error:
-                self._take_bad(slots, one.slot, error)
+                self._bad(slots, one.slot, error)
             if len(room) < PIXEL_BYTES // 4:
                 break
         return decoded
 
-    def _put_nothing(self, slots: _Images, slot: int | slice) -> None:
-        slots.images[slot] = 0
 
-    def _finish(self, slots: _Images) -> Batch:
+class Delivery:
+    """Batches from host memory, on the device if there is one."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device | None) -> None:
+        self._device = None if device is None or device.type == "cpu" else device
+        self.memory = BatchMemory(shape, pinned=self._device is not None)
+        self._on_device: deque[tuple[torch.cuda.Event, Batch]] = deque()
+
+    def batch(self, slots: Images) -> Batch:
         images, *rest = (torch.from_numpy(a) for a in (slots.images, slots.labels, slots.samples, slots.valid))
         batch = Batch(images.permute(0, 3, 1, 2), *rest)
-        return batch if self._device is None else self._deliver(batch)
+        return batch if self._device is None else self._copied(batch)
 
-    def _deliver(self, batch: Batch) -> Batch:
+    def _copied(self, batch: Batch) -> Batch:
         """Copy to the device without waiting; the host's memory is kept until the copy is done."""
         delivered = batch.to(self._device)
         event = torch.cuda.Event()
@@ -122,10 +122,37 @@ class CpuLoader(FillingLoader):
             self._on_device.popleft()
         return delivered
 
-    def _drain(self, begun: Collection[Slots]) -> None:
+    def drain(self) -> None:
+        """Wait until nothing is being copied: memory may be used again."""
         for event, _ in self._on_device:
             event.synchronize()
         self._on_device.clear()
+
+
+class CpuLoader(FillingLoader):
+    """See `open_loader`."""
+
+    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device | None) -> None:
+        super().__init__(data_set, options)
+        self._delivery = Delivery((options.batch_size, self.size, self.size, self.channels), device)
+        self._painter = Painter(self.channels, lambda one: data_set.pixels(one.sample, one.data), self._take_bad)
+
+    def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> Images:
+        slots = Images(positions, samples)
+        slots.images = self._delivery.memory.take()
+        return slots
+
+    def _put(self, slots: Images, wanted: list[Wanted]) -> dict[str, float]:
+        return self._painter.put(slots, wanted)
+
+    def _put_nothing(self, slots: Images, slot: int | slice) -> None:
+        slots.images[slot] = 0
+
+    def _finish(self, slots: Images) -> Batch:
+        return self._delivery.batch(slots)
+
+    def _drain(self, begun: Collection[Slots]) -> None:
+        self._delivery.drain()
 
 
 def cut(pixels: np.ndarray, box: Box, flip: bool, out: np.ndarray) -> None:

@@ -30,7 +30,7 @@ DEPTH = 2  # batches that DALI works on
 DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
-def open(path: Path, options: LoaderOptions, device: object) -> DaliLoader:
+def open(path: Path | str, options: LoaderOptions, device: object) -> DaliLoader:
     data_set = DataSet(path, options.io, options.retries)
     try:
         return DaliLoader(data_set, options, torch.device("cpu" if device is None else device))

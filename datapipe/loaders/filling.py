@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,15 +25,14 @@ from ..errors import DatapipeError, DecodeError, ShardCorruptError, ShardReadErr
 from ..order import slice_positions
 from ..reading import Data
 from ..window import Box
-from .base import Batch, Loader, LoaderOptions
-from .pool import Pool
+from .base import Batch, Budget, Loader, LoaderOptions, Split
+from .pool import Pool, wait_for
 from .runs import Runs
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 32  # samples: small enough to share a batch among threads, large enough for numpy's overhead
 AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
-TELL_S = 10.0  # how often a consumer that waits is told what for
 SPAN = 1.25  # neighbouring samples are read at once if that reads at most so many times their bytes
 
 
@@ -66,18 +63,19 @@ class FillingLoader(Loader):
     """See `open_loader`. `stage_s`: seconds that the threads spent in each stage."""
 
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
-        super().__init__(data_set, options)
+        super().__init__(Split.of(data_set), options)
+        self.data_set = data_set
         self.stage_s: Counter[str] = Counter()
         self.num_read = self.read_bytes = 0
         self._pool: Pool | None = None
         self._process = os.getpid()
-        self._bad: dict[int, str] = {}
-        self._bad_lock = threading.Lock()
+        self._budget = Budget(options.max_bad, options.rank)
         self._grid = grid(data_set.index, options.block_mib << 20) if self._in_blocks() else None
 
     def close(self) -> None:
-        self._end_pool()
         super().close()
+        self._end_pool()
+        self.data_set.close()
 
     def stages(self) -> dict[str, float]:
         """Seconds in all: of the threads in each stage, idle since the queue was full, and of the consumer, waiting."""
@@ -94,8 +92,7 @@ class FillingLoader(Loader):
     def _put(self, slots: Slots, wanted: list[Wanted]) -> dict[str, float]:
         """In a thread: put images into their slots; return the seconds of each stage.
 
-        Stage by stage for all of them: Python between two decodes would find the processor's caches full of pixels,
-        and take several times as long. Calls `_take_bad` for what cannot be decoded.
+        Calls `_take_bad` for what cannot be decoded.
         """
 
     @abstractmethod
@@ -131,7 +128,7 @@ class FillingLoader(Loader):
                     under_way.append(self._start(epoch, step, samples, runs))
                 while under_way and len(begun) <= self.begun_ahead:
                     for future in under_way[0][1]:
-                        self._wait_for(future)
+                        self._count(wait_for(future, self.options.timeout_s, self._tell))
                     begun.append(under_way.popleft()[0])
                     self._begin(begun[-1])
                 if not begun:
@@ -184,18 +181,6 @@ class FillingLoader(Loader):
         chunks = (slice(i, i + CHUNK) for i in range(0, options.batch_size, CHUNK))
         return slots, futures + [submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
 
-    def _wait_for(self, future: Future) -> None:
-        asked = time.monotonic()
-        while True:
-            left = asked + self.options.timeout_s - time.monotonic()
-            try:
-                self._count(future.result(max(0.0, min(TELL_S, left))))
-                return
-            except NotYet:
-                if future.done():  # the task itself raised a TimeoutError
-                    raise
-                self._tell(time.monotonic() - asked, left <= 0)
-
     def _count(self, found: tuple[dict[str, float], int, int] | None) -> None:
         if found:
             stages, number, size = found
@@ -233,7 +218,7 @@ class FillingLoader(Loader):
         samples, positions = slots.samples[chunk][:count], slots.positions[chunk][:count]
         records = self.data_set.index[samples]
         slots.labels[chunk][:count] = records["label"]
-        windows = self._windows(epoch, positions, records)
+        windows = self._windows(epoch, positions, records["width"], records["height"])
         columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
         fields = list(zip(*columns, strict=True))
         boxes, flips = windows.boxes.tolist(), windows.flips.tolist()
@@ -289,15 +274,7 @@ class FillingLoader(Loader):
         if not isinstance(error, DatapipeError):
             shard = self.data_set.manifest.shards[self.data_set.index[sample]["shard"]].name
             error = DecodeError(str(error), path=self.data_set.folder, shard=shard, key=self.data_set.key(sample))
-        with self._bad_lock:
-            if sample not in self._bad:
-                if len(self._bad) >= self.options.max_bad:
-                    raise error
-                self._bad[sample] = str(error)
-                logger.warning(
-                    "rank %d: bad sample, %d of max_bad=%d; its slot is black and not valid: %s",
-                    self.options.rank, len(self._bad), self.options.max_bad, error,
-                )  # fmt: skip
+        self._budget.spend(sample, error)
         self._put_nothing(slots, slot)
         slots.valid[slot] = False
 

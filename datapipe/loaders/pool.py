@@ -7,10 +7,26 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any
 
 import torch
 
 GRACE_S = 0.5
+TELL_S = 10.0  # how often somebody who waits is told what for
+
+
+def wait_for(future: Future, limit_s: float, tell: Callable[[float, bool], None]) -> Any:
+    """The future's result. Each 10 s `tell` is called with the seconds waited and False, after `limit_s` with True."""
+    asked = time.monotonic()
+    while True:
+        left = asked + limit_s - time.monotonic()
+        try:
+            return future.result(max(0.0, min(TELL_S, left)))
+        except NotYet:
+            if future.done():  # the task itself raised a TimeoutError
+                raise
+            tell(time.monotonic() - asked, left <= 0)
 
 
 class Pool:

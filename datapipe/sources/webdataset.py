@@ -85,7 +85,7 @@ def _list_shard(number: int, path: str, bounds: str | None) -> _Shard:
     if without is not None:
         raise SourceError("has a label, but no image", path=path, key=without)
     part = Part.of(number, list(images), list(images.values()))
-    return _Shard(part, [_label(path, key, labels) for key in images], archive.num_others, num_left_out)
+    return _Shard(part, [label_of(path, key, labels) for key in images], archive.num_others, num_left_out)
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -95,7 +95,7 @@ def _split_name(name: str) -> tuple[str, str]:
     return (folder + slash + base, extension.lower()) if base else ("", "")
 
 
-def _label(path: str, key: str, labels: dict[str, dict[str, bytes | None]]) -> str:
+def label_of(path: str, key: str, labels: dict[str, dict[str, bytes | None]]) -> str:
     """The label as it is written. Raises SourceError."""
     if key in labels["cls"]:
         text = (labels["cls"][key] or b"").strip()

@@ -1,4 +1,4 @@
-"""Contract of every loader backend."""
+"""Contract of the backends that read by the index."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ def check(pixels, wanted, backend, scaled):
         assert difference.max() <= 1
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[name for name in BACKENDS if name != "webdataset"])
 def backend(request):
     return request.param
 
@@ -238,7 +238,7 @@ def test_memory_is_used_again(folder):
             for _ in loader:
                 pass
         gc.collect()
-        assert 1 <= len(loader._memory._free) <= 6
+        assert 1 <= len(loader._delivery.memory._free) <= 6
 
 
 def test_decoders_leave_torch_to_the_consumer(folder):
