@@ -130,7 +130,7 @@ def _decode_pillow(data: Buffer, channels: int) -> np.ndarray:
             if image.mode.startswith("I"):  # 16-bit grey: convert() would clip it to white
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    except PILLOW_ERRORS as e:
+    except (*PILLOW_ERRORS, Image.DecompressionBombError) as e:
         raise ValueError(f"cannot be decoded: {e}") from e
     return pixels.reshape(*pixels.shape[:2], channels)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import jpeg
-from .image import Buffer, decode
+from .image import MAX_PIXELS, Buffer, decode
 
 MARGIN = 1  # pixels: libjpeg's "fancy upsampling" takes the next sample of chroma, and no more
 RST0, EOI = 0xD0, b"\xff\xd9"
@@ -46,6 +46,8 @@ def cut(data: Buffer, box: Box) -> Window:
     stays whole. Raises ValueError when the header is damaged.
     """
     header = jpeg.read_header(data)
+    if header.width * header.height > MAX_PIXELS:
+        raise ValueError(f"{header.width}×{header.height} pixels are out of range (1 to {MAX_PIXELS})")
     whole = Window(data, 0, 0, header.width, header.height)
     if header.frame not in jpeg.SEQUENTIAL or not header.interleaved or header.components not in (1, 3):
         return whole

@@ -199,10 +199,9 @@ class Loader(ABC):
     def identity(self) -> dict[str, int | str]:
         """What must be the same for an epoch and a step to mean the same batches; `data_set` is a checksum."""
         options = self.options
-        identity = {"seed": options.seed, "global_batch_size": options.global_batch_size, "data_set": self._checksum}
-        if options.order == "blocks":
-            identity["order"] = f"blocks of {options.block_mib} MiB"
-        return identity
+        order = f"blocks of {options.block_mib} MiB" if options.order == "blocks" else options.order
+        identity = {"seed": options.seed, "order": order, "global_batch_size": options.global_batch_size}
+        return {**identity, "data_set": self._checksum}
 
     def close(self) -> None:
         """Stop all threads and release all files. May be called twice."""

@@ -13,7 +13,6 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 32  # samples: small enough to share a batch among threads, large enough for numpy's overhead
 AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
-SPAN = 1.25  # neighbouring samples are read at once if that reads at most so many times their bytes
+GAP_BYTES = 4096  # between two neighbours that are read at once: copying it takes less than another call
 
 
 class Slots:
@@ -251,22 +250,21 @@ class FillingLoader(Loader):
                 return data
 
             return read
-        span = _span(fields)
-        if span is None:
-            return lambda _, record: data_set.read_at(*record)
-        shard, start, stop = span
-        try:
-            whole = memoryview(data_set.reader.read(shard, start, stop - start))
-        except ShardReadError:  # which of them it is shows when they are read one by one
-            return lambda _, record: data_set.read_at(*record)
+        spans, held = _spans(fields), {}
 
-        def part(_: int, record: tuple) -> Data:
-            sample, _, offset, size, checksum = record
+        def read_span(i: int, record: tuple) -> Data:
+            sample, shard, offset, size, checksum = record
+            first = spans[i]
+            if first not in held:
+                start, stop = fields[first][2], max(j for j in range(len(fields)) if spans[j] == first)
+                held[first] = start, memoryview(data_set.reader.read(shard, start, sum(fields[stop][2:4]) - start))
+            start, whole = held[first]
             data = whole[offset - start : offset - start + size]
             data_set.check(sample, data, checksum)
             return data
 
-        return part
+        alone = [spans.count(first) == 1 for first in spans]
+        return lambda i, record: data_set.read_at(*record) if alone[i] else read_span(i, record)
 
     def _take_bad(self, slots: Slots, slot: int, error: Exception) -> None:
         """In a thread: leave a slot empty; or, the budget being spent, raise the error with the sample's place."""
@@ -279,13 +277,12 @@ class FillingLoader(Loader):
         slots.valid[slot] = False
 
 
-def _span(fields: list[tuple]) -> tuple[int, int, int] | None:
-    """Shard, start and end of one read for samples that lie side by side in the order of `fields`, else None."""
-    shard, start = fields[0][1:3]
-    stop = fields[-1][2] + fields[-1][3]
-    if len(fields) < 2 or any(record[1] != shard for record in fields) or not start < stop:
-        return None
-    offsets = [record[2] for record in fields]
-    if any(a >= b for a, b in pairwise(offsets)):
-        return None
-    return (shard, start, stop) if stop - start <= SPAN * sum(record[3] for record in fields) else None
+def _spans(fields: list[tuple]) -> list[int]:
+    """For each sample, the first of the neighbours that it is read together with."""
+    first, spans, end = 0, [], None
+    for i, (_, shard, offset, size, _) in enumerate(fields):
+        if end is None or shard != fields[i - 1][1] or not 0 <= offset - end <= GAP_BYTES:
+            first = i
+        spans.append(first)
+        end = offset + size
+    return spans

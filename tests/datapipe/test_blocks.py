@@ -1,0 +1,172 @@
+"""The order "blocks": every sample once, every byte once, the same on any number of ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datapipe.blocks import block_order, grid, num_lanes, shuffle_quality
+from datapipe.errors import SettingError
+from datapipe.index import RECORD
+from datapipe.loaders import open_loader
+from datapipe.order import num_steps, permutation
+from datapipe.reading import ShardReader
+
+
+def index_of(sizes_by_shard, gap=0):
+    """Records of samples that lie one behind the other in their shards."""
+    records = []
+    for shard, sizes in enumerate(sizes_by_shard):
+        offset = 0
+        for size in sizes:
+            records.append((offset, size, shard, 0, 0, 1, 1, 0, 0))
+            offset += size + gap
+    return np.array(records, RECORD)
+
+
+shards = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=40), min_size=1, max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shards, st.integers(1, 12), st.integers(1, 6), st.sampled_from(["drop", "pad"]), st.integers(0, 9))
+def test_every_sample_once_and_runs_are_of_one_lane_and_block(sizes, share, lanes, last, epoch):
+    index, batch = index_of(sizes), share * lanes
+    if last == "drop" and batch > len(index):
+        return
+    samples, runs = block_order(grid(index, 100), batch, last, lanes, 7, epoch)
+    steps = num_steps(len(index), batch, last)
+    assert len(samples) == len(runs) == (steps * batch if last == "drop" else len(index))
+    assert len(set(samples.tolist())) == len(samples) and set(samples.tolist()) <= set(range(len(index)))
+    lane = np.arange(len(samples)) % batch // share
+    for run in np.unique(runs):
+        mine = runs == run
+        assert len(set(lane[mine])) == 1
+        records = index[samples[mine]]
+        assert len(set(zip(records["shard"], records["offset"] // 100, strict=True))) == 1
+        inside = np.sort(samples[mine])
+        assert (np.diff(inside) == 1).all()  # neighbours in the file, so reading it takes no byte of another run
+
+
+def test_no_block_is_read_twice_by_ranks_of_whole_lanes():
+    index = index_of([[10] * 1000] * 3)
+    for ranks in (1, 2, 4, 8, 32):
+        lanes = num_lanes(64, ranks)
+        samples, runs = block_order(grid(index, 100), 64, "drop", lanes, 0, 0)
+        rank = np.arange(len(samples)) % 64 // (64 // ranks)
+        assert sum(len(np.unique(runs[rank == r])) for r in range(ranks)) == len(np.unique(runs))
+
+
+def test_lanes():
+    assert [num_lanes(256, ranks) for ranks in (1, 2, 4, 32, 64, 256)] == [32, 32, 32, 32, 64, 256]
+    assert num_lanes(768, 3) == 48 and num_lanes(7, 7) == 7 and num_lanes(5, 1) == 5 and num_lanes(101, 1) == 101
+
+
+def test_epochs_differ_and_repeat():
+    blocks = grid(index_of([[10] * 500] * 4), 100)
+    one, two, again = (block_order(blocks, 40, "drop", 8, 3, epoch).samples for epoch in (0, 1, 0))
+    assert (one == again).all() and (one != two).mean() > 0.9
+
+
+def test_shuffle_quality_tells_orders_apart():
+    index = index_of([[1000] * 5000] * 8)
+    by_class = np.arange(len(index)) // 400
+    packed = by_class[permutation(len(index), 1, 0)]  # pack shuffles
+    orders = {
+        "files": np.arange(len(index)),
+        "full": permutation(len(index), 0, 0),
+        "blocks": block_order(grid(index, 100_000), 256, "drop", 32, 0, 0).samples,
+    }
+    found = {name: shuffle_quality(order, packed[order]) for name, order in orders.items()}
+    assert found["files"]["displacement"] == 0 and found["files"]["neighbours"] == 1
+    assert found["full"]["neighbours"] == pytest.approx(2 / len(index), abs=3e-4)
+    for name in ("full", "blocks"):
+        assert found[name]["displacement"] == pytest.approx(1, abs=0.05)
+        assert found[name]["label_runs"] == pytest.approx(1, abs=0.02)
+    # Were the data not shuffled when they were packed, the figures would say so.
+    unshuffled = {name: shuffle_quality(order, by_class[order])["label_runs"] for name, order in orders.items()}
+    assert unshuffled["files"] < 0.01 < unshuffled["blocks"] < 0.3 and unshuffled["full"] == pytest.approx(1, abs=0.02)
+
+
+class Counted:
+    """What was read of each shard, past the loaders."""
+
+    def __init__(self, monkeypatch):
+        self.bytes: dict[tuple[str, int], int] = {}
+        self.calls = 0
+        read = ShardReader.read
+
+        def counted(reader, shard, offset, size):
+            self.calls += 1
+            for place in range(offset, offset + size):
+                key = reader._paths[shard].name, place
+                self.bytes[key] = self.bytes.get(key, 0) + 1
+            return read(reader, shard, offset, size)
+
+        monkeypatch.setattr(ShardReader, "read", counted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_loader_reads_every_byte_once(packed_folders, monkeypatch, ranks):
+    counted, seen = Counted(monkeypatch), []
+    for rank in range(ranks):
+        place = {"rank": rank, "world_size": ranks}
+        with open_loader(
+            packed_folders["tar"] / "train", 12 // ranks, size=16, order="blocks", last="pad", **place
+        ) as loader:
+            seen += [sample for batch in loader for sample in batch.samples[batch.valid].tolist()]
+            index = loader.data_set.index
+    assert sorted(seen) == list(range(61))
+    assert set(counted.bytes.values()) == {1}
+    assert len(counted.bytes) >= index["size"].sum() and counted.calls < 61
+
+
+@pytest.mark.parametrize("format", ["tar", "hdf5", "lmdb"])
+def test_ranks_together_give_the_same_global_batches(packed_folders, format):
+    """One epoch on 1, then 2, 3 and 4 ranks, against one that was not interrupted."""
+    folder = packed_folders[format] / "train"
+
+    def collected(loader, count):
+        steps = []
+        for batch in loader:
+            steps.append([getattr(batch, name).numpy().copy() for name in ("images", "labels", "samples")])
+            if len(steps) == count:
+                break
+        return steps
+
+    settings_ = {"size": 24, "order": "blocks", "seed": 5}
+    with open_loader(folder, 12, **settings_) as loader:
+        loader.set_epoch(3)
+        whole = collected(loader, 5)
+        loader.set_epoch(3)
+        state, done = loader.state_dict(), []
+    for ranks, count in ((1, 1), (2, 1), (3, 2), (4, 1)):
+        parts = []
+        for rank in range(ranks):
+            with open_loader(folder, 12 // ranks, rank=rank, world_size=ranks, **settings_) as loader:
+                loader.load_state_dict(state)
+                parts.append(collected(loader, count))
+                after = loader.state_dict()
+        done += [[np.concatenate(parts_) for parts_ in zip(*step, strict=True)] for step in zip(*parts, strict=True)]
+        state = after
+    assert len(done) == len(whole) == 5
+    for mine, wanted in zip(done, whole, strict=True):
+        for a, b in zip(mine, wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_state_of_another_order_is_refused(packed_folders):
+    folder = packed_folders["tar"] / "train"
+    with open_loader(folder, 12, order="blocks") as loader, open_loader(folder, 12) as full:
+        with pytest.raises(SettingError, match="order"):
+            loader.load_state_dict(full.state_dict())
+        with pytest.raises(SettingError, match="order"):
+            full.load_state_dict(loader.state_dict())
+
+
+def test_evaluation_reads_neighbours_at_once(packed_folders, monkeypatch):
+    counted = Counted(monkeypatch)
+    with open_loader(packed_folders["hdf5"] / "train", 61, size=16, train=False) as loader:
+        assert sum(batch.valid.sum().item() for batch in loader) == 61
+        chunks = 2
+        assert counted.calls <= chunks + len(loader.data_set.manifest.shards)
+    assert set(counted.bytes.values()) == {1}
