@@ -14,10 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,42 +27,12 @@ from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.target import STATE
 
 ROOT = Path(__file__).parents[2]
-MOUNT = ROOT.parent / "shared" / "testbed" / "slowfs-mount.sh"
 NUM_IMAGES, NUM_SHARDS = 60, 5  # of 1 MiB
 TIMEOUT_S, STALL_S = 2, 9
 LATE_S = 5.0  # beyond --timeout: until it looks (0.25 s), for its other threads (2 s), to end, on a busy machine
 FULL_MB = 3.5  # a disk that fills up in the fourth shard
 NEVER = 10**9  # a fault that only counts the calls it matches
-KNOBS = ("meta_ms", "meta_jitter_ms", "readdir_entry_us", "read_ms", "read_mbps", "write_mbps", "space_mb")
 SAYS = {error: os.strerror(getattr(errno, error)) for error in ("EIO", "ESTALE", "ENOSPC", "ENOENT")}
-CALM = {**dict.fromkeys(KNOBS, 0), "faults": [], "reset": True}
-
-pytestmark = [
-    pytest.mark.skipif(not MOUNT.exists(), reason="there is no testbed beside the checkout"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount"),
-    pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="the kernel has no FUSE"),
-]
-
-
-class SlowFS:
-    """`path`: the mount; `backing`: the folder behind it, where the test itself looks and no fault is."""
-
-    def __init__(self, folder: Path) -> None:
-        self.backing, self.path = folder / "backing", folder / "mount"
-
-    def set(self, **knobs) -> None:
-        (self.path / ".slowfs").write_text(json.dumps(knobs))
-
-    def calls(self) -> list[int]:
-        """Of each fault: how many calls it has matched."""
-        while True:
-            with suppress(json.JSONDecodeError):  # cut off where it ended a second ago, for all that the kernel knows
-                return [fault["calls"] for fault in json.loads((self.path / ".slowfs").read_text())["faults"]]
-            time.sleep(0.05)
-
-    def behind(self, path: Path) -> Path:
-        return self.backing / path.relative_to(self.path)
-
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 30) -> None:
     deadline = time.monotonic() + limit_s
@@ -80,28 +49,6 @@ def has_ended(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-@pytest.fixture(scope="module")
-def mounted() -> Iterator[SlowFS]:
-    # In no folder of pytest's: emptying that would reach through a mount that could not be removed.
-    folder = Path(tempfile.mkdtemp(prefix="slowfs-"))
-    slow = SlowFS(folder)
-    try:
-        done = subprocess.run([MOUNT, slow.backing, slow.path], capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            pytest.skip(f"slowfs cannot be mounted: {done.stderr.strip()[-300:]}")
-        daemon = int(done.stdout.split()[-1])
-        try:
-            yield slow
-        finally:
-            subprocess.run([MOUNT, "-u", slow.path], check=True, timeout=60)
-            with suppress(ProcessLookupError):  # a mount namespace made meanwhile would keep it
-                os.kill(daemon, signal.SIGTERM)
-            wait_until(lambda: has_ended(daemon))
-    finally:
-        if not os.path.ismount(slow.path):
-            shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -158,18 +105,18 @@ def key_to_name(key: str) -> str:
 
 
 @pytest.fixture
-def slow(mounted, raw, whole) -> Iterator[SlowFS]:
+def slow(mounted, raw, whole) -> Iterator:
     """The mount, without faults before and after."""
-    mounted.set(**CALM)
+    mounted.calm()
     try:
         yield mounted
     finally:
-        mounted.set(**CALM)
+        mounted.calm()
         for path in mounted.backing.glob("out*"):
             shutil.rmtree(path)
 
 
-def pattern(path: Path, slow: SlowFS) -> str:
+def pattern(path: Path, slow) -> str:
     """For a fault: a path in the mount."""
     return f"/{path.relative_to(slow.path)}"
 
@@ -204,9 +151,9 @@ def check_failed(code: int, errors: str, *words: object) -> None:
     assert last.startswith("error: ") and not [word for word in words if str(word) not in last], errors
 
 
-def check_goes_on(slow: SlowFS, source: Path, out: Path, whole: Path) -> None:
+def check_goes_on(slow, source: Path, out: Path, whole: Path) -> None:
     """Without faults both the same command and --resume complete it, and leave alone what was finished."""
-    slow.set(**CALM)
+    slow.calm()
     twin = out.with_name(f"{out.name}-twin")
     behind = {out: slow.behind(out), twin: slow.behind(twin)}
     if behind[out].exists():
@@ -344,7 +291,7 @@ def test_a_failing_disk_is_no_bad_image_but_a_missing_file_is_one(slow, raw, who
     done = run(source, out, "--max-bad", "100%", workers=1)
     check_failed(done.returncode, done.stderr, SAYS["EIO"], lost, "shard-000003.tar")
     check_nothing_half_finished(slow.behind(out), whole)
-    slow.set(**CALM)
+    slow.calm()
     slow.behind(lost).unlink()
     done = run(source, out)
     check_failed(done.returncode, done.stderr, SAYS["ENOENT"], lost, "shard-000003.tar")
