@@ -34,6 +34,8 @@ def check(pixels, wanted, backend, scaled):
 
 @pytest.fixture(params=[name for name in BACKENDS if name != "webdataset"])
 def backend(request):
+    if request.param == "dali":
+        pytest.importorskip("nvidia.dali")
     return request.param
 
 
