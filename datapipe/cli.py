@@ -68,6 +68,23 @@ class Name(StrEnum):
 
 class Backend(StrEnum):
     cpu = "cpu"
+    dali = "dali"
+
+
+class Order(StrEnum):
+    full = "full"
+    blocks = "blocks"
+
+
+class Io(StrEnum):
+    cached = "cached"
+    mmap = "mmap"
+    direct = "direct"
+
+
+class Reader(StrEnum):
+    indexed = "indexed"
+    native = "native"
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -314,17 +331,33 @@ def bench(
         int | None, typer.Option("--size", metavar="PIXELS", help="Of a side (default: the images' own, or 224).")
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="Default: the cores.")] = None,
+    order: Annotated[Order, typer.Option("--order", help="Uniform, or large blocks each read once.")] = Order.full,
+    io: Annotated[Io, typer.Option("--io", help="Through the page cache, mapped, or past it.")] = Io.cached,
+    reader: Annotated[Reader, typer.Option("--reader", help="With dali: ours, or DALI's own.")] = Reader.indexed,
+    device: Annotated[str, typer.Option("--device", help="Where batches are delivered, such as cuda.")] = "cpu",
+    step_ms: Annotated[
+        float, typer.Option("--step-ms", metavar="MS", min=0, help="An accelerator's time for a batch, emulated.")
+    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how many training images a second a loader delivers."""
-    from .bench import bench
+    """Measure how many training images a second a loader delivers, and what limits it."""
+    from .bench import bench, told
 
-    result = bench(folder, loader.value, batch_size, epochs, size, threads)
-    if as_json:
-        print(json.dumps(result))
-        return
-    print(f"{result['images_per_s']:,.0f} images/s, {result['images_per_cpu_s']:,.0f} images a CPU-second "
-          f"({result['threads']} threads, {result['size']} pixels, batches of {result['batch_size']})")  # fmt: skip
+    settings = {"order": order.value, "io": io.value, "reader": reader.value, "device": device, "threads": threads}
+    result = bench(folder, loader.value, batch_size, epochs, size, step_ms / 1000, **settings)
+    print(json.dumps(result) if as_json else "\n".join(told(result)))
+
+
+@app.command(epilog="Example:  datapipe doctor /scratch/imagenet")
+def doctor(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder on the filesystem in question.")],
+    as_json: AsJson = False,
+) -> None:
+    """Measure the filesystem under DIR and this node, and say how to set the loader."""
+    from .doctor import doctor, told
+
+    result = doctor(folder)
+    print(json.dumps(result) if as_json else "\n".join(told(result)))
 
 
 def _summary(path: Path, manifest, index=None) -> dict:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .errors import DecodeError, ManifestError, ShardCorruptError, ShardReadError
 from .image import decode
-from .index import open_index, read_keys, sample_checksum
+from .index import ENCODINGS, open_index, read_keys, sample_checksum
 from .manifest import Manifest
 from .reading import Data, Io, ShardReader
 
@@ -66,6 +66,10 @@ class DataSet:
         except ValueError as error:
             name = self.manifest.shards[self.index[sample]["shard"]].name
             raise DecodeError(str(error), path=self.folder, shard=name, key=self.key(sample)) from error
+
+    def holds_pixels(self) -> bool:
+        """Are all images stored as plain pixels?"""
+        return all(ENCODINGS[number] in ("raw", "pnm") for number in np.unique(self.index["encoding"]))
 
     def key(self, sample: int) -> str:
         """For messages; the sample's number where the keys themselves are damaged."""

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv at the top of the checkout and installs this project there, with what its tests need.
+# Makes .venv at the top of the checkout and installs this project there; with the argument `dev` what its tests need,
+# too: DALI, Lightning and others, 1 GB.
 # Does nothing when that is done and neither pyproject.toml nor tools/constraints.txt has changed since.
 # A .venv that somebody else made is installed into, and nothing of it is deleted.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-stamp=.venv/installed # "PLACE: STATE"; the place, because a virtual environment breaks when moved or copied
+extras=${1:-}
+stamp=.venv/installed # "PLACE: STATE [dev]"; the place, because a virtual environment breaks when moved or copied
 state=$(cat pyproject.toml tools/constraints.txt | cksum)
 was=
 if [[ -e $stamp ]]; then
@@ -44,7 +46,7 @@ make_venv() {
     "$python" -m venv .venv
 }
 
-if [[ $was == "$PWD: $state" ]] && works; then
+if [[ $was == "$PWD: $state dev" || ($was == "$PWD: $state " && -z $extras) ]] && works; then
     exit 0
 fi
 echo "==> Setting up .venv (takes minutes the first time)"
@@ -53,5 +55,5 @@ if [[ -e .venv && -z $was ]]; then
 elif [[ $was != "$PWD: "* || $was == "$PWD: unfinished" ]] || ! works; then
     make_venv
 fi
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e '.[dev]'
-echo "$PWD: $state" >"$stamp"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e ".${extras:+[$extras]}"
+echo "$PWD: $state $extras" >"$stamp"

@@ -3,7 +3,7 @@
 # the checkout: `bash tools/test.sh --slow` runs everything, `bash tools/test.sh tests/datapipe/test_fetch.py` one file.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash tools/setup.sh
+bash tools/setup.sh dev
 export PATH="$PWD/.venv/bin:$PATH" # tests run the commands `datapipe` and `trainer`
 python -m ruff check .
 exec python -m pytest "$@"

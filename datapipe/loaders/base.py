@@ -176,6 +176,10 @@ class Loader(ABC):
         finally:
             batches.close()
 
+    def stages(self) -> dict[str, float]:
+        """Seconds in all of each stage that the backend knows of; `queue_empty`: of the consumer, waiting."""
+        return {"queue_empty": self.wait_s}
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self._epoch, self._step = epoch, 0

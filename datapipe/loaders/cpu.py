@@ -23,10 +23,15 @@ from .memory import BatchMemory
 PIXEL_BYTES = 8 << 20  # of memory for decoded pixels a thread: about 16 windows
 
 
-def open(path: Path | str, options: LoaderOptions, device: object) -> CpuLoader:
+def open(path: Path | str, options: LoaderOptions, device: object) -> FillingLoader:
+    from . import raw
+
     data_set = DataSet(path, options.io, options.retries)
+    device = torch.device("cpu" if device is None else device)
     try:
-        return CpuLoader(data_set, options, torch.device(device) if device is not None else None)
+        if device.type != "cpu" and raw.fits(data_set):
+            return raw.RawLoader(data_set, options, device)
+        return CpuLoader(data_set, options, device)
     except BaseException:
         data_set.close()
         raise
@@ -102,8 +107,8 @@ class Painter:
 class Delivery:
     """Batches from host memory, on the device if there is one."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device | None) -> None:
-        self._device = None if device is None or device.type == "cpu" else device
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self._device = None if device.type == "cpu" else device
         self.memory = BatchMemory(shape, pinned=self._device is not None)
         self._on_device: deque[tuple[torch.cuda.Event, Batch]] = deque()
 
@@ -132,7 +137,7 @@ class Delivery:
 class CpuLoader(FillingLoader):
     """See `open_loader`."""
 
-    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device | None) -> None:
+    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
         super().__init__(data_set, options)
         self._delivery = Delivery((options.batch_size, self.size, self.size, self.channels), device)
         self._painter = Painter(self.channels, lambda one: data_set.pixels(one.sample, one.data), self._take_bad)

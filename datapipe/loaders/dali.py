@@ -148,11 +148,13 @@ class DaliLoader(FillingLoader):
     def _finish(self, slots: _Encoded) -> Batch:
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
+        asked = time.perf_counter()
         try:
             (images,) = self._pipeline.share_outputs()
         except RuntimeError as error:
             self._pipelines[:] = [self._built()]  # the old one takes no more batches
             raise self._unreadable(slots, error) from error
+        self.stage_s["decode"] += time.perf_counter() - asked
         images = images.as_tensor()
         if self._device.type == "cuda":
             shape = (len(slots.data), self.size, self.size, self.channels)

@@ -60,14 +60,14 @@ def open(path: str, options: LoaderOptions, device: object) -> WebDatasetLoader:
     if options.order != "full":
         raise SettingError(f"order: {options.order!r} has no meaning for backend webdataset; leave it out")
     urls, counts, split = _described(str(path), options)
-    return WebDatasetLoader(urls, counts, split, options, torch.device(device) if device is not None else None)
+    return WebDatasetLoader(urls, counts, split, options, torch.device("cpu" if device is None else device))
 
 
 class WebDatasetLoader(Loader):
     """See `open_loader`. `samples` of a batch count through the shards as they are named."""
 
     def __init__(
-        self, urls: list[str], counts: list[int], split: Split, options: LoaderOptions, device: torch.device | None
+        self, urls: list[str], counts: list[int], split: Split, options: LoaderOptions, device: torch.device
     ) -> None:
         super().__init__(split, options)
         self._urls, self._counts = urls, counts

@@ -240,4 +240,4 @@ def test_seven_shards_on_four_ranks_do_not_hang(foreign, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split("\n"))[-4:] == [f"done {rank}" for rank in range(4)]
+    assert done.stdout.count("done") == 4

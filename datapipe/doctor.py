@@ -1,0 +1,222 @@
+"""What a filesystem and a node can do, and how to set the loader for them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import mmap
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from .errors import DatapipeError
+from .reading import ALIGNMENT
+
+SMALL_FILES = 200
+FILE_BYTES = 64 << 20  # written where DIR holds no file that is large enough to read from
+SEQUENTIAL_BYTES, RANDOM_BYTES = 8 << 20, 128 << 10  # a block; an image and its neighbourhood
+LIMIT_S = 3.0  # for each measurement
+# Of /proc/mounts: shared over a network, and slow to open files on.
+SHARED = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "9p", "glusterfs")
+SLOW_METADATA_PER_S = 5_000  # a local disk does tens of thousands of stat, open and close
+RAGGED = 0.5  # random reads that reach less than so much of sequential bandwidth
+DALI_PACKAGES = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")
+
+
+def doctor(folder: Path) -> dict:
+    """Measure under `folder`. Returns `filesystem`, `node`, `decoders` and `advice` (lines).
+
+    Writes small files, and a large one where there is none to read, and removes them. Reads go past the page cache
+    where the filesystem can do that. Raises DatapipeError when the folder is not there, or cannot be written to and
+    holds nothing to read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DatapipeError("is no folder", path=folder)
+    found = {"filesystem": _filesystem(folder), "node": _node(), "decoders": _decoders()}
+    return {"folder": str(folder), **found, "advice": advice(**found)}
+
+
+def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
+    """What follows from measurements. Pure."""
+    kind, lines = filesystem["kind"], []
+    sequential, scattered = filesystem["sequential_mb_per_s"], filesystem["random_mb_per_s"]
+    metadata = filesystem["metadata_per_s"]
+    is_shared = kind in SHARED or kind.startswith("fuse")
+    is_slow = metadata is not None and metadata < SLOW_METADATA_PER_S
+    ragged = scattered < RAGGED * sequential
+    if is_shared or is_slow:
+        why = f"{kind} is shared over a network" if is_shared else f"{metadata:,.0f} metadata operations a second"
+        lines.append(f"stage: yes ({why}); `datapipe stage` copies the shards to node-local disk, each byte read once")
+        lines.append('order: "full" once staged; "blocks" where there is no room to stage')
+    elif ragged:
+        lines.append("stage: no, the filesystem is local")
+        lines.append(f'order: "blocks" (random reads reach {scattered / sequential:.0%} of sequential bandwidth)')
+    else:
+        lines.append("stage: no, the filesystem is local")
+        lines.append('order: "full" (random reads are nearly as fast as sequential ones)')
+    cores, gpus = node["cores"], len(node["gpus"])
+    if gpus and decoders["dali"]:
+        lines.append(f"backend: dali (GPU and DALI {decoders['dali']} are here)")
+    elif gpus:
+        lines.append("backend: cpu; with DALI (pip install 'datapipe-trainer[dali]') the GPU would decode")
+    else:
+        lines.append("backend: cpu (no GPU here)")
+    ranks = max(1, gpus)
+    each = "" if ranks == 1 else f" for each of {ranks} ranks"
+    lines.append(
+        f"workers: {max(1, cores // ranks)} threads{each}, one a core; "
+        "`datapipe bench DATA --step-ms MS` says whether they are enough for an accelerator"
+    )
+    return lines
+
+
+def told(result: dict) -> list[str]:
+    """The result as lines for a reader."""
+    filesystem, node, decoders = result["filesystem"], result["node"], result["decoders"]
+    metadata = filesystem["metadata_per_s"]
+    past = "past the page cache" if filesystem["direct"] else "through the page cache: these are no disk's figures"
+    gib = 2**30
+    return [
+        f"{result['folder']}: {filesystem['kind']}, {filesystem['free_bytes'] / gib:,.0f} GiB free",
+        "  metadata: "
+        + (f"{metadata:,.0f} operations a second (create, stat, open, remove)" if metadata else "cannot write here"),
+        f"  reads, {past}: {filesystem['sequential_mb_per_s']:,.0f} MB/s in blocks of 8 MiB, "
+        f"{filesystem['random_mb_per_s']:,.0f} MB/s at random in pieces of 128 KiB",
+        f"node: {node['cores']} cores, {node['memory_bytes'] / gib:,.0f} GiB of memory, "
+        f"/dev/shm {node['shm_bytes'] / gib:,.1f} GiB (not needed), GPUs: {', '.join(node['gpus']) or 'none'}",
+        "decoders: " + ", ".join(f"{name} {version or 'missing'}" for name, version in decoders.items()),
+        *(f"advice: {line}" for line in result["advice"]),
+    ]
+
+
+def _filesystem(folder: Path) -> dict:
+    direct, sequential, scattered = _reads(folder)
+    return {
+        "kind": mounted_as(folder),
+        "free_bytes": shutil.disk_usage(folder).free,
+        "metadata_per_s": _metadata(folder),
+        "direct": direct,
+        "sequential_mb_per_s": sequential,
+        "random_mb_per_s": scattered,
+    }
+
+
+def mounted_as(folder: Path) -> str:
+    """The kind of filesystem, such as lustre or ext4 (proc(5), mounts)."""
+    place, kinds = folder.resolve(), {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, kind = line.split()[:3]
+        kinds[Path(mount.replace("\\040", " "))] = kind  # the last mount on a folder is the one that is seen
+    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
+
+
+def _metadata(folder: Path) -> float | None:
+    """Operations a second, one after another; None where nothing can be written."""
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=".doctor-", dir=folder))
+    except OSError:
+        return None
+    try:
+        began, count = time.perf_counter(), 0
+        for number in range(SMALL_FILES):
+            path = temporary / str(number)
+            path.touch()
+            path.stat()
+            os.close(os.open(path, os.O_RDONLY))
+            path.unlink()
+            count += 4
+            if time.perf_counter() - began > LIMIT_S:
+                break
+        return count / (time.perf_counter() - began)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _reads(folder: Path) -> tuple[bool, float, float]:
+    """Past the page cache? MB/s in large blocks, MB/s at random."""
+    large = _large_file(folder)
+    made = None
+    if large is None:
+        try:
+            fd, name = tempfile.mkstemp(prefix=".doctor-", dir=folder)
+        except OSError as error:
+            message = f"cannot be written to, and holds no large file to read: {error}"
+            raise DatapipeError(message, path=folder) from error
+        made = large = Path(name)
+        with os.fdopen(fd, "wb") as file:
+            block = random.Random(0).randbytes(1 << 20)
+            for _ in range(FILE_BYTES >> 20):
+                file.write(block)
+            os.fsync(file.fileno())
+    try:
+        direct = True
+        try:
+            fd = os.open(large, os.O_RDONLY | os.O_DIRECT)
+        except OSError:
+            direct, fd = False, os.open(large, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size // ALIGNMENT * ALIGNMENT
+            draw = random.Random(1)
+            places = iter(range(0, size - SEQUENTIAL_BYTES + 1, SEQUENTIAL_BYTES))
+            sequential = _rate(fd, SEQUENTIAL_BYTES, lambda: next(places, None))
+            at_random = _rate(fd, RANDOM_BYTES, lambda: draw.randrange(0, size - RANDOM_BYTES, ALIGNMENT), 400)
+            return direct, sequential, at_random
+        finally:
+            os.close(fd)
+    finally:
+        if made:
+            made.unlink()
+
+
+def _large_file(folder: Path) -> Path | None:
+    """The largest of the files there, one level down included, if it will do."""
+    best, best_size = None, FILE_BYTES - 1
+    with suppress(OSError):
+        for path in [*folder.iterdir(), *folder.glob("*/*")]:
+            if path.is_file() and os.access(path, os.R_OK) and path.stat().st_size > best_size:
+                best, best_size = path, path.stat().st_size
+    return best
+
+
+def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 << 30) -> float:
+    memory = mmap.mmap(-1, size)  # aligned, as O_DIRECT wants it
+    memory[:] = bytes(size)
+    began, done, count = time.perf_counter(), 0, 0
+    while count < at_most and (offset := place()) is not None:
+        done += os.preadv(fd, [memory], offset)
+        count += 1
+        if time.perf_counter() - began > LIMIT_S:
+            break
+    return done / 1e6 / (time.perf_counter() - began)
+
+
+def _node() -> dict:
+    import torch
+
+    shm = Path("/dev/shm")
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else 0,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _decoders() -> dict[str, str | None]:
+    from .transcode import lossless, turbojpeg
+
+    versions = {}
+    for package in ("simplejpeg", *DALI_PACKAGES):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "simplejpeg": versions.get("simplejpeg"),
+        "dali": next((versions[package] for package in DALI_PACKAGES if package in versions), None),
+        "libturbojpeg 3": "found" if turbojpeg() else None,
+        "lossless restart markers": "found" if lossless() else None,
+    }

@@ -1,0 +1,95 @@
+"""What `datapipe doctor` and `datapipe bench` say."""
+
+import json
+import os
+
+import pytest
+
+from datapipe.bench import CONSUMER, bench, told
+from datapipe.doctor import FILE_BYTES, advice, doctor, mounted_as
+from datapipe.errors import DatapipeError
+
+FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
+              "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip
+NODE = {"cores": 16, "memory_bytes": 1, "shm_bytes": 0, "gpus": []}
+DECODERS = {"simplejpeg": "1.9", "dali": None}
+
+
+@pytest.mark.parametrize(
+    "filesystem, node, decoders, says",
+    [
+        ({}, {}, {}, ["stage: no", 'order: "full"', "backend: cpu (no GPU", "workers: 16 threads, "]),
+        ({"kind": "lustre"}, {}, {}, ["stage: yes (lustre is shared", '"blocks" where there is no room']),
+        ({"kind": "nfs4"}, {}, {}, ["stage: yes (nfs4 is shared"]),
+        ({"kind": "fuse.sshfs"}, {}, {}, ["stage: yes (fuse.sshfs is shared"]),
+        ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations a second)"]),
+        ({"random_mb_per_s": 90.0}, {}, {}, ["stage: no", 'order: "blocks" (random reads reach 3%']),
+        ({"metadata_per_s": None}, {}, {}, ["stage: no"]),
+        ({}, {"gpus": ["H100"] * 4}, {"dali": "2.4"}, ["backend: dali (GPU and DALI 2.4", "4 threads for each of 4"]),
+        ({}, {"gpus": ["H100"]}, {}, ["backend: cpu; with DALI"]),
+    ],
+)  # fmt: skip
+def test_advice(filesystem, node, decoders, says):
+    lines = advice(FILESYSTEM | filesystem, NODE | node, DECODERS | decoders)
+    for part in says:
+        assert any(part in line for line in lines), (part, lines)
+
+
+def test_doctor_measures_and_leaves_nothing(tmp_path, command):
+    done = command("datapipe", "doctor", tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    filesystem, node = found["filesystem"], found["node"]
+    assert filesystem["kind"] == mounted_as(tmp_path) != "unknown"
+    assert filesystem["metadata_per_s"] > 0 and filesystem["sequential_mb_per_s"] > 0 < filesystem["random_mb_per_s"]
+    assert node["cores"] == len(os.sched_getaffinity(0)) and node["memory_bytes"] > 0
+    assert found["decoders"]["simplejpeg"] and len(found["advice"]) == 4
+    assert list(tmp_path.iterdir()) == []
+    done = command("datapipe", "doctor", tmp_path)
+    assert done.returncode == 0 and done.stdout.count("advice: ") == 4
+    for bad in (tmp_path / "nowhere", __file__):
+        done = command("datapipe", "doctor", bad)
+        assert done.returncode == 1 and "is no folder" in done.stderr
+
+
+def test_doctor_of_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    with pytest.raises(DatapipeError, match="cannot be written to, and holds no large file to read"):
+        doctor(tmp_path)
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(FILE_BYTES)
+    filesystem = doctor(tmp_path)["filesystem"]
+    assert filesystem["metadata_per_s"] is None and filesystem["sequential_mb_per_s"] > 0
+
+
+def test_bench_names_the_stage(packed_folders):
+    result = bench(packed_folders["tar"], "cpu", 8, 2, 128, threads=1)
+    assert result["limit"] in ("decode", "resize", "window", "read", "other")
+    stages = result["stages_s"]
+    assert {"read", "window", "decode", "resize", "other", "queue_full", "queue_empty"} <= set(stages)
+    busy = sum(stages[name] for name in ("read", "window", "decode", "resize", "other"))
+    took = sum(row["seconds"] for row in result["epochs"])
+    assert 0 < busy <= 1.2 * took + 0.2 and result["first_batch_s"] > 0
+    assert any("limited by" in line for line in told(result))
+
+
+def test_bench_with_an_emulated_accelerator(packed_folders, command):
+    slow = bench(packed_folders["tar"], "cpu", 8, 1, 16, step_s=0.1, threads=2)
+    assert slow["limit"] == CONSUMER and 0.5 < slow["utilisation"] <= 1
+    assert slow["wanted_images_per_s"] == pytest.approx(80)
+    assert slow["enough_cores"] == pytest.approx(80 / slow["images_per_cpu_s"])
+    done = command("datapipe", "bench", packed_folders["tar"], "--step-ms", "1", "--epochs", "1", "--batch-size", "8",
+                   "--order", "blocks", "--io", "mmap")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "utilisation" in done.stdout and "cores like these would be enough" in done.stdout
+
+
+def test_bench_with_bad_settings(packed_folders, command):
+    done = command("datapipe", "bench", packed_folders["tar"], "--reader", "native")
+    assert done.returncode == 2 and "reader" in done.stderr
+    done = command("datapipe", "bench", packed_folders["tar"], "--order", "sorted")
+    assert done.returncode == 2
