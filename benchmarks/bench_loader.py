@@ -1,15 +1,16 @@
 """How many training images a second does each loader give, for a wall second and for a CPU second?
 
-    python -m benchmarks.bench_loader [--count 6000] [--rounds 7]
+    python -m benchmarks.bench_loader [--count 6000] [--rounds 7] [--only SECTION [NAME …]]
 
-Photographs as from ImageNet, and Fashion-MNIST's 28×28 pixels. Every loader runs in a process of its own,
-with two workers or threads; their epochs alternate. Prints tables, writes results/loader.json.
+Photographs as from ImageNet, the same as pixels of 256×256, and Fashion-MNIST's 28×28 pixels. Every loader runs in a
+process of its own, with two workers or threads; their epochs alternate. Prints tables, writes results/loader.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -18,24 +19,35 @@ from pathlib import Path
 
 from benchmarks import corpus
 from benchmarks.measure import ROOT, column, environment, interleaved, shown, table, write_record
-from benchmarks.peers import PEERS, Task
+from benchmarks.peers import EVERYWHERE, PEERS, Task
+from benchmarks.peers.packing import PEERS_VENV, missing
+from datapipe.packing import PackOptions
+from datapipe.recode import RecodeOptions
 
 OURS = "datapipe"
-TASKS = {
-    "photographs": Task(size=224, channels=3, crop="random_resized"),
-    "fashion-mnist": Task(size=28, channels=1, crop="pad", pad=2),
-}
+PHOTOGRAPHS = Task(size=224, channels=3, crop="random_resized")
+SECTIONS: dict[str, tuple[Task, list[str]]] = {
+    "photographs": (
+        PHOTOGRAPHS,
+        ["datapipe, tar --restart 8", "datapipe, tar", "datapipe, dali --restart 8", "datapipe, dali", "FFCV, jpg",
+         "FFCV, smart", "FFCV, raw", "DALI, tar", "SPDL", "WebDataset + Pillow", "ImageFolder + Pillow",
+         "MosaicML Streaming + Pillow", "LitData + Pillow"],
+    ),
+    "pixels": (PHOTOGRAPHS, ["datapipe, pixels of 256", "FFCV, raw of 256"]),
+    "fashion-mnist": (Task(size=28, channels=1, crop="pad", pad=2), list(EVERYWHERE)),
+}  # fmt: skip
 
 
 class Child:
     """A peer in its own process, idle until it is asked for an epoch."""
 
     def __init__(self, name: str, folder: Path, task: Task) -> None:
-        command = [sys.executable, "-m", "benchmarks.peers", name, str(folder), json.dumps(asdict(task))]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.name = name
+        python = str(PEERS_VENV / "bin" / "python") if PEERS[name].needs else sys.executable
+        command = [python, "-m", "benchmarks.peers", name, str(folder), json.dumps(asdict(task))]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+        pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipe)
+        self.name, self.last = name, None
 
     def __enter__(self) -> Child:
         return self
@@ -50,6 +62,7 @@ class Child:
         if not answer:
             raise SystemExit(f"error: {self.name} ended with exit code {self._process.wait()}")
         run = json.loads(answer)
+        self.last = run.pop("last")  # what the test looks at
         return run | {"images_per_s": run["images"] / run["wall_s"], "images_per_cpu_s": run["images"] / run["cpu_s"]}
 
 
@@ -83,23 +96,39 @@ def report(name: str, result: dict) -> str:
     return table(header, rows)
 
 
+def _photographs(count: int) -> Path:
+    """With all that this project packs of them; the peers make their own when they first need it."""
+    folder = corpus.packed(corpus.photographs(count))
+    corpus.packed_as(folder, "restart8", PackOptions(recode=RecodeOptions(restart=8)))
+    corpus.packed_as(folder, "raw256", PackOptions(format="npy", recode=RecodeOptions(store="raw", size=256)))
+    return folder
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=6000, help="photographs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="measured epochs of each (default: %(default)s)")
-    parser.add_argument("--only", choices=TASKS, help="one section; nothing is written")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="a section, and some of its loaders; no record")
     arguments = parser.parse_args()
+    only, *names = arguments.only or [None]
+    if only not in (None, *SECTIONS):
+        parser.error(f"--only: {only} is not one of {', '.join(SECTIONS)}")
 
     described = environment()  # before the runs: the code on disk may change under them
     sections = {}
-    for name in [arguments.only] if arguments.only else TASKS:
-        photographs = name == "photographs"
-        folder = corpus.packed(corpus.photographs(arguments.count)) if photographs else corpus.fashion_mnist()
-        print(f"{name}: 1 warm-up and {arguments.rounds} measured epochs of each loader", flush=True)
-        sections[name] = section(folder, TASKS[name], list(PEERS), arguments.rounds)
-        print("\n" + report(name, sections[name]) + "\n", flush=True)
+    for section_name, (task, all_names) in SECTIONS.items():
+        if only not in (None, section_name):
+            continue
+        folder = corpus.fashion_mnist() if section_name == "fashion-mnist" else _photographs(arguments.count)
+        absent = {name: reason for name in all_names if (reason := missing(PEERS[name]))}
+        for name, reason in absent.items():
+            print(f"without {name}: {reason}")
+        taking_part = [name for name in all_names if name not in absent and (not names or name in names)]
+        print(f"{section_name}: 1 warm-up and {arguments.rounds} measured epochs of each loader", flush=True)
+        sections[section_name] = section(folder, task, taking_part, arguments.rounds) | {"absent": absent}
+        print("\n" + report(section_name, sections[section_name]) + "\n", flush=True)
     print("Medians (smallest–largest) over the epochs; ratios are of images per CPU-second.")
-    if not arguments.only:
+    if not only:
         print(write_record("loader", {"environment": described, "sections": sections}))
     return 0
 

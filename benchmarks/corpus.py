@@ -78,6 +78,15 @@ def packed(folder: Path) -> Path:
     return folder
 
 
+def packed_as(folder: Path, name: str, options: PackOptions) -> None:
+    """The same folder, with its images packed in a further way, as `name`, unless they are already."""
+    if not (folder / name).exists():
+        temporary = folder / f"{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        pack(folder / "images", temporary, options)
+        temporary.rename(folder / name)
+
+
 def fashion_mnist(count: int = FASHION_MNIST) -> Path:
     """Folder with `images/{train,val}/CLASS/*.png` and the packed formats, all with the same PNG bytes.
 

@@ -7,7 +7,7 @@ iterable over that epoch's batches: images uint8[B, C, H, W] and labels int64[B]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,19 +20,37 @@ Epochs = Callable[[int], Iterable[tuple["Tensor", "Tensor"]]]
 
 @dataclass(frozen=True)
 class Peer:
-    """`module` in this package; `data`: which folder of the corpus it reads."""
+    """`module` in this package, whose `open_epochs` is given `options`; `data`: which folder of the corpus it reads;
+    `needs`: a library of the peers' environment, in which it then runs."""
 
     module: str
-    data: Literal["images", "tar", "hdf5", "lmdb"]
+    data: str
+    needs: str = ""
+    options: dict[str, str] = field(default_factory=dict)
 
 
+_OURS, _DALI = "datapipe_loader", {"backend": "dali"}
 PEERS = {
-    "datapipe, tar": Peer("datapipe_cpu", "tar"),
-    "datapipe, hdf5": Peer("datapipe_cpu", "hdf5"),
-    "datapipe, lmdb": Peer("datapipe_cpu", "lmdb"),
+    "datapipe, tar": Peer(_OURS, "tar"),
+    "datapipe, hdf5": Peer(_OURS, "hdf5"),
+    "datapipe, lmdb": Peer(_OURS, "lmdb"),
+    "datapipe, tar --restart 8": Peer(_OURS, "restart8"),
+    "datapipe, dali": Peer(_OURS, "tar", options=_DALI),
+    "datapipe, dali --restart 8": Peer(_OURS, "restart8", options=_DALI),
+    "datapipe, pixels of 256": Peer(_OURS, "raw256"),
     "ImageFolder + Pillow": Peer("imagefolder", "images"),
     "WebDataset + Pillow": Peer("webdataset_pillow", "tar"),
+    "DALI, tar": Peer("dali_tar", "tar"),
+    "FFCV, jpg": Peer("ffcv_loader", "ffcv-jpg", "ffcv"),
+    "FFCV, smart": Peer("ffcv_loader", "ffcv-smart", "ffcv"),
+    "FFCV, raw": Peer("ffcv_loader", "ffcv-raw", "ffcv"),
+    "FFCV, raw of 256": Peer("ffcv_loader", "ffcv-raw256", "ffcv"),
+    "LitData + Pillow": Peer("litdata_loader", "litdata", "litdata"),
+    "MosaicML Streaming + Pillow": Peer("mosaicml_loader", "mds", "mosaicml-streaming"),
+    "SPDL": Peer("spdl_loader", "images", "spdl"),
 }
+EVERYWHERE = tuple(name for name, peer in PEERS.items() if peer.data in ("images", "tar", "hdf5", "lmdb")
+                   and peer.module in (_OURS, "imagefolder", "webdataset_pillow") and not peer.options)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,4 +79,4 @@ def open_peer(name: str, corpus: Path, task: Task) -> Epochs:
     """Open the training or validation split of a corpus with the named peer."""
     peer = PEERS[name]
     folder = corpus / peer.data / ("train" if task.train else "val")
-    return import_module(f".{peer.module}", __name__).open_epochs(folder, task)
+    return import_module(f".{peer.module}", __name__).open_epochs(folder, task, **peer.options)

@@ -28,7 +28,13 @@ def measure(batches: Iterable, task: Task) -> dict:
     wanted = (task.channels, task.size, task.size)
     if images_BCHW.shape[1:] != wanted or str(images_BCHW.dtype) != "torch.uint8":
         raise ValueError(f"batches are {images_BCHW.dtype}{list(images_BCHW.shape)}, not uint8[B, *{wanted}]")
-    return {"images": images, "wall_s": seconds, "cpu_s": cpu_seconds, "mean_label": labels_sum / images}
+    return {
+        "images": images,
+        "wall_s": seconds,
+        "cpu_s": cpu_seconds,
+        "mean_label": labels_sum / images,
+        "last": [images_BCHW.float().mean((1, 2, 3)).tolist(), labels_B.tolist()],  # each image's brightness and label
+    }
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import WORK
+from benchmarks.peers import Peer
 
 SHORT, QUALITY, RESTART = 256, 90, 8  # of re-encoded images: shorter side, JPEG quality, MCUs between restart markers
 PEERS_VENV = WORK / "peers-venv"
@@ -82,8 +83,8 @@ SECTIONS = {
 }
 
 
-def missing(packer: Packer, venv: Path = PEERS_VENV) -> str | None:
-    """Why a packer cannot run here, or None."""
+def missing(packer: Packer | Peer, venv: Path = PEERS_VENV) -> str | None:
+    """Why a packer, or whoever else `needs` a library, cannot run here, or None."""
     if not packer.needs:
         return None
     status = venv / STATUS

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the libraries that bench_pack.py compares with, into an environment of their own:
+# Installs the libraries that bench_pack.py and bench_loader.py compare with, into an environment of their own:
 #
 #   benchmarks/peers/setup.sh [FOLDER]      default: benchmarks/work/peers-venv
 #
@@ -14,6 +14,7 @@ venv=$(realpath -m "${1:-$root/benchmarks/work/peers-venv}")
 status=$venv/status.tsv
 log=
 debian_packages=(g++ libopencv-dev libturbojpeg0-dev pkg-config) # what FFCV is compiled with
+ffmpeg_packages=(libavdevice59 libavfilter8)                      # what SPDL decodes with; their names are Debian 12's
 
 in_venv() {
     "$venv/bin/python" "$@"
@@ -23,19 +24,17 @@ pip_install() {
     in_venv -m pip install --disable-pip-version-check -c "$here/constraints.txt" "$@" >>"$log" 2>&1
 }
 
-has_ffcv_libraries() {
-    command -v g++ >/dev/null && pkg-config --exists opencv4 libturbojpeg 2>/dev/null
-}
-
-install_ffcv_libraries() {
-    if has_ffcv_libraries; then
-        return
-    elif [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
-        echo "error: needs ${debian_packages[*]}: apt-get install them as root, or their like" >>"$log"
+apt_install() { # PACKAGE…
+    if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+        echo "error: needs $*: apt-get install them as root, or their like" >>"$log"
         return 1
     fi
     apt-get update -q >>"$log" 2>&1 || true # an old list of packages may do
-    DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "${debian_packages[@]}" >>"$log" 2>&1
+    DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "$@" >>"$log" 2>&1
+}
+
+has_ffcv_libraries() {
+    command -v g++ >/dev/null && pkg-config --exists opencv4 libturbojpeg 2>/dev/null
 }
 
 install_peer() {
@@ -46,14 +45,22 @@ install_peer() {
     litdata) pip_install pillow torch torchvision litdata ;;
     ffcv)
         # FFCV's setup.py imports numpy, and compiles against it.
-        install_ffcv_libraries &&
+        { has_ffcv_libraries || apt_install "${debian_packages[@]}"; } &&
             pip_install pillow torch numpy numba opencv-python tqdm pandas pytorch-pfn-extras setuptools wheel &&
             pip_install --no-build-isolation ffcv
+        ;;
+    spdl)
+        pip_install pillow torch numpy spdl &&
+            { ldconfig -p | grep -q libavdevice || apt_install "${ffmpeg_packages[@]}"; }
         ;;
     esac
 }
 
 works() { # MODULE: in benchmarks/peers; the limit is for a library that waits for a worker that has died
+    if [[ $1 == spdl_loader ]]; then # packs nothing
+        in_venv -c 'import spdl.io; spdl.io.decode_config()' >>"$log" 2>&1
+        return
+    fi
     (cd "$root" && timeout 300 "$venv/bin/python" -m benchmarks.peers.pack try "$1") >>"$log" 2>&1
 }
 
@@ -83,10 +90,11 @@ set_up() { # NAME MODULE
 if ! "$venv/bin/python" -c '' 2>/dev/null; then
     "${PYTHON:-python3}" -m venv "$venv"
 fi
-echo "==> Setting up the packing peers in $venv (takes minutes the first time)"
+echo "==> Setting up the peers in $venv (takes minutes the first time)"
 : >"$status.tmp"
 set_up webdataset pack_webdataset
 set_up mosaicml-streaming pack_mosaicml
 set_up litdata pack_litdata
 set_up ffcv pack_ffcv
+set_up spdl spdl_loader
 mv "$status.tmp" "$status"

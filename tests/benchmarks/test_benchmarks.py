@@ -14,10 +14,13 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
 from benchmarks import bench_pack_slow, bench_plan, corpus
+from benchmarks.bench_loader import Child
 from benchmarks.bench_pack import Contest, chosen
 from benchmarks.measure import cpu_s, filesystem, process, spread
-from benchmarks.peers import PEERS, Task, open_peer
+from benchmarks.peers import EVERYWHERE, PEERS, Task, open_peer
 from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
+from datapipe.packing import PackOptions
+from datapipe.recode import RecodeOptions
 
 NUM_CLASSES, EACH = 4, 24
 SPIN = "import time\nwhile time.process_time() < 0.8: pass\nprint(flush=True)\ninput()"
@@ -41,7 +44,7 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", EVERYWHERE)
 def test_peer_gives_images_with_their_labels(name: str, small_corpus: Path) -> None:
     task = Task(size=64, channels=3, crop="random_resized", batch_size=8)
     epochs = open_peer(name, small_corpus, task)
@@ -56,13 +59,32 @@ def test_peer_gives_images_with_their_labels(name: str, small_corpus: Path) -> N
         assert count == NUM_CLASSES * EACH
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", EVERYWHERE)
 def test_peer_evaluates_every_image_once(name: str, small_corpus: Path) -> None:
     task = Task(size=200, channels=1, crop="pad", batch_size=10, train=False)
     if name.startswith("datapipe"):
         pytest.skip("datapipe's own tests cover its evaluation")
     labels = [label for _, labels_B in open_peer(name, small_corpus, task)(0) for label in labels_B.tolist()]
     assert sorted(labels) == sorted(list(range(NUM_CLASSES)) * EACH)
+
+
+COLOUR_ONLY = [name for name in PEERS if name not in EVERYWHERE]
+
+
+@pytest.mark.parametrize("name", COLOUR_ONLY)
+def test_peer_trains_on_photographs(name: str, small_corpus: Path) -> None:
+    """In processes of their own, as they are measured: some need libraries that we do not have."""
+    if reason := missing(PEERS[name]):
+        pytest.skip(reason)
+    corpus.packed_as(small_corpus, "restart8", PackOptions(recode=RecodeOptions(restart=8)))
+    corpus.packed_as(small_corpus, "raw256", PackOptions(format="npy", recode=RecodeOptions(store="raw", size=256)))
+    task = Task(size=64, channels=3, crop="random_resized", batch_size=8)
+    with Child(name, small_corpus, task) as child:
+        for epoch in range(2):
+            run = child.epoch(epoch)
+            assert run["images"] == NUM_CLASSES * EACH and run["mean_label"] == (NUM_CLASSES - 1) / 2
+            for brightness, label in zip(*child.last, strict=True):
+                assert int(brightness / 60) == label  # each class has one of its own
 
 
 def test_padded_crop_of_grey_images() -> None:

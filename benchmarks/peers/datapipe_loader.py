@@ -1,4 +1,4 @@
-"""This project's loader, with the `cpu` backend."""
+"""This project's loader."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from datapipe.augment import Augment
 from datapipe.loaders import open_loader
 
 
-def open_epochs(folder: Path, task: Task) -> Epochs:
+def open_epochs(folder: Path, task: Task, backend: str = "cpu") -> Epochs:
     augment = Augment(crop=task.crop, pad=task.pad, flip=task.flip)
     loader = open_loader(
         folder,
         task.batch_size,
+        backend=backend,
         train=task.train,
         size=task.size,
         seed=task.seed,

@@ -1,0 +1,50 @@
+"""NVIDIA DALI's own pipeline on the processor, as its documentation has it: its tar reader, its random crop.
+
+It reads the tar shards that datapipe wrote, with their indexes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from nvidia.dali import fn, pipeline_def, types
+
+from benchmarks.peers import Epochs, Task
+
+SHUFFLED = 1000
+
+
+def open_epochs(folder: Path, task: Task) -> Epochs:
+    if not task.train or task.crop != "random_resized" or task.channels != 3:
+        raise NotImplementedError("training on RandomResizedCrop of colour images alone")
+    shards = sorted(str(path) for path in folder.glob("*.tar"))
+    indexes = [str(Path(shard).with_suffix(".idx")) for shard in shards]
+    count = sum(int(Path(index).read_text().split()[1]) for index in indexes)
+
+    @pipeline_def(batch_size=task.batch_size, num_threads=task.workers, device_id=None, seed=task.seed)
+    def pipeline():
+        data, label = fn.readers.webdataset(
+            paths=shards, index_paths=indexes, ext=["jpg;jpeg", "cls"], random_shuffle=True, initial_fill=SHUFFLED
+        )
+        images = fn.decoders.image_random_crop(
+            data, device="cpu", output_type=types.RGB, random_area=(0.08, 1.0), random_aspect_ratio=(3 / 4, 4 / 3)
+        )
+        images = fn.resize(images, size=[task.size, task.size], interp_type=types.INTERP_LINEAR, antialias=True)
+        return fn.flip(images, horizontal=fn.random.coin_flip()), label
+
+    built = pipeline()
+    built.build()
+
+    def epoch(_number: int):
+        left = count
+        while left > 0:
+            images, labels = built.run()
+            numbers = [int(bytes(np.asarray(labels.at(i)))) for i in range(len(labels))]
+            taken = min(left, task.batch_size)  # the reader goes on with the next epoch: what is beyond is cut off
+            images_BHWC = torch.from_numpy(np.array(images.as_tensor()))[:taken]
+            yield images_BHWC.permute(0, 3, 1, 2), torch.tensor(numbers[:taken])
+            left -= taken
+
+    return epoch
