@@ -96,9 +96,9 @@ def report(name: str, result: dict) -> str:
     return table(header, rows)
 
 
-def _photographs(count: int) -> Path:
-    """With all that this project packs of them; the peers make their own when they first need it."""
-    folder = corpus.packed(corpus.photographs(count))
+def with_our_packs(folder: Path) -> Path:
+    """The same corpus, with all that this project packs of it; the peers make their own when they first need it."""
+    corpus.packed(folder)
     corpus.packed_as(folder, "restart8", PackOptions(recode=RecodeOptions(restart=8)))
     corpus.packed_as(folder, "raw256", PackOptions(format="npy", recode=RecodeOptions(store="raw", size=256)))
     return folder
@@ -119,7 +119,10 @@ def main() -> int:
     for section_name, (task, all_names) in SECTIONS.items():
         if only not in (None, section_name):
             continue
-        folder = corpus.fashion_mnist() if section_name == "fashion-mnist" else _photographs(arguments.count)
+        if section_name == "fashion-mnist":
+            folder = corpus.fashion_mnist()
+        else:
+            folder = with_our_packs(corpus.photographs(arguments.count))
         absent = {name: reason for name in all_names if (reason := missing(PEERS[name]))}
         for name, reason in absent.items():
             print(f"without {name}: {reason}")

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from benchmarks.measure import WORK
@@ -44,6 +45,7 @@ SHORT_SIDE = 520  # photographs are scaled to this first: at full size, a window
 MEAN_BYTES = range(80_000, 110_001)  # ImageNet's training images have 110 kB on average
 AIMED_BYTES = 85_000
 SHARDS = 8  # of a tar data set, about
+DRAWN_NOISE, DRAWN_QUALITY = 12.0, 92  # give files of about AIMED_BYTES
 FASHION_MNIST = 60_000
 TAR_BYTES = 2240  # of a small PNG and its label in a tar
 
@@ -67,6 +69,25 @@ def photographs(count: int, val_count: int = 0, seed: int = 0) -> Path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 window.save(path, quality=quality)
         _check(temporary)
+        temporary.rename(images)
+    return folder
+
+
+def drawn(folder: Path, count: int) -> Path:
+    """Folder with `images/train/CLASS/*.jpg` like `photographs`, but drawn here: smooth shapes and noise."""
+    images = folder / "images"
+    if not images.exists():
+        temporary = _emptied(folder / "images.tmp")
+        for i in range(count):
+            random = np.random.default_rng(i)
+            width, height = (SHORT, LONG) if i % PORTRAITS == PORTRAITS - 1 else (LONG, SHORT)
+            y, x = np.mgrid[0:height, 0:width] / LONG
+            a, b, c, d = random.uniform(2, 20, (4, 3))
+            waves = np.sin(a * x[..., None] + c) * np.cos(b * y[..., None] + d) * 100 + 128
+            noisy = waves + random.normal(0, DRAWN_NOISE, (height, width, 1))
+            path = temporary / "train" / str(i % 10) / f"{i:06}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=DRAWN_QUALITY)
         temporary.rename(images)
     return folder
 

@@ -12,8 +12,10 @@ import sys
 import pytest
 import torch
 
+from datapipe.augment import Augment
 from datapipe.loaders import normalise, open_loader
 from datapipe.packing import PackOptions, pack
+from datapipe.recode import RecodeOptions
 
 HAVE_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="no GPU here")
@@ -47,6 +49,41 @@ def test_batches_arrive_whole(packed_folders, device):
                 assert mine.images.is_contiguous(memory_format=torch.channels_last)
                 for name in ("images", "labels", "samples", "valid"):
                     assert torch.equal(getattr(mine, name).cpu(), getattr(theirs, name))
+
+
+@pytest.mark.parametrize("crop", ["random_resized", "none"])
+def test_dali_gives_the_batches_of_the_processor(packed_folders, device, crop):
+    """Samples, labels, windows and flips; pixels by nvJPEG, with its own rounding of chroma."""
+    pytest.importorskip("nvidia.dali")
+    settings = {"size": 64, "augment": Augment(crop), "last": "pad", "seed": 2}
+    with (
+        open_loader(packed_folders["tar"] / "train", 16, backend="dali", device=device, **settings) as loader,
+        open_loader(packed_folders["tar"] / "train", 16, threads=1, **settings) as reference,
+    ):
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            reference.set_epoch(epoch)
+            for mine, theirs in zip(loader, reference, strict=True):
+                assert mine.images.device.type == device.type
+                assert mine.images.is_contiguous(memory_format=torch.channels_last)
+                for name in ("labels", "samples", "valid"):
+                    assert torch.equal(getattr(mine, name).cpu(), getattr(theirs, name))
+                difference = (mine.images.cpu().int() - theirs.images.int()).abs().float()
+                assert difference.mean((1, 2, 3)).max() < 4 and not mine.images[~mine.valid].any()
+
+
+def test_stored_pixels_are_cut_on_the_device(image_folder, tmp_path, device):
+    pack(image_folder, tmp_path, PackOptions(format="npy", workers=1, recode=RecodeOptions(store="raw", size=96)))
+    settings = {"size": 64, "augment": Augment("random_resized"), "seed": 1}
+    with (
+        open_loader(tmp_path / "train", 16, device=device, **settings) as loader,
+        open_loader(tmp_path / "train", 16, **settings) as reference,
+    ):
+        assert type(loader).__name__ == ("RawLoader" if device.type == "cuda" else "CpuLoader")
+        for mine, theirs in zip(loader, reference, strict=True):
+            assert mine.images.device.type == device.type
+            assert (mine.images.cpu().int() - theirs.images.int()).abs().max() <= 1
+            assert torch.equal(mine.labels.cpu(), theirs.labels)
 
 
 def test_normalise(device):
