@@ -21,6 +21,7 @@ from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
 
 PIXEL_BYTES = 8 << 20  # of memory for decoded pixels a thread: about 16 windows
+WINDOW_BYTES = 1 << 20  # of memory for one of them, cut out
 
 
 def open(path: Path | str, options: LoaderOptions, device: object) -> FillingLoader:
@@ -58,14 +59,17 @@ class Painter:
         """
         clock = time.perf_counter
         began = clock()
-        left = iter(self._cut(slots, wanted))
+        if not hasattr(self._local, "room"):
+            self._local.room = memoryview(bytearray(PIXEL_BYTES))
+            self._local.window = np.empty(WINDOW_BYTES, np.uint8)
+        left, room = iter(self._cut(slots, wanted)), self._local.window
         spent = {"window": clock() - began, "decode": 0.0, "resize": 0.0}
         while True:
             began = clock()
             decoded = self._decode(slots, left)
             middle = clock()
             for one, (pixels, box) in decoded:
-                cut(pixels, box, one.flip, slots.images[one.slot])
+                cut(pixels, box, one.flip, slots.images[one.slot], room)
             spent["decode"] += middle - began
             spent["resize"] += clock() - middle
             if not decoded:
@@ -83,11 +87,7 @@ class Painter:
 
     def _decode(self, slots: Images, left: Iterator[tuple[Wanted, Window | None]]) -> list[tuple[Wanted, Decoded]]:
         """The next images, as many as fit into this thread's memory for pixels."""
-        try:
-            room = self._local.room
-        except AttributeError:
-            room = self._local.room = memoryview(bytearray(PIXEL_BYTES))
-        decoded = []
+        room, decoded = self._local.room, []
         for one, found in left:
             if slots.abandoned:
                 return []
@@ -160,11 +160,11 @@ class CpuLoader(FillingLoader):
         self._delivery.drain()
 
 
-def cut(pixels: np.ndarray, box: Box, flip: bool, out: np.ndarray) -> None:
+def cut(pixels: np.ndarray, box: Box, flip: bool, out: np.ndarray, room: np.ndarray | None = None) -> None:
     """Cut a window, scale it to the output's size (antialiased bilinear), mirror it if told.
 
-    `pixels` uint8[H, W, C]; `box` left, top, width, height, where beyond the image is black; `out`
-    uint8[S, S, C] is written.
+    `pixels` uint8[H, W, C]; `box` left, top, width, height, where beyond the image is black; `out` uint8[S, S, C] is
+    written; `room` uint8[bytes] holds the window meanwhile, if it is large enough.
     """
     left, top, width, height = box
     side = out.shape[0]
@@ -179,7 +179,11 @@ def cut(pixels: np.ndarray, box: Box, flip: bool, out: np.ndarray) -> None:
             out = out[y : y + part.shape[0], x : x + part.shape[1]]
         out[:] = part
         return
-    window = np.require(pixels[top : top + height, left : left + width], requirements="W")  # else torch warns
+    part = pixels[top : top + height, left : left + width]
+    # In one piece: torch 2.13 gives wrong pixels for a view one pixel wide, and would copy any other.
+    fits = room is not None and part.size <= room.size
+    window = room[: part.size].reshape(part.shape) if fits else np.empty(part.shape, np.uint8)
+    window[:] = part
     planes, slot = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (window, out))
     # What torch.nn.functional.interpolate calls, but straight into the slot: its own result has planes,
     # and to turn those into pixels takes longer than to scale them.

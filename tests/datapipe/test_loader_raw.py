@@ -59,3 +59,19 @@ def test_a_loader_that_leaves_all_to_the_device(image_folder, tmp_path, format):
 def test_encoded_images_do_not_fit(packed_folders):
     with DataSet(packed_folders["tar"] / "train") as data_set:
         assert not fits(data_set)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_windows_of_every_shape_in_a_larger_image(flip):
+    """Against torch in float32, on windows that are views: one pixel wide or high, as large as the output, larger."""
+    pixels = np.random.default_rng(2).integers(0, 256, (90, 120, 3), np.uint8)
+    room = np.empty(90 * 60 * 3, np.uint8)
+    for side in (1, 7, 32):
+        for width in (1, 2, 7, 31, 32, 33, 100):
+            for height in (1, 2, 7, 31, 32, 33, 80):
+                out = np.empty((side, side, 3), np.uint8)
+                cut(pixels, (11, 9, width, height), flip, out, room)
+                planes = torch.from_numpy(pixels[9 : 9 + height, 11 : 11 + width].copy()).permute(2, 0, 1)[None].float()
+                wanted = torch.nn.functional.interpolate(planes, size=(side, side), mode="bilinear", antialias=True)[0]
+                wanted = (wanted.flip(-1) if flip else wanted).permute(1, 2, 0).round().numpy()
+                assert np.abs(out - wanted).max() <= 1, (side, width, height)
