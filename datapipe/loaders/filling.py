@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from abc import abstractmethod
 from collections import Counter, deque
@@ -45,6 +46,17 @@ class Slots:
         self.samples[self.valid] = samples[positions[self.valid]]
         self.labels = np.zeros(len(positions), np.int64)
         self.abandoned = False
+        self.lock, self.planned = threading.Lock(), None
+
+
+class Planned(NamedTuple):
+    """Of each valid slot of a batch, in order."""
+
+    fields: list[tuple[int, int, int, int, int]]  # sample, shard, offset, size, checksum
+    boxes: list[Box]
+    scales: list[int]
+    flips: list[bool]
+    runs: list[int] | None  # in blocks: which run it is read with
 
 
 class Wanted(NamedTuple):
@@ -201,28 +213,20 @@ class FillingLoader(Loader):
 
     def _load(self, runs: Runs, run: int) -> tuple[dict[str, float], int, int]:
         began = time.perf_counter()
-        found = runs.load(run)
-        return {"read": time.perf_counter() - began}, 0, found.stop - found.start
+        size = runs.load(run)
+        return {"read": time.perf_counter() - began}, 0, size
 
     def _fill(self, epoch: int, slots: Slots, chunk: slice, runs) -> tuple[dict[str, float], int, int] | None:
         """Fill the slots of a chunk; return the seconds of each stage, the samples, and the bytes read."""
         clock, began = time.perf_counter, time.perf_counter()
-        valid = slots.valid[chunk]
-        count = int(valid.sum())  # padding lies behind the last position
-        first = chunk.start
-        if count < len(valid):
-            self._put_nothing(slots, slice(first + count, first + len(valid)))
-        if not count:
-            return None
-        samples, positions = slots.samples[chunk][:count], slots.positions[chunk][:count]
-        records = self.data_set.index[samples]
-        slots.labels[chunk][:count] = records["label"]
-        windows = self._windows(epoch, positions, records["width"], records["height"])
-        columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
-        fields = list(zip(*columns, strict=True))
-        boxes, flips = windows.boxes.tolist(), windows.flips.tolist()
-        scale = scales(windows.boxes, self.size).tolist()
-        read = self._reads(fields, None if runs is None else (runs[1], runs[0][positions].tolist()))
+        with slots.lock:  # by the first chunk for all: numpy takes as long for 256 samples as for 32
+            if slots.planned is None:
+                slots.planned = self._planned(epoch, slots, runs)
+        fields, boxes, scale, flips, in_runs = (column and column[chunk] for column in slots.planned)
+        first, count = chunk.start, len(fields)
+        if count < chunk.stop - first:  # padding lies behind the last position
+            self._put_nothing(slots, slice(first + count, min(chunk.stop, len(slots.valid))))
+        read = self._reads(fields, None if runs is None else (runs[1], in_runs))
         started, wanted = clock(), []
         for i, record in enumerate(fields):
             if slots.abandoned:
@@ -236,6 +240,21 @@ class FillingLoader(Loader):
         stages = {"read": clock() - started, **self._put(slots, wanted)}
         stages["other"] = clock() - began - sum(stages.values())
         return stages, count, 0 if runs else sum(record[3] for record in fields)
+
+    def _planned(self, epoch: int, slots: Slots, runs) -> Planned:
+        count = int(slots.valid.sum())
+        samples, positions = slots.samples[:count], slots.positions[:count]
+        records = self.data_set.index[samples]
+        slots.labels[:count] = records["label"]
+        windows = self._windows(epoch, positions, records["width"], records["height"])
+        columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
+        return Planned(
+            list(zip(*columns, strict=True)),
+            windows.boxes.tolist(),
+            scales(windows.boxes, self.size).tolist(),
+            windows.flips.tolist(),
+            None if runs is None else runs[0][positions].tolist(),
+        )
 
     def _reads(self, fields: list[tuple], runs: tuple[Runs, list[int]] | None):
         """A function from a sample's number in the chunk and its fields to its bytes, checked."""

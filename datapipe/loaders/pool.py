@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
@@ -37,17 +38,22 @@ class Pool:
     """
 
     def __init__(self, count: int) -> None:
-        self._tasks: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
-        self._idle_s = [0.0] * count
+        self._tasks: Tasks = queue.SimpleQueue()
+        self._idle_s, ending = [0.0] * count, threading.Event()
         threads_before, ready = torch.get_num_threads(), threading.Barrier(count + 1)
         self.threads = [
-            threading.Thread(target=self._work, args=(i, ready), name=f"datapipe-{i}", daemon=True)
+            threading.Thread(
+                target=_work, args=(self._tasks, self._idle_s, i, ending, ready), name=f"datapipe-{i}", daemon=True
+            )
             for i in range(count)
         ]
         for thread in self.threads:
             thread.start()
         ready.wait()
         torch.set_num_threads(threads_before)
+        # Also when nobody closes it, and at the latest before the interpreter goes down: a daemon that comes back from
+        # C++ after that aborts the process.
+        self._end = weakref.finalize(self, _end, self._tasks, self.threads, ending)
 
     def submit(self, function: Callable, *arguments) -> Future:
         """Tasks are begun in the order in which they were submitted."""
@@ -60,28 +66,42 @@ class Pool:
         return sum(self._idle_s)
 
     def close(self) -> None:
-        """Let the threads end once they have done what they are doing. Waits only a moment for one that hangs."""
-        for _ in self.threads:
-            self._tasks.put(None)
-        deadline = time.monotonic() + GRACE_S
-        for thread in self.threads:
+        """End the threads; what they have not begun is cancelled. Waits only a moment for one that hangs."""
+        self._end()
+
+
+Tasks = queue.SimpleQueue[tuple[Future, Callable, tuple] | None]
+
+
+def _end(tasks: Tasks, threads: list[threading.Thread], ending: threading.Event) -> None:
+    ending.set()
+    for _ in threads:
+        tasks.put(None)
+    deadline = time.monotonic() + GRACE_S
+    for thread in threads:
+        if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _work(self, number: int, ready: threading.Barrier) -> None:
-        torch.get_num_threads()  # a thread takes over the process's setting when it first asks; then it may differ
-        torch.set_num_threads(1)
-        ready.wait()
-        while True:
-            asked = time.perf_counter()
-            task = self._tasks.get()
-            self._idle_s[number] += time.perf_counter() - asked
-            if task is None:
-                return
-            future, function, arguments = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-            del task, future, arguments  # what they hold may be used again
+
+def _work(
+    tasks: Tasks, idle_s: list[float], number: int, ending: threading.Event, ready: threading.Barrier
+) -> None:
+    torch.get_num_threads()  # a thread takes over the process's setting when it first asks; then it may differ
+    torch.set_num_threads(1)
+    ready.wait()
+    while True:
+        asked = time.perf_counter()
+        task = tasks.get()
+        idle_s[number] += time.perf_counter() - asked
+        if task is None:
+            return
+        future, function, arguments = task
+        if ending.is_set():
+            future.cancel()
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        del task, future, function, arguments  # what they hold may be used again

@@ -28,17 +28,19 @@ class Runs:
         rows = zip(records["shard"][starts].tolist(), first.tolist(), stop.tolist(), lengths.tolist(), strict=True)
         self._runs = {run: _Run(*row) for run, row in zip(runs[starts].tolist(), rows, strict=True)}
 
-    def load(self, run: int) -> _Run:
-        """Read a run unless that was done; a second caller waits for the first."""
+    def load(self, run: int) -> int:
+        """Read a run unless that was done; a second caller waits for the first. Returns the bytes read."""
         found = self._runs[run]
         with found.lock:
-            if found.data is None and found.left:
-                found.data = self._reader.read(found.shard, found.start, found.stop - found.start)
-        return found
+            if found.data is not None or not found.left:
+                return 0
+            found.data = self._reader.read(found.shard, found.start, found.stop - found.start)
+            return len(found.data)
 
     def take(self, run: int, offset: int, size: int) -> memoryview:
         """The bytes of one sample, which is asked for once."""
-        found = self.load(run)
+        self.load(run)
+        found = self._runs[run]
         data = memoryview(found.data)[offset - found.start : offset - found.start + size]
         with found.lock:
             found.left -= 1
