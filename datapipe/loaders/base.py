@@ -166,6 +166,8 @@ class Loader(ABC):
         batches = self._batches(self._epoch, range(self._step, self._num_steps))
         try:
             while True:
+                if self._closed:
+                    raise ValueError("the loader was closed while it was iterated over")
                 asked = time.perf_counter()
                 batch = next(batches, None)
                 self.wait_s += time.perf_counter() - asked

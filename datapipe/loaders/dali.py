@@ -171,7 +171,7 @@ class DaliLoader(FillingLoader):
         return Batch(images_BHWC.permute(0, 3, 1, 2), *rest)
 
     def _drain(self, begun: Collection[Slots]) -> None:
-        for _ in begun:
+        for _ in begun if self._pipelines else ():
             try:
                 self._pipeline.share_outputs()
                 self._pipeline.release_outputs()

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -56,7 +56,21 @@ class Planned(NamedTuple):
     boxes: list[Box]
     scales: list[int]
     flips: list[bool]
-    runs: list[int] | None  # in blocks: which run it is read with
+    runs: list[int] | None  # in blocks: that it is read with
+
+
+class Positioned(NamedTuple):
+    """In blocks: the run that each position's sample is read with, and those of this rank."""
+
+    of: np.ndarray  # int64[positions]
+    runs: Runs
+
+
+class Done(NamedTuple):
+    """What a task in a thread took."""
+
+    stages: dict[str, float]  # seconds
+    read_bytes: int
 
 
 class Wanted(NamedTuple):
@@ -77,7 +91,7 @@ class FillingLoader(Loader):
         super().__init__(Split.of(data_set), options)
         self.data_set = data_set
         self.stage_s: Counter[str] = Counter()
-        self.num_read = self.read_bytes = 0
+        self.read_bytes = 0
         self._pool: Pool | None = None
         self._process = os.getpid()
         self._budget = Budget(options.max_bad, options.rank)
@@ -168,8 +182,8 @@ class FillingLoader(Loader):
             self._pool.close()
         self._pool = None
 
-    def _plan(self, epoch: int, steps: range) -> tuple[np.ndarray, tuple[np.ndarray, Runs] | None]:
-        """The sample at each position, and in blocks the run at each position, and this rank's runs."""
+    def _plan(self, epoch: int, steps: range) -> tuple[np.ndarray, Positioned | None]:
+        """The sample at each position, and in blocks the runs."""
         if not self._in_blocks():
             return self._samples(epoch), None
         options = self.options
@@ -179,25 +193,25 @@ class FillingLoader(Loader):
         mine = [slice_positions(step, options.batch_size, options.rank, options.world_size) for step in steps]
         positions = np.concatenate(mine) if mine else np.empty(0, np.int64)
         positions = positions[positions < len(samples)]
-        return samples, (runs, Runs(self.data_set, runs[positions], samples[positions]))
+        return samples, Positioned(runs, Runs(self.data_set, runs[positions], samples[positions]))
 
-    def _start(self, epoch: int, step: int, samples: np.ndarray, runs) -> tuple[Slots, list[Future]]:
+    def _start(
+        self, epoch: int, step: int, samples: np.ndarray, runs: Positioned | None
+    ) -> tuple[Slots, list[Future]]:
         options = self.options
         positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
         slots = self._new_slots(positions, samples)
         submit, futures = self._pool.submit, []
         if runs is not None:  # before those that need them, so that no thread waits for a read that waits for a thread
-            needed = np.unique(runs[0][positions[slots.valid]]).tolist()
-            futures = [submit(self._load, runs[1], run) for run in needed]
+            needed = np.unique(runs.of[positions[slots.valid]]).tolist()
+            futures = [submit(self._load, runs.runs, run) for run in needed]
         chunks = (slice(i, i + CHUNK) for i in range(0, options.batch_size, CHUNK))
         return slots, futures + [submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
 
-    def _count(self, found: tuple[dict[str, float], int, int] | None) -> None:
+    def _count(self, found: Done | None) -> None:
         if found:
-            stages, number, size = found
-            self.stage_s.update(stages)
-            self.num_read += number
-            self.read_bytes += size
+            self.stage_s.update(found.stages)
+            self.read_bytes += found.read_bytes
 
     def _tell(self, waited_s: float, is_over: bool) -> None:
         read = self.data_set.reader.oldest()
@@ -211,13 +225,13 @@ class FillingLoader(Loader):
 
     # --- in the threads ---
 
-    def _load(self, runs: Runs, run: int) -> tuple[dict[str, float], int, int]:
+    def _load(self, runs: Runs, run: int) -> Done:
         began = time.perf_counter()
         size = runs.load(run)
-        return {"read": time.perf_counter() - began}, 0, size
+        return Done({"read": time.perf_counter() - began}, size)
 
-    def _fill(self, epoch: int, slots: Slots, chunk: slice, runs) -> tuple[dict[str, float], int, int] | None:
-        """Fill the slots of a chunk; return the seconds of each stage, the samples, and the bytes read."""
+    def _fill(self, epoch: int, slots: Slots, chunk: slice, runs: Positioned | None) -> Done | None:
+        """Fill the slots of a chunk."""
         clock, began = time.perf_counter, time.perf_counter()
         with slots.lock:  # by the first chunk for all: numpy takes as long for 256 samples as for 32
             if slots.planned is None:
@@ -226,7 +240,7 @@ class FillingLoader(Loader):
         first, count = chunk.start, len(fields)
         if count < chunk.stop - first:  # padding lies behind the last position
             self._put_nothing(slots, slice(first + count, min(chunk.stop, len(slots.valid))))
-        read = self._reads(fields, None if runs is None else (runs[1], in_runs))
+        read = self._reads(fields, runs and runs.runs, in_runs)
         started, wanted = clock(), []
         for i, record in enumerate(fields):
             if slots.abandoned:
@@ -239,10 +253,12 @@ class FillingLoader(Loader):
                 self._take_bad(slots, first + i, error)
         stages = {"read": clock() - started, **self._put(slots, wanted)}
         stages["other"] = clock() - began - sum(stages.values())
-        return stages, count, 0 if runs else sum(record[3] for record in fields)
+        return Done(stages, 0 if runs else sum(record[3] for record in fields))
 
-    def _planned(self, epoch: int, slots: Slots, runs) -> Planned:
+    def _planned(self, epoch: int, slots: Slots, runs: Positioned | None) -> Planned:
         count = int(slots.valid.sum())
+        if not count:
+            return Planned([], [], [], [], [])
         samples, positions = slots.samples[:count], slots.positions[:count]
         records = self.data_set.index[samples]
         slots.labels[:count] = records["label"]
@@ -253,22 +269,21 @@ class FillingLoader(Loader):
             windows.boxes.tolist(),
             scales(windows.boxes, self.size).tolist(),
             windows.flips.tolist(),
-            None if runs is None else runs[0][positions].tolist(),
+            runs and runs.of[positions].tolist(),
         )
 
-    def _reads(self, fields: list[tuple], runs: tuple[Runs, list[int]] | None):
+    def _reads(self, fields: list[tuple], runs: Runs | None, in_runs: list[int]) -> Callable[[int, tuple], Data]:
         """A function from a sample's number in the chunk and its fields to its bytes, checked."""
         data_set = self.data_set
+
+        def read_run(i: int, record: tuple) -> Data:
+            sample, _, offset, size, checksum = record
+            data = runs.take(in_runs[i], offset, size)
+            data_set.check(sample, data, checksum)
+            return data
+
         if runs is not None:
-            held, which = runs
-
-            def read(i: int, record: tuple) -> Data:
-                sample, _, offset, size, checksum = record
-                data = held.take(which[i], offset, size)
-                data_set.check(sample, data, checksum)
-                return data
-
-            return read
+            return read_run
         spans, held = _spans(fields), {}
 
         def read_span(i: int, record: tuple) -> Data:

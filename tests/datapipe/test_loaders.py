@@ -299,6 +299,26 @@ def test_an_exception_in_the_consumer_leaves_nothing_behind(folder, backend):
     assert settle(files, open_files) <= files
 
 
+def test_closing_in_mid_epoch_is_said(folder, backend):
+    with open_loader(folder, 4, backend=backend, size=24) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.close()
+        with pytest.raises(ValueError, match="closed while"):
+            next(batches)
+
+
+@pytest.mark.parametrize("order", ["full", "blocks"])
+def test_a_rank_may_have_nothing_but_padding(folder, backend, order):
+    """61 images, 8 ranks of 10: the last rank's only batch is empty, in training, too."""
+    for augment in (Augment("random_resized"), Augment("pad", pad=20)):
+        with open_loader(
+            folder, 10, backend=backend, size=24, rank=7, world_size=8, last="pad", order=order, augment=augment
+        ) as loader:
+            ((batch),) = loader
+        assert not batch.valid.any() and not batch.images.any() and (batch.samples == -1).all()
+
+
 @pytest.fixture
 def copied(tmp_path, folder):
     """The data set, to be spoilt."""
