@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
@@ -85,6 +86,39 @@ def test_peer_trains_on_photographs(name: str, small_corpus: Path) -> None:
             assert run["images"] == NUM_CLASSES * EACH and run["mean_label"] == (NUM_CLASSES - 1) / 2
             for brightness, label in zip(*child.last, strict=True):
                 assert int(brightness / 60) == label  # each class has one of its own
+
+
+def test_gpu_benchmark_without_a_gpu(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to the device, with the processor in its place; torchvision may be missing."""
+    from benchmarks.gpu import bench_loader_gpu as gpu
+
+    corpus.packed_as(small_corpus, "restart8", PackOptions(recode=RecodeOptions(restart=8)))
+    corpus.packed_as(small_corpus, "raw256", PackOptions(format="npy", recode=RecodeOptions(store="raw", size=256)))
+    monkeypatch.setattr(gpu, "BATCH", 16)
+    monkeypatch.setattr(gpu, "SIZE", 64)
+    device, ran = torch.device("cpu"), set()
+    for name, opened in gpu.ways(small_corpus, device).items():
+        try:
+            run = gpu.measure(opened(), 0, device)
+        except (ImportError, RuntimeError):
+            continue
+        assert run["images"] == NUM_CLASSES * EACH and run["images_per_s"] > 0
+        ran.add(name)
+    assert len(ran) >= 6, ran
+
+
+def test_reading_benchmark(small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import bench_reading
+
+    monkeypatch.setattr(bench_reading, "BATCH", 16)
+    monkeypatch.setattr(bench_reading, "WORK", tmp_path)
+    folder = small_corpus / "tar" / "train"
+    for order in ("full", "blocks"):
+        assert bench_reading.ours(folder, order, "cached")["samples_per_s"] > 0
+    assert bench_reading.plain(folder, direct=False)["mb_per_s"] > 0
+    target = bench_reading.long_index(folder, 1000)
+    start = bench_reading.first_batch(target, 0)
+    assert 0 < start["open_s"] < start["first_batch_s"] and start["index_private_dirty_kib"] == 0
 
 
 def test_padded_crop_of_grey_images() -> None:
