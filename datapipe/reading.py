@@ -9,6 +9,7 @@ import os
 import resource
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -81,6 +82,13 @@ class ShardReader:
         tried = f" (tried {self._retries + 1} times)" if self._retries else ""
         raise ShardReadError(problem + tried, path=self._paths[shard].parent, shard=self._paths[shard].name)
 
+    def will_read(self, shard: int, offset: int, size: int) -> None:
+        """Tell the kernel: it may read ahead (posix_fadvise(2)). Nothing for shards that were not read yet."""
+        file = self._files[shard]
+        if file is not None and file.hints:
+            with suppress(OSError):
+                os.posix_fadvise(file.fd, offset, size, os.POSIX_FADV_WILLNEED)
+
     def oldest(self) -> Read | None:
         """Of the reads that are under way, the one that began first."""
         reads = list(self._under_way.values())
@@ -114,6 +122,7 @@ class ShardReader:
 
 class _File:
     flags = os.O_RDONLY | os.O_CLOEXEC
+    hints = True
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, self.flags)
@@ -147,6 +156,7 @@ class _Map(_File):
 
 class _Direct(_File):
     flags = _File.flags | os.O_DIRECT
+    hints = False
 
     def __init__(self, path: Path) -> None:
         try:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 32  # samples: small enough to share a batch among threads, large enough for numpy's overhead
 AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
+SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundredths
 GAP_BYTES = 4096  # between two neighbours that are read at once: copying it takes less than another call
 
 
@@ -205,8 +206,16 @@ class FillingLoader(Loader):
         if runs is not None:  # before those that need them, so that no thread waits for a read that waits for a thread
             needed = np.unique(runs.of[positions[slots.valid]]).tolist()
             futures = [submit(self._load, runs.runs, run) for run in needed]
+        elif self._reads_slowly():
+            slots.planned = self._planned(epoch, slots, runs)
+            for _, shard, offset, size, _ in slots.planned.fields:
+                self.data_set.reader.will_read(shard, offset, size)
         chunks = (slice(i, i + CHUNK) for i in range(0, options.batch_size, CHUNK))
         return slots, futures + [submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
+
+    def _reads_slowly(self) -> bool:
+        """Do reads take so long that hints to the kernel, two batches ahead, are worth their calls?"""
+        return self.stage_s["read"] > SLOW_SHARE * self.stage_s.total()
 
     def _count(self, found: Done | None) -> None:
         if found:

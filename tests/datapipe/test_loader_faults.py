@@ -20,7 +20,7 @@ import pytest
 from datapipe import reading
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError, DecodeError, SettingError, ShardCorruptError, ShardReadError
-from datapipe.loaders import open_loader, pool
+from datapipe.loaders import filling, open_loader, pool
 from datapipe.packing import PackOptions, pack
 
 BACKENDS = ["cpu", "dali"]
@@ -142,6 +142,41 @@ def test_a_fault_that_passes_is_not_an_error(slow, monkeypatch):
         monkeypatch.setattr(reading.time, "sleep", wait)
         ((batch),) = loader
     assert batch.valid.all() and waits and waits[0] == reading.FIRST_WAIT_S
+
+
+def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypatch):
+    """Each sample but those of the first batches, before it is read."""
+    told, reads, read = [], [], reading.ShardReader.read
+
+    def slowly(reader, shard, offset, size):
+        time.sleep(0.05)
+        reads.append((shard, offset, (shard, offset) in told))
+        return read(reader, shard, offset, size)
+
+    def note(reader, shard, offset, size):
+        assert size > 0
+        told.append((shard, offset))
+
+    monkeypatch.setattr(reading.ShardReader, "read", slowly)
+    monkeypatch.setattr(reading.ShardReader, "will_read", note)
+    for share, fewest, most in ((filling.SLOW_SHARE, 60 - 5 * 4, 60), (1.1, 0, 0)):
+        monkeypatch.setattr(filling, "SLOW_SHARE", share)
+        told.clear()
+        reads.clear()
+        with open_loader(packed_folders["tar"] / "train", 4, size=64, threads=2) as loader:
+            assert sum(len(batch.labels) for batch in loader) == 60
+        assert len(reads) == 60 and fewest <= len(told) <= most
+        assert sum(was_told for *_, was_told in reads) == len(told)
+
+
+def test_hints_do_no_harm(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 9000)
+    for io in reading.IOS:
+        reader = reading.ShardReader([tmp_path / "a"], io)
+        reader.will_read(0, 0, 9000)  # not open yet
+        assert bytes(reader.read(0, 10, 5)) == b"xxxxx"
+        reader.will_read(0, 100, 1 << 40)
+        reader.close()
 
 
 def test_a_shard_that_is_cut_short_in_mid_epoch_is_named(copied, monkeypatch):
