@@ -10,7 +10,7 @@ from .augment import Augment
 from .loaders import open_loader
 from .manifest import Manifest, find_data_sets
 
-STAGES = ("read", "window", "decode", "resize", "other")
+STAGES = ("read", "window", "decode", "resize", "copy", "other")
 WAITED = 0.05  # of the time: less waiting than that is noise
 CONSUMER = "the consumer"
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 
 from .errors import DatapipeError
@@ -18,6 +19,7 @@ from .reading import ALIGNMENT
 
 SMALL_FILES = 200
 FILE_BYTES = 64 << 20  # written where DIR holds no file that is large enough to read from
+MAX_LOOKED_AT = 500  # entries, not the millions of an unpacked data set
 SEQUENTIAL_BYTES, RANDOM_BYTES = 8 << 20, 128 << 10  # a block; an image and its neighbourhood
 LIMIT_S = 3.0  # for each measurement
 # Of /proc/mounts: shared over a network, and slow to open files on.
@@ -139,21 +141,10 @@ def _metadata(folder: Path) -> float | None:
 
 def _reads(folder: Path) -> tuple[bool, float, float]:
     """Past the page cache? MB/s in large blocks, MB/s at random."""
-    large = _large_file(folder)
-    made = None
-    if large is None:
-        try:
-            fd, name = tempfile.mkstemp(prefix=".doctor-", dir=folder)
-        except OSError as error:
-            message = f"cannot be written to, and holds no large file to read: {error}"
-            raise DatapipeError(message, path=folder) from error
-        made = large = Path(name)
-        with os.fdopen(fd, "wb") as file:
-            block = random.Random(0).randbytes(1 << 20)
-            for _ in range(FILE_BYTES >> 20):
-                file.write(block)
-            os.fsync(file.fileno())
+    large, made = _large_file(folder), None
     try:
+        if large is None:
+            large = made = _written(folder)
         direct = True
         try:
             fd = os.open(large, os.O_RDONLY | os.O_DIRECT)
@@ -173,11 +164,28 @@ def _reads(folder: Path) -> tuple[bool, float, float]:
             made.unlink()
 
 
+def _written(folder: Path) -> Path:
+    path = folder / f".doctor-{os.getpid()}"
+    try:
+        with open(path, "xb") as file:
+            block = random.Random(0).randbytes(1 << 20)
+            for _ in range(FILE_BYTES >> 20):
+                file.write(block)
+            os.fsync(file.fileno())
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        message = f"cannot be written to, and holds no large file to read: {error.strerror}"
+        raise DatapipeError(message, path=folder) from error
+    return path
+
+
 def _large_file(folder: Path) -> Path | None:
-    """The largest of the files there, one level down included, if it will do."""
+    """The largest of the first files there, one level down included, if it will do."""
     best, best_size = None, FILE_BYTES - 1
     with suppress(OSError):
-        for path in [*folder.iterdir(), *folder.glob("*/*")]:
+        for path in islice(chain(folder.iterdir(), folder.glob("*/*")), MAX_LOOKED_AT):
             if path.is_file() and os.access(path, os.R_OK) and path.stat().st_size > best_size:
                 best, best_size = path, path.stat().st_size
     return best

@@ -123,6 +123,7 @@ class ShardReader:
 class _File:
     flags = os.O_RDONLY | os.O_CLOEXEC
     hints = True
+    fd = -1
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, self.flags)
@@ -134,7 +135,13 @@ class _File:
         return data
 
     def close(self) -> None:
-        os.close(self.fd)
+        """May be called twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:  # of a reader that nobody closed
+        self.close()
 
 
 class _Map(_File):
@@ -151,7 +158,7 @@ class _Map(_File):
 
     def close(self) -> None:
         super().close()
-        del self._view  # the map goes with the last view
+        self._view = memoryview(b"")  # the map goes with the last view
 
 
 class _Direct(_File):

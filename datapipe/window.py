@@ -125,7 +125,8 @@ def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: 
 
     smallest = {}
     if scale > 1:
-        smallest = {"min_width": window.width // scale, "min_height": window.height // scale, "min_factor": scale}
+        width, height = -(-window.width // scale), -(-window.height // scale)
+        smallest = {"min_width": width, "min_height": height, "min_factor": scale}
     fits = window.width * window.height * channels <= len(out)
     try:
         pixels = simplejpeg.decode_jpeg(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -153,21 +154,30 @@ class Loader(ABC):
         self._num_steps = num_steps(self.num_samples, options.global_batch_size, options.last)
         self.lanes = num_lanes(options.global_batch_size, options.world_size)
         self._epoch = self._step = 0
-        self._closed = False
+        self._closed = self._loaded = False
+        self._current: Generator[Batch] | None = None
 
     def __len__(self) -> int:
         """Batches in an epoch, the same on every rank."""
         return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this epoch, from the step where the state is; then the state is at its end."""
-        if self._closed:
-            raise ValueError("the loader is closed")
-        batches = self._batches(self._epoch, range(self._step, self._num_steps))
+        """The batches of an epoch.
+
+        Training goes on at the step where the state is; after the last one, with the next epoch. Evaluation begins at
+        the beginning, unless a state was loaded. One iteration at a time: another that begins, or `set_epoch`, ends it.
+        """
+        self._check_open()
+        if not self._loaded:
+            if not self.options.train:
+                self._step = 0
+            elif self._step == self._num_steps:
+                self._epoch, self._step = self._epoch + 1, 0
+        self._loaded = False
+        self._end_iteration()
+        batches = self._current = self._batches(self._epoch, range(self._step, self._num_steps))
         try:
             while True:
-                if self._closed:
-                    raise ValueError("the loader was closed while it was iterated over")
                 asked = time.perf_counter()
                 batch = next(batches, None)
                 self.wait_s += time.perf_counter() - asked
@@ -175,8 +185,21 @@ class Loader(ABC):
                     return
                 self._step += 1
                 yield batch
+                del batch  # so that its memory is free for the next one
+                self._check_open()
+                if self._current is not batches:
+                    raise ValueError("this iteration was ended by another that began, or by set_epoch")
         finally:
             batches.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the loader is closed")
+
+    def _end_iteration(self) -> None:
+        if self._current is not None and not self._current.gi_running:
+            self._current.close()
+        self._current = None
 
     def stages(self) -> dict[str, float]:
         """Seconds in all of each stage that the backend knows of; `queue_empty`: of the consumer, waiting."""
@@ -184,7 +207,8 @@ class Loader(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self._epoch, self._step = epoch, 0
+        self._end_iteration()
+        self._epoch, self._step, self._loaded = operator.index(epoch), 0, False
 
     def state_dict(self) -> dict[str, int | str]:
         """Epoch and step, and what must be the same for them to mean the same."""
@@ -199,19 +223,25 @@ class Loader(ABC):
         for name, mine in self.identity().items():
             if state.get(name) != mine:
                 raise SettingError(f"{name}: the saved state is of {state.get(name)}, this loader has {mine}")
-        self._epoch, self._step = state["epoch"], state["step"]
-        self.lanes = state.get("lanes", self.lanes)
+        step, lanes = state["step"], state["lanes"] if self.options.order == "blocks" else self.lanes
+        if not 0 <= step <= self._num_steps:
+            raise SettingError(f"step: the saved state is at {step}, an epoch has {self._num_steps}")
+        if lanes < 1 or self.options.global_batch_size % lanes:
+            raise SettingError(f"lanes: {lanes} do not share a global batch of {self.options.global_batch_size}")
+        self._end_iteration()
+        self._epoch, self._step, self.lanes, self._loaded = state["epoch"], step, lanes, True
 
     def identity(self) -> dict[str, int | str]:
         """What must be the same for an epoch and a step to mean the same batches; `data_set` is a checksum."""
         options = self.options
         order = f"blocks of {options.block_mib} MiB" if options.order == "blocks" else options.order
         identity = {"seed": options.seed, "order": order, "global_batch_size": options.global_batch_size}
-        return {**identity, "data_set": self._checksum}
+        return {**identity, "train": options.train, "last": options.last, "data_set": self._checksum}
 
     def close(self) -> None:
         """Stop all threads and release all files. May be called twice."""
         self._closed = True
+        self._end_iteration()
 
     def __enter__(self) -> Loader:
         return self
@@ -220,7 +250,7 @@ class Loader(ABC):
         self.close()
 
     @abstractmethod
-    def _batches(self, epoch: int, steps: range) -> Iterator[Batch]:
+    def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         """A generator of the batches at the given steps; closing it stops the work under way."""
 
     def _samples(self, epoch: int) -> np.ndarray:

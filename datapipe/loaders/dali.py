@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from ..dataset import DataSet
-from ..errors import DatapipeError, MissingBackendError, SettingError
+from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingError
 from ..image import encode_png
 from ..index import ENCODINGS
 from ..jpeg import is_jpeg
@@ -66,6 +67,9 @@ class DaliLoader(FillingLoader):
         self._memory = BatchMemory(shape, pinned=False)
         nothing = np.zeros((1, 1) if self.channels == 1 else (1, 1, 3), np.uint8)
         self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
+        # Windows are as large as the output, and may reach beyond the image.
+        self._pads = options.train and self._augment.crop == "pad"
+        self._scheduled: deque[_Encoded] = deque()
         self._pipelines = [self._built()]
         # A pipeline that is still there when the interpreter goes down aborts the process.
         weakref.finalize(self, self._pipelines.clear)
@@ -97,7 +101,7 @@ class DaliLoader(FillingLoader):
             flip = fn.external_source(name="flip", ndim=0, dtype=types.INT32)
             kind = types.RGB if self.channels == 3 else types.GRAY
             device = "mixed" if on_gpu else "cpu"
-            if self._augment.crop == "pad":  # the window may reach beyond the image
+            if self._pads:
                 images = fn.decoders.image(data, device=device, output_type=kind)
                 images = fn.slice(images, start=start, shape=shape, axes=[0, 1], out_of_bounds_policy="pad")
             else:
@@ -128,6 +132,7 @@ class DaliLoader(FillingLoader):
     def _put_nothing(self, slots: _Encoded, slot: int | slice) -> None:
         for i in range(*slot.indices(len(slots.data))) if isinstance(slot, slice) else (slot,):
             slots.data[i] = self._nothing
+        slots.starts[slot], slots.shapes[slot] = 0, self.size if self._pads else 1
 
     # --- in the consumer ---
 
@@ -135,11 +140,15 @@ class DaliLoader(FillingLoader):
         slots = _Encoded(positions, samples)
         count = len(positions)
         slots.data = [self._nothing] * count
-        slots.starts, slots.shapes = np.zeros((count, 2), np.int32), np.ones((count, 2), np.int32)
+        slots.starts, slots.shapes = np.empty((count, 2), np.int32), np.empty((count, 2), np.int32)
         slots.flips = np.zeros(count, np.int32)
         return slots
 
     def _begin(self, slots: _Encoded) -> None:
+        self._scheduled.append(slots)
+        self._feed(slots)
+
+    def _feed(self, slots: _Encoded) -> None:
         for name, values in (("data", slots.data), ("start", slots.starts), ("shape", slots.shapes)):
             self._pipeline.feed_input(name, values)
         self._pipeline.feed_input("flip", slots.flips)
@@ -152,8 +161,9 @@ class DaliLoader(FillingLoader):
         try:
             (images,) = self._pipeline.share_outputs()
         except RuntimeError as error:
-            self._pipelines[:] = [self._built()]  # the old one takes no more batches
-            raise self._unreadable(slots, error) from error
+            self._begin_anew(slots, error)
+            (images,) = self._pipeline.share_outputs()
+        self._scheduled.popleft()
         self.stage_s["decode"] += time.perf_counter() - asked
         images = images.as_tensor()
         if self._device.type == "cuda":
@@ -171,19 +181,32 @@ class DaliLoader(FillingLoader):
         return Batch(images_BHWC.permute(0, 3, 1, 2), *rest)
 
     def _drain(self, begun: Collection[Slots]) -> None:
-        for _ in begun if self._pipelines else ():
-            try:
+        try:
+            while self._scheduled and self._pipelines:
+                self._scheduled.popleft()
                 self._pipeline.share_outputs()
                 self._pipeline.release_outputs()
-            except RuntimeError:
-                self._pipelines[:] = [self._built()]
-                return
+        except (RuntimeError, StopIteration):
+            self._pipelines[:] = [self._built()]
+        finally:
+            self._scheduled.clear()
 
-    def _unreadable(self, slots: _Encoded, error: Exception) -> DatapipeError:
-        """DALI says that a batch cannot be decoded; which image it is, our own decoder finds out."""
-        for sample in slots.samples[slots.valid].tolist():
-            self.data_set.pixels(sample, self.data_set.read(sample))
-        return DatapipeError(f"DALI cannot decode a batch: {error}", path=self.data_set.folder)
+    def _begin_anew(self, slots: _Encoded, error: Exception) -> None:
+        """DALI cannot decode a batch, and says no more: find the bad images with our own decoder, and go on without."""
+        self._pipelines[:] = [self._built()]  # the old one takes no more batches
+        scheduled, found = list(self._scheduled), False
+        self._scheduled.clear()
+        for slot in np.flatnonzero(slots.valid).tolist():
+            sample = int(slots.samples[slot])
+            try:
+                self.data_set.pixels(sample, self.data_set.read(sample))
+            except DecodeError as bad:
+                self._take_bad(slots, slot, bad)
+                found = True
+        if not found:
+            raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self.data_set.folder) from error
+        for begun in scheduled:
+            self._begin(begun)
 
 
 def _window(data: Data, box: Box) -> tuple[Data, Box]:

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -142,7 +142,7 @@ class FillingLoader(Loader):
     def _in_blocks(self) -> bool:
         return self.options.order == "blocks" and self.options.train
 
-    def _batches(self, epoch: int, steps: range) -> Iterator[Batch]:
+    def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         self._begin_in_this_process()
         samples, runs = self._plan(epoch, steps)
         under_way: deque[tuple[Slots, list[Future]]] = deque()
@@ -159,9 +159,7 @@ class FillingLoader(Loader):
                     self._begin(begun[-1])
                 if not begun:
                     return
-                batch = self._finish(begun.popleft())
-                yield batch
-                del batch  # so that its memory is free for the next one
+                yield self._finish(begun.popleft())
         finally:
             for slots, futures in under_way:
                 slots.abandoned = True  # a thread stops after its sample; its memory stays as long as it holds it

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-GRACE_S = 0.5
+GRACE_S = 2.0  # for what a thread is doing when it is to end
 TELL_S = 10.0  # how often somebody who waits is told what for
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
 SUFFIX = ".tar"
+NUMBER = re.compile(r"-?\d{1,18}")  # fits into 64 bits
 
 
 class Sample(NamedTuple):
@@ -75,47 +78,51 @@ class WebDatasetLoader(Loader):
         self._budget = Budget(options.max_bad, options.rank)
         self._delivery = Delivery((options.batch_size, self.size, self.size, self.channels), device)
         self._painter = Painter(self.channels, lambda one: decode(one.data, self.channels), self._take_bad)
-        self._reader, self._pool = Pool(1), Pool(options.num_threads())
+        self._reading = urls[0]  # the shard that is being read
+        self._pools: tuple[Pool, Pool] | None = None  # that reads, that decodes
+        self._process = os.getpid()
 
     def identity(self) -> dict[str, int | str]:
         return {**super().identity(), "world_size": self.options.world_size}
 
     def close(self) -> None:
         super().close()
-        self._reader.close()
-        self._pool.close()
+        if self._pools and self._process == os.getpid():
+            for pool in self._pools:
+                pool.close()
+        self._pools = None
 
     # --- in the consumer ---
 
-    def _batches(self, epoch: int, steps: range) -> Iterator[Batch]:
+    def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         options = self.options
+        if self._pools is None or self._process != os.getpid():  # threads do not survive a fork
+            self._pools, self._process = (Pool(1), Pool(options.num_threads())), os.getpid()
         parts = rank_parts(self._counts, options, epoch)
         total = sum(part.take for part in parts)
-        stream = self._shuffled(parts, epoch) if options.train else self._stream(parts)
-        stream = islice(stream, steps.start * options.batch_size, None)  # read over, not decoded
+        samples = self._shuffled(parts, epoch) if options.train else self._stream(parts)
+        stream = islice(samples, steps.start * options.batch_size, None)  # read over, not decoded
         under_way: deque[tuple[Images, Future]] = deque()
-        upcoming = iter(steps)
+        upcoming, (reader, _) = iter(steps), self._pools
         try:
             while True:
                 while len(under_way) < AHEAD and (step := next(upcoming, None)) is not None:
                     count = max(0, min(options.batch_size, total - step * options.batch_size))
                     positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
                     slots = _Stream(positions, count, self._delivery.memory.take())
-                    under_way.append((slots, self._reader.submit(self._read, epoch, slots, stream, count)))
+                    under_way.append((slots, reader.submit(self._read, epoch, slots, stream, count)))
                 if not under_way:
                     return
                 slots, reading = under_way.popleft()
                 for filling in wait_for(reading, options.timeout_s, self._tell):
                     wait_for(filling, options.timeout_s, self._tell)
-                batch = self._delivery.batch(slots)
+                yield self._delivery.batch(slots)
                 del slots, reading
-                yield batch
-                del batch
         finally:
             for slots, reading in under_way:
                 slots.abandoned = True
                 reading.cancel()
-            self._reader.submit(stream.close) if hasattr(stream, "close") else None
+            reader.submit(samples.close)  # behind what it is reading
             self._delivery.drain()
 
     def _tell(self, waited_s: float, is_over: bool) -> None:
@@ -126,18 +133,19 @@ class WebDatasetLoader(Loader):
 
     # --- in the reading thread ---
 
-    _reading: str = ""  # the shard that is being read
-
-    def _stream(self, parts: list[Part]) -> Iterator[Sample]:
+    def _stream(self, parts: list[Part]) -> Generator[Sample]:
         for shard, skip, take in parts:
             self._reading = url = self._urls[shard]
-            found = 0
-            for found, sample in enumerate(islice(samples_of(url), skip, skip + take), 1):
+            found, samples, count = 0, samples_of(url), self._counts[shard]
+            for found, sample in enumerate(islice(samples, skip, skip + take), 1):
+                if skip + found == count and next(samples, None) is not None:
+                    raise ShardReadError(f"holds more than the {count} samples that were noted of it", path=url)
                 yield sample._replace(number=self._firsts[shard] + skip + found - 1)
             if found < take:
-                raise ShardReadError(f"ends after {skip + found} samples of {self._counts[shard]}", path=url)
+                raise ShardReadError(f"ends after {skip + found} samples of {count}", path=url)
+            samples.close()
 
-    def _shuffled(self, parts: list[Part], epoch: int) -> Iterator[Sample]:
+    def _shuffled(self, parts: list[Part], epoch: int) -> Generator[Sample]:
         """Each sample drawn from the next thousand."""
         options, held = self.options, []
         stream, drawn = self._stream(parts), options.rank << 32
@@ -157,7 +165,7 @@ class WebDatasetLoader(Loader):
         taken = list(islice(stream, count))
         chunks = (range(i, min(i + CHUNK, count)) for i in range(0, count, CHUNK))
         slots.images[count:] = 0
-        return [self._pool.submit(self._fill, epoch, slots, chunk, taken) for chunk in chunks]
+        return [self._pools[1].submit(self._fill, epoch, slots, chunk, taken) for chunk in chunks]
 
     # --- in the decoding threads ---
 
@@ -224,7 +232,7 @@ def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[Pa
     return parts
 
 
-def samples_of(url: str) -> Iterator[Sample]:
+def samples_of(url: str) -> Generator[Sample]:
     """A shard's samples, through the webdataset library. Raises ShardReadError, DecodeError."""
     webdataset = _backend()
     try:
@@ -243,8 +251,9 @@ def _sample(url: str, parts: dict) -> Sample:
         found = ", ".join(name for name in parts if not name.startswith("__"))
         raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {found}", path=url, key=key)
     label = label_of(url, key, {name: {key: parts[name]} if name in parts else {} for name in LABELS})
-    if not label.lstrip("-").isdigit():
-        raise DecodeError(f"its label is a name, {label!r}: `datapipe pack` numbers those", path=url, key=key)
+    if not NUMBER.fullmatch(label):
+        message = f"its label is no number of a class, {label!r}: `datapipe pack` numbers names"
+        raise DecodeError(message, path=url, key=key)
     return Sample(-1, url, key, int(label), image)
 
 
@@ -271,6 +280,8 @@ def _described(path: str, options: LoaderOptions) -> tuple[list[str], list[int],
     if not urls:
         raise ManifestError("holds no tar shards", path=folder)
     counts = _counted(urls, options)
+    if not sum(counts):
+        raise ManifestError("its tar shards hold no samples", path=path)
     return urls, counts, Split(sum(counts), None, 3, None, None, None, _checksum(urls, counts))
 
 
@@ -280,22 +291,31 @@ def _checksum(urls: list[str], counts: list[int]) -> str:
 
 
 def _counted(urls: list[str], options: LoaderOptions) -> list[int]:
-    """Samples in each shard. Where they have to be counted, ranks that can talk to each other share the work."""
-    known = [_noted(url) for url in urls]
-    missing = [i for i, count in enumerate(known) if count is None]
-    if missing:
-        distributed = torch.distributed
-        shared = distributed.is_available() and distributed.is_initialized() and options.world_size > 1
-        mine = missing[options.rank :: options.world_size] if shared else missing
-        logger.info("rank %d: counting the samples of %d shards, once", options.rank, len(mine))
-        found = {i: sum(1 for _ in samples_of(urls[i])) for i in mine}
-        if shared:
-            gathered: list[dict[int, int]] = [{}] * options.world_size
-            distributed.all_gather_object(gathered, found)
-            found = {i: count for one in gathered for i, count in one.items()}
-        for i in missing:
-            known[i] = found[i]
-    return known
+    """Samples in each shard. Ranks that can talk to each other share the work."""
+    distributed = torch.distributed
+    shared = options.world_size > 1 and distributed.is_available() and distributed.is_initialized()
+    if not shared:
+        return [_count(url) for url in urls]
+    counts, error = {}, None
+    try:
+        counts = {i: _count(urls[i]) for i in range(options.rank, len(urls), options.world_size)}
+    except DatapipeError as caught:  # all ranks take part in what follows, or those that do would wait for ever
+        error = caught
+    gathered: list = [None] * options.world_size
+    distributed.all_gather_object(gathered, (counts, error))
+    for of_rank, failed in gathered:
+        if failed is not None:
+            raise failed
+        counts |= of_rank
+    return [counts[i] for i in range(len(urls))]
+
+
+def _count(url: str) -> int:
+    noted = _noted(url)
+    if noted is not None:
+        return noted
+    logger.info("counting the samples of %s, once", url)
+    return sum(1 for _ in samples_of(url))
 
 
 def _noted(url: str) -> int | None:
@@ -305,11 +325,16 @@ def _noted(url: str) -> int | None:
     try:
         if index.exists():
             with index.open() as file:
-                return int(file.readline().split()[1])
-        if sizes.exists():
-            return int(json.loads(sizes.read_text())[shard.name])
-    except (OSError, ValueError, KeyError, IndexError):
-        logger.warning("%s: the number of samples beside it cannot be read", url)
+                count = int(file.readline().split()[1])
+        elif sizes.exists():
+            count = int(json.loads(sizes.read_text())[shard.name])
+        else:
+            return None
+        if count >= 0:
+            return count
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        pass
+    logger.warning("%s: the number of samples beside it cannot be read", url)
     return None
 
 

@@ -57,9 +57,11 @@ def test_doctor_of_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(DatapipeError, match="cannot be written to, and holds no large file to read"):
         doctor(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
     with open(tmp_path / "large", "wb") as file:
         file.truncate(FILE_BYTES)
     filesystem = doctor(tmp_path)["filesystem"]

@@ -87,10 +87,13 @@ def test_an_image_that_cannot_be_decoded_counts_as_bad(tmp_path, photo, encoded)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(broken if i == 2 else good)
     pack(tmp_path / "raw", tmp_path / "out", PackOptions(workers=1))
-    with open_loader(tmp_path / "out" / "train", 6, size=24, max_bad=1) as loader:
-        ((batch),) = loader
-    assert batch.valid.sum() == 5 and not batch.images[~batch.valid].any()
     for backend in BACKENDS:
+        with open_loader(tmp_path / "out" / "train", 2, backend=backend, size=24, max_bad=1) as loader:
+            for _ in range(2):
+                batches = list(loader)
+                assert sum(int(batch.valid.sum()) for batch in batches) == 5
+                for batch in batches:
+                    assert not batch.images[~batch.valid].any() and batch.images[batch.valid].flatten(1).any(1).all()
         with (
             open_loader(tmp_path / "out" / "train", 6, backend=backend, size=24) as loader,
             pytest.raises(DecodeError, match="key a/2: "),
@@ -347,6 +350,23 @@ def test_two_hundred_loaders_leave_nothing_behind(packed_folders):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 60 << 10  # KiB; a loader has over 8 MiB
 
 
+def test_loaders_that_nobody_closed_leave_nothing_behind(packed_folders):
+    def left():
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def once():
+        next(iter(open_loader(packed_folders["tar"] / "train", 8, size=24, threads=2)))
+
+    once()
+    deadline, before = time.monotonic() + 20, left()
+    for _ in range(5):
+        once()
+    while left() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left() <= before
+
+
 def test_a_loader_can_be_taken_into_a_forked_process(packed_folders):
     """Files are opened, and threads begun, where it is iterated over."""
     with open_loader(packed_folders["tar"] / "train", 10, size=24) as loader:
@@ -370,10 +390,10 @@ CONSUMER = """
 import sys, time
 from datapipe.loaders import open_loader
 loader = open_loader(sys.argv[1], 4, backend=sys.argv[2], size=224)
-for batch in loader:
-    print("batch", flush=True)
-    time.sleep(0.05)
-    loader.set_epoch(0)
+while True:
+    for batch in loader:
+        print("batch", flush=True)
+        time.sleep(0.05)
 """
 
 

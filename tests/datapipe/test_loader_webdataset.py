@@ -170,6 +170,38 @@ def test_a_shard_with_fewer_samples_than_noted_is_an_error(foreign, tmp_path):
         list(loader)
 
 
+@pytest.mark.parametrize("noted", ["v1.2 4\n", "v1.2 -3\n", "nonsense"])
+def test_a_wrong_note_loses_no_sample(foreign, tmp_path, noted):
+    (tmp_path / "a.tar").write_bytes((foreign / "part-002.tar").read_bytes())
+    (tmp_path / "a.idx").write_text(noted)
+    with open_loader(tmp_path, 4, backend="webdataset", size=16, train=False) as loader:
+        if loader.num_samples == 4:
+            with pytest.raises(ShardReadError, match="holds more than the 4 samples"):
+                list(loader)
+        else:
+            assert sum(int(batch.valid.sum()) for batch in loader) == 9
+
+
+def test_a_loader_can_be_taken_into_a_forked_process(foreign):
+    with open_loader(foreign, 4, backend="webdataset", size=16, train=False, timeout_s=20) as loader:
+        for _ in range(2):  # the second time, the parent has read, too
+            child = os.fork()
+            if not child:
+                count = 0
+                try:
+                    count = sum(int(batch.valid.sum()) for batch in loader)
+                finally:
+                    os._exit(0 if count == sum(SIZES) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert sum(int(batch.valid.sum()) for batch in loader) == sum(SIZES)
+
+
+def test_no_samples_are_no_data_set(tmp_path):
+    _tar(tmp_path / "a.tar", {})
+    with pytest.raises(ManifestError, match="hold no samples"):
+        epochs(tmp_path, train=False)
+
+
 def test_truncated_and_missing_shards_are_named(foreign, tmp_path):
     data = (foreign / "part-004.tar").read_bytes()
     (tmp_path / "b.tar").write_bytes(data[: len(data) // 2 // 512 * 512 + 100])
@@ -211,7 +243,7 @@ def test_samples_without_image_or_number_are_named(tmp_path, photo, encoded):
     with pytest.raises(DatapipeError, match=r"key x: has no image .*txt"):
         epochs(tmp_path, batch_size=1)
     _tar(tmp_path / "a.tar", {"x.jpg": encoded(photo(20, 20, 1)), "x.json": b'{"label": "cat"}'})
-    with pytest.raises(DatapipeError, match="its label is a name, 'cat'"):
+    with pytest.raises(DatapipeError, match="its label is no number of a class, 'cat'"):
         epochs(tmp_path, batch_size=1)
 
 

@@ -299,12 +299,71 @@ def test_an_exception_in_the_consumer_leaves_nothing_behind(folder, backend):
     assert settle(files, open_files) <= files
 
 
+def test_a_second_iteration_ends_the_first(folder, backend):
+    """And is not mixed up with it: its pixels are its own."""
+    with open_loader(folder, 4, backend=backend, size=24) as loader:
+        whole = epoch(loader)
+        loader.set_epoch(0)
+        stale = iter(loader)
+        next(stale)
+        loader.set_epoch(0)
+        fresh = epoch(loader)
+        for mine, wanted in zip(fresh, whole, strict=True):
+            for a, b in zip(mine, wanted, strict=True):
+                np.testing.assert_array_equal(a, b)
+        with pytest.raises(ValueError, match="ended by another"):
+            next(stale)
+        assert loader.state_dict()["step"] == len(loader)
+
+
+def test_iterating_again_goes_on_with_the_next_epoch(folder, backend):
+    with open_loader(folder, 10, backend=backend, size=24) as loader:
+        without = [epoch(loader), epoch(loader)]
+        assert loader.state_dict()["epoch"] == 1
+        loader.set_epoch(1)
+        np.testing.assert_array_equal(column(epoch(loader), 2), column(without[1], 2))
+        state = loader.state_dict()
+        loader.load_state_dict(state)  # at the end of an epoch: nothing is left of it
+        assert epoch(loader) == [] and len(epoch(loader)) == 6
+    with open_loader(folder, 10, backend=backend, size=24, train=False) as loader:
+        for _ in loader:
+            break
+        for _ in range(2):
+            assert column(epoch(loader), 2).tolist() == [*range(61), *[-1] * 9]
+
+
+@pytest.mark.parametrize("wrong", [{"step": 999}, {"step": -1}, {"lanes": 7}, {"train": False}, {"last": "pad"}])
+def test_a_state_out_of_range_is_refused(folder, backend, wrong):
+    with (
+        open_loader(folder, 12, backend=backend, size=24, order="blocks") as loader,
+        pytest.raises(SettingError, match=next(iter(wrong))),
+    ):
+        loader.load_state_dict(loader.state_dict() | wrong)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_padding_where_windows_are_as_large_as_the_output(tmp_path, sample_dir, backend, train):
+    """CIFAR and the MNIST family: "pad" crops, the last batch not full."""
+    pack(sample_dir, tmp_path / "out", PackOptions(workers=1))
+    with (
+        open_loader(tmp_path / "out" / "val", 64, backend=backend, size=28, train=train, last="pad") as loader,
+        open_loader(tmp_path / "out" / "val", 64, size=28, train=train, last="pad") as reference,
+    ):
+        for mine, wanted in zip(loader, reference, strict=True):
+            assert torch.equal(mine.images, wanted.images) and torch.equal(mine.valid, wanted.valid)
+
+
+def test_padding_given_for_evaluation_has_no_effect(folder, backend):
+    with open_loader(folder, 8, backend=backend, size=24, train=False, augment=Augment("pad", pad=100)) as loader:
+        assert sum(int(batch.valid.sum()) for batch in loader) == 61
+
+
 def test_closing_in_mid_epoch_is_said(folder, backend):
     with open_loader(folder, 4, backend=backend, size=24) as loader:
         batches = iter(loader)
         next(batches)
         loader.close()
-        with pytest.raises(ValueError, match="closed while"):
+        with pytest.raises(ValueError, match="the loader is closed"):
             next(batches)
 
 
