@@ -204,14 +204,14 @@ def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 
 
 
 def _node() -> dict:
-    import torch
+    from .loaders.base import gpu_names
 
     shm = Path("/dev/shm")
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else 0,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": gpu_names(),
     }
 
 

@@ -79,11 +79,8 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
     Raises ValueError, MissingBackendError.
     """
     if jpeg.is_jpeg(data):
-        import simplejpeg
-
-        colours = "GRAY" if channels == 1 else "RGB"
         try:
-            return simplejpeg.decode_jpeg(data, colours, min_width=smallest[0], min_height=smallest[1])
+            return decode_jpeg(data, channels, smallest=smallest)
         except ValueError as error:
             if strict:
                 if jpeg.read_header(data).components != 4:
@@ -94,6 +91,33 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
     elif (plain := _decode_plain_png(data, channels)) is not None:
         return plain
     return _decode_pillow(data, channels)
+
+
+def decode_jpeg(
+    data: Buffer,
+    channels: int,
+    *,
+    smallest: tuple[int, int] = (0, 0),
+    factor: int = 1,
+    strict: bool = True,
+    out: memoryview | None = None,
+) -> np.ndarray:
+    """What of `decode` libjpeg-turbo does: uint8[height, width, channels], in `out`, if that is given.
+
+    `smallest` and `factor`: decode at a smaller size, at least `smallest` (width, height), at most 1/`factor`. Without
+    `strict`, damage is made the best of. Raises ValueError, also for an image that it has no grey or RGB for.
+    """
+    import simplejpeg
+
+    return simplejpeg.decode_jpeg(
+        data,
+        "GRAY" if channels == 1 else "RGB",
+        min_width=smallest[0],
+        min_height=smallest[1],
+        min_factor=factor,
+        buffer=out,
+        strict=strict,
+    )
 
 
 def _check_cmyk(data: Buffer) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import jpeg
-from .image import MAX_PIXELS, Buffer, decode
+from .image import MAX_PIXELS, Buffer, decode, decode_jpeg
 
 MARGIN = 1  # pixels: libjpeg's "fancy upsampling" takes the next sample of chroma, and no more
 RST0, EOI = 0xD0, b"\xff\xd9"
@@ -121,18 +121,17 @@ def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: 
     domain), where the box is on multiples of that. `out` is used for the pixels where it is large enough. Raises
     ValueError.
     """
-    import simplejpeg
-
-    smallest = {}
-    if scale > 1:
-        width, height = -(-window.width // scale), -(-window.height // scale)
-        smallest = {"min_width": width, "min_height": height, "min_factor": scale}
     fits = window.width * window.height * channels <= len(out)
+    smallest = (-(-window.width // scale), -(-window.height // scale)) if scale > 1 else (0, 0)
     try:
-        pixels = simplejpeg.decode_jpeg(
-            window.data, "GRAY" if channels == 1 else "RGB",
-            buffer=out if fits else None, strict=not window.ends_late, **smallest,
-        )  # fmt: skip
+        pixels = decode_jpeg(
+            window.data,
+            channels,
+            smallest=smallest,
+            factor=scale,
+            strict=not window.ends_late,
+            out=out if fits else None,
+        )
     except ValueError:  # damaged, or of a kind that libjpeg-turbo has no RGB for: the best is made of the whole
         return Decoded(decode(data, channels), box)
     left, top, width, height = box

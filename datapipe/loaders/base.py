@@ -267,6 +267,10 @@ class Loader(ABC):
         return train_windows(self._augment, widths, heights, self.size, self.options.seed, epoch, positions)
 
 
+def gpu_names() -> list[str]:
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
 def normalise(
     images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
