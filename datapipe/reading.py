@@ -55,8 +55,11 @@ class ShardReader:
         self._under_way: dict[int, tuple[float, int, int]] = {}
         _allow_open_files(len(paths))
 
-    def read(self, shard: int, offset: int, size: int) -> Data:
-        """Raises ShardReadError, naming path and offset, when the bytes cannot be had."""
+    def read(self, shard: int, offset: int, size: int, into: memoryview | None = None) -> Data:
+        """With `io` "cached" the bytes are put `into` memory of at least that size, if any is given.
+
+        Raises ShardReadError, naming path and offset, when the bytes cannot be had.
+        """
         thread = threading.get_ident()
         self._under_way[thread] = time.monotonic(), shard, offset
         try:
@@ -65,7 +68,7 @@ class ShardReader:
                 try:
                     if file is None:
                         file = self._open(shard)
-                    data = file.read(offset, size)
+                    data = file.read(offset, size, into)
                     if len(data) == size:
                         return data
                     problem = f"truncated: {size} bytes at {offset} end after {len(data)}"
@@ -128,7 +131,12 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, self.flags)
 
-    def read(self, offset: int, size: int) -> Data:
+    def read(self, offset: int, size: int, into: memoryview | None) -> Data:
+        if into is not None:
+            done = 0
+            while done < size and (count := os.preadv(self.fd, [into[done:size]], offset + done)):
+                done += count
+            return into[:done]
         data = os.pread(self.fd, size, offset)
         while 0 < len(data) < size and (more := os.pread(self.fd, size - len(data), offset + len(data))):
             data += more  # a read may return less than was asked for before the end of the file
@@ -153,7 +161,7 @@ class _Map(_File):
             super().close()
             raise error if isinstance(error, OSError) else OSError(0, "an empty file") from error
 
-    def read(self, offset: int, size: int) -> Data:
+    def read(self, offset: int, size: int, into: memoryview | None) -> Data:
         return self._view[offset : offset + size]
 
     def close(self) -> None:
@@ -174,7 +182,7 @@ class _Direct(_File):
             logger.warning("%s: its filesystem has no O_DIRECT, reading through the page cache", path)
             self.fd = os.open(path, _File.flags)
 
-    def read(self, offset: int, size: int) -> Data:
+    def read(self, offset: int, size: int, into: memoryview | None) -> Data:
         first = offset // ALIGNMENT * ALIGNMENT
         room = memoryview(mmap.mmap(-1, -(-(offset + size - first) // ALIGNMENT) * ALIGNMENT))
         done = 0

@@ -26,6 +26,7 @@ from ..order import slice_positions
 from ..reading import Data
 from ..window import Box
 from .base import Batch, Budget, Loader, LoaderOptions, Split
+from .memory import BatchMemory
 from .pool import Pool, wait_for
 from .runs import Runs
 
@@ -96,7 +97,10 @@ class FillingLoader(Loader):
         self._pool: Pool | None = None
         self._process = os.getpid()
         self._budget = Budget(options.max_bad, options.rank)
-        self._grid = grid(data_set.index, options.block_mib << 20) if self._in_blocks() else None
+        if self._in_blocks():
+            self._grid = grid(data_set.index, options.block_mib << 20)
+            run_bytes = (options.block_mib << 20) + int(data_set.index["size"].max())  # the last may reach beyond
+            self._run_memory = BatchMemory((run_bytes,), pinned=False)
 
     def close(self) -> None:
         super().close()
@@ -192,7 +196,7 @@ class FillingLoader(Loader):
         mine = [slice_positions(step, options.batch_size, options.rank, options.world_size) for step in steps]
         positions = np.concatenate(mine) if mine else np.empty(0, np.int64)
         positions = positions[positions < len(samples)]
-        return samples, Positioned(runs, Runs(self.data_set, runs[positions], samples[positions]))
+        return samples, Positioned(runs, Runs(self.data_set, runs[positions], samples[positions], self._run_memory))
 
     def _start(
         self, epoch: int, step: int, samples: np.ndarray, runs: Positioned | None

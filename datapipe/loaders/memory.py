@@ -1,4 +1,4 @@
-"""Memory for batches."""
+"""Memory for batches, and for runs."""
 
 from __future__ import annotations
 

@@ -8,16 +8,17 @@ import numpy as np
 
 from ..dataset import DataSet
 from ..reading import Data
+from .memory import BatchMemory
 
 
 class Runs:
     """The runs that one rank needs in one epoch. A run is in memory from its first sample's turn to its last's.
 
-    `runs` and `samples`: int64[N], of each of this rank's positions, in order.
+    `runs` and `samples`: int64[N], of each of this rank's positions, in order. `memory` gives room for any run.
     """
 
-    def __init__(self, data_set: DataSet, runs: np.ndarray, samples: np.ndarray) -> None:
-        self._reader = data_set.reader
+    def __init__(self, data_set: DataSet, runs: np.ndarray, samples: np.ndarray, memory: BatchMemory) -> None:
+        self._reader, self._memory = data_set.reader, memory
         order = np.argsort(runs, kind="stable")
         runs, records = runs[order], data_set.index[samples[order]]
         starts = np.flatnonzero(np.append(True, runs[1:] != runs[:-1])) if len(runs) else np.empty(0, int)
@@ -34,7 +35,8 @@ class Runs:
         with found.lock:
             if found.data is not None or not found.left:
                 return 0
-            found.data = self._reader.read(found.shard, found.start, found.stop - found.start)
+            room = memoryview(self._memory.take())
+            found.data = self._reader.read(found.shard, found.start, found.stop - found.start, room)
             return len(found.data)
 
     def take(self, run: int, offset: int, size: int) -> memoryview:

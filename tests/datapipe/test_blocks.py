@@ -95,12 +95,12 @@ class Counted:
         self.calls = 0
         read = ShardReader.read
 
-        def counted(reader, shard, offset, size):
+        def counted(reader, shard, offset, size, into=None):
             self.calls += 1
             for place in range(offset, offset + size):
                 key = reader._paths[shard].name, place
                 self.bytes[key] = self.bytes.get(key, 0) + 1
-            return read(reader, shard, offset, size)
+            return read(reader, shard, offset, size, into)
 
         monkeypatch.setattr(ShardReader, "read", counted)
 
