@@ -24,7 +24,6 @@ from benchmarks import corpus
 from benchmarks.measure import (
     column,
     environment,
-    filesystem,
     interleaved,
     out_folder,
     process,
@@ -34,6 +33,7 @@ from benchmarks.measure import (
 )
 from benchmarks.peers import packing
 from benchmarks.peers.packing import PEERS_VENV, QUALITY, RESTART, SECTIONS, SHORT, Packer, read_files, summary
+from datapipe.doctor import mounted_as
 
 OURS = "datapipe, tar"
 SPACE = 4  # times the corpus, free on a RAM disk that is written to
@@ -200,7 +200,7 @@ def main() -> int:
         place = out_folder(arguments.out, SPACE * sum(path.stat().st_size for path in source.glob("*/*")))
         contest = Contest(source, place, arguments.peers)
         described_corpora[name] = corpus.describe(folder)
-        print(f"{described_corpora[name]}, written to {place} ({filesystem(place)})", flush=True)
+        print(f"{described_corpora[name]}, written to {place} ({mounted_as(place)})", flush=True)
         print(f"{name}: 1 checked and {arguments.rounds} measured runs of each packer", flush=True)
         results[name] = section(name, packers, contest, arguments.rounds)
         print("\n" + report(name, results[name]) + "\n", flush=True)
@@ -210,7 +210,7 @@ def main() -> int:
             "environment": described,
             "peers": versions(arguments.peers),
             "corpora": described_corpora,
-            "settings": {"short": SHORT, "quality": QUALITY, "restart": RESTART, "filesystem": filesystem(place)},
+            "settings": {"short": SHORT, "quality": QUALITY, "restart": RESTART, "filesystem": mounted_as(place)},
             "notes": NOTES,
             "sections": results,
         }

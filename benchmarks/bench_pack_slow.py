@@ -27,7 +27,6 @@ from benchmarks.measure import (
     ROOT,
     column,
     environment,
-    filesystem,
     interleaved,
     out_folder,
     process,
@@ -36,6 +35,7 @@ from benchmarks.measure import (
     write_record,
 )
 from datapipe.dataset import DataSet
+from datapipe.doctor import mounted_as
 
 MOUNT = ROOT.parent / "shared" / "testbed" / "slowfs-mount.sh"
 READERS = 32  # threads of the bare ceiling
@@ -181,7 +181,7 @@ def main() -> int:
     place = out_folder(arguments.out, SPACE * facts["images"] * facts["mean_bytes"])
     calls = len(FILE_CALLS) * facts["images"] + len(FOLDER_CALLS) * (facts["classes"] + 1)
     floor_s = calls * arguments.meta_ms / 1000 / arguments.slots
-    print(f"{facts}, written to {place} ({filesystem(place)}), {calls:,} necessary metadata calls", flush=True)
+    print(f"{facts}, written to {place} ({mounted_as(place)}), {calls:,} necessary metadata calls", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it unmounts then, too
     with (
         tempfile.TemporaryDirectory(prefix="bench-pack-slow-", dir=place) as work,
@@ -189,7 +189,7 @@ def main() -> int:
     ):
         result = measure(mount, Path(work), facts["images"], floor_s, arguments.rounds)
     print("\n" + report(result, floor_s), flush=True)
-    settings = {"meta_ms": arguments.meta_ms, "slots": arguments.slots, "filesystem": filesystem(place)}
+    settings = {"meta_ms": arguments.meta_ms, "slots": arguments.slots, "filesystem": mounted_as(place)}
     record = {
         "environment": described,
         "corpus": facts,

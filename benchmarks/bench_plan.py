@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks.measure import (
     column,
     environment,
-    filesystem,
     interleaved,
     out_folder,
     process,
@@ -28,6 +27,7 @@ from benchmarks.measure import (
     table,
     write_record,
 )
+from datapipe.doctor import mounted_as
 from datapipe.image import encode_png
 
 IMAGENET = 1_281_167  # training images of ILSVRC2012
@@ -121,7 +121,7 @@ def main() -> int:
     described = environment()
     place = out_folder(arguments.out, 2 * arguments.count * FILE_BYTES)
     with tempfile.TemporaryDirectory(prefix="bench-plan-", dir=place) as folder:
-        print(f"making {arguments.count:,} images in {place} ({filesystem(place)})", flush=True)
+        print(f"making {arguments.count:,} images in {place} ({mounted_as(place)})", flush=True)
         make_images(Path(folder, "images"), arguments.count, arguments.classes)
         steps = measure(Path(folder, "images"), arguments.rounds)
     multiplied = for_imagenet(steps, arguments.count)
@@ -135,7 +135,7 @@ def main() -> int:
         "environment": described,
         "images": arguments.count,
         "classes": arguments.classes,
-        "filesystem": filesystem(place),
+        "filesystem": mounted_as(place),
         "rounds": arguments.rounds,
         "steps": steps,
         "imagenet": {"images": IMAGENET, **multiplied},

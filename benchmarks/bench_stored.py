@@ -19,7 +19,6 @@ from benchmarks import corpus
 from benchmarks.measure import (
     column,
     environment,
-    filesystem,
     interleaved,
     out_folder,
     process,
@@ -27,6 +26,7 @@ from benchmarks.measure import (
     table,
     write_record,
 )
+from datapipe.doctor import mounted_as
 from datapipe.recode import RecodeOptions
 
 WAYS = {  # the options of `datapipe pack`: as they are, and as RecodeOptions
@@ -94,7 +94,7 @@ def main() -> int:
     record = {
         "environment": described,
         "corpus": corpus.describe(folder),
-        "filesystem": filesystem(place),
+        "filesystem": mounted_as(place),
         "rounds": arguments.rounds,
         "ways": figures,
     }

@@ -80,15 +80,6 @@ def out_folder(asked: Path | None, needed_bytes: int) -> Path:
     return asked
 
 
-def filesystem(folder: Path) -> str:
-    """The kind of filesystem that a folder lies on, such as tmpfs or ext4 (proc(5): mounts)."""
-    place, kinds = folder.resolve(), {}
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, kind = line.split()[:3]
-        kinds[Path(mount)] = kind  # the last mount on a folder is the one that is seen
-    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
-
-
 def interleaved(names: Sequence[str], rounds: int, run: Callable[[str, int], dict]) -> dict[str, list[dict]]:
     """What `run(name, round)` returned for each name: A B C, A B C, …, so that a slow hour slows all alike."""
     results: dict[str, list[dict]] = {name: [] for name in names}

@@ -74,6 +74,11 @@ class Task:
     train: bool = True
     seed: int = 0
 
+    def need_photographs(self) -> None:
+        """For a peer that is set up for that alone. Raises ValueError for any other task."""
+        if not self.train or self.crop != "random_resized" or self.channels != 3:
+            raise ValueError(f"trains on RandomResizedCrop of colour images alone, not {self}")
+
 
 def open_peer(name: str, corpus: Path, task: Task) -> Epochs:
     """Open the training or validation split of a corpus with the named peer."""

@@ -17,8 +17,7 @@ SHUFFLED = 1000
 
 
 def open_epochs(folder: Path, task: Task) -> Epochs:
-    if not task.train or task.crop != "random_resized" or task.channels != 3:
-        raise NotImplementedError("training on RandomResizedCrop of colour images alone")
+    task.need_photographs()
     shards = sorted(str(path) for path in folder.glob("*.tar"))
     indexes = [str(Path(shard).with_suffix(".idx")) for shard in shards]
     count = sum(int(Path(index).read_text().split()[1]) for index in indexes)

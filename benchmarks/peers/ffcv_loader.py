@@ -65,8 +65,7 @@ class Pixels(Sequence):
 
 
 def open_epochs(folder: Path, task: Task) -> Epochs:
-    if not task.train or task.crop != "random_resized" or task.channels != 3:
-        raise NotImplementedError("training on RandomResizedCrop of colour images alone")
+    task.need_photographs()
     file = folder / "train.beton"
     if not file.exists():
         _write(folder, file)

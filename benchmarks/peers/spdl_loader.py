@@ -15,8 +15,7 @@ from benchmarks.peers.pillow import _window
 
 
 def open_epochs(folder: Path, task: Task) -> Epochs:
-    if not task.train or task.crop != "random_resized" or task.channels != 3:
-        raise NotImplementedError("training on RandomResizedCrop of colour images alone")
+    task.need_photographs()
     files = labelled_files(str(folder))
 
     def decode(item: tuple[str, int]):

@@ -55,7 +55,7 @@ class Painter:
         """Returns the seconds of each stage.
 
         Stage by stage for all of them: Python between two decodes would find the processor's caches full of pixels,
-        and take several times as long.
+        and take longer.
         """
         clock = time.perf_counter
         began = clock()

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not install
 from benchmarks import bench_pack_slow, bench_plan, corpus
 from benchmarks.bench_loader import Child
 from benchmarks.bench_pack import Contest, chosen
-from benchmarks.measure import cpu_s, filesystem, process, spread
+from benchmarks.measure import cpu_s, process, spread
 from benchmarks.peers import EVERYWHERE, PEERS, Task, open_peer
 from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
 from datapipe.packing import PackOptions
@@ -237,9 +237,6 @@ def test_process_is_measured_with_its_children() -> None:
 def _run(code: str) -> str:
     return f"subprocess.run([sys.executable, '-c', {code!r}])"
 
-
-def test_filesystem() -> None:
-    assert filesystem(Path("/proc/self")) == "proc"
 
 
 def test_cpu_seconds_count_children_that_still_run() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,10 @@ def test_advice(filesystem, node, decoders, says):
     lines = advice(FILESYSTEM | filesystem, NODE | node, DECODERS | decoders)
     for part in says:
         assert any(part in line for line in lines), (part, lines)
+
+
+def test_kind_of_filesystem():
+    assert mounted_as(Path("/proc/self")) == "proc"
 
 
 def test_doctor_measures_and_leaves_nothing(tmp_path, command):
