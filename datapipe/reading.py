@@ -56,7 +56,8 @@ class ShardReader:
         _allow_open_files(len(paths))
 
     def read(self, shard: int, offset: int, size: int, into: memoryview | None = None) -> Data:
-        """With `io` "cached" the bytes are put `into` memory of at least that size, if any is given.
+        """The bytes are put `into` memory, if any is given: on whole pages, and of `room_for(size)` bytes. Not with
+        `io` "mmap".
 
         Raises ShardReadError, naming path and offset, when the bytes cannot be had.
         """
@@ -184,13 +185,19 @@ class _Direct(_File):
 
     def read(self, offset: int, size: int, into: memoryview | None) -> Data:
         first = offset // ALIGNMENT * ALIGNMENT
-        room = memoryview(mmap.mmap(-1, -(-(offset + size - first) // ALIGNMENT) * ALIGNMENT))
+        whole = -(-(offset + size - first) // ALIGNMENT) * ALIGNMENT
+        room = memoryview(mmap.mmap(-1, whole)) if into is None else into[:whole]
         done = 0
         while done < len(room) and (count := os.preadv(self.fd, [room[done:]], first + done)):
             done += count
             if count % ALIGNMENT:  # the end of the file
                 break
         return room[offset - first : min(done, offset - first + size)]
+
+
+def room_for(size: int) -> int:
+    """Bytes of memory to read that many into: `io` "direct" reads whole pages, from the first to the last."""
+    return (-(-size // ALIGNMENT) + 1) * ALIGNMENT
 
 
 def _allow_open_files(count: int) -> None:

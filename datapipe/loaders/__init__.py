@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..augment import Augment
 from ..errors import SettingError
+from ..manifest import MANIFEST
 from ..order import Last
 from ..reading import Io
 from .base import Batch, Loader, LoaderOptions, normalise
@@ -52,7 +53,8 @@ def open_loader(
 
     `order`: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and each
     byte once an epoch (see datapipe/blocks.py): for data that are not on a local disk. `io`: "cached", "mmap" or
-    "direct" (see datapipe/reading.py).
+    "direct" (see datapipe/reading.py). Loaders that stream (`backend="webdataset"`, `reader="native"`) have neither,
+    and try no read again.
 
     So many bad samples (damaged, or no readable image) as `max_bad` allows for on a rank are named in the log, and
     their slots are black and not `valid`; one more is an error. A read that fails is tried `retries` times again, and
@@ -87,6 +89,8 @@ def open_loader(
         timeout_s=timeout_s,
     )
     if cache is not None:
+        if backend == "webdataset" and not (Path(path) / MANIFEST).exists():
+            raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
         from ..staging import stage_once
 
         path = stage_once(Path(path), Path(cache))

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Hashable, Iterator
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -64,16 +65,19 @@ class LoaderOptions:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        lowest = {"batch_size": 1, "size": 1, "seed": 0, "world_size": 1, "threads": 1, "block_mib": 1, "max_bad": 0}
+        lowest = {
+            "batch_size": 1, "size": 1, "seed": 0, "rank": 0, "world_size": 1, "threads": 1, "block_mib": 1,
+            "max_bad": 0, "retries": 0,
+        }  # fmt: skip
         for name, low in lowest.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < low):
-                raise SettingError(f"{name}: {value!r} is out of range; allowed: whole numbers from {low}")
-        if not 0 <= self.rank < self.world_size:
+            if name != "threads" or value is not None:
+                object.__setattr__(self, name, _whole(name, value, low))  # numpy's integers become Python's
+        if self.rank >= self.world_size:
             raise SettingError(f"rank: {self.rank} is out of range; allowed: 0 to {self.world_size - 1}")
         if self.order not in ("full", "blocks"):
             raise SettingError(f"order: {self.order!r} is not one of full, blocks")
-        if not self.timeout_s > 0:
+        if not isinstance(self.timeout_s, float | int) or not self.timeout_s > 0:
             raise SettingError(f"timeout_s: {self.timeout_s!r} is out of range; allowed: seconds, above 0")
         if self.last not in ("drop", "pad"):
             raise SettingError(f"last: {self.last!r} is not one of drop, pad")
@@ -81,6 +85,12 @@ class LoaderOptions:
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.world_size
+
+    def only_defaults(self, of: str, **defaults: object) -> None:
+        """Refuse settings that have no meaning here."""
+        for name, value in defaults.items():
+            if getattr(self, name) != value:
+                raise SettingError(f"{name}: {getattr(self, name)!r} has no meaning for {of}; leave it out")
 
     def num_threads(self) -> int:
         if self.threads is not None:
@@ -90,6 +100,12 @@ class LoaderOptions:
         if not ranks.isdecimal() or int(ranks) < 1:
             raise SettingError(f"LOCAL_WORLD_SIZE: {ranks!r} is no number of ranks; allowed: 1 and more")
         return max(1, cores // int(ranks))
+
+
+def _whole(name: str, value: object, low: int) -> int:
+    if isinstance(value, Integral) and not isinstance(value, bool) and value >= low:
+        return int(value)
+    raise SettingError(f"{name}: {value!r} is out of range; allowed: whole numbers from {low}")
 
 
 class Split(NamedTuple):

@@ -34,6 +34,7 @@ class NativeLoader(Loader):
         super().__init__(Split.of(data_set), options)
         if not options.train or options.last != "drop" or self._augment.crop != "random_resized":
             raise SettingError("reader: 'native' trains only, with random_resized crops and last='drop'; use indexed")
+        options.only_defaults("reader: 'native'", order="full", io="cached", max_bad=0)
         if data_set.manifest.format != "tar":
             raise SettingError(f"reader: 'native' reads tar shards, not {data_set.manifest.format}; use indexed")
         self._device = device

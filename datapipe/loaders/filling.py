@@ -23,7 +23,7 @@ from ..blocks import block_order, grid
 from ..dataset import DataSet
 from ..errors import DatapipeError, DecodeError, ShardCorruptError, ShardReadError
 from ..order import slice_positions
-from ..reading import Data
+from ..reading import Data, room_for
 from ..window import Box
 from .base import Batch, Budget, Loader, LoaderOptions, Split
 from .memory import BatchMemory
@@ -33,6 +33,7 @@ from .runs import Runs
 logger = logging.getLogger(__name__)
 
 CHUNK = 32  # samples: small enough to share a batch among threads, large enough for numpy's overhead
+READERS = 2  # threads that read runs ahead, in blocks: one can go on while the other's filesystem answers
 AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
 SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundredths
 GAP_BYTES = 4096  # between two neighbours that are read at once: copying it takes less than another call
@@ -62,17 +63,17 @@ class Planned(NamedTuple):
 
 
 class Positioned(NamedTuple):
-    """In blocks: the run that each position's sample is read with, and those of this rank."""
+    """In blocks: this rank's runs, and the one that each position's sample is read with."""
 
-    of: np.ndarray  # int64[positions]
     runs: Runs
+    of: np.ndarray  # int64[positions]
 
 
 class Done(NamedTuple):
     """What a task in a thread took."""
 
     stages: dict[str, float]  # seconds
-    read_bytes: int
+    read_bytes: int  # of samples
 
 
 class Wanted(NamedTuple):
@@ -95,12 +96,13 @@ class FillingLoader(Loader):
         self.stage_s: Counter[str] = Counter()
         self.read_bytes = 0
         self._pool: Pool | None = None
+        self._readers: Pool | None = None
         self._process = os.getpid()
         self._budget = Budget(options.max_bad, options.rank)
         if self._in_blocks():
             self._grid = grid(data_set.index, options.block_mib << 20)
             run_bytes = (options.block_mib << 20) + int(data_set.index["size"].max())  # the last may reach beyond
-            self._run_memory = BatchMemory((run_bytes,), pinned=False)
+            self._run_memory = BatchMemory((room_for(run_bytes),), pinned=False)
 
     def close(self) -> None:
         super().close()
@@ -169,21 +171,27 @@ class FillingLoader(Loader):
                 slots.abandoned = True  # a thread stops after its sample; its memory stays as long as it holds it
                 for future in futures:
                     future.cancel()
+            if runs is not None:
+                runs.runs.end()
             self._drain(begun)
 
     def _begin_in_this_process(self) -> None:
         """Threads do not survive a fork, and files are better not shared over it."""
         if self._process != os.getpid():
-            self._pool, self._process = None, os.getpid()
+            self._pool = self._readers = None
+            self._process = os.getpid()
             self.data_set.reader.close()
         if self._pool is None:
             self._pool = Pool(self.options.num_threads())
+            self._readers = Pool(READERS) if self._in_blocks() else None
 
     def _end_pool(self) -> None:
         if self._pool is not None and self._process == os.getpid():
             self.stage_s["queue_full"] += self._pool.idle_s()
             self._pool.close()
-        self._pool = None
+            if self._readers is not None:
+                self._readers.close()
+        self._pool = self._readers = None
 
     def _plan(self, epoch: int, steps: range) -> tuple[np.ndarray, Positioned | None]:
         """The sample at each position, and in blocks the runs."""
@@ -196,7 +204,8 @@ class FillingLoader(Loader):
         mine = [slice_positions(step, options.batch_size, options.rank, options.world_size) for step in steps]
         positions = np.concatenate(mine) if mine else np.empty(0, np.int64)
         positions = positions[positions < len(samples)]
-        return samples, Positioned(runs, Runs(self.data_set, runs[positions], samples[positions], self._run_memory))
+        of_rank = Runs(self.data_set, runs[positions], samples[positions], self._run_memory, self._readers)
+        return samples, Positioned(of_rank, runs)
 
     def _start(
         self, epoch: int, step: int, samples: np.ndarray, runs: Positioned | None
@@ -204,16 +213,14 @@ class FillingLoader(Loader):
         options = self.options
         positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
         slots = self._new_slots(positions, samples)
-        submit, futures = self._pool.submit, []
-        if runs is not None:  # before those that need them, so that no thread waits for a read that waits for a thread
-            needed = np.unique(runs.of[positions[slots.valid]]).tolist()
-            futures = [submit(self._load, runs.runs, run) for run in needed]
+        if runs is not None:
+            runs.runs.begin(int(slots.valid.sum()))
         elif self._reads_slowly():
             slots.planned = self._planned(epoch, slots, runs)
             for _, shard, offset, size, _ in slots.planned.fields:
                 self.data_set.reader.will_read(shard, offset, size)
         chunks = (slice(i, i + CHUNK) for i in range(0, options.batch_size, CHUNK))
-        return slots, futures + [submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
+        return slots, [self._pool.submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
 
     def _reads_slowly(self) -> bool:
         """Do reads take so long that hints to the kernel, two batches ahead, are worth their calls?"""
@@ -236,11 +243,6 @@ class FillingLoader(Loader):
 
     # --- in the threads ---
 
-    def _load(self, runs: Runs, run: int) -> Done:
-        began = time.perf_counter()
-        size = runs.load(run)
-        return Done({"read": time.perf_counter() - began}, size)
-
     def _fill(self, epoch: int, slots: Slots, chunk: slice, runs: Positioned | None) -> Done | None:
         """Fill the slots of a chunk."""
         clock, began = time.perf_counter, time.perf_counter()
@@ -258,13 +260,14 @@ class FillingLoader(Loader):
                 return None
             try:
                 wanted.append(Wanted(first + i, record[0], read(i, record), boxes[i], scale[i], flips[i]))
-            except ShardReadError:
-                raise  # a failing filesystem is no bad sample
+            except ShardReadError as error:  # a failing filesystem is no bad sample
+                error.key = error.key or self.data_set.key(record[0])
+                raise
             except ShardCorruptError as error:
                 self._take_bad(slots, first + i, error)
         stages = {"read": clock() - started, **self._put(slots, wanted)}
         stages["other"] = clock() - began - sum(stages.values())
-        return Done(stages, 0 if runs else sum(record[3] for record in fields))
+        return Done(stages, sum(record[3] for record in fields))
 
     def _planned(self, epoch: int, slots: Slots, runs: Positioned | None) -> Planned:
         count = int(slots.valid.sum())

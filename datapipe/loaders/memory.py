@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
+from math import prod
 
 import numpy as np
 import torch
@@ -16,12 +18,19 @@ class BatchMemory:
         self._free: list[np.ndarray] = []
 
     def take(self) -> np.ndarray:
-        """uint8 of the shape, with whatever the last batch left in it."""
+        """uint8 of the shape, on whole pages, with whatever the last batch left in it."""
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = torch.empty(self._shape, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+            memory = self._new()
         # A tensor made of this view keeps it alive as long as any tensor shares the storage.
         view = memory[:]
         weakref.finalize(view, self._free.append, memory).atexit = False
         return view
+
+    def _new(self) -> np.ndarray:
+        if self._pinned:
+            return torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
+        private = mmap.mmap(-1, prod(self._shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        private.madvise(mmap.MADV_HUGEPAGE)  # touched for the first time, 8 MiB take as long as they take to read
+        return np.frombuffer(private, np.uint8).reshape(self._shape)

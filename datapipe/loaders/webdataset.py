@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from ..augment import scales
-from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, SettingError, ShardReadError
+from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, ShardReadError
 from ..image import decode, read_header
 from ..manifest import MANIFEST, Manifest
 from ..order import BUFFER, permutation, slice_positions, uniform
@@ -49,6 +49,7 @@ class Sample(NamedTuple):
     key: str
     label: int
     data: bytes
+    error: DatapipeError | None = None  # why it is none
 
 
 class Part(NamedTuple):
@@ -60,8 +61,7 @@ class Part(NamedTuple):
 
 
 def open(path: str, options: LoaderOptions, device: object) -> WebDatasetLoader:
-    if options.order != "full":
-        raise SettingError(f"order: {options.order!r} has no meaning for backend webdataset; leave it out")
+    options.only_defaults("backend: 'webdataset'", order="full", io="cached")
     urls, counts, split = _described(str(path), options)
     return WebDatasetLoader(urls, counts, split, options, torch.device("cpu" if device is None else device))
 
@@ -176,9 +176,11 @@ class WebDatasetLoader(Loader):
             slots.taken[slot] = sample
             slots.samples[slot], slots.labels[slot] = sample.number, sample.label
             try:
+                if sample.error is not None:
+                    raise sample.error
                 header = read_header(sample.data)
                 read.append((slot, sample, header.width, header.height))
-            except ValueError as error:
+            except (ValueError, DatapipeError) as error:
                 self._take_bad(slots, slot, error)
         if not read:
             return
@@ -233,13 +235,15 @@ def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[Pa
 
 
 def samples_of(url: str) -> Generator[Sample]:
-    """A shard's samples, through the webdataset library. Raises ShardReadError, DecodeError."""
+    """A shard's samples, through the webdataset library. Raises ShardReadError."""
     webdataset = _backend()
     try:
         for parts in webdataset.tariterators.tarfile_samples([{"url": url}], handler=webdataset.reraise_exception):
-            yield _sample(url, parts)
-    except DatapipeError:
-        raise
+            try:
+                sample = _sample(url, parts)
+            except DatapipeError as error:
+                sample = Sample(-1, url, parts["__key__"], -1, b"", error)
+            yield sample
     except Exception as error:  # of tarfile, of the command, of the filesystem
         raise ShardReadError(f"cannot be read: {error}", path=url) from error
 

@@ -127,7 +127,7 @@ def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, cap
         with pytest.raises(ShardReadError) as caught:
             list(loader)
     message = str(caught.value)
-    assert shard in message and os.strerror(getattr(reading.errno, error)) in message
+    assert shard in message and ", key " in message and os.strerror(getattr(reading.errno, error)) in message
     assert "bytes at " in message and "tried 3 times" in message and str(slow.path / "data") in message
     assert sum("trying again" in record.getMessage() for record in caplog.records) >= 2
 
@@ -314,6 +314,7 @@ def test_direct_reads_leave_the_page_cache_alone_or_say_so(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     "settings", [{"io": "fast"}, {"retries": -1}, {"max_bad": -1}, {"timeout_s": 0}, {"block_mib": 0},
+                 {"timeout_s": "10"}, {"threads": True}, {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1},
                  {"reader": "native"}, {"reader": "quick"}],
 )  # fmt: skip
 def test_bad_settings_are_named(packed_folders, settings):

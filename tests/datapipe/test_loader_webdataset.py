@@ -247,6 +247,23 @@ def test_samples_without_image_or_number_are_named(tmp_path, photo, encoded):
         epochs(tmp_path, batch_size=1)
 
 
+def test_samples_without_image_or_label_have_a_budget_too(tmp_path, photo, encoded):
+    good = encoded(photo(50, 40, 1))
+    members = {"0.jpg": good, "0.cls": b"0", "1.txt": b"no image", "2.jpg": good, "3.jpg": good, "3.cls": b"3"}
+    _tar(tmp_path / "a.tar", members)
+    ((batch,),) = epochs(tmp_path, batch_size=4, train=False, max_bad=2)
+    assert batch.valid.tolist() == [True, False, False, True] and batch.labels[batch.valid].tolist() == [0, 3]
+    with pytest.raises(DatapipeError, match=r"key 2: .*no label|key 1: has no image"):
+        epochs(tmp_path, batch_size=4, train=False, max_bad=1)
+
+
+@pytest.mark.parametrize("settings", [{"order": "blocks"}, {"io": "direct"}, {"cache": "/tmp/none"}])
+def test_settings_without_a_meaning_are_refused(tmp_path, photo, encoded, settings):
+    _tar(tmp_path / "a.tar", {"0.jpg": encoded(photo(50, 40, 1)), "0.cls": b"0"})
+    with pytest.raises(SettingError, match=next(iter(settings))):
+        open_loader(tmp_path, 1, backend="webdataset", **settings)
+
+
 CHILD = """
 import sys, torch, torch.distributed as dist
 from datapipe.loaders import open_loader

@@ -1,6 +1,7 @@
 """Contract of the backends that read by the index."""
 
 import gc
+import json
 import os
 import threading
 import time
@@ -52,6 +53,22 @@ def epoch(loader):
 
 def column(batches, i):
     return np.concatenate([batch[i] for batch in batches])
+
+
+def test_numbers_of_numpy_are_numbers(packed_folders):
+    with open_loader(packed_folders["tar"] / "train", np.int64(8), size=np.int32(16), seed=np.uint8(3)) as loader:
+        assert json.loads(json.dumps(loader.state_dict()))["seed"] == 3
+
+
+def test_dali_reads_tar_shards_itself(packed_folders):
+    pytest.importorskip("nvidia.dali")
+    folder = packed_folders["tar"] / "train"
+    with open_loader(folder, 8, backend="dali", reader="native", size=48) as loader, DataSet(folder) as data_set:
+        labels = [label for _ in range(2) for batch in loader for label in batch.labels.tolist()]
+        assert len(labels) == 2 * 7 * 8 and set(labels) == set(data_set.index["label"].tolist())
+    for settings in ({"order": "blocks"}, {"io": "mmap"}, {"max_bad": 1}, {"train": False}):
+        with pytest.raises(SettingError, match="native"):
+            open_loader(folder, 8, backend="dali", reader="native", size=48, **settings)
 
 
 def test_batches_are_as_promised(folder, backend):
