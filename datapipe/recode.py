@@ -122,14 +122,19 @@ class Recoder:
         if self._as_it_is:
             return data, header, ()
         image = _Image(data, header)
-        return self._raw(image) if self.options.store == "raw" else self._encoded(image)
+        if self.options.store == "raw":
+            return self._raw(image)
+        data, unusual = self._encoded(image)
+        if self.options.restart is not None:
+            data = jpeg.note_pieces(data, jpeg.read_header(data))
+        return data, read_header(data), unusual
 
-    def _encoded(self, image: _Image) -> Recoded:
+    def _encoded(self, image: _Image) -> tuple[Buffer, tuple[str, ...]]:
         size = self.options.target(*image.size)
         if self.options.quality is None and size == image.size and image.is_plain_jpeg():
             kept = self._restarted(image)
             if kept is not None:
-                return kept, read_header(kept), image.unusual
+                return kept, image.unusual
         interval = self._interval(image.header.channels, *size)
         quality = self.options.quality or DEFAULT_QUALITY
         encoded = self._from_planes(image, size, quality, interval)
@@ -137,7 +142,7 @@ class Recoder:
         if encoded is None:
             pixels, unusual = image.pixels(image.header.channels, size)
             encoded = encode_jpeg(resize(pixels, *size), quality, interval)
-        return encoded, read_header(encoded), unusual
+        return encoded, unusual
 
     def _restarted(self, image: _Image) -> Buffer | None:
         """The image with the coefficients it has; None if that cannot be."""

@@ -19,7 +19,6 @@ from . import jpeg
 from .image import MAX_PIXELS, Buffer, decode, decode_jpeg
 
 MARGIN = 1  # pixels: libjpeg's "fancy upsampling" takes the next sample of chroma, and no more
-RST0, EOI = 0xD0, b"\xff\xd9"
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
 
 
@@ -61,7 +60,7 @@ def cut(data: Buffer, box: Box) -> Window:
         first, end = _covering(left, width, piece_width, per_row)
         if (end - first, end_row - row) == (per_row, rows):
             return whole
-        if (ends := _piece_ends(data, header.scan_at, per_row * rows)) is not None:
+        if (ends := jpeg.piece_ends(data, header, per_row * rows)) is not None:
             x, y = first * piece_width, row * mcu_height
             size = min(header.width, end * piece_width) - x, bottom - y
             pieces = [(number + first, number + end) for number in range(row * per_row, end_row * per_row, per_row)]
@@ -79,38 +78,23 @@ def _covering(start: int, length: int, unit: int, count: int) -> tuple[int, int]
     return first, max(first + 1, min(count, -(-(start + length + MARGIN) // unit)))
 
 
-def _piece_ends(data: Buffer, scan_at: int, num_pieces: int) -> list[int] | None:
-    """Where the marker behind each piece lies; None unless there are as many as there should be."""
-    content = np.frombuffer(data, np.uint8, offset=scan_at)
-    places = np.flatnonzero(content[:-1] == 0xFF)  # in entropy-coded data 0xFF stands before a zero or a marker
-    ends = (places[content[1:][places] & 0xF8 == RST0] + scan_at).tolist()
-    following = ends[num_pieces - 1 : num_pieces]  # of another image behind this one
-    ends = ends[: num_pieces - 1]
-    last = ends[-1] if ends else scan_at
-    end = last + bytes(data[last:]).find(EOI)
-    if len(ends) < num_pieces - 1 or end < last or (following and following[0] < end):
-        return None
-    if ends and data[last + 1] & 7 != (num_pieces - 2) & 7:
-        return None
-    return [*ends, end]
-
-
 def _join(data: Buffer, header: jpeg.JpegHeader, size: tuple[int, int], rows: list[tuple[int, int]], ends: list[int]):
     """A JPEG file of some pieces of each of `rows`: the first, and the one behind the last."""
-    at = header.frame_at + 5
-    parts = [data[:at], struct.pack(">HH", size[1], size[0]), data[at + 4 : header.scan_at]]
-    length, markers = header.scan_at, []
+    at, view = header.frame_at + 5, memoryview(data)
+    parts = [view[:at], struct.pack(">HH", size[1], size[0]), view[at + 4 : header.scan_at]]
+    length, places = header.scan_at, []
     for first, end in rows:
         start = ends[first - 1] + 2 if first else header.scan_at
         stop = ends[end - 1] + 2
-        parts.append(data[start:stop])
+        parts.append(view[start:stop])
         moved = length + 1 - start
-        markers += [place + moved for place in ends[first:end]]
+        places += [place + moved for place in ends[first:end]]
         length += stop - start
-    joined = bytearray().join(parts)
-    for number, place in enumerate(markers):
-        joined[place] = RST0 | number & 7
-    joined[-1] = EOI[1]
+    joined, number = bytearray().join(parts), 0
+    for place in places:
+        joined[place] = jpeg.RST0 | number
+        number = number + 1 & 7
+    joined[-1] = jpeg.EOI
     return joined
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from datapipe import transcode, window
-from datapipe.jpeg import read_header, restart_interval
+from datapipe.jpeg import note_pieces, piece_ends, read_header, restart_interval
 from datapipe.window import cut, decode_window
 
+END = b"\xff\xd9"
 SUBSAMPLINGS = ["4:2:0", "4:2:2", "4:4:4", "grey"]
 
 
@@ -36,6 +37,10 @@ def interval_for(width, subsampling, wanted):
     return restart_interval(-(-width // unit), wanted)
 
 
+def noted(data):
+    return note_pieces(data, read_header(data))
+
+
 def decoded(data, box, channels=3, scale=1):
     found = decode_window(data, cut(data, box), box, channels, scale, memoryview(bytearray(1 << 20)))
     left, top, width, height = found.box
@@ -50,11 +55,12 @@ def boxes(draw, max_side=150):
 
 
 @settings(max_examples=300, deadline=None)
-@given(boxes(), st.sampled_from(SUBSAMPLINGS), st.integers(1, 8), st.booleans())
+@given(boxes(), st.sampled_from(SUBSAMPLINGS), st.integers(1, 8), st.sampled_from(["none", "markers", "noted"]))
 def test_a_window_is_the_same_pixels(size, subsampling, wanted, markers):
     width, height, box = size
-    interval = interval_for(width, subsampling, wanted) if markers else 0
+    interval = interval_for(width, subsampling, wanted) if markers != "none" else 0
     data, whole = picture(width, height, subsampling, interval)
+    data = noted(data) if markers == "noted" else data
     left, top, w, h = box
     part = decoded(data, box, whole.shape[2])
     np.testing.assert_array_equal(part, whole[top : top + h, left : left + w])
@@ -77,6 +83,51 @@ def test_only_the_pieces_that_are_needed_are_kept(subsampling):
             np.testing.assert_array_equal(
                 decoded(data, box, whole.shape[2]), whole[top : top + box[3], left : left + box[2]]
             )
+
+
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_noted_pieces_are_those_that_are_found(subsampling, interval):
+    data, whole = picture(150, 90, subsampling, interval)
+    marked = noted(data)
+    plain, header = read_header(data), read_header(marked)
+    columns, rows = (-(-side // unit) for side, unit in zip((150, 90), plain.mcu_size(), strict=True))
+    count = -(-columns * rows // interval)
+    segment = len(marked) - len(data)
+    assert header.pieces_at == plain.frame_at and segment == 2 + 2 + 7 + 2 * count
+    found = piece_ends(data, plain, count)
+    assert [data[end : end + 2] for end in found] == [bytes((0xFF, 0xD0 + i % 8)) for i in range(count - 1)] + [END]
+    assert piece_ends(marked, header, count) == [end + segment for end in found]
+    for pixels in (simplejpeg.decode_jpeg(marked, "GRAY" if subsampling == "grey" else "RGB"), whole):
+        np.testing.assert_array_equal(pixels, whole)
+    with Image.open(io.BytesIO(marked)) as image, Image.open(io.BytesIO(data)) as same:
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(same))
+    assert noted(marked) is marked  # once is enough
+
+
+def test_a_note_that_is_wrong_is_passed_over(photo, encoded):
+    """As it would be after another program has kept the segment and written the scan anew."""
+    data = encoded(photo(160, 128, 2), quality=90, restart_marker_blocks=5)
+    marked, box = noted(data), (90, 60, 40, 50)
+    at, count = read_header(marked).pieces_at, 16
+    right = cut(marked, box)
+    for place in range(at + 2, at + 11 + 2 * count):
+        wrong = bytearray(marked)
+        wrong[place] ^= 1
+        if place < at + 4:
+            continue  # the segment's length: that would be another file
+        found = cut(bytes(wrong), box)
+        assert found[1:] == right[1:] and bytes(found.data)[-500:] == bytes(right.data)[-500:]
+
+
+def test_what_has_no_pieces_to_note_stays(photo, encoded):
+    image = photo(160, 128, 2)
+    for data in (encoded(image), encoded(image, progressive=True), encoded(image, restart_marker_blocks=200)):
+        assert noted(data) is data
+    data = encoded(image, restart_marker_blocks=5)
+    end = data.index(b"\xff\xd3")
+    lost = data[:end] + data[end + 2 :]
+    assert noted(lost) is lost
 
 
 @pytest.mark.parametrize("kind", ["no markers", "interval of no column", "progressive"])
@@ -155,7 +206,7 @@ def fuzz(count, seed):
     refused = pictures = 0
     for number in range(count):
         data, _ = picture(*kinds[number % len(kinds)])
-        data = bytearray(data)
+        data = bytearray(noted(data) if number // len(kinds) % 2 else data)
         scan = read_header(bytes(data)).scan_at
         way = random.integers(5)
         for _ in range(random.integers(1, 6)):
