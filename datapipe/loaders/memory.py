@@ -32,5 +32,4 @@ class BatchMemory:
         if self._pinned:
             return torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
         private = mmap.mmap(-1, prod(self._shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        private.madvise(mmap.MADV_HUGEPAGE)  # touched for the first time, 8 MiB take as long as they take to read
         return np.frombuffer(private, np.uint8).reshape(self._shape)
