@@ -24,6 +24,10 @@ def open_epochs(folder: Path, task: Task, backend: str = "cpu") -> Epochs:
 
     def epoch(number: int):
         loader.set_epoch(number)
-        return ((batch.images[batch.valid], batch.labels[batch.valid]) for batch in loader)
+        for batch in loader:
+            if task.train:  # full batches: to pick the valid images would copy them all
+                yield batch.images, batch.labels
+            else:
+                yield batch.images[batch.valid], batch.labels[batch.valid]
 
     return epoch
