@@ -1,0 +1,244 @@
+"""Factors and preconditioned gradients against brute force in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from trainer.kfac import KFAC, moments
+from trainer.kfac.layers import Norm, layer_of
+
+DAMPING = 0.01
+CONVOLUTIONS = {
+    "3x3": nn.Conv2d(3, 4, 3, padding=1, bias=False),
+    "3x3 with bias": nn.Conv2d(3, 4, 3, padding=1),
+    "1x1": nn.Conv2d(3, 4, 1),
+    "5x5 stride 2": nn.Conv2d(3, 4, 5, stride=2, padding=2),
+    "uneven": nn.Conv2d(3, 4, (1, 3), stride=(2, 1), padding=(0, 2), dilation=(1, 2)),
+    "dilated": nn.Conv2d(3, 4, 3, padding=2, dilation=2),
+    "same": nn.Conv2d(3, 4, (2, 4), padding="same"),
+    "valid": nn.Conv2d(3, 4, 3, padding="valid"),
+    "circular": nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+    "reflect": nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect", bias=False),
+    "replicate": nn.Conv2d(3, 4, 3, padding=(2, 1), padding_mode="replicate"),
+    "groups": nn.Conv2d(4, 6, 3, padding=1, groups=2),
+    "depthwise": nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),
+    "depthwise, two each": nn.Conv2d(4, 8, 3, stride=2, groups=4, dilation=2),
+    "one dimension": nn.Conv1d(3, 4, 3, stride=2, padding=1),
+    "one dimension, same": nn.Conv1d(4, 4, 4, padding="same", padding_mode="circular", groups=2),
+}
+
+
+def randomised(module, seed=0):
+    torch.manual_seed(seed)
+    module = copy.deepcopy(module).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+def input_of(module, N=6):
+    torch.manual_seed(1)
+    if isinstance(module, nn.Linear):
+        return torch.randn(N, module.in_features, dtype=torch.float64)
+    if isinstance(module, nn.Embedding):
+        return torch.randint(module.num_embeddings, (N, 4))
+    if isinstance(module, nn.Conv1d):
+        return torch.randn(N, module.in_channels, 9, dtype=torch.float64)
+    if isinstance(module, nn.LayerNorm):
+        return torch.randn(N, 3, *module.normalized_shape, dtype=torch.float64)
+    channels = getattr(module, "in_channels", None) or getattr(module, "num_features", None) or module.num_channels
+    if isinstance(module, nn.BatchNorm1d):
+        return torch.randn(N, channels, dtype=torch.float64)
+    return torch.randn(N, channels, 7, 6, dtype=torch.float64)
+
+
+def loss_of(output):
+    """Of each sample: something with a different gradient everywhere."""
+    weights = torch.linspace(-1, 1, output[0].numel(), dtype=output.dtype).reshape(output[0].shape)
+    return ((output * weights).flatten(1).sum(1)).tanh() + 0.1 * (output**2).flatten(1).sum(1)
+
+
+def stepped(module, x, **settings):
+    """The preconditioner after one step, the raw gradient and the preconditioned one."""
+    model = nn.Sequential(module)
+    options = {"damping": DAMPING, "kl_clip": None, "factor_update_steps": 1, "inv_update_steps": 1} | settings
+    preconditioner = KFAC(model, **options)
+    loss_of(model(x)).mean().backward()
+    layer = layer_of(module)
+    raw = layer.gradient().clone()
+    preconditioner.step()
+    return preconditioner, raw, layer.gradient().clone()
+
+
+def truth(module, x):
+    """(a_factor, g_factor) by definition: from the rows of each position."""
+    output = module(x)
+    (g,) = torch.autograd.grad(loss_of(output).sum(), output)
+    N, groups = len(x), getattr(module, "groups", 1)
+    if isinstance(module, nn.Linear):
+        rows, g = x.reshape(-1, 1, x.shape[-1]), g.reshape(-1, 1, g.shape[-1])
+    elif isinstance(module, nn.Embedding):
+        rows = F.one_hot(x, module.num_embeddings).double().reshape(-1, 1, module.num_embeddings)
+        g = g.flatten(0, 1)[:, None]
+    else:
+        # A convolution whose outputs are its patches, one input of a patch each.
+        n = module.weight[0].numel()
+        taker = type(module)(
+            module.in_channels, groups * n, module.kernel_size, module.stride, module.padding, module.dilation, groups,
+            bias=False, padding_mode=module.padding_mode,
+        ).double()  # fmt: skip
+        taker.weight.data = torch.eye(n, dtype=torch.float64).repeat(groups, 1).reshape(taker.weight.shape)
+        rows = taker(x).flatten(2).mT.reshape(-1, groups, n)
+        g = g.flatten(2).mT.reshape(-1, groups, len(module.weight) // groups)
+    if getattr(module, "bias", None) is not None:
+        rows = torch.cat([rows, torch.ones_like(rows[..., :1])], -1)
+    a = torch.einsum("rgi,rgj->gij", rows, rows) / N
+    return a, torch.einsum("rgi,rgj->gij", g, g) / len(g)
+
+
+def close(found, wanted, tolerance=1e-10):
+    assert (found - wanted).norm() <= tolerance * wanted.norm()
+
+
+MATRICES = {
+    **CONVOLUTIONS,
+    "linear": nn.Linear(5, 3),
+    "linear without bias": nn.Linear(5, 3, bias=False),
+    "embedding": nn.Embedding(7, 3),
+}
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_layer_against_brute_force(name, solver):
+    module = randomised(MATRICES[name])
+    x = input_of(module)
+    a, g = truth(module, x)
+    preconditioner, raw, found = stepped(module, x, solver=solver)
+    a_factor, g_factor = preconditioner.factors("0")
+    close(torch.diag_embed(a_factor) if a_factor.dim() == 2 else a_factor, a)
+    close(g_factor, g)
+    for group, (A, G, D) in enumerate(zip(a, g, raw, strict=True)):
+        if solver != "eigen":
+            pi = ((A.trace() / len(A)) / (G.trace() / len(G))).sqrt()
+            A = A + pi * DAMPING**0.5 * torch.eye(len(A), dtype=A.dtype)
+            G = G + DAMPING**0.5 / pi * torch.eye(len(G), dtype=G.dtype)
+        curvature = torch.kron(G, A)
+        if solver == "eigen":
+            curvature = curvature + DAMPING * torch.eye(len(curvature), dtype=curvature.dtype)
+        close(found[group], torch.linalg.solve(curvature, D.flatten()).reshape(D.shape))
+
+
+def test_positions_of_a_linear_layer():
+    """Of a sequence: as those of a convolution."""
+    module = randomised(nn.Linear(5, 3))
+    x = torch.randn(4, 6, 5, dtype=torch.float64)
+    preconditioner, _, _ = stepped(module, x)
+    conv = randomised(nn.Conv1d(5, 3, 1))
+    conv.load_state_dict({"weight": module.weight.data[:, :, None], "bias": module.bias.data})
+    output = module(x)
+    (g,) = torch.autograd.grad(loss_of(output).sum(), output)
+    rows = torch.cat([x, torch.ones(4, 6, 1, dtype=x.dtype)], -1).flatten(0, 1)
+    close(preconditioner.factors("0")[0][0], rows.T @ rows / 4)
+    close(preconditioner.factors("0")[1][0], g.flatten(0, 1).T @ g.flatten(0, 1) / 24)
+
+
+def test_the_padding_of_an_embedding_counts_for_nothing():
+    module = randomised(nn.Embedding(7, 3, padding_idx=2))
+    x = torch.tensor([[2, 2, 1], [0, 2, 6]])
+    preconditioner, _, found = stepped(module, x)
+    assert preconditioner.factors("0")[0].tolist() == [[0.5, 0.5, 0, 0, 0, 0, 0.5]] and not found[0, :, 2].any()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.LayerNorm(5), nn.LayerNorm((2, 3)), nn.GroupNorm(2, 4),
+     nn.LayerNorm(5, bias=False)],
+    ids=str,
+)  # fmt: skip
+def test_a_norm_against_brute_force(module):
+    """Each unit's Fisher matrix from per-sample gradients, with the batch's statistics as they are."""
+    module = randomised(module)
+    x = input_of(module)
+    normalised = Norm(module)._normalised(x)  # of which the gradients below are taken
+    shape = (1, -1, *[1] * (x.dim() - 2)) if not isinstance(module, nn.LayerNorm) else module.weight.shape
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(parameters, sample):
+        output = sample[None] * parameters["weight"].reshape(shape)
+        output = output + parameters["bias"].reshape(shape) if "bias" in parameters else output
+        return loss_of(output)[0]
+
+    gradients = vmap(grad(loss), (None, 0))(parameters, normalised)
+    rows = torch.stack([gradients[name].flatten(1) for name in parameters], -1)  # [N, U, k]
+    wanted = torch.einsum("nuj,nuk->ujk", rows, rows) / len(x)
+    preconditioner, raw, found = stepped(module, x)
+    (unit_factor,) = preconditioner.factors("0")
+    close(unit_factor, wanted)
+    close(raw, rows.mean(0))
+    damped = unit_factor + DAMPING * torch.eye(unit_factor.shape[-1], dtype=torch.float64)
+    close(found, torch.linalg.solve(damped, raw))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (2, 2), (3, 2), (7, 6)], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_offsets_instead_of_patches(size, layout):
+    """The same moments, by correlations of the image with itself."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, *size, dtype=torch.float64).to(memory_format=layout)
+    taken = moments.patches(moments.padded(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1), 1)
+    close(moments.of_3x3(x), moments.of_patches(taken, False), 1e-13)
+
+
+def test_chunks_of_patches(monkeypatch):
+    x = torch.randn(5, 3, 6, 6, dtype=torch.float64)
+    taken = moments.patches(x, (3, 3), (1, 1), (1, 1), 1)
+    whole = moments.of_patches(taken, True)
+    monkeypatch.setattr(moments, "CHUNK_BYTES", 2 * 16 * 27 * 8)
+    close(moments.of_patches(taken, True), whole, 1e-13)
+
+
+def test_one_linear_layer_is_the_exact_fisher():
+    """One input, and each class once with the probability that the model gives it: no approximation is left."""
+    torch.manual_seed(0)
+    classes, x = 4, torch.randn(5, dtype=torch.float64)
+    module = nn.Linear(5, classes).double()
+    nn.init.zeros_(module.weight), nn.init.zeros_(module.bias)
+    labels = torch.arange(classes)
+    model = nn.Sequential(module)
+    preconditioner = KFAC(model, factor_update_steps=1, inv_update_steps=1, kl_clip=None, damping=DAMPING)
+    F.cross_entropy(model(x.repeat(classes, 1)), labels).backward()
+    preconditioner.step()
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(parameters, label):
+        return F.cross_entropy(functional_call(module, parameters, x[None]), label[None])
+
+    gradients = vmap(grad(loss), (None, 0))(parameters, labels)
+    rows = torch.cat([gradients["weight"], gradients["bias"][:, :, None]], 2).flatten(1)
+    a, g = preconditioner.factors("0")
+    close(torch.kron(g[0], a[0]), rows.T @ rows / classes, 1e-12)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+@pytest.mark.parametrize("module", [nn.Linear(4, 3, bias=False), nn.Conv2d(2, 3, 2, bias=False)], ids=str)
+def test_rescaled_inputs_change_nothing(module, solver):
+    """The natural gradient in the model's outputs does not depend on the units of a layer's inputs, nor on a change of
+    basis (without damping).
+    """
+    module = randomised(module)
+    x = input_of(module, N=40)
+    mixed = torch.randn(x.shape[1], x.shape[1], dtype=torch.float64) + 2 * torch.eye(x.shape[1])
+    _, _, found = stepped(module, x, damping=1e-14, solver=solver)
+    other = copy.deepcopy(module)
+    other.weight.data = torch.einsum("oi...,ij->oj...", module.weight.data, mixed.inverse())
+    _, _, other_found = stepped(other, torch.einsum("ij,nj...->ni...", mixed, x), damping=1e-14, solver=solver)
+    shape = module.weight.shape
+    back = torch.einsum("oj...,ji->oi...", other_found.reshape(shape), mixed)
+    close(back, found.reshape(shape), 1e-5)

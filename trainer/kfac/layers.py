@@ -1,0 +1,220 @@
+"""What K-FAC knows of each type of layer: one class a type, and one line in `find`.
+
+Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers" (2016): for N samples and T
+positions of an output, with the inputs a (a 1 at their end where there is a bias) and the gradients g of a sample's own
+loss, the curvature of the weight is the Kronecker product of
+
+    a_factor = 1/N Σ a aᵀ,   g_factor = 1/(N T) Σ g gᵀ,
+
+sums over all samples and positions. A linear layer has one position, or those of its other dimensions.
+
+G groups, n inputs and m outputs of a group (n with the 1), U units of a norm
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import moments
+
+
+class Sums(NamedTuple):
+    """Of one use of a layer. Moments are not yet divided by the numbers of samples or rows."""
+
+    moments: dict[str, Tensor]  # by factor
+    num_samples: int
+    num_rows: int
+
+
+class Layer(ABC):
+    """A layer's second moments, and its gradient as K-FAC sees it."""
+
+    # What each factor's sum is divided by, "samples" or "rows", in the order of `KFAC.factors`.
+    factors: ClassVar[dict[str, str]] = {"a": "samples", "g": "rows"}
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.has_bias = getattr(module, "bias", None) is not None and module.bias.requires_grad
+
+    @abstractmethod
+    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
+        """`grad_output` is that of each sample's own loss."""
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each factor."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.module.weight, self.module.bias] if self.has_bias else [self.module.weight]
+
+    @abstractmethod
+    def gradient(self) -> Tensor:
+        """[G, m, n], or [U, k] of a norm. May share memory with the parameters' gradients."""
+
+    @abstractmethod
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Write it back into the parameters' gradients."""
+
+
+class _Matrix(Layer):
+    """A weight [out, in, ...] in groups, with a bias at the end of each row."""
+
+    groups = 1
+
+    def gradient(self) -> Tensor:
+        weight = self.module.weight.grad
+        gradient = weight.reshape(self.groups, len(weight) // self.groups, -1)
+        if self.has_bias:
+            gradient = torch.cat([gradient, self.module.bias.grad.reshape(self.groups, -1, 1)], 2)
+        return gradient
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        weight = self.module.weight.grad
+        if self.has_bias:
+            self.module.bias.grad.copy_(gradient[:, :, -1].reshape(-1))
+            gradient = gradient[:, :, :-1]
+        weight.copy_(gradient.reshape(weight.shape))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        weight = self.module.weight
+        m, n = len(weight) // self.groups, weight[0].numel() + self.has_bias
+        return {"a": (self.groups, n, n), "g": (self.groups, m, m)}
+
+
+class Linear(_Matrix):
+    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
+        rows_R1n, rows_R1m = (t.reshape(-1, 1, t.shape[-1]) for t in (x, grad_output))
+        a = moments.of_rows(rows_R1n)
+        if self.has_bias:
+            a = moments.with_ones(a, moments.sum_of_rows(rows_R1n), len(rows_R1n))
+        return Sums({"a": a, "g": moments.of_rows(rows_R1m)}, len(x), len(rows_R1m))
+
+
+class Convolution(_Matrix):
+    """Of one dimension or two: any stride, padding, padding mode, dilation and groups."""
+
+    def __init__(self, module: nn.Conv1d | nn.Conv2d) -> None:
+        super().__init__(module)
+        self.groups = module.groups
+        two = lambda pair, fill: (fill, *pair) if len(pair) == 1 else tuple(pair)  # noqa: E731
+        self._kernel, self._stride, self._dilation = (
+            two(getattr(module, name), 1) for name in ("kernel_size", "stride", "dilation")
+        )
+        if module.padding == "same":  # an odd pixel goes to the end, as torch has it
+            total = [d * (k - 1) for d, k in zip(self._dilation, self._kernel, strict=True)]
+            down, along = ((t // 2, t - t // 2) for t in total)
+        else:
+            sides = (0, 0) if module.padding == "valid" else two(module.padding, 0)
+            down, along = ((side, side) for side in sides)
+        self._padding = *along, *down
+        self._by_offsets = (
+            (self._kernel, self._stride, self._dilation) == ((3, 3), (1, 1), (1, 1))
+            and (self._padding, self.groups, module.padding_mode) == ((1, 1, 1, 1), 1, "zeros")
+            and not self.has_bias
+            and module.in_channels >= moments.MIN_OFFSET_CHANNELS
+        )
+
+    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
+        if x.dim() < 3 + (grad_output.dim() > 3):
+            raise ValueError("an input without a dimension for the batch")
+        if grad_output.dim() == 3:  # one dimension: as one line of pixels
+            x, grad_output = x[:, :, None], grad_output[:, :, None]
+        rows_RGm = grad_output.permute(0, 2, 3, 1).reshape(-1, self.groups, grad_output.shape[1] // self.groups)
+        if self._by_offsets:
+            a = moments.of_3x3(x)
+        else:
+            x = moments.padded(x, self._padding, self.module.padding_mode)
+            taken = moments.patches(x, self._kernel, self._stride, self._dilation, self.groups)
+            a = moments.of_patches(taken, self.has_bias)
+        return Sums({"a": a, "g": moments.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+
+
+class Embedding(_Matrix):
+    """Its inputs are one-hot, so that the a_factor is diagonal: [1, number of embeddings]."""
+
+    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
+        rows_R1m = grad_output.reshape(-1, 1, grad_output.shape[-1])
+        counts = torch.bincount(x.reshape(-1), minlength=self.module.num_embeddings)
+        padding = self.module.padding_idx
+        if padding is not None:  # has no gradient
+            counts[padding] = 0
+        g = moments.of_rows(rows_R1m)
+        return Sums({"a": counts.to(g.dtype)[None], "g": g}, len(x), len(rows_R1m))
+
+    def gradient(self) -> Tensor:
+        return self.module.weight.grad.T[None]
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        self.module.weight.grad.copy_(gradient[0].T)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        vocabulary, m = self.module.weight.shape
+        return {"a": (1, vocabulary), "g": (1, m, m)}
+
+
+class Norm(Layer):
+    """Scale and shift of a norm: the exact Fisher matrix of each unit, [U, k, k] with k = 2, or 1 without a shift."""
+
+    factors: ClassVar[dict[str, str]] = {"unit": "samples"}
+
+    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
+        x, grad_output = moments.accumulating(x), moments.accumulating(grad_output)
+        normalised = self._normalised(x)
+        parts = [normalised * grad_output, grad_output] if self.has_bias else [normalised * grad_output]
+        gradients_NUk = torch.stack([self._per_sample(part) for part in parts], -1)
+        moment = torch.einsum("nuj,nuk->ujk", gradients_NUk, gradients_NUk)
+        return Sums({"unit": moment}, len(x), len(x))
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        """What the scale is multiplied with."""
+        module = self.module
+        if isinstance(module, nn.LayerNorm):
+            return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+        if isinstance(module, nn.GroupNorm):
+            return F.group_norm(x, module.num_groups, eps=module.eps)
+        return F.batch_norm(x, None, None, training=True, eps=module.eps)
+
+    def _per_sample(self, gradient: Tensor) -> Tensor:
+        """[N, U]: summed over what shares a unit."""
+        if isinstance(self.module, nn.LayerNorm):
+            units = self.module.weight.numel()
+            return gradient.reshape(len(gradient), -1, units).sum(1)
+        return gradient.reshape(*gradient.shape[:2], -1).sum(2)
+
+    def gradient(self) -> Tensor:
+        return torch.stack([parameter.grad.reshape(-1) for parameter in self.parameters()], -1)
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        for i, parameter in enumerate(self.parameters()):
+            parameter.grad.copy_(gradient[:, i].reshape(parameter.shape))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        k = len(self.parameters())
+        return {"unit": (self.module.weight.numel(), k, k)}
+
+
+TYPES: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: Linear,
+    nn.Conv1d: Convolution,
+    nn.Conv2d: Convolution,
+    nn.Embedding: Embedding,
+    nn.BatchNorm1d: Norm,
+    nn.BatchNorm2d: Norm,
+    nn.LayerNorm: Norm,
+    nn.GroupNorm: Norm,
+}
+
+
+def layer_of(module: nn.Module) -> Layer | None:
+    """The module as a layer; None for a type that is not supported, or where there is nothing to learn."""
+    kind = next((TYPES[base] for base in type(module).__mro__ if base in TYPES), None)
+    if kind is None or getattr(module, "weight", None) is None or not module.weight.requires_grad:
+        return None
+    if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
+        return None
+    return kind(module)
