@@ -23,3 +23,10 @@ class RunningAverage:
         share = torch.where(finite, (1 - decay) / self.weight, 0.0)
         self.value.lerp_(torch.where(finite, new, self.value).to(self.value), share.to(self.value.dtype))
         self.skipped += ~finite
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"value": self.value, "weight": self.weight, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, mine in self.state_dict().items():
+            mine.copy_(state[name])

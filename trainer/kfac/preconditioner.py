@@ -149,6 +149,48 @@ class KFAC:
         """How many factors of a step were left out, since they were not finite."""
         return sum(int(average.skipped) for block in self._blocks.values() for average in block.averages.values())
 
+    def fallbacks(self) -> int:
+        """How many times no solution was found, and the one before stayed in use."""
+        return self._solver.fallbacks
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes on this rank: of the factors, of the solutions, and of what was captured since the last step."""
+        kinds = {"factors": 0, "solutions": 0, "captured": 0}
+        for block in self._blocks.values():
+            kinds["factors"] += sum(average.value.nbytes for average in block.averages.values())
+            kinds["solutions"] += sum(tensor.nbytes for tensor in (block.state or {}).values())
+            kinds["captured"] += sum(tensor.nbytes for tensor in block.capture.moments.values())
+        return kinds
+
+    def state_dict(self) -> dict:
+        """All that the next steps depend on, apart from the settings; tensors, numbers and text."""
+        return {
+            "steps": self.steps,
+            "solver": self.settings.solver,
+            "layers": {name: block.state_dict() for name, block in self._blocks.items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on as the preconditioner whose state it is.
+
+        Raises ValueError when that had other layers, shapes or another solver; nothing is changed then.
+        """
+        if state["solver"] != self.settings.solver:
+            raise ValueError(f"solver: the state is of {state['solver']!r}, this preconditioner has {self.solver!r}")
+        missing, unknown = self._blocks.keys() - state["layers"].keys(), state["layers"].keys() - self._blocks.keys()
+        if missing or unknown:
+            raise ValueError(f"layers: the state lacks {sorted(missing)}, and has {sorted(unknown)} besides")
+        for name, block in self._blocks.items():
+            averages, mine = state["layers"][name]["averages"], block.layer.shapes()
+            saved = {factor: tuple(average["value"].shape) for factor, average in averages.items()}
+            if saved != mine:
+                raise ValueError(f"layer {name}: the state's factors are {saved}, the model's {mine}")
+        self.steps = state["steps"]
+        self._turns.clear()
+        for name, block in self._blocks.items():
+            block.load_state_dict(state["layers"][name])
+        self._arm()
+
     def layers(self) -> list[str]:
         """The names of the layers that are preconditioned."""
         return list(self._blocks)
@@ -282,6 +324,18 @@ class _Block:
         self.state: State | None = None
         self.updated = False
         self.num_rows = 0
+
+    def state_dict(self) -> dict:
+        averages = {name: average.state_dict() for name, average in self.averages.items()}
+        return {"averages": averages, "solution": self.state, "updated": self.updated, "num_rows": self.num_rows}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, average in self.averages.items():
+            average.load_state_dict(state["averages"][name])
+        device, solution = self.layer.module.weight.device, state["solution"]
+        self.state = solution and {name: tensor.to(device, copy=True) for name, tensor in solution.items()}
+        self.updated, self.num_rows = state["updated"], state["num_rows"]
+        self.capture.clear()
 
     def has_gradient(self) -> bool:
         return all(parameter.grad is not None for parameter in self.layer.parameters())

@@ -1,0 +1,420 @@
+"""K-FAC in a training loop: what is captured, when, and what goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.kfac import KFAC
+from trainer.models import build
+
+EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}
+
+
+def small(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True),
+        nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5),
+    ).to(dtype)  # fmt: skip
+
+
+def batch(number=0, N=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(N, 3, 8, 8, generator=generator, dtype=dtype)
+    return x, torch.randint(5, (N,), generator=generator)
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def run(model, preconditioner, steps, first=0, lr=0.05):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for number in range(first, first + steps):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        preconditioner.step()
+        optimizer.step()
+    return optimizer
+
+
+def close(found, wanted, tolerance=1e-6):
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm() + 1e-12
+
+
+# --- use ---
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+@pytest.mark.parametrize("name", [torch.optim.SGD, torch.optim.AdamW])
+def test_any_optimizer_learns(solver, name):
+    model = small()
+    preconditioner, optimizer = KFAC(model, solver=solver, **EVERY_STEP), name(model.parameters(), lr=0.05 if name is torch.optim.SGD else 0.01)
+    losses = []
+    for _ in range(30):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        preconditioner.step()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_all_layers_are_found_and_the_others_named_once(caplog):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = nn.Sequential(small(), Own())
+    with caplog.at_level(logging.INFO):
+        preconditioner = KFAC(model)
+    assert preconditioner.layers() == ["0.0", "0.1", "0.3", "0.7"]
+    assert [record.message for record in caplog.records] == [
+        "K-FAC leaves the gradients of these as they are: 1 (Own)"
+    ]
+    assert KFAC(model, skip=["BatchNorm", "^0.7$"]).layers() == ["0.0", "0.3"]
+    model[0][0].requires_grad_(False)
+    assert KFAC(model).layers() == ["0.1", "0.3", "0.7"]
+    run(model, preconditioner := KFAC(model, **EVERY_STEP), 1)
+    assert model[1].scale.grad is not None and set(preconditioner.cosines()) == {"0.1", "0.3", "0.7"}
+
+
+def test_it_preconditions():
+    """The cosine with the raw gradient is not 1 in any layer: the scaling of convolutions' factors is KFC's."""
+    torch.manual_seed(0)
+    model = build("resnet8", num_classes=5, in_channels=3)
+    preconditioner = KFAC(model, damping=0.003, **EVERY_STEP)
+    run(model, preconditioner, 5)
+    cosines = preconditioner.cosines()
+    assert set(cosines) == set(preconditioner.layers())
+    assert all(0 < cosine < 0.98 for cosine in cosines.values()), cosines
+
+
+def test_the_clip_bounds_the_step_and_nothing_else():
+    raw = small()
+    found = {}
+    for kl_clip in (None, 1e-4):
+        model = copy.deepcopy(raw)
+        preconditioner = KFAC(model, kl_clip=kl_clip, lr=0.5, **EVERY_STEP)
+        x, y = batch()
+        F.cross_entropy(model(x), y).backward()
+        before = gradients(model)
+        preconditioner.step()
+        found[kl_clip] = gradients(model)
+    product = sum((a * b).sum() for a, b in zip(before, found[None], strict=True))
+    scale = (1e-4 / (0.25 * product)).sqrt()
+    assert scale < 0.5
+    close(found[1e-4], [scale * gradient for gradient in found[None]])
+
+
+def test_micro_batches_are_one_batch():
+    """In evaluation mode, batch normalisation apart."""
+    whole = small(dtype=torch.float64)
+    parts = copy.deepcopy(whole)
+    for model, accumulation in ((whole, 1), (parts, 4)):
+        model[1].eval()
+        preconditioner = KFAC(model, accumulation_steps=accumulation, skip=["BatchNorm"], kl_clip=None, **EVERY_STEP)
+        x, y = batch(dtype=torch.float64)
+        for part_x, part_y in zip(x.chunk(accumulation), y.chunk(accumulation), strict=True):
+            (F.cross_entropy(model(part_x), part_y) / accumulation).backward()
+        preconditioner.step()
+    close(gradients(parts), gradients(whole), 1e-10)
+
+
+def test_loss_scaling_changes_nothing():
+    plain, scaled = small(), small()
+    x, y = batch()
+    found = []
+    for model, scaler in ((plain, None), (scaled, torch.amp.GradScaler("cpu", init_scale=1024.0))):
+        preconditioner = KFAC(model, grad_scaler=scaler, **EVERY_STEP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = F.cross_entropy(model(x), y)
+        (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.unscale_(optimizer)
+        preconditioner.step()
+        found.append([*gradients(model), *preconditioner.factors("3")])
+    close(found[1], found[0], 1e-4)
+
+
+def test_bfloat16_inputs_are_summed_in_float32():
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    x, y = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    preconditioner.step()
+    a, _ = preconditioner.factors("3")
+    assert a.dtype == torch.float32 and a.isfinite().all()
+    exact = copy.deepcopy(model)
+    close([a], [_factors_in_float32(exact, x, y)], 0.05)
+
+
+def _factors_in_float32(model, x, y):
+    for parameter in model.parameters():
+        parameter.grad = None
+    preconditioner = KFAC(model, **EVERY_STEP)
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    return preconditioner.factors("3")[0]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_never_enters_a_factor(bad):
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    run(model, preconditioner, 2)
+    before = [factor.clone() for name in preconditioner.layers() for factor in preconditioner.factors(name)]
+    weights = copy.deepcopy(model.state_dict())
+    x, y = batch(7)
+    x[0, 0, 0, 0] = bad
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    after = [factor for name in preconditioner.layers() for factor in preconditioner.factors(name)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert preconditioner.skipped() == len(after)
+    model.load_state_dict(weights)
+    run(model, preconditioner, 1, first=9)
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+    assert preconditioner.skipped() == len(after)
+
+
+def test_a_layer_used_twice_or_not_at_all():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.never, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+
+    torch.manual_seed(0)
+    model, x = Twice().double(), torch.randn(6, 4, dtype=torch.float64)
+    preconditioner = KFAC(model, kl_clip=None, **EVERY_STEP)
+    for _ in range(2):
+        model(x).pow(2).sum(1).mean().backward()
+        preconditioner.step()
+    assert set(preconditioner.cosines()) == {"shared", "last"}
+    a, g = preconditioner.factors("shared")
+    inner = torch.tanh(model.shared(x))
+    rows = torch.cat([torch.cat([t, torch.ones(6, 1, dtype=t.dtype)], 1) for t in (x, inner)])
+    close(a, (rows.T @ rows / 6)[None], 1e-10)  # each use is a position
+    assert not preconditioner.factors("never")[0].any()
+
+
+def test_checkpointed_activations_count_once():
+    found = []
+    for reentrant in (None, False, True):
+        model = small(dtype=torch.float64)
+        preconditioner = KFAC(model, **EVERY_STEP)
+        x, y = batch(dtype=torch.float64)
+        x.requires_grad_()
+        output = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+        F.cross_entropy(output, y).backward()
+        preconditioner.step()
+        found.append(gradients(model))
+    close(found[1], found[0], 1e-10)
+    close(found[2], found[0], 1e-10)
+
+
+def test_forward_passes_without_backward_count_for_nothing():
+    model, other = small(dtype=torch.float64), small(dtype=torch.float64)
+    found = []
+    for one, more in ((model, False), (other, True)):
+        one[1].eval()
+        preconditioner = KFAC(one, skip=["Norm"], **EVERY_STEP)
+        if more:
+            one(batch(5, dtype=torch.float64)[0])
+            with torch.no_grad():
+                one(batch(6, dtype=torch.float64)[0])
+        x, y = batch(dtype=torch.float64)
+        F.cross_entropy(one(x), y).backward()
+        preconditioner.step()
+        found.append(gradients(one))
+    close(found[1], found[0], 1e-12)
+
+
+def test_evaluation_is_not_captured():
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    run(model, preconditioner, 1)
+    before = preconditioner.factors("3")[0].clone()
+    model.eval()
+    x, y = batch(3)
+    F.cross_entropy(model(x), y).backward()
+    model.train()
+    preconditioner.step()
+    assert torch.equal(preconditioner.factors("3")[0], before)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(backend):
+    found = []
+    for compiled in (False, True):
+        model = small()
+        preconditioner = KFAC(model, factor_update_steps=2, inv_update_steps=2)
+        if compiled:
+            model.compile(backend=backend)
+        run(model, preconditioner, 4)
+        found.append([*model.state_dict().values()])
+    close([value.double() for value in found[1]], [value.double() for value in found[0]], 1e-4)
+
+
+# --- turns ---
+
+
+def test_layers_take_turns():
+    """Each factor once in ten steps and each solution once in twenty, and no step does more than its share."""
+    torch.manual_seed(0)
+    model = build("resnet20", num_classes=5, in_channels=3)
+    preconditioner = KFAC(model, factor_update_steps=10, inv_update_steps=20)
+    updates, refreshes = [], []
+    names = preconditioner.layers()
+    matrices = [name for name in names if len(preconditioner.factors(name)) == 2]
+    run(model, preconditioner, 1)
+    for number in range(1, 41):
+        weights = {name: preconditioner._blocks[name].averages["a"].weight.item() for name in matrices}
+        states = {name: preconditioner._blocks[name].state for name in matrices}
+        run(model, preconditioner, 1, first=number)
+        updates.append({n for n in matrices if preconditioner._blocks[n].averages["a"].weight.item() != weights[n]})
+        refreshes.append({n for n in matrices if preconditioner._blocks[n].state is not states[n]})
+    for done, every in ((updates, 10), (refreshes, 20)):
+        for start in range(0, 40, every):
+            turn = [name for step in done[start : start + every] for name in step]
+            assert sorted(turn) == sorted(matrices)
+        assert max(map(len, done)) < len(matrices) / 2
+    together = KFAC(build("resnet8", num_classes=5, in_channels=3), stagger=False)
+    assert together._turn("update", 10) == {}
+
+
+def test_settings_may_change_between_steps():
+    model = small()
+    preconditioner = KFAC(model, damping=0.01, **EVERY_STEP)
+    run(model, preconditioner, 1)
+    preconditioner.damping, preconditioner.lr, preconditioner.factor_update_steps = 0.1, 0.01, 5
+    assert (preconditioner.damping, preconditioner.settings.factor_update_steps) == (0.1, 5)
+    run(model, preconditioner, 7, first=1)
+    with pytest.raises(ValueError, match="damping: -1 is out of range; allowed: above 0"):
+        preconditioner.damping = -1
+    with pytest.raises(AttributeError, match="solver: cannot be changed"):
+        preconditioner.solver = "cholesky"
+
+
+# --- state ---
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+def test_a_resumed_run_is_the_same_to_the_bit(solver, tmp_path):
+    settings = {"solver": solver, "factor_update_steps": 3, "inv_update_steps": 5}
+    model = small()
+    preconditioner = KFAC(model, **settings)
+    optimizer = run(model, preconditioner, 7)
+    torch.save([model.state_dict(), optimizer.state_dict(), preconditioner.state_dict()], tmp_path / "state")
+    again = small(seed=9)
+    other = KFAC(again, **settings)
+    weights, _, state = torch.load(tmp_path / "state", weights_only=True)
+    again.load_state_dict(weights)
+    other.load_state_dict(state)
+    run(model, preconditioner, 9, first=7)
+    run(again, other, 9, first=7)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_a_state_of_another_model_is_refused():
+    preconditioner = KFAC(small())
+    state = preconditioner.state_dict()
+    with pytest.raises(ValueError, match=r"lacks \['0', '1', '3', '7'\], and has \[\] that"):
+        KFAC(small()).load_state_dict({**state, "layers": {}})
+    wider = small()
+    wider[7] = nn.Linear(6, 4)
+    with pytest.raises(ValueError, match="layer 7: the state's factors are"):
+        KFAC(wider).load_state_dict(state)
+    with pytest.raises(ValueError, match="solver: the state is of 'eigen'"):
+        KFAC(small(), solver="cholesky").load_state_dict(state)
+
+
+def test_memory_is_told():
+    model = nn.Sequential(nn.Linear(9, 4, bias=False))
+    preconditioner = KFAC(model, **EVERY_STEP)
+    model(torch.randn(3, 9)).sum().backward()
+    factors = 4 * (81 + 16)
+    assert preconditioner.memory_usage() == {"factors": factors, "solutions": 0, "captured": factors}
+    preconditioner.step()
+    assert preconditioner.memory_usage() == {"factors": factors, "solutions": factors + 4 * 13, "captured": 0}
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"damping": 0}, {"damping": float("nan")}, {"factor_update_steps": 0}, {"inv_update_steps": 1.5},
+     {"factor_decay": 1.0}, {"kl_clip": 0}, {"lr": -1}, {"solver": "qr"}, {"stagger": 1}, {"damping": True}],
+    ids=str,
+)  # fmt: skip
+def test_bad_settings_are_named(settings):
+    with pytest.raises(ValueError, match=f"^{next(iter(settings))}: .* allowed: "):
+        KFAC(small(), **settings)
+
+
+def test_models_and_steps_that_make_no_sense():
+    with pytest.raises(TypeError, match="no setting 'damp'; it has damping, "):
+        KFAC(small(), damp=1)
+    with pytest.raises(ValueError, match="no layer that K-FAC can precondition"):
+        KFAC(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ValueError, match="no shape yet"):
+        KFAC(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(RuntimeError, match=r"call loss\.backward\(\) before step\(\)"):
+        KFAC(small()).step()
+
+
+def test_a_module_added_later_is_told_of(caplog):
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    model.append(nn.Linear(5, 5))
+    run(model, preconditioner, 2)
+    told = [record.message for record in caplog.records if "build the preconditioner anew" in record.message]
+    assert len(told) == 1 and "8" not in preconditioner.cosines()
+
+
+def test_a_decomposition_that_fails_leaves_the_one_before(monkeypatch, caplog):
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    run(model, preconditioner, 1)
+    before = preconditioner._blocks["3"].state
+
+    def fail(matrix):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    run(model, preconditioner, 1, first=1)
+    assert preconditioner._blocks["3"].state is before and preconditioner.fallbacks() == 3
+    assert any("layer 3 at step 1; it keeps the one before" in record.message for record in caplog.records)
+    fresh = small()
+    other = KFAC(fresh, **EVERY_STEP)
+    run(fresh, other, 1)
+    assert set(other.cosines()) == {"1"}  # the norm's needs no decomposition; the rest keep their gradients
+
+
+def test_hooks_can_be_taken_away():
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    preconditioner.remove()
+    run(model, KFAC(model, **EVERY_STEP), 1)
+    assert not any(block.capture.moments for block in preconditioner._blocks.values())
