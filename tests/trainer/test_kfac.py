@@ -57,9 +57,8 @@ def close(found, wanted, tolerance=1e-6):
 @pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
 @pytest.mark.parametrize("name", [torch.optim.SGD, torch.optim.AdamW])
 def test_any_optimizer_learns(solver, name):
-    model = small()
-    preconditioner, optimizer = KFAC(model, solver=solver, **EVERY_STEP), name(model.parameters(), lr=0.05 if name is torch.optim.SGD else 0.01)
-    losses = []
+    model, losses, lr = small(), [], 0.05 if name is torch.optim.SGD else 0.01
+    preconditioner, optimizer = KFAC(model, solver=solver, **EVERY_STEP), name(model.parameters(), lr=lr)
     for _ in range(30):
         x, y = batch()
         optimizer.zero_grad()
@@ -211,7 +210,7 @@ def test_a_layer_used_twice_or_not_at_all():
         model(x).pow(2).sum(1).mean().backward()
         preconditioner.step()
     assert set(preconditioner.cosines()) == {"shared", "last"}
-    a, g = preconditioner.factors("shared")
+    a, _ = preconditioner.factors("shared")
     inner = torch.tanh(model.shared(x))
     rows = torch.cat([torch.cat([t, torch.ones(6, 1, dtype=t.dtype)], 1) for t in (x, inner)])
     close(a, (rows.T @ rows / 6)[None], 1e-10)  # each use is a position
