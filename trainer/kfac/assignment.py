@@ -1,4 +1,4 @@
-"""Who does what, and when: pure functions, without tensors.
+"""Who does what, when, and what it sends: pure functions, without tensors.
 
 The same on every rank, since they depend on nothing but their arguments.
 """
@@ -6,7 +6,8 @@ The same on every rank, since they depend on nothing but their arguments.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 
 def spread(costs: Mapping[str, float], num_bins: int) -> dict[str, int]:
@@ -20,3 +21,72 @@ def spread(costs: Mapping[str, float], num_bins: int) -> dict[str, int]:
         found[job] = number
         heapq.heappush(bins, (load + costs[job], number))
     return found
+
+
+class Grid(NamedTuple):
+    """Ranks in rows of `num_columns`, which are neighbours. A layer belongs to a column: its ranks hold the solution,
+    and each gives the preconditioned gradient to its row.
+    """
+
+    num_rows: int
+    num_columns: int
+
+    def row(self, rank: int) -> list[int]:
+        first = rank // self.num_columns * self.num_columns
+        return list(range(first, first + self.num_columns))
+
+    def column(self, number: int) -> list[int]:
+        return list(range(number, self.num_rows * self.num_columns, self.num_columns))
+
+
+def grid(world_size: int, grad_worker_fraction: float) -> Grid:
+    """`grad_worker_fraction` of the ranks precondition each layer: 1 / world_size (least memory) to 1 (no gradients
+    sent); KAISA, Pauloski et al. 2021. Raises ValueError where that makes no equal groups.
+    """
+    workers = round(grad_worker_fraction * world_size)
+    if workers < 1 or world_size % workers or abs(workers - grad_worker_fraction * world_size) > 1e-6:
+        allowed = ", ".join(f"{n}/{world_size}" for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(
+            f"grad_worker_fraction: {grad_worker_fraction!r} makes no equal groups of {world_size} ranks; allowed: "
+            f"{allowed}"
+        )
+    return Grid(workers, world_size // workers)
+
+
+class Cost(NamedTuple):
+    """Floating-point operations of a layer."""
+
+    refresh: float  # every inv_update_steps
+    precondition: float  # every step
+
+
+class Place(NamedTuple):
+    """`owner`: the rank that averages a layer's factors and computes its solution; `column`: whose ranks use it."""
+
+    owner: int
+    column: int
+
+
+def place(costs: Mapping[str, Cost], grid: Grid, inv_update_steps: int) -> dict[str, Place]:
+    """Columns of equal work in a step, and in each column owners of equal work."""
+    work = {name: cost.precondition + cost.refresh / inv_update_steps / grid.num_rows for name, cost in costs.items()}
+    columns = spread(work, grid.num_columns)
+    places = {}
+    for column in range(grid.num_columns):
+        of_column = {name: costs[name].refresh for name in costs if columns[name] == column}
+        ranks = grid.column(column)
+        places |= {name: Place(ranks[row], column) for name, row in spread(of_column, grid.num_rows).items()}
+    return places
+
+
+def triangle(n: int) -> int:
+    """Elements of a symmetric matrix that are sent."""
+    return n * (n + 1) // 2
+
+
+def elements_sent(shape: Sequence[int], symmetric: bool = True) -> int:
+    """Of [G, n, n], or of a diagonal [1, n]."""
+    if len(shape) == 2:
+        return shape[0] * shape[1]
+    groups, n, _ = shape
+    return groups * (triangle(n) if symmetric else n * n)

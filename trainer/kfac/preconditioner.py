@@ -7,62 +7,25 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from dataclasses import fields
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from .assignment import spread
-from .averages import RunningAverage
+from .assignment import Place, grid, place, spread
+from .block import Block, cost
 from .capture import Capture
+from .exchange import Exchange, Part
 from .layers import Layer, Norm, layer_of
-from .solvers import SOLVERS, Solver, State, unit_solution
+from .settings import CHANGEABLE, KFACSettings
+from .solvers import SOLVERS, Solver
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class KFACSettings:
-    """The settings of `KFAC`; they may be changed between steps, apart from `solver` and `stagger`."""
-
-    damping: float = 0.003
-    factor_update_steps: int = 10
-    inv_update_steps: int = 100
-    factor_decay: float = 0.95
-    kl_clip: float | None = 0.001
-    lr: float = 0.1
-    accumulation_steps: int = 1
-    solver: str = "eigen"
-    stagger: bool = True
-
-    def __setattr__(self, name: str, value: object) -> None:
-        _check(name, value)
-        object.__setattr__(self, name, value)
-
-
-ALLOWED = {
-    "damping": (Real, lambda v: 0 < v < math.inf, "above 0"),
-    "factor_update_steps": (Integral, lambda v: v >= 1, "whole numbers from 1"),
-    "inv_update_steps": (Integral, lambda v: v >= 1, "whole numbers from 1"),
-    "factor_decay": (Real, lambda v: 0 <= v < 1, "from 0 to below 1"),
-    "kl_clip": (Real, lambda v: 0 < v < math.inf, "above 0, or None"),
-    "lr": (Real, lambda v: 0 <= v < math.inf, "from 0"),
-    "accumulation_steps": (Integral, lambda v: v >= 1, "whole numbers from 1"),
-    "solver": (str, lambda v: v in SOLVERS, ", ".join(SOLVERS)),
-    "stagger": (bool, lambda v: True, "True or False"),
-}
-
-
-def _check(name: str, value: object) -> None:
-    kind, fits, allowed = ALLOWED[name]
-    if value is None and name == "kl_clip":
-        return
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or not fits(value):
-        raise ValueError(f"{name}: {value!r} is out of range; allowed: {allowed}")
 
 
 class KFAC:
@@ -76,11 +39,16 @@ class KFAC:
     averaged (with `factor_decay`) and its solution is computed anew. With `stagger` the layers take turns, so that
     steps take equally long; without, all do it in the same step. `solver`: see solvers.py. `kl_clip` bounds the
     step of a learning rate `lr` in the metric of the Fisher matrix: all are scaled by
-    min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. `accumulation_steps`: micro-batches a step; each one's loss
-    was divided by it. `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
+    min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as attributes between steps, but for
+    `stagger` and `solver`. `accumulation_steps`: micro-batches a step; each one's loss was divided by it.
+    `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
 
-    Each of KFACSettings is an attribute that may be set between steps. Raises ValueError for a setting out of range and
-    for a model without a layer to take. Martens and Grosse 2015; Grosse and Martens 2016.
+    Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
+    nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a
+    layer's factors come from its owner's part of the batch, and are not sent.
+
+    Raises ValueError for a setting out of range and for a model without a layer to take. Martens and Grosse 2015;
+    Grosse and Martens 2016; Pauloski et al. 2021.
     """
 
     def __init__(
@@ -95,40 +63,45 @@ class KFAC:
         unknown = sorted(settings.keys() - set(names))
         if unknown:
             raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
-        self.__dict__["settings"] = KFACSettings(**settings)
+        self.settings = KFACSettings(**settings)
         self.steps = 0
-        self._model, self._grad_scaler = model, grad_scaler
+        self._model, self._grad_scaler = _unwrapped(model), grad_scaler
+        self._num_modules = sum(1 for _ in self._model.modules())
         self._solver: Solver = SOLVERS[self.settings.solver]()
-        self._blocks: dict[str, _Block] = {}
-        self._register([re.compile(pattern) for pattern in skip])
-        self._turns: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._exchange = Exchange(grid(world_size, self.settings.grad_worker_fraction))
+        self._blocks = self._register([re.compile(pattern) for pattern in skip])
+        self._turns: dict[tuple[str, int], dict[str, int]] = {}
         self._cosines: dict[str, Tensor] = {}
         self._arm()
 
     def __getattr__(self, name: str) -> object:
         if name in KFACSettings.__dataclass_fields__:
-            return getattr(self.__dict__["settings"], name)
+            return getattr(self.settings, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in KFACSettings.__dataclass_fields__:
             object.__setattr__(self, name, value)
-        elif name in ("solver", "stagger"):
-            raise AttributeError(f"{name}: cannot be changed; build the preconditioner anew")
-        else:
+        elif name in CHANGEABLE:
             setattr(self.settings, name, value)
+        else:
+            raise AttributeError(f"{name}: cannot be changed; build the preconditioner anew")
 
     # --- what a training loop calls ---
 
     @torch.no_grad()
     def step(self) -> None:
-        """Precondition the gradients, in place. Raises RuntimeError when no layer has any."""
+        """Precondition the gradients, in place. Raises RuntimeError when no layer has any.
+
+        Every rank calls it, after the same layers were used.
+        """
         with_gradient = {name: block for name, block in self._blocks.items() if block.has_gradient()}
         if not with_gradient:
             raise RuntimeError("no layer has a gradient: call loss.backward() before step()")
         self._update_factors()
         self._refresh()
-        self._precondition({name: block for name, block in with_gradient.items() if block.is_ready()})
+        self._precondition({name: block for name, block in with_gradient.items() if self._is_ready(block)})
         self.steps += 1
         self._arm()
 
@@ -141,69 +114,93 @@ class KFAC:
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
         """A layer's current (a_factor, g_factor): [G, n, n] (an embedding's [1, n], a diagonal) and [G, m, m]; of a
-        norm the one (unit_factor,), [U, k, k].
+        norm the one (unit_factor,), [U, k, k]. Empty on ranks that do not own the layer.
         """
         return tuple(average.value for average in self._blocks[name].averages.values())
 
+    def layers(self) -> dict[str, int]:
+        """The layers that are preconditioned, and the rank that owns each; a norm belongs to all, noted as -1."""
+        return {name: -1 if block.is_norm else block.place.owner for name, block in self._blocks.items()}
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """Those of a layer."""
+        return self._blocks[name].layer.parameters()
+
     def skipped(self) -> int:
-        """How many factors of a step were left out, since they were not finite."""
+        """How many factors of a step were left out on this rank, since they were not finite."""
         return sum(int(average.skipped) for block in self._blocks.values() for average in block.averages.values())
 
     def fallbacks(self) -> int:
-        """How many times no solution was found, and the one before stayed in use."""
-        return self._solver.fallbacks
+        """How many times no solution was found on this rank, and the one before stayed in use."""
+        return int(self._solver.fallbacks)
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes on this rank: of the factors, of the solutions, and of what was captured since the last step."""
         kinds = {"factors": 0, "solutions": 0, "captured": 0}
         for block in self._blocks.values():
             kinds["factors"] += sum(average.value.nbytes for average in block.averages.values())
-            kinds["solutions"] += sum(tensor.nbytes for tensor in (block.state or {}).values())
-            kinds["captured"] += sum(tensor.nbytes for tensor in block.capture.moments.values())
+            kinds["solutions"] += sum(tensor.nbytes for tensor in block.state.values())
+            kinds["captured"] += sum(tensor.nbytes for tensor in (block.capture.moments | block.new).values())
         return kinds
 
-    def state_dict(self) -> dict:
-        """All that the next steps depend on, apart from the settings; tensors, numbers and text."""
-        return {
-            "steps": self.steps,
-            "solver": self.settings.solver,
-            "layers": {name: block.state_dict() for name, block in self._blocks.items()},
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go on as the preconditioner whose state it is.
-
-        Raises ValueError when that had other layers, shapes or another solver; nothing is changed then.
-        """
-        if state["solver"] != self.settings.solver:
-            raise ValueError(f"solver: the state is of {state['solver']!r}, this preconditioner has {self.solver!r}")
-        missing, unknown = self._blocks.keys() - state["layers"].keys(), state["layers"].keys() - self._blocks.keys()
-        if missing or unknown:
-            raise ValueError(f"layers: the state lacks {sorted(missing)}, and has {sorted(unknown)} besides")
-        for name, block in self._blocks.items():
-            averages, mine = state["layers"][name]["averages"], block.layer.shapes()
-            saved = {factor: tuple(average["value"].shape) for factor, average in averages.items()}
-            if saved != mine:
-                raise ValueError(f"layer {name}: the state's factors are {saved}, the model's {mine}")
-        self.steps = state["steps"]
-        self._turns.clear()
-        for name, block in self._blocks.items():
-            block.load_state_dict(state["layers"][name])
-        self._arm()
-
-    def layers(self) -> list[str]:
-        """The names of the layers that are preconditioned."""
-        return list(self._blocks)
+    def communication(self) -> dict[str, float]:
+        """Bytes a step that this rank has given to collectives, by kind, in the mean over all steps so far."""
+        sent = self._exchange.bytes_sent
+        return {kind: sent[kind] / max(1, self.steps) for kind in ("factors", "solutions", "gradients")}
 
     def remove(self) -> None:
         """Take the hooks away."""
         for block in self._blocks.values():
             block.capture.remove()
 
+    # --- state ---
+
+    def state_dict(self) -> dict:
+        """All that the next steps depend on, apart from the settings: of the layers that this rank owns."""
+        return {
+            "steps": self.steps,
+            "solver": self.settings.solver,
+            "layers": {name: block.state_dict() for name, block in self._blocks.items() if block.is_owner},
+        }
+
+    def load_state_dict(self, *states: dict) -> None:
+        """Go on where another preconditioner of the same model was. `states`: of all its ranks, however many.
+
+        Raises ValueError when they had other layers, shapes or another solver; nothing is changed then.
+        """
+        layers = {name: saved for state in states for name, saved in state["layers"].items()}
+        solvers = {state["solver"] for state in states}
+        if solvers != {self.settings.solver}:
+            raise ValueError(f"solver: the state is of {', '.join(sorted(solvers))}, not {self.settings.solver}")
+        missing, unknown = sorted(self._blocks.keys() - layers.keys()), sorted(layers.keys() - self._blocks.keys())
+        if missing or unknown:
+            raise ValueError(f"layers: the states (of all ranks?) lack {missing}, and have {unknown} besides")
+        for name, block in self._blocks.items():
+            saved = {factor: tuple(of["value"].shape) for factor, of in layers[name]["averages"].items()}
+            if saved != block.layer.shapes():
+                raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
+        self.steps = states[0]["steps"]
+        self._turns.clear()
+        for name, block in self._blocks.items():
+            block.load_state_dict(layers[name], block.place.column == self._exchange.column)
+        self._arm()
+
     # --- registration ---
 
-    def _register(self, skip: list[re.Pattern]) -> None:
-        unsupported, seen = [], set()
+    def _register(self, skip: list[re.Pattern]) -> dict[str, Block]:
+        layers = self._find_layers(skip)
+        if not layers:
+            raise ValueError("model: it has no layer that K-FAC can precondition")
+        costs = {name: cost(layer.shapes()) for name, layer in layers.items() if not isinstance(layer, Norm)}
+        places = place(costs, self._exchange.grid, self.settings.inv_update_steps)
+        rank, blocks = self._exchange.rank, {}
+        for name, layer in layers.items():
+            capture = Capture(layer, self._gradient_scale, partial(self._captured, name))
+            blocks[name] = Block(capture, places.get(name, Place(0, 0)), rank)
+        return blocks
+
+    def _find_layers(self, skip: list[re.Pattern]) -> dict[str, Layer]:
+        layers, unsupported, seen = {}, [], set()
         for name, module in self._model.named_modules():
             own = list(module.parameters(recurse=False))
             if not any(parameter.requires_grad for parameter in own):
@@ -217,86 +214,104 @@ class KFAC:
                 unsupported.append(f"{name} ({type(module).__name__})")
             elif seen.isdisjoint(map(id, layer.parameters())):  # of tied weights, the first layer
                 seen.update(map(id, layer.parameters()))
-                self._blocks[name] = _Block(layer, self._gradient_scale)
-        if not self._blocks:
-            raise ValueError("model: it has no layer that K-FAC can precondition")
+                layers[name] = layer
         if unsupported:
             logger.info("K-FAC leaves the gradients of these as they are: %s", ", ".join(unsupported))
-        self._num_modules = sum(1 for _ in self._model.modules())
+        return layers
 
     def _gradient_scale(self) -> float | Tensor:
-        """What makes of a scaled mean's gradient those of each sample's own loss, for one sample."""
         scaler = self._grad_scaler
         if scaler is None or not scaler.is_enabled():
-            return float(self.accumulation_steps)
+            return float(self.settings.accumulation_steps)
         scale = scaler._scale  # on the device; get_scale() would wait for it
-        return self.accumulation_steps / (scaler.get_scale() if scale is None else scale)
+        return self.settings.accumulation_steps / (scaler.get_scale() if scale is None else scale)
 
     # --- a step ---
 
+    def _captured(self, name: str, num_micro_batches: int) -> None:
+        """In the backward pass: with the last micro-batch, a layer's factors may be sent."""
+        if num_micro_batches == self.settings.accumulation_steps:
+            self._begin_update(self._blocks[name])
+
+    def _begin_update(self, block: Block) -> None:
+        parts = block.begin_update()
+        if not self.settings.local_factors or block.is_norm:
+            self._exchange.start_reducing(parts, None if block.is_norm else block.place.owner)
+
     def _update_factors(self) -> None:
-        if any(block.capture.moments for block in self._blocks.values()):
-            self._look_for_new_modules()
         for block in self._blocks.values():
-            if block.capture.moments:
-                block.num_rows = block.capture.num_rows
-                for name, new in block.capture.factors().items():
-                    block.averages[name].update(new, self.factor_decay)
-                block.updated = True
-            block.capture.clear()
+            if block.capture.moments:  # of which not all was there in the backward pass
+                self._begin_update(block)
+        self._exchange.finish_reducing()
+        updated = [block for block in self._blocks.values() if block.new]
+        for block in updated:
+            block.end_update(self.settings.factor_decay)
+        if updated:
+            self._look_for_new_modules()
 
     def _refresh(self) -> None:
+        due: dict[int, list[Part]] = {}
         for name, block in self._blocks.items():
-            if isinstance(block.layer, Norm) or not block.updated:
+            if block.is_norm or not block.has_factors:
                 continue
-            if block.state is None or self._is_turn(name, "refresh", self.steps):
-                a, g = (average.value for average in block.averages.values())
-                found = self._solver.refresh(a, g, self.damping, block.state)
-                if found is None:
-                    self._solver.fallbacks += 1
-                    kept = "keeps the one before" if block.state else "keeps its raw gradient"
-                    logger.warning("K-FAC: no solution for layer %s at step %d; it %s", name, self.steps, kept)
-                else:
-                    block.state = found
+            if block.has_solution and not self._is_turn(name, "refresh", self.steps):
+                continue
+            block.has_solution = True
+            if block.place.column == self._exchange.column:
+                block.refresh(self._solver, self.settings.damping)
+                due.setdefault(block.place.owner, []).extend(block.solution(self._solver))
+        self._exchange.send_solutions(due)
 
-    def _precondition(self, blocks: dict[str, _Block]) -> None:
-        raw, found = {}, {}
+    def _is_ready(self, block: Block) -> bool:
+        return block.has_factors if block.is_norm else block.has_solution
+
+    def _precondition(self, blocks: dict[str, Block]) -> None:
+        column, damping = self._exchange.column, self.settings.damping
+        found, numbers, sent = {}, {}, {}
         for name, block in blocks.items():
-            raw[name] = block.layer.gradient().to(block.dtype)
-            found[name] = self._solution(block, raw[name])
-        products = torch.stack([(raw[name] * found[name]).sum(dtype=torch.float32) for name in blocks])
-        sizes = torch.stack([raw[name].norm() * found[name].norm() for name in blocks]).to(products)
-        self._cosines = dict(zip(blocks, (products / sizes).unbind(), strict=True))
-        if self.kl_clip is not None and self.lr > 0:
-            divergence = (products.sum() * self.lr**2).clamp(min=torch.finfo(products.dtype).tiny)
-            scale = (self.kl_clip / divergence).sqrt().clamp(max=1)
-            torch._foreach_mul_(list(found.values()), scale)
+            raw = block.layer.gradient().to(block.dtype)
+            if block.is_norm or block.place.column == column:
+                found[name] = block.precondition(self._solver, raw, damping)
+                product = (raw * found[name]).sum(dtype=torch.float64)
+                numbers[name] = torch.stack([product, product / (raw.norm() * found[name].norm())]).to(block.dtype)
+            else:
+                found[name], numbers[name] = torch.empty_like(raw), raw.new_empty(2)
+            if not block.is_norm:
+                sent.setdefault(block.place.column, []).extend((Part(found[name]), Part(numbers[name])))
+        self._exchange.send_gradients(sent)
+        self._cosines = {name: cosine for name, (_, cosine) in numbers.items()}
+        self._clip(list(found.values()), [product for product, _ in numbers.values()])
         for name, block in blocks.items():
             block.layer.set_gradient(found[name])
 
-    def _solution(self, block: _Block, gradient: Tensor) -> Tensor:
-        if isinstance(block.layer, Norm):
-            (average,) = block.averages.values()
-            return unit_solution(average.value, gradient, self.damping)
-        return self._solver.precondition(block.state, gradient, self.damping)
+    def _clip(self, gradients: list[Tensor], products: list[Tensor]) -> None:
+        kl_clip, lr = self.settings.kl_clip, self.settings.lr
+        if kl_clip is None or lr == 0 or not gradients:
+            return
+        divergence = (torch.stack(products).sum() * lr**2).clamp(min=torch.finfo(torch.float32).tiny)
+        torch._foreach_mul_(gradients, (kl_clip / divergence).sqrt().clamp(max=1))
 
     # --- whose turn it is ---
 
     def _arm(self) -> None:
         """Have those layers captured whose factors the next step updates."""
         for name, block in self._blocks.items():
-            block.capture.wanted = not block.updated or self._is_turn(name, "update", self.steps)
+            here = block.is_owner or not self.settings.local_factors
+            block.capture.wanted = not block.has_factors or (here and self._is_turn(name, "update", self.steps))
 
     def _is_turn(self, name: str, work: str, step: int) -> bool:
-        every = self.factor_update_steps if work == "update" else self.inv_update_steps
+        every = self.settings.factor_update_steps if work == "update" else self.settings.inv_update_steps
         return step % every == self._turn(work, every).get(name, 0)
 
     def _turn(self, work: str, every: int) -> dict[str, int]:
         """In which step of `every` each layer works; the first step, in which all do, has told what that costs."""
-        if not self.stagger or every == 1 or self.steps == 0:
+        if not self.settings.stagger or every == 1 or self.steps == 0:
             return {}
         if (work, every) not in self._turns:
-            costs = {name: block.cost(work) for name, block in self._blocks.items()}
+            costs = {
+                name: block.update_cost() if work == "update" else block.cost().refresh
+                for name, block in self._blocks.items()
+            }
             self._turns[work, every] = spread(costs, every)
         return self._turns[work, every]
 
@@ -310,42 +325,7 @@ class KFAC:
             self._num_modules = number
 
 
-class _Block:
-    """A layer and what is known of it."""
-
-    def __init__(self, layer: Layer, gradient_scale) -> None:
-        self.layer = layer
-        self.capture = Capture(layer, gradient_scale)
-        weight = layer.module.weight
-        self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.averages = {
-            name: RunningAverage(shape, self.dtype, weight.device) for name, shape in layer.shapes().items()
-        }
-        self.state: State | None = None
-        self.updated = False
-        self.num_rows = 0
-
-    def state_dict(self) -> dict:
-        averages = {name: average.state_dict() for name, average in self.averages.items()}
-        return {"averages": averages, "solution": self.state, "updated": self.updated, "num_rows": self.num_rows}
-
-    def load_state_dict(self, state: dict) -> None:
-        for name, average in self.averages.items():
-            average.load_state_dict(state["averages"][name])
-        device, solution = self.layer.module.weight.device, state["solution"]
-        self.state = solution and {name: tensor.to(device, copy=True) for name, tensor in solution.items()}
-        self.updated, self.num_rows = state["updated"], state["num_rows"]
-        self.capture.clear()
-
-    def has_gradient(self) -> bool:
-        return all(parameter.grad is not None for parameter in self.layer.parameters())
-
-    def is_ready(self) -> bool:
-        return self.updated if isinstance(self.layer, Norm) else self.state is not None
-
-    def cost(self, work: str) -> float:
-        """Floating-point operations, up to a factor."""
-        shapes = [shape for shape in self.layer.shapes().values() if len(shape) == 3]
-        if work == "refresh":
-            return float(sum(groups * n**3 for groups, n, _ in shapes))
-        return float(sum(groups * n * n * self.num_rows for groups, n, _ in shapes))
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Out of DistributedDataParallel and torch.compile: names are those of the model itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return model if inner is None else _unwrapped(inner)

@@ -6,29 +6,42 @@ With a_factor A, g_factor G, damping λ and a gradient D (one row an output), th
     cholesky    (G + √λ/π I) D' (A + π √λ I) = D                 (on each factor: Martens and Grosse 2015, 6.3)
     newton      the same, its inverses by Newton's iteration from the ones before
 
-where π² is the ratio of the mean eigenvalues of A and G. G groups, n inputs and m outputs of a group
+where π² is the ratio of the mean eigenvalues of A and G.
+
+G groups, n inputs and m outputs of a group. A factor is [G, n, n], or [1, n] for a diagonal.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]  # named as in a state_dict
+logger = logging.getLogger(__name__)
+
+State = dict[str, Tensor]  # what is kept of a pair of factors between refreshes, named as in a state_dict
 NEWTON_STEPS = 12
-NEWTON_RESIDUAL = 1e-3  # of I - M X, in the largest element: a solution beyond is not used
 
 
 class Solver(ABC):
-    """What is kept of a pair of factors between refreshes."""
+    """`fallbacks`: how many decompositions have failed. What was there before is then kept; at first, that leaves the
+    gradient as it is.
+    """
 
-    fallbacks = 0  # decompositions that did not converge, since when what was there before is used
+    symmetric = False  # are the matrices of a state?
+
+    def __init__(self) -> None:
+        self.fallbacks: int | Tensor = 0
 
     @abstractmethod
-    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State | None) -> State | None:
-        """Of [G, n, n], or [1, n] for a diagonal, and [G, m, m]; None when it fails."""
+    def empty(self, a_factor: Tensor, g_factor: Tensor) -> State:
+        """A state for factors of these shapes that leaves gradients (about) as they are."""
+
+    @abstractmethod
+    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State) -> State:
+        """The state of new factors."""
 
     @abstractmethod
     def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
@@ -36,18 +49,31 @@ class Solver(ABC):
 
 
 class Eigen(Solver):
-    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State | None) -> State | None:
-        g = _eigh(g_factor)
-        if a_factor.dim() == 2:
-            return None if g is None else {"a_values": a_factor.clone(), "g_values": g[0], "g_vectors": g[1]}
-        a = _eigh(a_factor)
-        if a is None or g is None:
-            return None
-        return {"a_values": a[0], "a_vectors": a[1], "g_values": g[0], "g_vectors": g[1]}
+    def empty(self, a_factor: Tensor, g_factor: Tensor) -> State:
+        state = {}
+        for name, factor in (("a", a_factor), ("g", g_factor)):
+            state[f"{name}_values"] = torch.ones_like(factor[..., 0]) if factor.dim() == 3 else torch.ones_like(factor)
+            if factor.dim() == 3:
+                state[f"{name}_vectors"] = _identity(factor)
+        return state
+
+    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State) -> State:
+        state = {}
+        for name, factor in (("a", a_factor), ("g", g_factor)):
+            if factor.dim() == 2:
+                state[f"{name}_values"] = factor.clone()
+                continue
+            found = _eigh(factor)
+            if found is None:
+                self.fallbacks += 1
+                logger.warning("K-FAC: no eigenvectors of a factor %s; those before stay", tuple(factor.shape))
+                return before
+            state[f"{name}_values"], state[f"{name}_vectors"] = found
+        return state
 
     def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
         rotated = self.rotate(state, gradient)
-        rotated = rotated / (state["g_values"][:, :, None] * state["a_values"][:, None] + damping)
+        rotated /= (state["g_values"][:, :, None] * state["a_values"][:, None]).add_(damping)
         return self.rotate_back(state, rotated)
 
     @staticmethod
@@ -63,12 +89,15 @@ class Eigen(Solver):
 
 
 class Cholesky(Solver):
-    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State | None) -> State | None:
+    symmetric = True
+
+    def empty(self, a_factor: Tensor, g_factor: Tensor) -> State:
+        a = _identity(a_factor) if a_factor.dim() == 3 else torch.ones_like(a_factor)
+        return {"a_inverse": a, "g_inverse": _identity(g_factor)}
+
+    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State) -> State:
         a, g = damped(a_factor, g_factor, damping)
-        a_inverse, g_inverse = self._inverse(a, before and before["a_inverse"]), self._inverse(
-            g, before and before["g_inverse"]
-        )
-        return None if a_inverse is None or g_inverse is None else {"a_inverse": a_inverse, "g_inverse": g_inverse}
+        return {name: self._inverse(new, before[name]) for name, new in (("a_inverse", a), ("g_inverse", g))}
 
     def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
         gradient = state["g_inverse"] @ gradient
@@ -76,31 +105,29 @@ class Cholesky(Solver):
             return gradient * state["a_inverse"][:, None]
         return gradient @ state["a_inverse"]
 
-    def _inverse(self, factor: Tensor, before: Tensor | None) -> Tensor | None:
+    def _inverse(self, factor: Tensor, before: Tensor) -> Tensor:
         if factor.dim() == 2:
             return 1 / factor
         triangle, info = torch.linalg.cholesky_ex(factor)
-        if not factor.is_cuda and info.any():  # on a GPU, to ask would be to wait
-            return None
-        return torch.cholesky_inverse(triangle)
+        failed = info != 0  # stays on the device: to ask would be to wait
+        self.fallbacks = self.fallbacks + failed.sum()
+        return torch.where(failed[:, None, None], before, torch.cholesky_inverse(triangle))
 
 
 class Newton(Cholesky):
-    """X ← X (2 I - M X), which converges where the spectral norm of I - M X is below 1; else Cholesky's inverse."""
+    """X ← X (2 I - M X), which converges where the norm of I - M X is below 1; else Cholesky's inverse."""
 
-    def _inverse(self, factor: Tensor, before: Tensor | None) -> Tensor | None:
-        if factor.dim() == 2 or before is None:
-            return super()._inverse(factor, before)
-        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-        inverse = before
-        for _ in range(NEWTON_STEPS):
-            residual = identity - factor @ inverse
-            size = torch.linalg.matrix_norm(residual)
-            if not (size < 1).all():  # NaN, too
-                break
-            inverse = inverse + inverse @ residual
-            if (residual.abs().amax() < NEWTON_RESIDUAL).item():
-                return (inverse + inverse.mT) / 2
+    def _inverse(self, factor: Tensor, before: Tensor) -> Tensor:
+        if factor.dim() == 3:
+            inverse, identity = before, _identity(factor)
+            for _ in range(NEWTON_STEPS):
+                residual = identity - factor @ inverse
+                size = torch.linalg.matrix_norm(residual).amax()
+                if not size < 1:  # NaN, too
+                    break
+                inverse = inverse + inverse @ residual
+                if size**2 < torch.finfo(factor.dtype).eps ** 0.75:  # the new inverse's is the square of that before
+                    return (inverse + inverse.mT) / 2
         return super()._inverse(factor, before)
 
 
@@ -128,6 +155,10 @@ def _plus(factor: Tensor, shift_G: Tensor) -> Tensor:
     return factor
 
 
+def _identity(factor: Tensor) -> Tensor:
+    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand(factor.shape).contiguous()
+
+
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
     """Eigenvalues (none below zero) and eigenvectors; None where no way converges."""
     for matrix in (factor, factor.double().cpu()):
@@ -142,8 +173,7 @@ def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def unit_solution(unit_factor: Tensor, gradient: Tensor, damping: float) -> Tensor:
     """(F + λ I)⁻¹ d for each unit of a norm: [U, k, k] and [U, k] to [U, k]."""
-    identity = torch.eye(unit_factor.shape[-1], dtype=unit_factor.dtype, device=unit_factor.device)
-    matrix = unit_factor + damping * identity
+    matrix = _plus(unit_factor, torch.full_like(unit_factor[:, 0, 0], damping))
     if matrix.shape[-1] == 1:
         return gradient / matrix[:, 0]
     # Cramer's rule: no library call for thousands of 2×2 matrices, and nothing that can fail.

@@ -1,0 +1,149 @@
+"""K-FAC over several ranks is K-FAC on one, whoever does what."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.kfac import KFAC
+from trainer.kfac.assignment import Cost, grid, place, spread
+from trainer.kfac.exchange import Part, pack, unpack
+
+CHILD = Path(__file__).with_name("kfac_child.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return {}
+
+
+def trained(start, tmp_path, results, ranks):
+    if ranks not in results:
+        child = start(CHILD, tmp_path / "found", ranks=ranks)
+        _, errors = child.communicate(timeout=300)
+        assert child.returncode == 0, errors[-3000:]
+        results[ranks] = torch.load(tmp_path / "found", weights_only=True)
+    return results[ranks]
+
+
+def close(found, wanted, tolerance=1e-10):
+    """Over all weights."""
+    assert found.keys() == wanted.keys()
+    found, wanted = (torch.cat([value.flatten() for value in weights.values()]) for weights in (found, wanted))
+    assert (found - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_any_number_of_ranks_learns_the_same(start, tmp_path, results, ranks):
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
+    ways = [way for way in found if way != "local"]
+    assert len(ways) == 11
+    for way in ways:
+        kind = way.split()[0]
+        close(found[way]["weights"], alone[f"{kind} 1.00"]["weights"], 1e-6 if "float32" in kind else 1e-10)
+        cosines = alone[f"{kind} 1.00"]["cosines"]
+        assert found[way]["cosines"] == pytest.approx(cosines, abs=1e-4)
+
+
+def test_factors_of_the_owners_batch_are_others_but_learn(start, tmp_path, results):
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, 2))
+    assert "local" in found and alone["local"]["weights"].keys() == found["local"]["weights"].keys()
+    wanted = alone["eigen 1.00"]["weights"]
+    close(alone["local"]["weights"], wanted)
+    different = [(found["local"]["weights"][name] - wanted[name]).norm() for name in wanted]
+    assert max(different) > 1e-4 and all(value.isfinite().all() for value in found["local"]["weights"].values())
+    sent = found["local"]["bytes"][0]
+    assert sent["factors"] < found["eigen 0.50"]["bytes"][0]["factors"] / 10  # of norms alone
+
+
+def test_memory_and_traffic_are_shared(start, tmp_path, results):
+    """Each factor is kept once, each solution by as many ranks as the fraction says, and gradients are sent instead."""
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, 4))
+    whole = alone["eigen 1.00"]["memory"]
+    for way, copies in (("eigen 1.00", 4), ("eigen 0.50", 2), ("eigen 0.25", 1)):
+        solutions = sum(of["solutions"] for of in found[way]["memory"])
+        assert solutions == copies * whole["solutions"]
+        assert sum(of["factors"] for of in found[way]["memory"]) < 1.1 * whole["factors"]  # norms' on every rank
+    sent = {way: {k: sum(of[k] for of in found[way]["bytes"]) for k in ("solutions", "gradients")} for way in found}
+    gradients = [sent[f"eigen {fraction}"]["gradients"] for fraction in ("1.00", "0.50", "0.25")]
+    assert gradients[0] == 0 < gradients[2] <= gradients[1]  # a half: from two ranks of each column
+    assert sent["eigen 0.25"]["solutions"] == 0 < sent["eigen 0.50"]["solutions"]
+
+
+def test_a_state_fits_any_number_of_ranks(start, tmp_path, results, monkeypatch):
+    """Of four ranks, each with its own layers, on one; all of them are needed."""
+    found = trained(start, tmp_path, results, 4)
+    monkeypatch.setattr(sys, "argv", [str(CHILD), str(tmp_path / "again")])
+    network = runpy.run_path(str(CHILD))["network"]
+    states = found["eigen 0.25"]["state"]
+    assert not set.intersection(*({n for n in state["layers"] if n not in ("1", "8")} for state in states))
+    preconditioner = KFAC(network())
+    preconditioner.load_state_dict(*states)
+    assert all(preconditioner.factors(name)[0].any() for name in preconditioner.layers())
+    with pytest.raises(ValueError, match=r"the states \(of all ranks\?\) lack \['"):
+        preconditioner.load_state_dict(*states[:2])
+
+
+# --- who does what ---
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=30), st.integers(1, 12))
+def test_the_fullest_bin_is_near_the_best_possible(costs, num_bins):
+    found = spread(costs, num_bins)
+    assert found.keys() == costs.keys() and set(found.values()) <= set(range(num_bins))
+    loads = [sum(costs[job] for job in costs if found[job] == number) for number in range(num_bins)]
+    least = max([sum(costs.values()) / num_bins, *costs.values()], default=0)
+    assert max(loads) <= (4 / 3 + 1) * least + 1e-6
+    assert spread(dict(reversed(costs.items())), num_bins) == found
+
+
+def test_jobs_are_spread_evenly():
+    assert spread({"a": 4, "b": 3, "c": 3, "d": 2}, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fraction", "shape"),
+    [(1, 1.0, (1, 1)), (4, 1.0, (4, 1)), (4, 0.5, (2, 2)), (4, 0.25, (1, 4)), (6, 1 / 3, (2, 3)),
+     (96, 1 / 48, (2, 48))],
+)  # fmt: skip
+def test_grids(world_size, fraction, shape):
+    found = grid(world_size, fraction)
+    assert found == shape
+    columns = [found.column(number) for number in range(found.num_columns)]
+    assert sorted(rank for column in columns for rank in column) == list(range(world_size))
+    for rank in range(world_size):
+        assert rank in found.row(rank) and len(found.row(rank)) == found.num_columns
+        assert all(len(set(found.row(rank)) & set(column)) == 1 for column in columns)
+
+
+@pytest.mark.parametrize(("world_size", "fraction"), [(4, 0.3), (4, 0.75), (3, 0.5), (1, 0.5)])
+def test_fractions_that_make_no_equal_groups_are_refused(world_size, fraction):
+    with pytest.raises(ValueError, match=f"grad_worker_fraction: {fraction} .* of {world_size} ranks; allowed: 1/"):
+        grid(world_size, fraction)
+
+
+def test_owners_are_in_their_column_and_share_the_work():
+    costs = {f"layer{i}": Cost(float(i**3), float(i**2)) for i in range(1, 20)}
+    for fraction in (1.0, 0.5, 0.25):
+        of = grid(4, fraction)
+        places = place(costs, of, 10)
+        assert all(owner in of.column(column) for owner, column in places.values())
+        assert {owner for owner, _ in places.values()} == {0, 1, 2, 3}
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_what_is_packed_comes_out_again(n, groups, symmetric):
+    matrix = torch.randn(groups, n, n)
+    matrix = matrix + matrix.mT if symmetric else matrix
+    parts = [Part(matrix, symmetric), Part(torch.randn(3))]
+    flat = pack(parts)
+    assert len(flat) == groups * (n * (n + 1) // 2 if symmetric else n * n) + 3
+    into = [Part(torch.empty_like(part.tensor), part.symmetric) for part in parts]
+    unpack(flat, into)
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(into, parts, strict=True))

@@ -1,0 +1,101 @@
+"""A layer's block of the curvature: what is known of it on this rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .assignment import Cost, Place
+from .averages import RunningAverage
+from .capture import Capture
+from .exchange import Part
+from .layers import Norm
+from .solvers import Solver, State, unit_solution
+
+
+class Block:
+    """The owner of a block has the averages of its factors, and the ranks of its column the solution. A norm's block is
+    small: every rank has all of it, and there is no solution to keep.
+    """
+
+    def __init__(self, capture: Capture, place: Place, rank: int) -> None:
+        self.capture, self.layer, self.place = capture, capture.layer, place
+        weight = self.layer.module.weight
+        self.device, self.dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
+        self.is_norm = isinstance(self.layer, Norm)
+        self.is_owner = self.is_norm or place.owner == rank
+        shapes = self.layer.shapes() if self.is_owner else {}
+        self.averages = {name: RunningAverage(shape, self.dtype, self.device) for name, shape in shapes.items()}
+        self.new: dict[str, Tensor] = {}  # the factors of this step
+        self.state: State = {}
+        self.num_rows = 0
+        self.has_factors = self.has_solution = False
+
+    def begin_update(self) -> list[Part]:
+        """The factors of this step, to be averaged over the ranks."""
+        self.new, self.num_rows = self.capture.factors(), self.capture.num_rows
+        self.capture.clear()
+        return [Part(factor, factor.dim() == 3) for factor in self.new.values()]
+
+    def end_update(self, decay: float) -> None:
+        for name, average in self.averages.items():
+            average.update(self.new[name], decay)
+        self.new, self.has_factors = {}, True
+
+    def refresh(self, solver: Solver, damping: float) -> None:
+        """On the owner: compute the solution; on others of the column: make room for it."""
+        if not self.state:
+            shapes = self.layer.shapes().values()
+            self.state = solver.empty(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes))
+        if self.is_owner:
+            a, g = (average.value for average in self.averages.values())
+            state = solver.refresh(a, g, damping, self.state)
+            # As those have it whom it is sent: products with another layout are rounded otherwise.
+            self.state = {name: tensor.contiguous() for name, tensor in state.items()}
+
+    def solution(self, solver: Solver) -> list[Part]:
+        return [Part(tensor, solver.symmetric and tensor.dim() == 3) for tensor in self.state.values()]
+
+    def precondition(self, solver: Solver, gradient: Tensor, damping: float) -> Tensor:
+        if self.is_norm:
+            return unit_solution(self.averages["unit"].value, gradient, damping)
+        return solver.precondition(self.state, gradient, damping)
+
+    def has_gradient(self) -> bool:
+        return all(parameter.grad is not None for parameter in self.layer.parameters())
+
+    def cost(self) -> Cost:
+        return cost(self.layer.shapes())
+
+    def update_cost(self) -> float:
+        return float(sum(shape[0] * shape[1] ** 2 for shape in self.layer.shapes().values()) * self.num_rows)
+
+    def state_dict(self) -> dict:
+        return {
+            "averages": {name: average.state_dict() for name, average in self.averages.items()},
+            "solution": self.state,
+            "num_rows": self.num_rows,
+            "has_factors": self.has_factors,
+            "has_solution": self.has_solution,
+        }
+
+    def load_state_dict(self, state: dict, in_column: bool) -> None:
+        for name, average in self.averages.items():
+            average.load_state_dict(state["averages"][name])
+        solution = state["solution"] if in_column else {}
+        self.state = {name: tensor.to(self.device, copy=True) for name, tensor in solution.items()}
+        self.num_rows, self.has_factors, self.has_solution = (
+            state[name] for name in ("num_rows", "has_factors", "has_solution")
+        )
+        self.new = {}
+        self.capture.clear()
+
+
+def cost(shapes: dict[str, tuple[int, ...]]) -> Cost:
+    """Of a layer with factors of these shapes, up to a factor; a diagonal and a norm's units cost next to nothing."""
+    if "unit" in shapes:
+        return Cost(0.0, 0.0)
+    a, g = shapes["a"], shapes["g"]
+    groups, n, m = a[0], a[1], g[1]
+    refresh = groups * (m**3 + (n**3 if len(a) == 3 else 0))
+    return Cost(float(refresh), float(2 * groups * (m * m * n + (m * n * n if len(a) == 3 else 0))))

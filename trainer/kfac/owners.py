@@ -1,0 +1,51 @@
+"""In place of DDP's all-reduce: each layer's gradient is reduced to its owner, which preconditions it and sends the
+result to all. That takes as many bytes as the all-reduce (which is a reduction and a broadcast, too), and K-FAC sends
+nothing besides.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .preconditioner import KFAC
+
+
+def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> None:
+    """Register a communication hook with DDP, for a `preconditioner` of this model with one worker a layer.
+
+    Until `preconditioner.step()` the gradients of layers are then those of the rank alone, on all but their owner.
+    Raises ValueError when `grad_worker_fraction` is not 1 / world size.
+    """
+    world_size = dist.get_world_size()
+    if round(preconditioner.grad_worker_fraction * world_size) != 1:
+        raise ValueError(
+            f"grad_worker_fraction: with {preconditioner.grad_worker_fraction} several ranks precondition a layer; "
+            f"allowed here: 1/{world_size}"
+        )
+    owners = {}
+    for name, owner in preconditioner.layers().items():
+        if owner >= 0:
+            owners |= {parameter: owner for parameter in preconditioner.parameters(name)}
+    model.register_comm_hook(None, lambda _, bucket: _reduce(bucket, owners, world_size))
+
+
+def _reduce(
+    bucket: dist.GradBucket, owners: dict[nn.Parameter, int], world_size: int
+) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer().div_(world_size)
+    rest, works = [], []
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if parameter in owners:
+            works.append(dist.reduce(gradient, owners[parameter], async_op=True))
+        else:
+            rest.append(gradient)
+    if rest:
+        flat = torch.cat([gradient.reshape(-1) for gradient in rest])
+        dist.all_reduce(flat)
+        for gradient, part in zip(rest, flat.split([gradient.numel() for gradient in rest]), strict=True):
+            gradient.copy_(part.reshape(gradient.shape))
+    done = torch.futures.collect_all([work.get_future() for work in works])
+    return done.then(lambda _: buffer)
