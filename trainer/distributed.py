@@ -155,6 +155,15 @@ def broadcast(world: World, value: T) -> T:
     return box[0]
 
 
+def gather(world: World, value: T) -> list[T] | None:
+    """Each rank's value, on the first rank."""
+    if world.world_size == 1:
+        return [value]
+    values: list | None = [None] * world.world_size if world.is_main else None
+    dist.gather_object(value, values)
+    return values
+
+
 @torch.no_grad()
 def average_buffers(model: nn.Module, world: World) -> None:
     """Give all ranks the mean of their BN running statistics, so that all evaluate and save one network."""

@@ -21,10 +21,12 @@ from datapipe.loaders.base import Loader
 from . import models, optim
 from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import load_checkpoint, restore_random, save_checkpoint
-from .distributed import World, average_buffers, together, wrap
+from .distributed import World, average_buffers, gather, together, wrap
 from .errors import CheckpointError
+from .kfac import KFAC
 from .metrics import NAME as METRICS
 from .metrics import MetricsFile
+from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
 from .recipe import Recipe, check_resumable, parse
@@ -44,6 +46,7 @@ class Job:
     module: nn.Module
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    preconditioner: KFAC | None
     scaler: torch.amp.GradScaler
     precision: Precision
     clock: Clock
@@ -134,6 +137,18 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     return module, wrap(module, world)
 
 
+def build_preconditioner(
+    recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler
+) -> KFAC | None:
+    """What the recipe asks for, if anything. Raises SettingError."""
+    if recipe.optimizer.preconditioner == "none":
+        return None
+    try:
+        return kfac.build(recipe.kfac, model, scaler, world.world_size)
+    except ValueError as error:
+        raise SettingError(f"kfac: {error}") from error
+
+
 def open_job(
     recipe: Recipe,
     data: Path,
@@ -146,6 +161,8 @@ def open_job(
     """Open everything; `keep_bytes` of the metrics of an earlier part of the run stay."""
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
     module, model = build_network(recipe, world, train_loader)
+    scaler = precision.scaler()
+    preconditioner = build_preconditioner(recipe, world, model, scaler)
     with together(world):
         if world.is_main:
             run.mkdir(parents=True, exist_ok=True)
@@ -164,7 +181,8 @@ def open_job(
         module=module,
         model=model,
         optimizer=optim.build(recipe.optimizer, module),
-        scaler=precision.scaler(),
+        preconditioner=preconditioner,
+        scaler=scaler,
         precision=precision,
         clock=Clock(world.device),
         metrics=metrics,
@@ -178,9 +196,11 @@ def save(job: Job, state: State) -> None:
     job.clock.drain()
     with job.clock.section("checkpoint"):
         average_buffers(job.module, job.world)
+        owned = job.preconditioner and job.preconditioner.state_dict()  # each rank has its own layers
+        states = gather(job.world, owned)
         with together(job.world):
             if job.world.is_main:
-                save_checkpoint(job.run / CHECKPOINT, _content(job, state))
+                save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
 
 
 def _content(job: Job, state: State) -> dict:
@@ -225,6 +245,8 @@ def restore(job: Job, state: State, content: dict) -> None:
         raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
     job.module.load_state_dict(content["model"])
     job.optimizer.load_state_dict(content["optimizer"])
+    if job.preconditioner is not None:
+        job.preconditioner.load_state_dict(*content["preconditioner"])
     job.scaler.load_state_dict(content["scaler"])
     job.train_loader.load_state_dict(content["loader"])
     state.load_state_dict(content["state"])

@@ -18,6 +18,7 @@ from datapipe.loaders import Batch
 from .distributed import average_buffers
 from .evaluate import Evaluation, evaluate
 from .job import Job, save
+from .optim.kfac import set_for_step
 from .state import State
 from .stop import StopSignal
 
@@ -62,7 +63,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             lr = job.learning_rate(state.step)
             loss = _forward_backward(job, batch)
             middle = clock.mark()
-            _update(job, lr)
+            _update(job, state.step, lr)
             clock.add_step(waited_s, begin, middle, clock.mark())
 
             state.step += 1
@@ -73,6 +74,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
                 clock.drain()
                 images = (state.step - line_step) * settings.batch_size
                 _log_line(job, state, lr, images / (clock.training_s - line_s))
+                _log_preconditioner(job, state)
                 line_step, line_s = state.step, clock.training_s
             if stop.agreed(state.step):
                 return False
@@ -92,9 +94,13 @@ def _forward_backward(job: Job, batch: Batch) -> Tensor:
     return loss
 
 
-def _update(job: Job, lr: float) -> None:
+def _update(job: Job, step: int, lr: float) -> None:
     for group in job.optimizer.param_groups:
         group["lr"] = lr
+    if job.preconditioner is not None:
+        job.scaler.unscale_(job.optimizer)
+        set_for_step(job.preconditioner, job.recipe.kfac, step / job.steps_per_epoch, lr)
+        job.preconditioner.step()
     job.scaler.step(job.optimizer)
     job.scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
@@ -166,6 +172,16 @@ def _log_line(job: Job, state: State, lr: float, images_per_s: float) -> None:
         images_per_s=images_per_s,
         elapsed_s=job.clock.elapsed_s,
     )
+
+
+def _log_preconditioner(job: Job, state: State) -> None:
+    """The last step's cosines of raw and preconditioned gradients, by layer: 1 where K-FAC does nothing but scale."""
+    if job.preconditioner is not None:
+        of = job.preconditioner
+        job.metrics.write(
+            "kfac", epoch=state.epoch, step=state.step, cosines=of.cosines(), skipped=of.skipped(),
+            fallbacks=of.fallbacks(), damping=of.damping,
+        )  # fmt: skip
 
 
 def _progress(job: Job, state: State) -> Progress:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from datapipe.errors import SettingError
 
@@ -74,6 +74,7 @@ class Optimizer(_Section):
     """`lr` is meant for a global batch of `lr_batch_size`, and scaled to the one in use by `lr_scaling`."""
 
     name: Annotated[str, _one_of("optimizer", tuple(optim.REGISTRY))] = "sgd"
+    preconditioner: Annotated[str, _one_of("preconditioner", optim.PRECONDITIONERS)] = "none"
     lr: Annotated[float, Field(gt=0)]
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     nesterov: bool = False
@@ -88,6 +89,40 @@ class Optimizer(_Section):
         if self.lr_scaling != "none" and self.lr_batch_size is None:
             raise ValueError(f'lr_scaling = "{self.lr_scaling}" needs lr_batch_size, the batch that lr is for')
         return self
+
+
+def _pairs(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+    return ((0, value),)
+
+
+def _from_the_beginning(pairs: tuple) -> tuple:
+    starts = [start for start, _ in pairs]
+    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError("must be one value, or pairs of an epoch and a value, with epochs that rise from 0")
+    return pairs
+
+
+_Epoch = Annotated[float, Field(ge=0)]
+_Pairs = BeforeValidator(_pairs), AfterValidator(_from_the_beginning)
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Kfac(_Section):
+    """For `preconditioner = "kfac"`. Damping and the two intervals may change with the epoch: [[0, 0.03], [10, 0.003]].
+    `grad_worker_fraction` 0: one rank for each layer.
+    """
+
+    damping: Annotated[tuple[tuple[_Epoch, Positive], ...], *_Pairs] = ((0, 0.003),)
+    factor_update_steps: Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs] = ((0, 10),)
+    inv_update_steps: Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs] = ((0, 100),)
+    factor_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    kl_clip: Annotated[Positive | None, BeforeValidator(_none)] = 0.001
+    solver: Literal["eigen", "cholesky", "newton"] = "eigen"
+    grad_worker_fraction: Fraction = 1.0
+    local_factors: bool = False
+    skip: tuple[str, ...] = ()
 
 
 class _Schedule(_Section):
@@ -158,13 +193,14 @@ class Recipe(_Section):
     data: Data
     model: Model
     optimizer: Optimizer
+    kfac: Kfac = Kfac()
     schedule: Schedule
     train: Train
 
 
 def built_in() -> dict[str, Path]:
     """The recipes that come with the package: name -> TOML file, by name."""
-    return {path.stem: path for path in sorted(BUILT_IN.glob("*.toml"))}
+    return {path.stem: path for path in sorted(BUILT_IN.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:

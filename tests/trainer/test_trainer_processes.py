@@ -63,11 +63,15 @@ def same(a, b) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics):
+KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=3", "kfac.inv_update_steps=5"]
+
+
+@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics, changes):
     seed = random.randrange(10**6)
     steps = sorted(random.Random(seed).sample(range(2, 26), 2))
     print(f"seed {seed}: killed after steps {steps}")
-    every = ["--set", "train.checkpoint_every_steps=3"]
+    every = [word for change in ("train.checkpoint_every_steps=3", *changes) for word in ("--set", change)]
     train = functools.partial(train, env={"OMP_NUM_THREADS": "2"})  # sums over threads must be the same, too
     assert finish(train("whole", *every))[0] == 0
     for step in steps:
@@ -89,6 +93,20 @@ def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics
         assert found["whole"] == found["killed"]  # every line once, with the same numbers
     assert lines["killed"][0]["event"] == "run"
     assert [path.name for path in (tmp_path / "killed").glob(".*")] == []
+
+
+def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
+    """Each layer has one owner, to whom its gradient is reduced; the state of all of them is in the checkpoint."""
+    changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5")
+    changes = [word for change in changes for word in ("--set", change)]
+    for ranks, epochs in ((2, 1), (1, 2), (2, 3)):
+        code, _, err = finish(train("run", "--resume", *changes, "--set", f"train.epochs={epochs}", ranks=ranks))
+        assert code == 0, err
+    lines = metrics(tmp_path / "run")
+    told = [line for line in lines if line["event"] == "kfac"]
+    assert len(told) >= 5 and all(line["skipped"] == line["fallbacks"] == 0 for line in told)
+    assert all(0 < cosine < 0.999 for line in told for cosine in line["cosines"].values())
+    assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 1, 2]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -1,11 +1,17 @@
 """Recipes: what is refused, and in which words."""
 
+import re
+
 import pytest
+import torch
 
 from datapipe.errors import SettingError
+from trainer.optim import kfac
 from trainer.recipe import built_in, check_resumable, load_recipe
 
-NAMES = ["cifar10-resnet32", "fashion-mnist-resnet8", "imagenet-resnet50"]
+NAMES = [
+    "cifar10-resnet32", "cifar10-resnet32-kfac", "fashion-mnist-resnet8", "imagenet-resnet50", "imagenet-resnet50-kfac",
+]  # fmt: skip
 
 
 def test_built_in_recipes_are_valid_and_name_their_source():
@@ -103,3 +109,34 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
     one_cycle = load_recipe("fashion-mnist-resnet8")  # its learning rates depend on the number of epochs
     with pytest.raises(SettingError, match=r"train\.epochs was 3 and is 9"):
         check_resumable(one_cycle, load_recipe("fashion-mnist-resnet8", ["train.epochs=9"]))
+
+
+def test_kfac_changes_with_the_epoch():
+    changes = ["kfac.damping=[[0, 0.03], [10, 0.003]]", "kfac.inv_update_steps=[[0, 1], [2.5, 50]]", "kfac.kl_clip=none"]
+    recipe = load_recipe("cifar10-resnet32-kfac", changes)
+    assert recipe.kfac.kl_clip is None and recipe.kfac.factor_update_steps == ((0, 1),)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    preconditioner = kfac.build(recipe.kfac, model, None, 1)
+    found = []
+    for epoch in (0, 2.4, 2.5, 9.99, 10, 90):
+        kfac.set_for_step(preconditioner, recipe.kfac, epoch, lr=epoch / 10)
+        found.append((preconditioner.damping, preconditioner.inv_update_steps, preconditioner.lr))
+    assert found[:4] == [(0.03, 1, 0), (0.03, 1, 0.24), (0.03, 50, 0.25), (0.03, 50, 0.999)]
+    assert found[4:] == [(0.003, 50, 1), (0.003, 50, 9)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("kfac.damping=0", "kfac.damping[0][1] = 0: must be greater than 0"),
+        ("kfac.damping=[[1, 0.1]]", "epochs that rise from 0"),
+        ("kfac.damping=[[0, 0.1], [0, 0.2]]", "epochs that rise from 0"),
+        ("kfac.inv_update_steps=1.5", "kfac.inv_update_steps[0][1] = 1.5: must be a valid integer"),
+        ("kfac.solver=qr", "kfac.solver = 'qr'"),
+        ("kfac.dampin=1", "did you mean damping?"),
+        ("optimizer.preconditioner=adam", "there is no such preconditioner; allowed: none, kfac"),
+    ],
+)
+def test_bad_settings_of_kfac_are_named(change, message):
+    with pytest.raises(SettingError, match=re.escape(message)):
+        load_recipe("cifar10-resnet32-kfac", [change])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 REGISTRY = {
     "sgd": "sgd:build",
 }
+PRECONDITIONERS = ("none", "kfac")
 
 
 def build(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:

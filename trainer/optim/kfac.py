@@ -1,0 +1,42 @@
+"""K-FAC as a recipe asks for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..kfac import KFAC, reduce_to_owners
+from ..recipe import Kfac
+
+
+def build(settings: Kfac, model: nn.Module, scaler: torch.amp.GradScaler, world_size: int) -> KFAC:
+    """For `model`, in DistributedDataParallel where there are several ranks; its gradients are then reduced to the
+    layers' owners where one rank preconditions each. Raises ValueError.
+    """
+    preconditioner = KFAC(
+        model,
+        skip=settings.skip,
+        grad_scaler=scaler,
+        factor_decay=settings.factor_decay,
+        kl_clip=settings.kl_clip,
+        solver=settings.solver,
+        local_factors=settings.local_factors,
+        grad_worker_fraction=settings.grad_worker_fraction or 1 / world_size,
+        **_scheduled(settings, 0.0),
+    )
+    if isinstance(model, DistributedDataParallel) and settings.grad_worker_fraction == 0:
+        reduce_to_owners(model, preconditioner)
+    return preconditioner
+
+
+def set_for_step(preconditioner: KFAC, settings: Kfac, epoch: float, lr: float) -> None:
+    """What the next step uses. `epoch`: how far the run is, with fractions."""
+    for name, value in _scheduled(settings, epoch).items():
+        setattr(preconditioner, name, value)
+    preconditioner.lr = lr
+
+
+def _scheduled(settings: Kfac, epoch: float) -> dict[str, float]:
+    names = ("damping", "factor_update_steps", "inv_update_steps")
+    return {name: next(value for start, value in reversed(getattr(settings, name)) if start <= epoch) for name in names}
