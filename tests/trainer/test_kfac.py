@@ -388,6 +388,19 @@ def test_models_and_steps_that_make_no_sense():
         KFAC(small()).step()
 
 
+def test_sharded_parameters_are_refused(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
+        with pytest.raises(ValueError, match=r"0: its parameters are sharded \(FSDP2\).*use DDP"):
+            KFAC(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_module_added_later_is_told_of(caplog):
     model = small()
     preconditioner = KFAC(model, **EVERY_STEP)

@@ -209,6 +209,8 @@ class KFAC:
                 continue
             if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own):
                 raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
+            if any(hasattr(parameter, "device_mesh") for parameter in own):  # DTensor
+                raise ValueError(f"{name}: its parameters are sharded (FSDP2), and K-FAC needs whole layers; use DDP")
             layer = layer_of(module)
             if layer is None:
                 unsupported.append(f"{name} ({type(module).__name__})")

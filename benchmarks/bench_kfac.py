@@ -1,0 +1,155 @@
+"""What does K-FAC add to a step of SGD, ours and the published algorithm?
+
+    python -m benchmarks.bench_kfac [--model resnet32 --size 32 --batch-size 128] [--periods 2]
+
+Steps of SGD (fused), of K-FAC with each solver, and of the algorithm as published (benchmarks/peers/kfac_published.py)
+take turns in one process, on the same random images, with factors every 10 steps and solutions every 100, over whole
+periods of 100 after the first steps. Beside the times, what the operations would take by formula. Each one's peak
+memory is that of a process of its own. Writes results/kfac-MODEL.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.measure import environment, process, table, write_record
+from benchmarks.peers.kfac_published import PublishedKFAC
+from trainer import models
+from trainer.kfac import KFAC
+
+SGD, PUBLISHED = "SGD", "K-FAC as published"
+OURS = {"K-FAC, eigen": "eigen", "K-FAC, cholesky": "cholesky"}
+NAMES = (SGD, *OURS, PUBLISHED)
+SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
+MEMORY_STEPS = 3
+
+
+class Training:
+    """A network of its own, an optimizer, and what preconditions."""
+
+    def __init__(self, name: str, model: str) -> None:
+        torch.manual_seed(0)
+        self.model = models.build(model, num_classes=10, in_channels=3).to(memory_format=torch.channels_last)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        self.preconditioner = None
+        if name in OURS:
+            self.preconditioner = KFAC(self.model, solver=OURS[name], skip=["BatchNorm"], **SETTINGS)
+        elif name == PUBLISHED:
+            self.preconditioner = PublishedKFAC(self.model, **SETTINGS)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+        cpu_began, began = time.process_time(), time.perf_counter()
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(x), y).backward()
+        if self.preconditioner is not None:
+            self.preconditioner.step()
+        self.optimizer.step()
+        return {"s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu_began}
+
+
+def batch(number: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(arguments.batch_size, 3, arguments.size, arguments.size, generator=generator)
+    return x.to(memory_format=torch.channels_last), torch.randint(10, (arguments.batch_size,), generator=generator)
+
+
+def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
+    """Floating-point operations a step by formula: training, factors by im2col, solutions, preconditioning."""
+    network = models.build(model, num_classes=10, in_channels=3)
+    work = "training", "factors", "eigen", "cholesky", "precondition, eigen", "precondition, cholesky"
+    found = dict.fromkeys(work, 0)
+    hooks = []
+
+    def count(module, args, output):
+        n, m = module.weight[0].numel() + (module.bias is not None), len(module.weight)
+        rows = batch_size * (output[0, 0].numel() if output.dim() == 4 else 1)
+        found["training"] += 6 * rows * n * m
+        found["factors"] += 2 * rows * (n * n + m * m) / SETTINGS["factor_update_steps"]
+        found["eigen"] += 9 * (n**3 + m**3) / SETTINGS["inv_update_steps"]
+        found["cholesky"] += (n**3 + m**3) / SETTINGS["inv_update_steps"]
+        found["precondition, cholesky"] += 2 * (m * m * n + m * n * n)
+        found["precondition, eigen"] += 4 * (m * m * n + m * n * n)
+
+    for module in network.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+            hooks.append(module.register_forward_hook(count))
+    with torch.no_grad():
+        network.eval()(torch.zeros(1, 3, size, size))
+    return found
+
+
+def memory(name: str, arguments: argparse.Namespace) -> float:
+    """Peak bytes of a process that does the first steps, in which all is computed."""
+    command = [sys.executable, "-m", "benchmarks.bench_kfac", "--memory", name, "--model", arguments.model,
+               "--size", str(arguments.size), "--batch-size", str(arguments.batch_size)]  # fmt: skip
+    output, _ = process(command)
+    return json.loads(output)
+
+
+def summary(steps: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
+    seconds, plain = ([step["s"] for step in of] for of in (steps, base))
+    return {
+        "median_s": statistics.median(seconds),
+        "mean_s": statistics.mean(seconds),
+        "worst_over_median": max(seconds) / statistics.median(seconds),
+        "added": sum(seconds) / sum(plain) - 1,  # refreshes and all
+        "added_cpu": sum(step["cpu_s"] for step in steps) / sum(step["cpu_s"] for step in base) - 1,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="resnet32", help="(default: %(default)s)")
+    parser.add_argument("--size", type=int, default=32, help="pixels (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--periods", type=int, default=2, help="of 100 measured steps (default: %(default)s)")
+    parser.add_argument("--memory", metavar="NAME", help="only the peak memory of one of them")
+    arguments = parser.parse_args()
+    if arguments.memory:
+        training = Training(arguments.memory, arguments.model)
+        for number in range(MEMORY_STEPS):
+            training.step(*batch(number, arguments))
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return 0
+
+    described = environment()
+    trainings = {name: Training(name, arguments.model) for name in NAMES}
+    every = SETTINGS["inv_update_steps"]
+    steps = {name: [] for name in NAMES}
+    for number in range(1 + arguments.periods * every):
+        x, y = batch(number, arguments)
+        for name in NAMES[number % len(NAMES) :] + NAMES[: number % len(NAMES)]:
+            taken = trainings[name].step(x, y)
+            if number:  # all have computed everything once
+                steps[name].append(taken)
+        if number % 20 == 0:
+            print(f"  step {number} of {arguments.periods * every}", file=sys.stderr, flush=True)
+    del trainings
+    found = {name: summary(steps[name], steps[SGD]) | {"peak_bytes": memory(name, arguments)} for name in NAMES}
+    rows = [
+        [name, f"{of['median_s'] * 1e3:.0f}", f"{of['mean_s'] * 1e3:.0f}", f"{of['added']:+.1%}",
+         f"{of['added_cpu']:+.1%}", f"{of['worst_over_median']:.2f}", f"{of['peak_bytes'] / 2**20:,.0f}"]
+        for name, of in found.items()
+    ]  # fmt: skip
+    header = [f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}", "median ms", "mean ms", "added",
+              "added CPU", "worst ÷ median", "peak MiB"]  # fmt: skip
+    print(table(header, rows))
+    flops = operations(arguments.model, arguments.size, arguments.batch_size)
+    print("by formula, of training: " + ", ".join(f"{k} {v / flops['training']:.1%}" for k, v in flops.items()))
+    settings = {**SETTINGS, "model": arguments.model, "size": arguments.size, "batch_size": arguments.batch_size,
+                "periods": arguments.periods, "threads": torch.get_num_threads()}  # fmt: skip
+    record = {"environment": described, "settings": settings, "operations": flops, "found": found, "steps": steps}
+    print(write_record(f"kfac-{arguments.model}", record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
