@@ -10,6 +10,7 @@ import numpy as np
 from .errors import SettingError
 from .order import AUGMENT, uniform
 
+MAX_RATIO = 100
 TRIES = 10  # of RandomResizedCrop before it falls back to the centre, as in torchvision
 _DRAWS = 4 * TRIES + 1  # area, ratio, left and top of each try, and the flip
 # The field evaluates 224-pixel crops of images resized to 256 (Krizhevsky et al. 2012).
@@ -35,12 +36,19 @@ class Augment:
     def __post_init__(self) -> None:
         if self.crop not in ("auto", "random_resized", "pad", "none"):
             raise SettingError(f"crop: {self.crop!r} is not one of auto, random_resized, pad, none")
-        if self.pad < 0:
-            raise SettingError(f"pad: {self.pad} is out of range; allowed: 0 and more pixels")
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise SettingError(f"scale: {self.scale} is out of range; allowed: 0 < low <= high <= 1")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise SettingError(f"ratio: {self.ratio} is out of range; allowed: 0 < low <= high")
+        if not isinstance(self.flip, bool):
+            raise SettingError(f"flip: {self.flip!r} is neither True nor False")
+        if not isinstance(self.pad, int) or self.pad < 0:
+            raise SettingError(f"pad: {self.pad!r} is out of range; allowed: 0 and more pixels")
+        for name, high in (("scale", 1), ("ratio", MAX_RATIO)):
+            value = getattr(self, name)
+            try:
+                lower, upper = value
+                fits = 0 < lower <= upper <= high
+            except (TypeError, ValueError):
+                fits = False
+            if not fits:
+                raise SettingError(f"{name}: {value!r} is out of range; allowed: 0 < low <= high <= {high}")
 
     def resolve(self, width: int | None, height: int | None, size: int) -> Augment:
         """Without "auto", for a data set whose images have this common size in pixels (None: differing)."""

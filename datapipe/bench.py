@@ -107,7 +107,9 @@ def told(result: dict) -> list[str]:
 
 def _limit(stages: dict[str, float], waited: float) -> str:
     known = [name for name in STAGES if name in stages]
-    return max(known, key=stages.__getitem__) if known and waited > WAITED else CONSUMER
+    if waited <= WAITED:
+        return CONSUMER
+    return max(known, key=stages.__getitem__, default="the loader, which tells nothing of its stages")
 
 
 def _own_size(folder: Path) -> int:

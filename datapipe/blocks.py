@@ -43,6 +43,13 @@ def grid(index: np.ndarray, block_bytes: int) -> Grid:
     return Grid(samples, np.append(np.flatnonzero(first), len(samples)))
 
 
+def longest(index: np.ndarray, blocks: Grid) -> int:
+    """Bytes of the longest block, from its first sample's first to its last one's last."""
+    offsets, starts = index["offset"][blocks.samples].astype(np.int64), blocks.starts[:-1]
+    ends = offsets + index["size"][blocks.samples]
+    return int((np.maximum.reduceat(ends, starts) - offsets[starts]).max())
+
+
 def num_lanes(global_batch_size: int, world_size: int) -> int:
     """The fewest lanes, but 32 if possible, that share the global batch and are shared by the ranks evenly."""
     shares = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]

@@ -51,7 +51,6 @@ class ShardReader:
         self._kind = {"cached": _File, "mmap": _Map, "direct": _Direct}[io]
         self._lock = threading.Lock()
         self._files: list[_File | None] = [None] * len(paths)
-        self._replaced: list[_File] = []  # others may be reading them still
         self._under_way: dict[int, tuple[float, int, int]] = {}
         _allow_open_files(len(paths))
 
@@ -104,9 +103,8 @@ class ShardReader:
     def close(self) -> None:
         """Release all files. May be called twice; reading opens them again."""
         with self._lock:
-            files = [file for file in (*self._files, *self._replaced) if file]
+            files = [file for file in self._files if file]
             self._files = [None] * len(self._files)
-            self._replaced.clear()
         for file in files:
             file.close()
 
@@ -117,11 +115,13 @@ class ShardReader:
             return self._files[shard]
 
     def _drop(self, shard: int, file: _File | None) -> None:
-        """Have the shard opened anew (ESTALE lasts as long as the descriptor), unless another thread did it."""
+        """Have the shard opened anew (ESTALE lasts as long as the descriptor), unless another thread did it.
+
+        The file is closed when the last thread that reads it has let go of it.
+        """
         with self._lock:
             if file is not None and self._files[shard] is file:
                 self._files[shard] = None
-                self._replaced.append(file)
 
 
 class _File:

@@ -19,6 +19,7 @@ from . import jpeg
 from .image import MAX_PIXELS, Buffer, decode, decode_jpeg
 
 MARGIN = 1  # pixels: libjpeg's "fancy upsampling" takes the next sample of chroma, and no more
+NARROW = 2  # samples of chroma across: libjpeg interpolates nothing in an image as narrow as that
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
 
 
@@ -31,6 +32,7 @@ class Window(NamedTuple):
     width: int
     height: int
     ends_late: bool = False  # behind the last row that is wanted there is more, which decoders call extraneous
+    scalable: bool = True  # by the DCT: chroma that is halved in one direction alone loses the other there, too
 
 
 class Decoded(NamedTuple):
@@ -47,10 +49,11 @@ def cut(data: Buffer, box: Box) -> Window:
     header = jpeg.read_header(data)
     if header.width * header.height > MAX_PIXELS:
         raise ValueError(f"{header.width}×{header.height} pixels are out of range (1 to {MAX_PIXELS})")
-    whole = Window(data, 0, 0, header.width, header.height)
+    mcu_width, mcu_height = header.mcu_size()
+    scalable = mcu_width == mcu_height
+    whole = Window(data, 0, 0, header.width, header.height, scalable=scalable)
     if header.frame not in jpeg.SEQUENTIAL or not header.interleaved or header.components not in (1, 3):
         return whole
-    mcu_width, mcu_height = header.mcu_size()
     columns, rows = -(-header.width // mcu_width), -(-header.height // mcu_height)
     left, top, width, height = box
     row, end_row = _covering(top, height, mcu_height, rows)
@@ -58,18 +61,20 @@ def cut(data: Buffer, box: Box) -> Window:
     if header.restart_interval and columns % header.restart_interval == 0:
         per_row, piece_width = columns // header.restart_interval, header.restart_interval * mcu_width
         first, end = _covering(left, width, piece_width, per_row)
+        if first and header.width - first * piece_width <= NARROW * mcu_width // 8:
+            first -= 1
         if (end - first, end_row - row) == (per_row, rows):
             return whole
         if (ends := jpeg.piece_ends(data, header, per_row * rows)) is not None:
             x, y = first * piece_width, row * mcu_height
             size = min(header.width, end * piece_width) - x, bottom - y
             pieces = [(number + first, number + end) for number in range(row * per_row, end_row * per_row, per_row)]
-            return Window(_join(data, header, size, pieces, ends), x, y, *size)
+            return Window(_join(data, header, size, pieces, ends), x, y, *size, scalable=scalable)
     if bottom == header.height:
         return whole
     at = header.frame_at + 5
     lowered = b"".join((data[:at], bottom.to_bytes(2, "big"), data[at + 2 :]))
-    return Window(lowered, 0, 0, header.width, bottom, ends_late=True)
+    return Window(lowered, 0, 0, header.width, bottom, True, scalable)
 
 
 def _covering(start: int, length: int, unit: int, count: int) -> tuple[int, int]:
@@ -105,6 +110,7 @@ def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: 
     domain), where the box is on multiples of that. `out` is used for the pixels where it is large enough. Raises
     ValueError.
     """
+    scale = scale if window.scalable else 1
     fits = window.width * window.height * channels <= len(out)
     smallest = (-(-window.width // scale), -(-window.height // scale)) if scale > 1 else (0, 0)
     try:

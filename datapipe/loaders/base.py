@@ -13,8 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +78,12 @@ class LoaderOptions:
             raise SettingError(f"rank: {self.rank} is out of range; allowed: 0 to {self.world_size - 1}")
         if self.order not in ("full", "blocks"):
             raise SettingError(f"order: {self.order!r} is not one of full, blocks")
-        if not isinstance(self.timeout_s, float | int) or not self.timeout_s > 0:
+        if not isinstance(self.timeout_s, Real) or isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
             raise SettingError(f"timeout_s: {self.timeout_s!r} is out of range; allowed: seconds, above 0")
+        if not isinstance(self.train, bool):
+            raise SettingError(f"train: {self.train!r} is neither True nor False")
+        if not isinstance(self.augment, Augment):
+            raise SettingError(f"augment: {self.augment!r} is no Augment(…)")
         if self.last not in ("drop", "pad"):
             raise SettingError(f"last: {self.last!r} is not one of drop, pad")
 
@@ -195,7 +200,11 @@ class Loader(ABC):
         try:
             while True:
                 asked = time.perf_counter()
-                batch = next(batches, None)
+                try:
+                    batch = next(batches, None)
+                except Exception:
+                    self._check_open()  # another thread has closed it meanwhile: that is why
+                    raise
                 self.wait_s += time.perf_counter() - asked
                 if batch is None:
                     return
@@ -206,7 +215,8 @@ class Loader(ABC):
                 if self._current is not batches:
                     raise ValueError("this iteration was ended by another that began, or by set_epoch")
         finally:
-            batches.close()
+            with suppress(ValueError):  # another thread closes it at this moment
+                batches.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -234,18 +244,19 @@ class Loader(ABC):
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Continue at a state, saved on any number of ranks with the same global batch.
 
-        Raises SettingError when seed, global batch or data set differ.
+        Raises SettingError when seed, global batch or data set differ, or it is no state.
         """
         for name, mine in self.identity().items():
             if state.get(name) != mine:
                 raise SettingError(f"{name}: the saved state is of {state.get(name)}, this loader has {mine}")
-        step, lanes = state["step"], state["lanes"] if self.options.order == "blocks" else self.lanes
-        if not 0 <= step <= self._num_steps:
+        epoch, step = (_whole(name, state.get(name), 0) for name in ("epoch", "step"))
+        lanes = _whole("lanes", state.get("lanes"), 1) if self.options.order == "blocks" else self.lanes
+        if step > self._num_steps:
             raise SettingError(f"step: the saved state is at {step}, an epoch has {self._num_steps}")
-        if lanes < 1 or self.options.global_batch_size % lanes:
+        if self.options.global_batch_size % lanes:
             raise SettingError(f"lanes: {lanes} do not share a global batch of {self.options.global_batch_size}")
         self._end_iteration()
-        self._epoch, self._step, self.lanes, self._loaded = state["epoch"], step, lanes, True
+        self._epoch, self._step, self.lanes, self._loaded = epoch, step, lanes, True
 
     def identity(self) -> dict[str, int | str]:
         """What must be the same for an epoch and a step to mean the same batches; `data_set` is a checksum."""
@@ -281,6 +292,18 @@ class Loader(ABC):
         if not self.options.train:
             return eval_windows(widths, heights, self.size)
         return train_windows(self._augment, widths, heights, self.size, self.options.seed, epoch, positions)
+
+
+def device_of(device: object) -> torch.device:
+    """A CPU or a GPU that is here. Raises SettingError."""
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SettingError(f"device: {device!r} is none; allowed: cpu, cuda, cuda:0 …") from error
+    gpus = torch.cuda.device_count()
+    if found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < gpus):
+        return found
+    raise SettingError(f"device: {device!r} is not here; allowed: cpu, and any of {gpus} cuda devices")
 
 
 def gpu_names() -> list[str]:

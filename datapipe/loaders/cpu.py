@@ -16,7 +16,7 @@ from ..dataset import DataSet
 from ..errors import DecodeError
 from ..jpeg import is_jpeg
 from ..window import Box, Decoded, Window, decode_window
-from .base import Batch, LoaderOptions
+from .base import Batch, LoaderOptions, device_of
 from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
 
@@ -28,7 +28,7 @@ def open(path: Path | str, options: LoaderOptions, device: object) -> FillingLoa
     from . import raw
 
     data_set = DataSet(path, options.io, options.retries)
-    device = torch.device("cpu" if device is None else device)
+    device = device_of(device)
     try:
         if device.type != "cpu" and raw.fits(data_set):
             return raw.RawLoader(data_set, options, device)
@@ -171,11 +171,11 @@ def cut(pixels: np.ndarray, box: Box, flip: bool, out: np.ndarray, room: np.ndar
     if width == height == side:
         if flip:
             out = out[:, ::-1]
-        inside_x, inside_y = slice(max(0, left), left + width), slice(max(0, top), top + height)
+        inside_x, inside_y = slice(max(0, left), max(0, left + width)), slice(max(0, top), max(0, top + height))
         part = pixels[inside_y, inside_x]
         if part.shape != out.shape:
             out[:] = 0
-            y, x = max(0, -top), max(0, -left)
+            y, x = min(side, max(0, -top)), min(side, max(0, -left))
             out = out[y : y + part.shape[0], x : x + part.shape[1]]
         out[:] = part
         return

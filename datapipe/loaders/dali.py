@@ -23,7 +23,7 @@ from ..index import ENCODINGS
 from ..jpeg import is_jpeg
 from ..reading import Data
 from ..window import Box, cut
-from .base import Batch, LoaderOptions
+from .base import Batch, LoaderOptions, device_of
 from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
 
@@ -34,7 +34,7 @@ DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder take
 def open(path: Path | str, options: LoaderOptions, device: object) -> DaliLoader:
     data_set = DataSet(path, options.io, options.retries)
     try:
-        return DaliLoader(data_set, options, torch.device("cpu" if device is None else device))
+        return DaliLoader(data_set, options, device_of(device))
     except BaseException:
         data_set.close()
         raise

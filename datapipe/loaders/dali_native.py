@@ -16,7 +16,7 @@ import torch
 
 from ..dataset import DataSet
 from ..errors import MissingBackendError, SettingError
-from .base import Batch, Loader, LoaderOptions, Split
+from .base import Batch, Loader, LoaderOptions, Split, device_of
 
 SHUFFLED = 1024  # samples that the next one is drawn from: DALI's default
 TRIES = 10  # as in augment.TRIES
@@ -24,7 +24,7 @@ TRIES = 10  # as in augment.TRIES
 
 def open(path: Path | str, options: LoaderOptions, device: object) -> NativeLoader:
     with DataSet(path) as data_set:
-        return NativeLoader(data_set, options, torch.device("cpu" if device is None else device))
+        return NativeLoader(data_set, options, device_of(device))
 
 
 class NativeLoader(Loader):

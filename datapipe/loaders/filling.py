@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..augment import scales
-from ..blocks import block_order, grid
+from ..blocks import block_order, grid, longest
 from ..dataset import DataSet
 from ..errors import DatapipeError, DecodeError, ShardCorruptError, ShardReadError
 from ..order import slice_positions
@@ -101,8 +101,7 @@ class FillingLoader(Loader):
         self._budget = Budget(options.max_bad, options.rank)
         if self._in_blocks():
             self._grid = grid(data_set.index, options.block_mib << 20)
-            run_bytes = (options.block_mib << 20) + int(data_set.index["size"].max())  # the last may reach beyond
-            self._run_memory = BatchMemory((room_for(run_bytes),), pinned=False)
+            self._run_memory = BatchMemory((room_for(longest(data_set.index, self._grid)),), pinned=False)
 
     def close(self) -> None:
         super().close()

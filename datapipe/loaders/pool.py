@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-GRACE_S = 2.0  # for what a thread is doing when it is to end
+GRACE_S = 0.5  # for what a thread is doing when it is to end
 TELL_S = 10.0  # how often somebody who waits is told what for
 
 
@@ -25,8 +25,8 @@ def wait_for(future: Future, limit_s: float, tell: Callable[[float, bool], None]
         try:
             return future.result(max(0.0, min(TELL_S, left)))
         except NotYet:
-            if future.done():  # the task itself raised a TimeoutError
-                raise
+            if future.done():  # meanwhile, or the task itself raised a TimeoutError
+                return future.result()
             tell(time.monotonic() - asked, left <= 0)
 
 
@@ -98,10 +98,9 @@ def _work(
         future, function, arguments = task
         if ending.is_set():
             future.cancel()
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
         del task, future, function, arguments  # what they hold may be used again

@@ -31,7 +31,7 @@ from ..image import decode, read_header
 from ..manifest import MANIFEST, Manifest
 from ..order import BUFFER, permutation, slice_positions, uniform
 from ..sources.webdataset import IMAGES, LABELS, label_of
-from .base import Batch, Budget, Loader, LoaderOptions, Split
+from .base import Batch, Budget, Loader, LoaderOptions, Split, device_of
 from .cpu import Delivery, Images, Painter
 from .filling import AHEAD, CHUNK, Wanted
 from .pool import Pool, wait_for
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
 SUFFIX = ".tar"
-NUMBER = re.compile(r"-?\d{1,18}")  # fits into 64 bits
+NUMBER = re.compile(r"\d{1,18}")  # fits into 64 bits
 
 
 class Sample(NamedTuple):
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 def open(path: str, options: LoaderOptions, device: object) -> WebDatasetLoader:
     options.only_defaults("backend: 'webdataset'", order="full", io="cached")
     urls, counts, split = _described(str(path), options)
-    return WebDatasetLoader(urls, counts, split, options, torch.device("cpu" if device is None else device))
+    return WebDatasetLoader(urls, counts, split, options, device_of(device))
 
 
 class WebDatasetLoader(Loader):
@@ -242,7 +242,7 @@ def samples_of(url: str) -> Generator[Sample]:
             try:
                 sample = _sample(url, parts)
             except DatapipeError as error:
-                sample = Sample(-1, url, parts["__key__"], -1, b"", error)
+                sample = Sample(-1, url, parts["__key__"], 0, b"", error)
             yield sample
     except Exception as error:  # of tarfile, of the command, of the filesystem
         raise ShardReadError(f"cannot be read: {error}", path=url) from error

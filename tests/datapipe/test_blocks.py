@@ -154,6 +154,17 @@ def test_ranks_together_give_the_same_global_batches(packed_folders, format):
             np.testing.assert_array_equal(a, b)
 
 
+def test_room_is_made_for_the_longest_block(packed_folders):
+    with open_loader(packed_folders["tar"] / "train", 12, size=16, order="blocks", block_mib=10**6) as loader:
+        index = loader.data_set.index
+        longest = max(
+            int((part["offset"] + part["size"]).max() - part["offset"].min())
+            for part in (index[index["shard"] == shard] for shard in set(index["shard"].tolist()))
+        )
+        assert longest <= loader._run_memory.take().nbytes <= longest + 3 * 4096
+        assert sum(int(batch.valid.sum()) for batch in loader) == 60
+
+
 def test_a_state_of_another_order_is_refused(packed_folders):
     folder = packed_folders["tar"] / "train"
     with open_loader(folder, 12, order="blocks") as loader, open_loader(folder, 12) as full:

@@ -210,7 +210,8 @@ def test_a_read_that_stalls_is_told_of(slow, caplog, monkeypatch):
         ((batch),) = loader
     assert batch.valid.all()
     told = [record.getMessage() for record in caplog.records if "has not answered for" in record.getMessage()]
-    assert told and all(shard in line and str(slow.path / "data") in line for line in told)
+    # On a busy machine another read may take 0.3 s, too.
+    assert any(shard in line for line in told) and all(str(slow.path / "data") in line for line in told)
 
 
 HANGING = """
@@ -314,7 +315,9 @@ def test_direct_reads_leave_the_page_cache_alone_or_say_so(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     "settings", [{"io": "fast"}, {"retries": -1}, {"max_bad": -1}, {"timeout_s": 0}, {"block_mib": 0},
-                 {"timeout_s": "10"}, {"threads": True}, {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1},
+                 {"device": "foo"}, {"device": "meta"}, {"device": "cuda:99"}, {"device": 1.5}, {"train": "no"},
+                 {"last": ""}, {"augment": "none"}, {"timeout_s": True}, {"timeout_s": "10"}, {"threads": True},
+                 {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1},
                  {"reader": "native"}, {"reader": "quick"}],
 )  # fmt: skip
 def test_bad_settings_are_named(packed_folders, settings):
@@ -349,6 +352,61 @@ def test_two_hundred_loaders_leave_nothing_behind(packed_folders):
     after = left()
     assert after[0] <= before[0] and after[1] <= before[1] and after[2] == before[2]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 60 << 10  # KiB; a loader has over 8 MiB
+
+
+@pytest.mark.parametrize("order", ["full", "blocks"])
+def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order):
+    """Of what was under way when the consumer broke off, idle threads hold nothing."""
+    def living():
+        gc.collect()
+        return sum(isinstance(thing, filling.FillingLoader) for thing in gc.get_objects())
+
+    threads, loaders = threading.active_count(), living()
+    for _ in range(5):
+        loader = open_loader(packed_folders["tar"] / "train", 4, size=224, threads=1, order=order)
+        for _ in loader:
+            break
+        del loader
+    deadline = time.monotonic() + 5
+    while (living() > loaders or threading.active_count() > threads) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (living(), threading.active_count()) == (loaders, threads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loader_closed_by_another_thread_says_so(packed_folders, backend):
+    with open_loader(packed_folders["tar"] / "train", 20, backend=backend, size=224, threads=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        closing = threading.Thread(target=loader.close)
+        closing.start()
+        with pytest.raises(ValueError, match="the loader is closed"):
+            for _ in range(50):
+                for _ in batches:
+                    pass
+                batches = iter(loader)
+        closing.join()
+
+
+def test_shards_that_were_opened_anew_are_closed(tmp_path, monkeypatch):
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * 100)
+    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0)
+    reader, failing = reading.ShardReader([path], retries=1), [True]
+    read = os.pread
+
+    def pread(*arguments):
+        failing[0] = not failing[0]
+        if not failing[0]:
+            raise OSError(5, "an error")
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "pread", pread)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        assert reader.read(0, 0, 100) == b"x" * 100
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    reader.close()
 
 
 def test_loaders_that_nobody_closed_leave_nothing_behind(packed_folders):

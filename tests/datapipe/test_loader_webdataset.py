@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datapipe.augment import Augment
 from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError, ShardReadError
 from datapipe.loaders import open_loader
 from datapipe.loaders.base import LoaderOptions
@@ -24,8 +25,8 @@ SIZES = (5, 1, 9, 3, 14, 2, 7)  # seven uneven shards
 
 
 def options(rank=0, world_size=1, batch_size=4, last="pad", seed=0, train=True):
-    rest = {"size": 16, "order": "full", "threads": 1, "augment": None, "io": "cached", "block_mib": 8, "max_bad": 0,
-            "retries": 0, "timeout_s": 9.0}  # fmt: skip
+    rest = {"size": 16, "order": "full", "threads": 1, "augment": Augment(), "io": "cached", "block_mib": 8,
+            "max_bad": 0, "retries": 0, "timeout_s": 9.0}  # fmt: skip
     return LoaderOptions(
         batch_size=batch_size, train=train, seed=seed, rank=rank, world_size=world_size, last=last, **rest
     )
@@ -252,7 +253,7 @@ def test_samples_without_image_or_label_have_a_budget_too(tmp_path, photo, encod
     members = {"0.jpg": good, "0.cls": b"0", "1.txt": b"no image", "2.jpg": good, "3.jpg": good, "3.cls": b"3"}
     _tar(tmp_path / "a.tar", members)
     ((batch,),) = epochs(tmp_path, batch_size=4, train=False, max_bad=2)
-    assert batch.valid.tolist() == [True, False, False, True] and batch.labels[batch.valid].tolist() == [0, 3]
+    assert batch.valid.tolist() == [True, False, False, True] and batch.labels.tolist() == [0, 0, 0, 3]
     with pytest.raises(DatapipeError, match=r"key 2: .*no label|key 1: has no image"):
         epochs(tmp_path, batch_size=4, train=False, max_bad=1)
 

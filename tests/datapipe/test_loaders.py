@@ -60,6 +60,22 @@ def test_numbers_of_numpy_are_numbers(packed_folders):
         assert json.loads(json.dumps(loader.state_dict()))["seed"] == 3
 
 
+def test_padding_may_exceed_the_output(packed_folders, backend):
+    """A crop may then lie beyond the image, and be black."""
+    augment = Augment(crop="pad", pad=40)
+    with open_loader(packed_folders["tar"] / "train", 61, backend=backend, size=16, augment=augment) as loader:
+        (batch,) = loader
+        assert (batch.images.flatten(1).sum(1) == 0).any() and batch.images.any()
+
+
+@pytest.mark.parametrize("change", [{"step": 1.5}, {"epoch": None}, {"step": "3"}, {"epoch": -1}, {"step": True}])
+def test_what_is_no_state_is_refused(packed_folders, change):
+    with open_loader(packed_folders["tar"] / "train", 8, size=16) as loader:
+        with pytest.raises(SettingError, match=f"^{next(iter(change))}: "):
+            loader.load_state_dict(loader.state_dict() | change)
+        assert loader.state_dict()["step"] == 0
+
+
 def test_dali_reads_tar_shards_itself(packed_folders):
     pytest.importorskip("nvidia.dali")
     folder = packed_folders["tar"] / "train"

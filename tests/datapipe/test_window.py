@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import simplejpeg
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -56,6 +56,9 @@ def boxes(draw, max_side=150):
 
 @settings(max_examples=300, deadline=None)
 @given(boxes(), st.sampled_from(SUBSAMPLINGS), st.integers(1, 8), st.sampled_from(["none", "markers", "noted"]))
+@example((34, 3, (33, 0, 1, 2)), "4:2:0", 1, "markers")  # two pixels behind the last whole MCU
+@example((35, 3, (33, 0, 1, 2)), "4:2:2", 1, "markers")
+@example((3, 3, (1, 0, 1, 2)), "4:2:0", 1, "markers")
 def test_a_window_is_the_same_pixels(size, subsampling, wanted, markers):
     width, height, box = size
     interval = interval_for(width, subsampling, wanted) if markers != "none" else 0
@@ -167,6 +170,19 @@ def test_smaller_scales_are_close_to_the_mean_of_their_pixels(photo, encoded, sc
     blocks = whole[top : top + height, left : left + width].reshape(height // scale, scale, width // scale, scale, 3)
     difference = np.abs(part - blocks.mean((1, 3)))
     assert difference.mean() < 1.5 and difference.max() < 12
+
+
+def test_chroma_that_is_halved_in_one_direction_is_not_scaled_in_both():
+    """libjpeg would scale a 4:2:2 image's chroma by the larger factor, both ways."""
+    across = np.linspace(0, 60, 512)[None, :] + np.linspace(0, 40, 384)[:, None]
+    pixels = np.stack([128 + 100 * np.sin(across), 128 + 100 * np.cos(across), 128 - 100 * np.sin(across)], -1)
+    for subsampling in ("4:2:0", "4:2:2"):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels.astype(np.uint8)).save(buffer, "JPEG", quality=95, subsampling=subsampling)
+        data, box = buffer.getvalue(), (0, 0, 512, 384)
+        found = decode_window(data, cut(data, box), box, 3, 4, memoryview(bytearray(1 << 20)))
+        assert found.pixels.shape[:2] == ((96, 128) if subsampling == "4:2:0" else (384, 512))
+        assert found.box == (0, 0, *found.pixels.shape[1::-1])
 
 
 def test_boxes_beyond_the_image(photo, encoded):

@@ -87,13 +87,14 @@ def truth(module, x):
         rows = F.one_hot(x, module.num_embeddings).double().reshape(-1, 1, module.num_embeddings)
         g = g.flatten(0, 1)[:, None]
     else:
-        # A convolution whose outputs are its patches, one input of a patch each.
+        # A convolution whose outputs are its patches, one input of a patch each, channels last.
         n = module.weight[0].numel()
         taker = type(module)(
             module.in_channels, groups * n, module.kernel_size, module.stride, module.padding, module.dilation, groups,
             bias=False, padding_mode=module.padding_mode,
         ).double()  # fmt: skip
-        taker.weight.data = torch.eye(n, dtype=torch.float64).repeat(groups, 1).reshape(taker.weight.shape)
+        eye = torch.eye(n, dtype=torch.float64).reshape(n, *taker.weight.shape[2:], -1).movedim(-1, 1)
+        taker.weight.data = eye.repeat(groups, *[1] * (eye.dim() - 1))
         rows = taker(x).flatten(2).mT.reshape(-1, groups, n)
         g = g.flatten(2).mT.reshape(-1, groups, len(module.weight) // groups)
     if getattr(module, "bias", None) is not None:
@@ -240,5 +241,5 @@ def test_rescaled_inputs_change_nothing(module, solver):
     other.weight.data = torch.einsum("oi...,ij->oj...", module.weight.data, mixed.inverse())
     _, _, other_found = stepped(other, torch.einsum("ij,nj...->ni...", mixed, x), damping=1e-14, solver=solver)
     shape = module.weight.shape
-    back = torch.einsum("oj...,ji->oi...", other_found.reshape(shape), mixed)
-    close(back, found.reshape(shape), 1e-5)
+    last = shape[0], *shape[2:], shape[1]
+    close(torch.einsum("o...j,ji->o...i", other_found.reshape(last), mixed), found.reshape(last), 1e-5)

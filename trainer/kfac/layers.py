@@ -62,12 +62,12 @@ class Layer(ABC):
 
 
 class _Matrix(Layer):
-    """A weight [out, in, ...] in groups, with a bias at the end of each row."""
+    """A weight [out, in, ...] in groups, as rows [..., in], with a bias at the end of each row."""
 
     groups = 1
 
     def gradient(self) -> Tensor:
-        weight = self.module.weight.grad
+        weight = self.module.weight.grad.movedim(1, -1)
         gradient = weight.reshape(self.groups, len(weight) // self.groups, -1)
         if self.has_bias:
             gradient = torch.cat([gradient, self.module.bias.grad.reshape(self.groups, -1, 1)], 2)
@@ -78,6 +78,7 @@ class _Matrix(Layer):
         if self.has_bias:
             self.module.bias.grad.copy_(gradient[:, :, -1].reshape(-1))
             gradient = gradient[:, :, :-1]
+        weight = weight.movedim(1, -1)
         weight.copy_(gradient.reshape(weight.shape))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -96,7 +97,9 @@ class Linear(_Matrix):
 
 
 class Convolution(_Matrix):
-    """Of one dimension or two: any stride, padding, padding mode, dilation and groups."""
+    """Of one dimension or two: any stride, padding, padding mode, dilation and groups. The inputs of a patch are in the
+    order of a channels-last weight: row, column, channel.
+    """
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d) -> None:
         super().__init__(module)
@@ -116,7 +119,6 @@ class Convolution(_Matrix):
             (self._kernel, self._stride, self._dilation) == ((3, 3), (1, 1), (1, 1))
             and (self._padding, self.groups, module.padding_mode) == ((1, 1, 1, 1), 1, "zeros")
             and not self.has_bias
-            and module.in_channels >= moments.MIN_OFFSET_CHANNELS
         )
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
