@@ -144,7 +144,7 @@ def build_preconditioner(
     if recipe.optimizer.preconditioner == "none":
         return None
     try:
-        return kfac.build(recipe.kfac, model, scaler, world.world_size)
+        return kfac.build(recipe.optimizer.preconditioner, recipe.kfac, model, scaler, world.world_size)
     except ValueError as error:
         raise SettingError(f"kfac: {error}") from error
 

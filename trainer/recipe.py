@@ -110,8 +110,8 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Kfac(_Section):
-    """For `preconditioner = "kfac"`. Damping and the two intervals may change with the epoch: [[0, 0.03], [10, 0.003]].
-    `grad_worker_fraction` 0: one rank for each layer.
+    """For the preconditioners "kfac" and "ekfac". Damping and the two intervals may change with the epoch:
+    [[0, 0.03], [10, 0.003]]. `grad_worker_fraction` 0: one rank for each layer.
     """
 
     damping: Annotated[tuple[tuple[_Epoch, Positive], ...], *_Pairs] = ((0, 0.003),)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import connected, world_from_environment
-from trainer.kfac import KFAC, reduce_to_owners
+from trainer.kfac import EKFAC, KFAC, reduce_to_owners
 
 BATCH, STEPS, SAVED_AT = 12, 7, 4
 SETTINGS = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3, "lr": 0.05}
@@ -39,11 +39,11 @@ def batch(step: int, rank: int, world_size: int, dtype: torch.dtype) -> tuple[to
 
 
 def train(
-    rank: int, world_size: int, owners=False, resumed=False, dtype=torch.float64, steps=STEPS, **settings
+    rank: int, world_size: int, owners=False, resumed=False, dtype=torch.float64, steps=STEPS, kind=KFAC, **settings
 ) -> dict:
     module = network(dtype)
     model = DistributedDataParallel(module) if world_size > 1 else module
-    preconditioner = KFAC(model, **SETTINGS | settings)
+    preconditioner = kind(model, **SETTINGS | settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     if owners and world_size > 1:
         reduce_to_owners(model, preconditioner)
@@ -55,7 +55,7 @@ def train(
                 states = [None] * world_size
                 dist.all_gather_object(states, preconditioner.state_dict())
             preconditioner.remove()
-            preconditioner = KFAC(model, **SETTINGS | settings)
+            preconditioner = kind(model, **SETTINGS | settings)
             preconditioner.load_state_dict(*states)
         optimizer.zero_grad()
         x, y = batch(step, rank, world_size, dtype)
@@ -94,6 +94,7 @@ with connected(world):
         found["eigen accumulated, owners"] = train(
             *place, owners=True, accumulation_steps=2, grad_worker_fraction=1 / P
         )
+    found["ekfac local"] = train(*place, kind=EKFAC, local_factors=True, grad_worker_fraction=1 / P)
     found["local"] = train(*place, local_factors=True, grad_worker_fraction=1 / P)
     if P > 1:
         for way, result in found.items():  # the same to the bit on all ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.kfac import KFAC
+from trainer.kfac import EKFAC, KFAC
 from trainer.models import build
 
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -323,15 +323,16 @@ def test_settings_may_change_between_steps():
 # --- state ---
 
 
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton", "EKFAC"])
 def test_a_resumed_run_is_the_same_to_the_bit(solver, tmp_path):
-    settings = {"solver": solver, "factor_update_steps": 3, "inv_update_steps": 5}
+    kind = EKFAC if solver == "EKFAC" else KFAC
+    settings = {"factor_update_steps": 3, "inv_update_steps": 5} | ({} if kind is EKFAC else {"solver": solver})
     model = small()
-    preconditioner = KFAC(model, **settings)
+    preconditioner = kind(model, **settings)
     optimizer = run(model, preconditioner, 7)
     torch.save([model.state_dict(), optimizer.state_dict(), preconditioner.state_dict()], tmp_path / "state")
     again = small(seed=9)
-    other = KFAC(again, **settings)
+    other = kind(again, **settings)
     weights, _, state = torch.load(tmp_path / "state", weights_only=True)
     again.load_state_dict(weights)
     other.load_state_dict(state)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from trainer.kfac import KFAC, moments
+from trainer.kfac import EKFAC, KFAC, moments
 from trainer.kfac.layers import Norm, layer_of
 
 DAMPING = 0.01
@@ -243,3 +243,59 @@ def test_rescaled_inputs_change_nothing(module, solver):
     shape = module.weight.shape
     last = shape[0], *shape[2:], shape[1]
     close(torch.einsum("o...j,ji->o...i", other_found.reshape(last), mixed), found.reshape(last), 1e-5)
+
+
+# --- EKFAC ---
+
+PROJECTED = ["3x3", "3x3 with bias", "5x5 stride 2", "groups", "depthwise", "one dimension", "linear", "same"]
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_ekfac_against_the_gradients_of_samples(name):
+    """In the second step the eigenvectors are the first one's, and the diagonal is that of the batch."""
+    module = randomised(MATRICES[name])
+    x = input_of(module)
+    model = nn.Sequential(module)
+    preconditioner = EKFAC(model, damping=DAMPING, kl_clip=None, factor_update_steps=1, inv_update_steps=100,
+                           factor_decay=0.0, stagger=False)  # fmt: skip
+    for _ in range(2):
+        module.zero_grad()
+        loss_of(model(x)).mean().backward()
+        layer = layer_of(module)
+        raw = layer.gradient().clone()
+        preconditioner.step()
+    state = preconditioner.state_dict()["layers"]["0"]["solution"]
+    groups, m, n = raw.shape
+    wanted = torch.zeros_like(raw)
+    for sample in x:
+        module.zero_grad()
+        loss_of(module(sample[None])).sum().backward()
+        wanted += (state["g_vectors"].mT @ layer.gradient() @ state["a_vectors"]) ** 2 / len(x)
+    close(preconditioner.factors("0")[2], wanted)
+    module.zero_grad()
+    loss_of(model(x)).mean().backward()
+    preconditioner.factor_update_steps = 50  # from here on, nothing is updated
+    for block in preconditioner._blocks.values():
+        block.capture.wanted = False
+    preconditioner.step()
+    for group in range(groups):
+        basis = torch.kron(state["g_vectors"][group], state["a_vectors"][group])
+        curvature = basis @ torch.diag(wanted[group].flatten() + DAMPING) @ basis.T
+        close(layer.gradient()[group], torch.linalg.solve(curvature, raw[group].flatten()).reshape(m, n), 1e-9)
+
+
+def test_ekfac_starts_as_kfac():
+    module = randomised(nn.Conv2d(3, 4, 3, padding=1))
+    x, found = input_of(module), []
+    for kind in (KFAC, EKFAC):
+        model = nn.Sequential(copy.deepcopy(module))
+        preconditioner = kind(model, damping=DAMPING, kl_clip=None)
+        loss_of(model(x)).mean().backward()
+        preconditioner.step()
+        found.append(layer_of(model[0]).gradient())
+    close(found[1], found[0])
+
+
+def test_ekfac_needs_eigenvectors():
+    with pytest.raises(ValueError, match="solver: 'cholesky' has no eigenvectors; allowed with EKFAC: eigen"):
+        EKFAC(nn.Sequential(nn.Linear(3, 2)), solver="cholesky")

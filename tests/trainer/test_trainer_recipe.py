@@ -116,7 +116,7 @@ def test_kfac_changes_with_the_epoch():
     recipe = load_recipe("cifar10-resnet32-kfac", [*changes, "kfac.kl_clip=none"])
     assert recipe.kfac.kl_clip is None and recipe.kfac.factor_update_steps == ((0, 1),)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
-    preconditioner = kfac.build(recipe.kfac, model, None, 1)
+    preconditioner = kfac.build("kfac", recipe.kfac, model, None, 1)
     found = []
     for epoch in (0, 2.4, 2.5, 9.99, 10, 90):
         kfac.set_for_step(preconditioner, recipe.kfac, epoch, lr=epoch / 10)
@@ -134,7 +134,7 @@ def test_kfac_changes_with_the_epoch():
         ("kfac.inv_update_steps=1.5", "kfac.inv_update_steps[0][1] = 1.5: must be a valid integer"),
         ("kfac.solver=qr", "kfac.solver = 'qr'"),
         ("kfac.dampin=1", "did you mean damping?"),
-        ("optimizer.preconditioner=adam", "there is no such preconditioner; allowed: none, kfac"),
+        ("optimizer.preconditioner=adam", "there is no such preconditioner; allowed: none, kfac, ekfac"),
     ],
 )
 def test_bad_settings_of_kfac_are_named(change, message):

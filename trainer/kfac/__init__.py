@@ -1,6 +1,7 @@
 """K-FAC: second-order preconditioning of gradients. Needs torch and nothing else."""
 
+from .ekfac import EKFAC
 from .owners import reduce_to_owners
 from .preconditioner import KFAC
 
-__all__ = ["KFAC", "reduce_to_owners"]
+__all__ = ["EKFAC", "KFAC", "reduce_to_owners"]

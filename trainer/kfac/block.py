@@ -12,6 +12,8 @@ from .exchange import Part
 from .layers import Norm
 from .solvers import Solver, State, unit_solution
 
+SYMMETRIC = "a", "g", "unit"
+
 
 class Block:
     """The owner of a block has the averages of its factors, and the ranks of its column the solution. A norm's block is
@@ -35,20 +37,21 @@ class Block:
         """The factors of this step, to be averaged over the ranks."""
         self.new, self.num_rows = self.capture.factors(), self.capture.num_rows
         self.capture.clear()
-        return [Part(factor, factor.dim() == 3) for factor in self.new.values()]
+        return [Part(factor, name in SYMMETRIC and factor.dim() == 3) for name, factor in self.new.items()]
 
     def end_update(self, decay: float) -> None:
-        for name, average in self.averages.items():
-            average.update(self.new[name], decay)
+        for name, new in self.new.items():
+            if name in self.averages:
+                self.averages[name].update(new, decay)
         self.new, self.has_factors = {}, True
 
     def refresh(self, solver: Solver, damping: float) -> None:
         """On the owner: compute the solution; on others of the column: make room for it."""
         if not self.state:
-            shapes = self.layer.shapes().values()
-            self.state = solver.empty(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes))
+            a, g = (self.layer.shapes()[name] for name in ("a", "g"))
+            self.state = solver.empty(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g)))
         if self.is_owner:
-            a, g = (average.value for average in self.averages.values())
+            a, g = (self.averages[name].value for name in ("a", "g"))
             state = solver.refresh(a, g, damping, self.state)
             # As those have it whom it is sent: products with another layout are rounded otherwise.
             self.state = {name: tensor.contiguous() for name, tensor in state.items()}
@@ -68,7 +71,7 @@ class Block:
         return cost(self.layer.shapes())
 
     def update_cost(self) -> float:
-        return float(sum(shape[0] * shape[1] ** 2 for shape in self.layer.shapes().values()) * self.num_rows)
+        return float(sum(shape[0] * shape[1] * shape[-1] for shape in self.layer.shapes().values()) * self.num_rows)
 
     def state_dict(self) -> dict:
         return {

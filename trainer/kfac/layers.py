@@ -73,6 +73,9 @@ class _Matrix(Layer):
             gradient = torch.cat([gradient, self.module.bias.grad.reshape(self.groups, -1, 1)], 2)
         return gradient
 
+    def _with_one(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, torch.ones_like(rows[..., :1])], -1) if self.has_bias else rows
+
     def set_gradient(self, gradient: Tensor) -> None:
         weight = self.module.weight.grad
         if self.has_bias:
@@ -88,6 +91,11 @@ class _Matrix(Layer):
 
 
 class Linear(_Matrix):
+    def rows(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each position, [N, T, G, n] and [N, T, G, m]."""
+        a, g = (t.reshape(len(t), -1, 1, t.shape[-1]) for t in (x, grad_output))
+        return self._with_one(a), g
+
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         rows_R1n, rows_R1m = (t.reshape(-1, 1, t.shape[-1]) for t in (x, grad_output))
         a = moments.of_rows(rows_R1n)
@@ -121,19 +129,29 @@ class Convolution(_Matrix):
             and not self.has_bias
         )
 
+    def rows(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each position, [N, T, G, n] and [N, T, G, m]."""
+        x, grad_output = self._pixels(x, grad_output)
+        a, g = self._patches(x), self._gradient_rows(grad_output)
+        return self._with_one(a.flatten(1, 2).flatten(3)), g.reshape(len(x), -1, *g.shape[1:])
+
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        if x.dim() < 3 + (grad_output.dim() > 3):
-            raise ValueError("an input without a dimension for the batch")
-        if grad_output.dim() == 3:  # one dimension: as one line of pixels
-            x, grad_output = x[:, :, None], grad_output[:, :, None]
-        rows_RGm = grad_output.permute(0, 2, 3, 1).reshape(-1, self.groups, grad_output.shape[1] // self.groups)
-        if self._by_offsets:
-            a = moments.of_3x3(x)
-        else:
-            x = moments.padded(x, self._padding, self.module.padding_mode)
-            taken = moments.patches(x, self._kernel, self._stride, self._dilation, self.groups)
-            a = moments.of_patches(taken, self.has_bias)
+        x, grad_output = self._pixels(x, grad_output)
+        rows_RGm = self._gradient_rows(grad_output)
+        a = moments.of_3x3(x) if self._by_offsets else moments.of_patches(self._patches(x), self.has_bias)
         return Sums({"a": a, "g": moments.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+
+    def _pixels(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """In two dimensions: one is a line of pixels."""
+        return (x[:, :, None], grad_output[:, :, None]) if grad_output.dim() == 3 else (x, grad_output)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        x = moments.padded(x, self._padding, self.module.padding_mode)
+        return moments.patches(x, self._kernel, self._stride, self._dilation, self.groups)
+
+    def _gradient_rows(self, grad_output: Tensor) -> Tensor:
+        """[R, G, m]"""
+        return grad_output.movedim(1, -1).reshape(-1, self.groups, grad_output.shape[1] // self.groups)
 
 
 class Embedding(_Matrix):

@@ -260,20 +260,26 @@ class KFAC:
                 continue
             block.has_solution = True
             if block.place.column == self._exchange.column:
-                block.refresh(self._solver, self.settings.damping)
+                self._refresh_block(block)
                 due.setdefault(block.place.owner, []).extend(block.solution(self._solver))
         self._exchange.send_solutions(due)
+
+    def _refresh_block(self, block: Block) -> None:
+        block.refresh(self._solver, self.settings.damping)
+
+    def _solve(self, block: Block, gradient: Tensor) -> Tensor:
+        return block.precondition(self._solver, gradient, self.settings.damping)
 
     def _is_ready(self, block: Block) -> bool:
         return block.has_factors if block.is_norm else block.has_solution
 
     def _precondition(self, blocks: dict[str, Block]) -> None:
-        column, damping = self._exchange.column, self.settings.damping
+        column = self._exchange.column
         found, numbers, sent = {}, {}, {}
         for name, block in blocks.items():
             raw = block.layer.gradient().to(block.dtype)
             if block.is_norm or block.place.column == column:
-                found[name] = block.precondition(self._solver, raw, damping)
+                found[name] = self._solve(block, raw)
                 product = (raw * found[name]).sum(dtype=torch.float64)
                 numbers[name] = torch.stack([product, product / (raw.norm() * found[name].norm())]).to(block.dtype)
             else:

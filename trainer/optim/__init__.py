@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 REGISTRY = {
     "sgd": "sgd:build",
 }
-PRECONDITIONERS = ("none", "kfac")
+PRECONDITIONERS = ("none", "kfac", "ekfac")
 
 
 def build(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""K-FAC as a recipe asks for it."""
+"""K-FAC and its kin as a recipe asks for them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..kfac import KFAC, reduce_to_owners
+from ..kfac import EKFAC, KFAC, reduce_to_owners
 from ..recipe import Kfac
 
+KINDS = {"kfac": KFAC, "ekfac": EKFAC}
 
-def build(settings: Kfac, model: nn.Module, scaler: torch.amp.GradScaler, world_size: int) -> KFAC:
+
+def build(name: str, settings: Kfac, model: nn.Module, scaler: torch.amp.GradScaler, world_size: int) -> KFAC:
     """For `model`, in DistributedDataParallel where there are several ranks; its gradients are then reduced to the
     layers' owners where one rank preconditions each. Raises ValueError.
     """
-    preconditioner = KFAC(
+    preconditioner = KINDS[name](
         model,
         skip=settings.skip,
         grad_scaler=scaler,

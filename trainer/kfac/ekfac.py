@@ -1,0 +1,108 @@
+"""EKFAC: K-FAC whose curvature has the right diagonal in the eigenvectors of the factors.
+
+George et al. 2018, arXiv:1806.03884: with the eigenvectors V_A and V_G, the products of eigenvalues are replaced by
+
+    S = 1/N Σ (V_Gᵀ D V_A)²   over the gradients D of the samples,
+
+which is the best diagonal there is in that basis. It starts as the products, whenever the eigenvectors are new.
+
+N samples, T positions, G groups, n inputs and m outputs of a group
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .block import Block
+from .layers import Convolution, Layer, Linear, Sums
+from .moments import accumulating
+from .preconditioner import KFAC
+from .solvers import Eigen, State
+
+CHUNK_BYTES = 64 << 20  # of samples' gradients at a time
+
+
+class EKFAC(KFAC):
+    """For Linear, Conv1d and Conv2d; other layers are K-FAC's. Settings are those of `KFAC`.
+
+    Over several ranks it needs `local_factors` and one worker for each layer: only the owner has the eigenvectors.
+    Raises ValueError otherwise, and for another solver than "eigen".
+    """
+
+    def __init__(self, model: nn.Module, **settings: object) -> None:
+        super().__init__(model, **settings)
+        if self.settings.solver != "eigen":
+            raise ValueError(f"solver: {self.settings.solver!r} has no eigenvectors; allowed with EKFAC: eigen")
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if world_size > 1 and not (self.settings.local_factors and self._exchange.grid.num_rows == 1):
+            raise ValueError(
+                f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
+            )
+
+    def _find_layers(self, skip: list[re.Pattern]) -> dict[str, Layer]:
+        found = super()._find_layers(skip)
+        return {n: _Projected(of) if isinstance(of, Linear | Convolution) else of for n, of in found.items()}
+
+    def _refresh_block(self, block: Block) -> None:
+        super()._refresh_block(block)
+        if isinstance(block.layer, _Projected) and block.is_owner:
+            block.layer.state = block.state
+            scale = block.averages["scale"]
+            torch.mul(block.state["g_values"][:, :, None], block.state["a_values"][:, None], out=scale.value)
+            scale.weight.fill_(1)
+
+    def _solve(self, block: Block, gradient: Tensor) -> Tensor:
+        if not isinstance(block.layer, _Projected):
+            return super()._solve(block, gradient)
+        rotated = Eigen.rotate(block.state, gradient)
+        rotated /= block.averages["scale"].value + self.settings.damping
+        return Eigen.rotate_back(block.state, rotated)
+
+    def load_state_dict(self, *states: dict) -> None:
+        super().load_state_dict(*states)
+        for block in self._blocks.values():
+            if isinstance(block.layer, _Projected):
+                block.layer.state = block.state
+
+
+class _Projected(Layer):
+    """A layer that also sums the squares of its samples' gradients, in the eigenvectors' coordinates."""
+
+    def __init__(self, layer: Linear | Convolution) -> None:
+        super().__init__(layer.module)
+        self._layer = layer
+        self.factors = layer.factors | {"scale": "samples"}
+        self.state: State = {}  # the eigenvectors, as soon as there are any
+
+    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
+        sums = self._layer.sums(x, grad_output)
+        if self.state:
+            rows = self._layer.rows(x, grad_output)
+            sums.moments["scale"] = squares(*rows, self.state["a_vectors"], self.state["g_vectors"])
+        return sums
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = self._layer.shapes()
+        return shapes | {"scale": (shapes["g"][0], shapes["g"][1], shapes["a"][1])}
+
+    def gradient(self) -> Tensor:
+        return self._layer.gradient()
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        self._layer.set_gradient(gradient)
+
+
+def squares(a_NTGn: Tensor, g_NTGm: Tensor, a_vectors: Tensor, g_vectors: Tensor) -> Tensor:
+    """Sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)²: [G, m, n]. Chunk by chunk of samples."""
+    groups, n, m = a_NTGn.shape[2], a_NTGn.shape[3], g_NTGm.shape[3]
+    total = a_vectors.new_zeros(groups, m, n)
+    chunk = max(1, CHUNK_BYTES // (groups * m * n * total.element_size()))
+    for a, g in zip(a_NTGn.split(chunk), g_NTGm.split(chunk), strict=True):
+        a = torch.einsum("ntgi,gij->ngtj", accumulating(a), a_vectors)
+        g = torch.einsum("ntgi,gij->ngjt", accumulating(g), g_vectors)
+        total += (g @ a).square_().sum(0)
+    return total
