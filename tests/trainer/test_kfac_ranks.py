@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trainer.kfac import KFAC
 from trainer.kfac.assignment import Cost, grid, place, spread
+from trainer.kfac.costs import costs
 from trainer.kfac.exchange import Part, pack, unpack
 
 CHILD = Path(__file__).with_name("kfac_child.py")
@@ -25,11 +26,17 @@ def results(tmp_path_factory):
 
 def trained(start, tmp_path, results, ranks):
     if ranks not in results:
-        child = start(CHILD, tmp_path / "found", ranks=ranks)
-        _, errors = child.communicate(timeout=300)
-        assert child.returncode == 0, errors[-3000:]
+        process = start(CHILD, tmp_path / "found", ranks=ranks)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
         results[ranks] = torch.load(tmp_path / "found", weights_only=True)
     return results[ranks]
+
+
+def child(monkeypatch, tmp_path):
+    """What the child's file defines."""
+    monkeypatch.setattr(sys, "argv", [str(CHILD), str(tmp_path / "again")])
+    return runpy.run_path(str(CHILD))
 
 
 def close(found, wanted, tolerance=1e-10):
@@ -77,11 +84,28 @@ def test_memory_and_traffic_are_shared(start, tmp_path, results):
     assert sent["eigen 0.25"]["solutions"] == 0 < sent["eigen 0.50"]["solutions"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_formula_counts_every_byte(start, tmp_path, results, monkeypatch, ranks):
+    """In seven steps, with intervals of 2 and 3, each layer is updated four times and solved three times."""
+    found = trained(start, tmp_path, results, ranks)
+    network = child(monkeypatch, tmp_path)["network"](torch.float32)
+    for solver in ("eigen", "cholesky"):
+        for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            of = found[f"{solver} {workers / ranks:.2f}"]
+            memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))
+            wanted = costs(network, ranks, workers / ranks, 2, 3, solver)
+            assert max(rank["factors"] for rank in memory) == 2 * wanted.factor_bytes  # the child's are float64
+            assert max(rank["solutions"] for rank in memory) == 2 * wanted.solution_bytes
+            mean = {kind: 7 * sum(rank[kind] for rank in sent) / ranks / 2 for kind in sent[0]}
+            assert mean["factors"] == pytest.approx(4 * 2 * wanted.factors_sent)
+            assert mean["solutions"] == pytest.approx(3 * 3 * wanted.solutions_sent)
+            assert mean["gradients"] == pytest.approx(7 * wanted.gradients_sent)
+
+
 def test_a_state_fits_any_number_of_ranks(start, tmp_path, results, monkeypatch):
     """Of four ranks, each with its own layers, on one; all of them are needed."""
     found = trained(start, tmp_path, results, 4)
-    monkeypatch.setattr(sys, "argv", [str(CHILD), str(tmp_path / "again")])
-    network = runpy.run_path(str(CHILD))["network"]
+    network = child(monkeypatch, tmp_path)["network"]
     states = found["eigen 0.25"]["state"]
     assert not set.intersection(*({n for n in state["layers"] if n not in ("1", "8")} for state in states))
     preconditioner = KFAC(network())

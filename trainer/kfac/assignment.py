@@ -6,7 +6,7 @@ The same on every rank, since they depend on nothing but their arguments.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -82,11 +82,3 @@ def place(costs: Mapping[str, Cost], grid: Grid, inv_update_steps: int) -> dict[
 def triangle(n: int) -> int:
     """Elements of a symmetric matrix that are sent."""
     return n * (n + 1) // 2
-
-
-def elements_sent(shape: Sequence[int], symmetric: bool = True) -> int:
-    """Of [G, n, n], or of a diagonal [1, n]."""
-    if len(shape) == 2:
-        return shape[0] * shape[1]
-    groups, n, _ = shape
-    return groups * (triangle(n) if symmetric else n * n)

@@ -1,0 +1,82 @@
+"""What K-FAC keeps and sends, by formula: for any number of ranks, without any.
+
+For P ranks, w of them to precondition a layer, with inputs n and outputs m of G groups, a rank keeps of each layer
+
+    factors     G (n² + m²)            if it is the owner
+    solutions   G (n² + m² (+ n + m with "eigen"))    if it is in the layer's column
+
+and gives to collectives, in the mean over ranks and steps (F and I: the two intervals),
+
+    factors     G (n (n + 1) + m (m + 1)) / 2 F       with P > 1, unless they are local
+    solutions   their size (with "cholesky" as triangles) / (P I)             with w > 1
+    gradients   (G m n + 2) w / P                                             with w < P
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from torch import nn
+
+from .assignment import grid, place, triangle
+from .block import cost
+from .layers import layer_of
+from .solvers import SOLVERS
+
+
+class Costs(NamedTuple):
+    factor_bytes: int  # of the rank that keeps most
+    solution_bytes: int
+    factors_sent: float  # bytes a step, in the mean over the ranks
+    solutions_sent: float
+    gradients_sent: float
+
+
+def costs(
+    model: nn.Module,
+    world_size: int,
+    grad_worker_fraction: float = 1.0,
+    factor_update_steps: int = 10,
+    inv_update_steps: int = 100,
+    solver: str = "eigen",
+    local_factors: bool = False,
+) -> Costs:
+    """Of float32 factors. `model` may be on the meta device. Raises ValueError like `KFAC`."""
+    ranks = grid(world_size, grad_worker_fraction)
+    layers = {name: layer_of(module) for name, module in model.named_modules()}
+    shapes = {name: layer.shapes() for name, layer in layers.items() if layer is not None}
+    matrices = {name: of for name, of in shapes.items() if "unit" not in of}
+    places = place({name: cost(of) for name, of in matrices.items()}, ranks, inv_update_steps)
+    norms = [of["unit"] for of in shapes.values() if "unit" in of]
+    factors = [4 * sum(map(prod, norms))] * world_size
+    solutions, sent = [0] * world_size, {"factors": 0, "solutions": 0, "gradients": 0}
+    for name, of in matrices.items():
+        kept, flat = _solution(of, SOLVERS[solver].symmetric)
+        factors[places[name].owner] += 4 * sum(map(prod, of.values()))
+        for rank in ranks.column(places[name].column):
+            solutions[rank] += 4 * kept
+        sent["factors"] += 0 if local_factors else 4 * sum(_triangles(shape) for shape in of.values())
+        sent["solutions"] += 4 * flat
+        sent["gradients"] += 4 * (prod(of["g"][:2]) * of["a"][1] + 2)
+    sent["factors"] += 4 * sum(_triangles(shape) for shape in norms)
+    return Costs(
+        max(factors),
+        max(solutions),
+        sent["factors"] / factor_update_steps if world_size > 1 else 0.0,
+        sent["solutions"] / world_size / inv_update_steps if ranks.num_rows > 1 else 0.0,
+        sent["gradients"] * ranks.num_rows / world_size if ranks.num_columns > 1 else 0.0,
+    )
+
+
+def _triangles(shape: tuple[int, ...]) -> int:
+    return shape[0] * triangle(shape[1]) if len(shape) == 3 else prod(shape)
+
+
+def _solution(shapes: dict[str, tuple[int, ...]], symmetric: bool) -> tuple[int, int]:
+    """Elements that are kept and that are sent."""
+    kept = sum(map(prod, shapes.values()))
+    if symmetric:
+        return kept, sum(map(_triangles, shapes.values()))
+    values = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 3)
+    return kept + values, kept + values
