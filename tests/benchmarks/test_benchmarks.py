@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -86,6 +87,25 @@ def test_peer_trains_on_photographs(name: str, small_corpus: Path) -> None:
             assert run["images"] == NUM_CLASSES * EACH and run["mean_label"] == (NUM_CLASSES - 1) / 2
             for brightness, label in zip(*child.last, strict=True):
                 assert int(brightness / 60) == label  # each class has one of its own
+
+
+def test_kfac_benchmarks_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """All but the GPU's part, on a network that takes no time."""
+    from benchmarks import bench_kfac
+    from benchmarks.gpu import bench_kfac_gpu
+
+    records = {}
+    small = ["--model", "resnet8", "--size", "8", "--batch-size", "2", "--periods", "1"]
+    for module, more in ((bench_kfac, []), (bench_kfac_gpu, ["--device", "cpu"])):
+        monkeypatch.setattr(module, "write_record", lambda name, record: records.setdefault(name, record))
+        monkeypatch.setitem(module.SETTINGS, "inv_update_steps", 10)
+        monkeypatch.setattr(sys, "argv", ["bench", *small, *more])
+        assert module.main() == 0
+    for record in records.values():
+        assert "K-FAC, cholesky" in record["found"] and record["found"]["SGD"]["added"] == 0
+        json.dumps(record)
+    assert records["kfac-resnet8"]["operations"]["training"] > 0
+    assert "worst ÷ median" in capsys.readouterr().out
 
 
 def test_gpu_benchmark_without_a_gpu(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,50 @@ def test_steps_do_not_wait_for_the_gpu(sample):
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+def test_kfac_is_that_of_the_processor(device, solver):
+    from trainer import models
+    from trainer.kfac import KFAC
+
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 3, 24, 24), torch.randint(10, (16,))
+    found = []
+    for place in (torch.device("cpu"), device):
+        torch.manual_seed(0)
+        network = models.build("resnet8", num_classes=10, in_channels=3).to(place, memory_format=torch.channels_last)
+        preconditioner = KFAC(network, solver=solver, damping=0.1, factor_update_steps=1, inv_update_steps=1)
+        for _ in range(2):
+            network.zero_grad()
+            torch.nn.functional.cross_entropy(network(x.to(place)), y.to(place)).backward()
+            preconditioner.step()
+        found.append(torch.cat([parameter.grad.flatten().cpu() for parameter in network.parameters()]))
+    assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()  # TF32
+
+
+@needs_gpu
+def test_kfac_does_not_wait_for_the_gpu():
+    from trainer import models
+    from trainer.kfac import KFAC
+
+    device = torch.device("cuda")
+    network = models.build("resnet8", num_classes=10, in_channels=3).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    preconditioner = KFAC(network, solver="cholesky", factor_update_steps=2, inv_update_steps=10**6)
+    x, y = torch.randn(16, 3, 24, 24, device=device), torch.randint(10, (16,), device=device)
+    try:
+        for number in range(12):
+            if number == 5:
+                torch.cuda.set_sync_debug_mode("error")
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                logits = network(x)
+            torch.nn.functional.cross_entropy(logits.float(), y).backward()
+            preconditioner.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 def test_training_reaches_a_target(sample, tmp_path, device, precision):
     """The shipped recipe on the tests' sample, and then resumed: the run is complete, so nothing is trained."""

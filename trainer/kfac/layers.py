@@ -159,12 +159,14 @@ class Embedding(_Matrix):
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         rows_R1m = grad_output.reshape(-1, 1, grad_output.shape[-1])
-        counts = torch.bincount(x.reshape(-1), minlength=self.module.num_embeddings)
+        g = moments.of_rows(rows_R1m)
+        # Like bincount, which would wait for the GPU.
+        places = x.reshape(-1)
+        counts = g.new_zeros(self.module.num_embeddings).scatter_add_(0, places, torch.ones_like(places, dtype=g.dtype))
         padding = self.module.padding_idx
         if padding is not None:  # has no gradient
             counts[padding] = 0
-        g = moments.of_rows(rows_R1m)
-        return Sums({"a": counts.to(g.dtype)[None], "g": g}, len(x), len(rows_R1m))
+        return Sums({"a": counts[None], "g": g}, len(x), len(rows_R1m))
 
     def gradient(self) -> Tensor:
         return self.module.weight.grad.T[None]

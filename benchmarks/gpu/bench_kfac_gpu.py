@@ -1,0 +1,127 @@
+"""What does K-FAC add to a training step on a GPU?
+
+    python -m benchmarks.gpu.bench_kfac_gpu [--model resnet50 --size 224 --batch-size 128] [--periods 2]
+
+Steps of SGD (fused) and of K-FAC with each solver take turns, in bf16 and channels-last, on random images, with factors
+every 10 steps and solutions every 100, over whole periods after the first steps. Then ten more of each without a
+refresh, in which a synchronisation of the host is an error. Unattended; prints one table and writes
+results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, for a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.measure import environment, table, write_record
+from trainer import models
+from trainer.kfac import KFAC
+
+SGD = "SGD"
+SOLVERS = {"K-FAC, cholesky": "cholesky", "K-FAC, newton": "newton", "K-FAC, eigen": "eigen"}
+SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
+WARM_UP = 12  # kernels are chosen, memory is reserved, and each layer has had its turn
+SYNC_STEPS = 10
+
+
+class Training:
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self._device = arguments.device
+        model = models.build(arguments.model, num_classes=1000, in_channels=3)
+        self.model = model.to(self._device, memory_format=torch.channels_last)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        solver = SOLVERS.get(name)
+        self.preconditioner = KFAC(self.model, solver=solver, **SETTINGS) if solver else None
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast(self._device.type, dtype=torch.bfloat16):
+            logits = self.model(x)
+        F.cross_entropy(logits.float(), y).backward()
+        if self.preconditioner is not None:
+            self.preconditioner.step()
+        self.optimizer.step()
+
+    def timed(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        """Milliseconds on the device."""
+        if self._device.type == "cpu":
+            began = time.perf_counter()
+            self.step(x, y)
+            return 1e3 * (time.perf_counter() - began)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self.step(x, y)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+def waits(training: Training, x: torch.Tensor, y: torch.Tensor) -> str:
+    """Does a step without a refresh synchronise the host?"""
+    if x.device.type == "cpu":
+        return "no GPU"
+    if training.preconditioner is not None:
+        training.preconditioner.inv_update_steps = 10**9
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(SYNC_STEPS):
+            training.step(x, y)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "none"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="resnet50", help="(default: %(default)s)")
+    parser.add_argument("--size", type=int, default=224, help="pixels (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--periods", type=int, default=2, help="of 100 measured steps (default: %(default)s)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="(default: %(default)s)")
+    arguments = parser.parse_args()
+    described = environment()
+    torch.backends.cudnn.benchmark = True
+    x = torch.randn(arguments.batch_size, 3, arguments.size, arguments.size, device=arguments.device)
+    x = x.to(memory_format=torch.channels_last)
+    y = torch.randint(1000, (arguments.batch_size,), device=arguments.device)
+
+    names = [SGD, *SOLVERS]
+    trainings = {name: Training(name, arguments) for name in names}
+    times = {name: [] for name in names}
+    for number in range(WARM_UP + arguments.periods * SETTINGS["inv_update_steps"]):
+        for name in names:
+            taken = trainings[name].timed(x, y)
+            if number >= WARM_UP:
+                times[name].append(taken)
+    found = {
+        name: {
+            "median_ms": statistics.median(of),
+            "mean_ms": statistics.mean(of),
+            "worst_over_median": max(of) / statistics.median(of),
+            "added": sum(of) / sum(times[SGD]) - 1,
+            "waits": waits(trainings[name], x, y),
+        }
+        for name, of in times.items()
+    }
+    rows = [
+        [name, f"{of['median_ms']:.1f}", f"{of['mean_ms']:.1f}", f"{of['added']:+.1%}",
+         f"{of['worst_over_median']:.2f}", of["waits"]]
+        for name, of in found.items()
+    ]  # fmt: skip
+    what = f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}"
+    print(table([what, "median ms", "mean ms", "added", "worst ÷ median", "host waits"], rows))
+    settings = {**SETTINGS, **vars(arguments), "device": str(arguments.device)}
+    print(write_record("kfac_gpu", {"environment": described, "settings": settings, "found": found, "times_ms": times}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
