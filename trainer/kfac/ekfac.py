@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .block import Block
@@ -37,7 +36,7 @@ class EKFAC(KFAC):
         super().__init__(model, **settings)
         if self.settings.solver != "eigen":
             raise ValueError(f"solver: {self.settings.solver!r} has no eigenvectors; allowed with EKFAC: eigen")
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        world_size = self._exchange.world_size
         if world_size > 1 and not (self.settings.local_factors and self._exchange.grid.num_rows == 1):
             raise ValueError(
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
