@@ -101,8 +101,8 @@ def test_noted_pieces_are_those_that_are_found(subsampling, interval):
     found = piece_ends(data, plain, count)
     assert [data[end : end + 2] for end in found] == [bytes((0xFF, 0xD0 + i % 8)) for i in range(count - 1)] + [END]
     assert piece_ends(marked, header, count) == [end + segment for end in found]
-    for pixels in (simplejpeg.decode_jpeg(marked, "GRAY" if subsampling == "grey" else "RGB"), whole):
-        np.testing.assert_array_equal(pixels, whole)
+    pixels = simplejpeg.decode_jpeg(marked, "GRAY" if subsampling == "grey" else "RGB")
+    np.testing.assert_array_equal(pixels, whole)
     with Image.open(io.BytesIO(marked)) as image, Image.open(io.BytesIO(data)) as same:
         np.testing.assert_array_equal(np.asarray(image), np.asarray(same))
     assert noted(marked) is marked  # once is enough
