@@ -23,7 +23,7 @@ from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import load_checkpoint, restore_random, save_checkpoint
 from .distributed import World, average_buffers, gather, together, wrap
 from .errors import CheckpointError
-from .kfac import KFAC
+from .kfac import KFAC, AdaptiveDamping
 from .metrics import NAME as METRICS
 from .metrics import MetricsFile
 from .optim import kfac
@@ -47,6 +47,7 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     preconditioner: KFAC | None
+    adaptive_damping: AdaptiveDamping | None
     scaler: torch.amp.GradScaler
     precision: Precision
     clock: Clock
@@ -182,6 +183,7 @@ def open_job(
         model=model,
         optimizer=optim.build(recipe.optimizer, module),
         preconditioner=preconditioner,
+        adaptive_damping=kfac.adaptive_damping(recipe.kfac, preconditioner),
         scaler=scaler,
         precision=precision,
         clock=Clock(world.device),
@@ -213,6 +215,7 @@ def _content(job: Job, state: State) -> dict:
         "loader": job.train_loader.state_dict(),
         "model": job.module.state_dict(),
         "optimizer": job.optimizer.state_dict(),
+        "adaptive_damping": job.adaptive_damping and job.adaptive_damping.state_dict(),
         "scaler": job.scaler.state_dict(),
         "metrics_bytes": job.metrics.sync(),
     }
@@ -247,6 +250,8 @@ def restore(job: Job, state: State, content: dict) -> None:
     job.optimizer.load_state_dict(content["optimizer"])
     if job.preconditioner is not None:
         job.preconditioner.load_state_dict(*content["preconditioner"])
+    if job.adaptive_damping is not None:
+        job.adaptive_damping.load_state_dict(content["adaptive_damping"])
     job.scaler.load_state_dict(content["scaler"])
     job.train_loader.load_state_dict(content["loader"])
     state.load_state_dict(content["state"])

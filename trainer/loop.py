@@ -18,6 +18,7 @@ from datapipe.loaders import Batch
 from .distributed import average_buffers
 from .evaluate import Evaluation, evaluate
 from .job import Job, save
+from .optim import set_lr
 from .optim.kfac import set_for_step
 from .state import State
 from .stop import StopSignal
@@ -61,9 +62,10 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
 
             begin = clock.mark()
             lr = job.learning_rate(state.step)
-            loss = _forward_backward(job, batch)
+            loss = _loss(job, batch)
+            job.scaler.scale(loss).backward()
             middle = clock.mark()
-            _update(job, state.step, lr)
+            _update(job, state.step, lr, batch, loss)
             clock.add_step(waited_s, begin, middle, clock.mark())
 
             state.step += 1
@@ -84,25 +86,27 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
     return True
 
 
-def _forward_backward(job: Job, batch: Batch) -> Tensor:
-    """The batch's mean loss; its gradients, averaged over the ranks, are then in the parameters."""
+def _loss(job: Job, batch: Batch) -> Tensor:
+    """The batch's mean loss on this rank."""
     with job.precision.autocast():
         logits_BK = job.model(job.prepare(batch.images))
     smoothing = job.recipe.train.label_smoothing
-    loss = F.cross_entropy(logits_BK.float(), batch.labels, label_smoothing=smoothing)
-    job.scaler.scale(loss).backward()
-    return loss
+    return F.cross_entropy(logits_BK.float(), batch.labels, label_smoothing=smoothing)
 
 
-def _update(job: Job, step: int, lr: float) -> None:
-    for group in job.optimizer.param_groups:
-        group["lr"] = lr
+def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
+    """Take the step. The gradients of `loss`, averaged over the ranks, are in the parameters."""
+    set_lr(job.optimizer, lr)
     if job.preconditioner is not None:
         job.scaler.unscale_(job.optimizer)
         set_for_step(job.preconditioner, job.recipe.kfac, step / job.steps_per_epoch, lr)
+        if job.adaptive_damping is not None:
+            job.adaptive_damping.begin(loss)
         job.preconditioner.step()
     job.scaler.step(job.optimizer)
     job.scaler.update()
+    if job.adaptive_damping is not None:
+        job.adaptive_damping.end(lambda: _loss(job, batch))
     job.optimizer.zero_grad(set_to_none=True)
 
 

@@ -12,38 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from datapipe.errors import SettingError
 
-from . import models, optim
+from . import models
+from .optim import Optimizer
 from .recipe_errors import explain
+from .section import BelowOne, Count, Fraction, Positive, Section, one_of, or_none
 
 BUILT_IN = Path(__file__).parent / "recipes"
 
 
-def _none(value: object) -> object:
-    return None if value == "none" else value  # TOML has no null, and --set must be able to say it
-
-
-def _one_of(kind: str, names: Sequence[str]) -> BeforeValidator:
-    def check(value: object) -> object:
-        if value not in names:
-            raise ValueError(f"there is no such {kind}; allowed: {', '.join(names)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Data(_Section):
+class Data(Section):
     """How samples become input: `size` in pixels, `mean` and `std` per channel of values in 0..1."""
 
     size: Annotated[int, Field(ge=8, le=4096)]
@@ -52,7 +33,7 @@ class Data(_Section):
     crop: Literal["auto", "random_resized", "pad", "none"] = "auto"
     flip: bool = True
     pad: Annotated[int, Field(ge=0, le=64)] = 4
-    threads: Annotated[Count | None, BeforeValidator(_none)] = None
+    threads: Annotated[Count | None, or_none()] = None
     backend: str = "cpu"
     order: str = "full"
 
@@ -63,32 +44,11 @@ class Data(_Section):
         return self
 
 
-class Model(_Section):
+class Model(Section):
     """Which network; `num_classes` is the data set's unless given."""
 
-    name: Annotated[str, _one_of("model", tuple(models.REGISTRY))]
-    num_classes: Annotated[Count | None, BeforeValidator(_none)] = None
-
-
-class Optimizer(_Section):
-    """`lr` is meant for a global batch of `lr_batch_size`, and scaled to the one in use by `lr_scaling`."""
-
-    name: Annotated[str, _one_of("optimizer", tuple(optim.REGISTRY))] = "sgd"
-    preconditioner: Annotated[str, _one_of("preconditioner", optim.PRECONDITIONERS)] = "none"
-    lr: Annotated[float, Field(gt=0)]
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    nesterov: bool = False
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    lr_batch_size: Annotated[Count | None, BeforeValidator(_none)] = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> Optimizer:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov = true needs momentum above 0")
-        if self.lr_scaling != "none" and self.lr_batch_size is None:
-            raise ValueError(f'lr_scaling = "{self.lr_scaling}" needs lr_batch_size, the batch that lr is for')
-        return self
+    name: Annotated[str, one_of("model", tuple(models.REGISTRY))]
+    num_classes: Annotated[Count | None, or_none()] = None
 
 
 def _pairs(value: object) -> object:
@@ -106,26 +66,33 @@ def _from_the_beginning(pairs: tuple) -> tuple:
 
 _Epoch = Annotated[float, Field(ge=0)]
 _Pairs = BeforeValidator(_pairs), AfterValidator(_from_the_beginning)
-Positive = Annotated[float, Field(gt=0)]
 
 
-class Kfac(_Section):
+class Kfac(Section):
     """For the preconditioners "kfac" and "ekfac". Damping and the two intervals may change with the epoch:
-    [[0, 0.03], [10, 0.003]]. `grad_worker_fraction` 0: one rank for each layer.
+    [[0, 0.03], [10, 0.003]]. With `damping_update_steps`, damping adapts that often (see trainer.kfac.AdaptiveDamping).
+    `grad_worker_fraction` 0: one rank for each layer.
     """
 
     damping: Annotated[tuple[tuple[_Epoch, Positive], ...], *_Pairs] = ((0, 0.003),)
     factor_update_steps: Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs] = ((0, 10),)
     inv_update_steps: Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs] = ((0, 100),)
-    factor_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    kl_clip: Annotated[Positive | None, BeforeValidator(_none)] = 0.001
+    damping_update_steps: Annotated[Count | None, or_none()] = None
+    factor_decay: BelowOne = 0.95
+    kl_clip: Annotated[Positive | None, or_none()] = 0.001
     solver: Literal["eigen", "cholesky", "newton"] = "eigen"
     grad_worker_fraction: Fraction = 1.0
     local_factors: bool = False
     skip: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _one_rule_for_damping(self) -> Kfac:
+        if self.damping_update_steps is not None and len(self.damping) > 1:
+            raise ValueError("damping changes with the epoch, and damping_update_steps adapts it: only one of the two")
+        return self
 
-class _Schedule(_Section):
+
+class _Schedule(Section):
     """Warm-up is linear in steps from `warmup_start` (a fraction of the peak) to the peak."""
 
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
@@ -157,7 +124,7 @@ class CosineSchedule(_Schedule):
     final: Fraction = 0.0
 
 
-class OneCycleSchedule(_Section):
+class OneCycleSchedule(Section):
     """Linear from `start` to the peak at the fraction `peak_at` of the run, then linear to `final`."""
 
     name: Literal["onecycle"]
@@ -169,7 +136,7 @@ class OneCycleSchedule(_Section):
 Schedule = Annotated[ConstantSchedule | StepSchedule | CosineSchedule | OneCycleSchedule, Field(discriminator="name")]
 
 
-class Train(_Section):
+class Train(Section):
     """`batch_size` is global: over all ranks. `checkpoint_every_steps` none: at the ends of epochs only."""
 
     epochs: Count
@@ -177,15 +144,15 @@ class Train(_Section):
     precision: Literal["auto", "bf16", "fp16", "off"] = "auto"
     channels_last: bool = True
     compile: bool = False
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: BelowOne = 0.0
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    target_accuracy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_none)] = None
+    target_accuracy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, or_none()] = None
     evaluate_every: Count = 1
-    checkpoint_every_steps: Annotated[Count | None, BeforeValidator(_none)] = None
+    checkpoint_every_steps: Annotated[Count | None, or_none()] = None
     log_every: Count = 50
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """Everything that changes what a run learns; `source` says where its figures come from."""
 
     name: str

@@ -20,8 +20,8 @@ def explain(error: ValidationError, recipe: type[BaseModel]) -> str:
 def _line(finding: dict, recipe: type[BaseModel]) -> str:
     where = tuple(finding["loc"])
     section = _section(recipe, where)
-    # A schedule's kind is no key: (schedule, step, gamma) is the setting schedule.gamma.
-    keys = where[:1] + where[2:] if where[:1] == ("schedule",) and len(where) > 1 else where
+    # A kind is no key: (schedule, step, gamma) is the setting schedule.gamma.
+    keys = where[:1] + where[2:] if len(_kinds(recipe, where[0])) > 1 else where
     name = _dotted(keys) or "recipe"
     value = finding["input"]
     match finding["type"]:
@@ -55,8 +55,14 @@ def _section(recipe: type[BaseModel], where: tuple) -> type[BaseModel] | None:
     """The class that the finding's setting belongs to."""
     if len(where) == 1:
         return recipe
-    annotation = recipe.model_fields[where[0]].annotation if where[0] in recipe.model_fields else None
-    kinds = get_args(annotation) or (annotation,)
+    kinds = _kinds(recipe, where[0])
     if len(kinds) == 1:
         return kinds[0]
     return next((kind for kind in kinds if where[1] in get_args(kind.model_fields["name"].annotation)), None)
+
+
+def _kinds(recipe: type[BaseModel], section: str) -> tuple[type[BaseModel], ...]:
+    """The classes that a section may be of: optimizers and schedules have several."""
+    annotation = recipe.model_fields[section].annotation if section in recipe.model_fields else None
+    kinds = get_args(annotation) or (annotation,)
+    return tuple(get_args(kind)[0] if hasattr(kind, "__metadata__") else kind for kind in kinds)

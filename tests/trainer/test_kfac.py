@@ -293,11 +293,11 @@ def test_layers_take_turns():
     matrices = [name for name in names if len(preconditioner.factors(name)) == 2]
     run(model, preconditioner, 1)
     for number in range(1, 41):
-        weights = {name: preconditioner._blocks[name].averages["a"].weight.item() for name in matrices}
-        states = {name: preconditioner._blocks[name].state for name in matrices}
+        weights = {name: preconditioner.blocks[name].averages["a"].weight.item() for name in matrices}
+        states = {name: preconditioner.blocks[name].state for name in matrices}
         run(model, preconditioner, 1, first=number)
-        updates.append({n for n in matrices if preconditioner._blocks[n].averages["a"].weight.item() != weights[n]})
-        refreshes.append({n for n in matrices if preconditioner._blocks[n].state is not states[n]})
+        updates.append({n for n in matrices if preconditioner.blocks[n].averages["a"].weight.item() != weights[n]})
+        refreshes.append({n for n in matrices if preconditioner.blocks[n].state is not states[n]})
     for done, every in ((updates, 10), (refreshes, 20)):
         for start in range(0, 40, every):
             turn = [name for step in done[start : start + every] for name in step]
@@ -436,13 +436,13 @@ def test_a_matrix_that_has_no_inverse_leaves_the_one_before(solver, monkeypatch)
     model = small()
     preconditioner = KFAC(model, solver=solver, damping=1e-12, **EVERY_STEP)
     run(model, preconditioner, 1)
-    before = preconditioner._blocks["3"].state["a_inverse"].clone()
-    preconditioner._blocks["3"].averages["a"].value.fill_(-1)
+    before = preconditioner.blocks["3"].state["a_inverse"].clone()
+    preconditioner.blocks["3"].averages["a"].value.fill_(-1)
     preconditioner.factor_update_steps = 100
-    for block in preconditioner._blocks.values():
+    for block in preconditioner.blocks.values():
         block.capture.wanted = False
     run(model, preconditioner, 1, first=1)
-    assert torch.equal(preconditioner._blocks["3"].state["a_inverse"], before) and preconditioner.fallbacks() >= 1
+    assert torch.equal(preconditioner.blocks["3"].state["a_inverse"], before) and preconditioner.fallbacks() >= 1
 
 
 def test_hooks_can_be_taken_away():
@@ -450,4 +450,4 @@ def test_hooks_can_be_taken_away():
     preconditioner = KFAC(model, **EVERY_STEP)
     preconditioner.remove()
     run(model, KFAC(model, **EVERY_STEP), 1)
-    assert not any(block.capture.moments for block in preconditioner._blocks.values())
+    assert not any(block.capture.moments for block in preconditioner.blocks.values())

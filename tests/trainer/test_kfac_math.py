@@ -275,7 +275,7 @@ def test_ekfac_against_the_gradients_of_samples(name):
     module.zero_grad()
     loss_of(model(x)).mean().backward()
     preconditioner.factor_update_steps = 50  # from here on, nothing is updated
-    for block in preconditioner._blocks.values():
+    for block in preconditioner.blocks.values():
         block.capture.wanted = False
     preconditioner.step()
     for group in range(groups):

@@ -64,6 +64,13 @@ class Block:
             return unit_solution(self.averages["unit"].value, gradient, damping)
         return solver.precondition(self.state, gradient, damping)
 
+    def curvature(self, direction: Tensor) -> Tensor:
+        """dᵀ F d of the factors, on the owner."""
+        if self.is_norm:
+            return torch.einsum("uj,ujk,uk->", direction, self.averages["unit"].value, direction)
+        a, g = (self.averages[name].value for name in ("a", "g"))
+        return ((g @ direction) * (direction * a[:, None] if a.dim() == 2 else direction @ a)).sum()
+
     def has_gradient(self) -> bool:
         return all(parameter.grad is not None for parameter in self.layer.parameters())
 

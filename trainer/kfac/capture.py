@@ -55,8 +55,11 @@ class Capture:
     @torch.no_grad()
     def _after_backward(self, x: Tensor, gradient: Tensor) -> None:
         with torch.autocast(gradient.device.type, enabled=False):
-            sums = self.layer.sums(x, gradient * (len(x) * self._gradient_scale()))
+            sums = self.layer.sums(x, gradient)
+        square = (len(x) * self._gradient_scale()) ** 2
         for name, moment in sums.moments.items():
+            if name != "a":  # of gradients, and cheaper to scale now
+                moment = moment * square
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
         if not self._counted:
             self.num_samples += sums.num_samples

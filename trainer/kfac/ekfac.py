@@ -63,7 +63,7 @@ class EKFAC(KFAC):
 
     def load_state_dict(self, *states: dict) -> None:
         super().load_state_dict(*states)
-        for block in self._blocks.values():
+        for block in self.blocks.values():
             if isinstance(block.layer, _Projected):
                 block.layer.state = block.state
 
@@ -88,8 +88,8 @@ class _Projected(Layer):
         shapes = self._layer.shapes()
         return shapes | {"scale": (shapes["g"][0], shapes["g"][1], shapes["a"][1])}
 
-    def gradient(self) -> Tensor:
-        return self._layer.gradient()
+    def matrix(self, *tensors: Tensor) -> Tensor:
+        return self._layer.matrix(*tensors)
 
     def set_gradient(self, gradient: Tensor) -> None:
         self._layer.set_gradient(gradient)

@@ -43,7 +43,7 @@ class Layer(ABC):
 
     @abstractmethod
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        """`grad_output` is that of each sample's own loss."""
+        """Moments of all but the inputs grow with the square of `grad_output`."""
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -53,8 +53,11 @@ class Layer(ABC):
         return [self.module.weight, self.module.bias] if self.has_bias else [self.module.weight]
 
     @abstractmethod
+    def matrix(self, *tensors: Tensor) -> Tensor:
+        """Tensors with the shapes of `parameters` as [G, m, n], or [U, k] of a norm. May share their memory."""
+
     def gradient(self) -> Tensor:
-        """[G, m, n], or [U, k] of a norm. May share memory with the parameters' gradients."""
+        return self.matrix(*(parameter.grad for parameter in self.parameters()))
 
     @abstractmethod
     def set_gradient(self, gradient: Tensor) -> None:
@@ -66,12 +69,9 @@ class _Matrix(Layer):
 
     groups = 1
 
-    def gradient(self) -> Tensor:
-        weight = self.module.weight.grad.movedim(1, -1)
-        gradient = weight.reshape(self.groups, len(weight) // self.groups, -1)
-        if self.has_bias:
-            gradient = torch.cat([gradient, self.module.bias.grad.reshape(self.groups, -1, 1)], 2)
-        return gradient
+    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        matrix = weight.movedim(1, -1).reshape(self.groups, len(weight) // self.groups, -1)
+        return matrix if bias is None else torch.cat([matrix, bias.reshape(self.groups, -1, 1)], 2)
 
     def _with_one(self, rows: Tensor) -> Tensor:
         return torch.cat([rows, torch.ones_like(rows[..., :1])], -1) if self.has_bias else rows
@@ -168,8 +168,8 @@ class Embedding(_Matrix):
             counts[padding] = 0
         return Sums({"a": counts[None], "g": g}, len(x), len(rows_R1m))
 
-    def gradient(self) -> Tensor:
-        return self.module.weight.grad.T[None]
+    def matrix(self, weight: Tensor) -> Tensor:
+        return weight.T[None]
 
     def set_gradient(self, gradient: Tensor) -> None:
         self.module.weight.grad.copy_(gradient[0].T)
@@ -208,8 +208,8 @@ class Norm(Layer):
             return gradient.reshape(len(gradient), -1, units).sum(1)
         return gradient.reshape(*gradient.shape[:2], -1).sum(2)
 
-    def gradient(self) -> Tensor:
-        return torch.stack([parameter.grad.reshape(-1) for parameter in self.parameters()], -1)
+    def matrix(self, *vectors: Tensor) -> Tensor:
+        return torch.stack([vector.reshape(-1) for vector in vectors], -1)
 
     def set_gradient(self, gradient: Tensor) -> None:
         for i, parameter in enumerate(self.parameters()):

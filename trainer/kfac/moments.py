@@ -8,7 +8,7 @@ and m outputs of a group
 
 from __future__ import annotations
 
-from functools import cache, partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -84,45 +84,41 @@ def of_3x3(x_NCHW: Tensor) -> Tensor:
     """The moment of the patches of a 3×3 convolution of stride 1 with one pixel of zeros around: [1, 9 C, 9 C].
 
     Two taps' block is a correlation of the image with itself, at the offset between them, and the 81 pairs of taps have
-    25 offsets. All 25 are what a convolution's weight gradient is, which libraries do without im2col. What the window
-    of a tap leaves out at the edges is subtracted.
+    25 offsets, of which those upwards are the others' transposes. The rest is what the weight gradient of a convolution
+    with 3×5 taps is, which libraries do without im2col. What the window of a tap leaves out at an edge is subtracted.
     """
     x_NCHW = accumulating(x_NCHW)
-    C, H, W = x_NCHW.shape[1:]
-    # [u's channel, the other's, 5, 5]: sum of x[u] x[u + offset]^T, zeros beyond the image
-    correlations = torch.nn.grad.conv2d_weight(x_NCHW, (C, C, 5, 5), x_NCHW, padding=2)
-    x_NHWC = x_NCHW.permute(0, 2, 3, 1)
+    N, C, H, W = x_NCHW.shape
+    # Sum of x[u] x[u + offset]^T, with zeros beyond the image: [u's channel, offset down and along, the other's]
+    below = x_NCHW.new_empty(N, H + 2, W, C).movedim(3, 1)  # F.pad would fill all of it with zeros first
+    below[:, :, :H], below[:, :, H:] = x_NCHW, 0
+    whole = torch.nn.grad.conv2d_weight(below, (C, C, 3, 5), x_NCHW, padding=(0, 2)).permute(0, 2, 3, 1).contiguous()
+    # The line that a tap at either end does not reach. From there, an offset towards the edge leads out of the image.
+    rows = {tap: x_NCHW[:, :, y : y + 1] for tap, y in ((0, H - 1), (2, 0))}
+    columns = {tap: x_NCHW[..., x : x + 1] for tap, x in ((0, W - 1), (2, 0))}
+    of_rows = {tap: _along(line, (1, 5), (2, 2, 0, 0))[:, 0] for tap, line in rows.items()}
+    of_columns = {tap: _along(line, (3, 1), (0, 0, 0, 2))[:, :, 0] for tap, line in columns.items()}
     blocks = x_NCHW.new_empty(3, 3, C, 3, 3, C)  # row and column of a tap, channel; the same of another
-    # Of the image's lines, the one that a tap at either end does not reach.
-    left_out_row, left_out_column = {0: H - 1, 2: 0}, {0: W - 1, 2: 0}
-    for down in range(3):
-        for along in range(-2 if down else 0, 3):
-            whole = correlations[:, :, down + 2, along + 2].contiguous()
-            edge = cache(partial(_edge, x_NHWC, down, along))
-            for row in range(3 - down):
-                for column in range(max(0, -along), min(3, 3 - along)):
-                    y, x = left_out_row.get(row), left_out_column.get(column)
-                    block = whole
-                    if y is not None:
-                        block = block - edge(y, None)
-                    if x is not None:
-                        block = block - edge(None, x)
-                    if y is not None and x is not None:  # both have left out their corner
-                        block = block + edge(y, x)
-                    blocks[row, column, :, row + down, column + along] = block
-                    blocks[row + down, column + along, :, row, column] = block.T
-    return blocks.reshape(1, 9 * C, 9 * C)
+    for row, column in product(range(3), range(3)):
+        along = slice(2 - column, 5 - column)
+        block = blocks[row, column]
+        block[:, row:] = whole[:, : 3 - row, along]
+        if row in rows:
+            block[:, row] -= of_rows[row][:, along]
+        if column in columns:
+            block[:, row:, column] -= of_columns[column][:, : 3 - row]
+        if row in rows and column in columns:  # both have left out their corner
+            corner = rows[row][:, :, 0, -1 if column == 0 else 0]
+            block[:, row, column] += corner.T @ corner
+    moment = blocks.reshape(3, 3 * C, 3, 3 * C)
+    for row, other in ((1, 0), (2, 0), (2, 1)):
+        moment[row, :, other] = moment[other, :, row].T
+    return moment.reshape(1, 9 * C, 9 * C)
 
 
-def _edge(x_NHWC: Tensor, down: int, along: int, row: int | None, column: int | None) -> Tensor | float:
-    """Sum of x[u] x[u + offset]^T over the pixels u of a row or a column, or of the corner of both: [C, C]."""
-    _, H, W, C = x_NHWC.shape
-    top, bottom = (0, H) if row is None else (row, row + 1)
-    left, right = (0, W) if column is None else (column, column + 1)
-    # Only pairs that both lie in the image: the rest is zero.
-    top, bottom, left, right = max(top, -down), min(bottom, H - down), max(left, -along), min(right, W - along)
-    if top >= bottom or left >= right:
-        return 0.0
-    here = x_NHWC[:, top:bottom, left:right].reshape(-1, C)
-    there = x_NHWC[:, top + down : bottom + down, left + along : right + along].reshape(-1, C)
-    return here.T @ there
+def _along(line_NCHW: Tensor, kernel: tuple[int, int], padding: tuple[int, int, int, int]) -> Tensor:
+    """Sum of x[u] x[u + offset]^T over a line's pixels: [u's channel, offset down and along, the other's]."""
+    C = line_NCHW.shape[1]
+    here_RC = line_NCHW.permute(0, 2, 3, 1).reshape(-1, C)
+    others_Rn = patches(F.pad(line_NCHW, padding), kernel, (1, 1), (1, 1), 1).reshape(len(here_RC), -1)
+    return (here_RC.T @ others_Rn).reshape(C, *kernel, C)

@@ -65,12 +65,12 @@ class KFAC:
             raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
         self.settings = KFACSettings(**settings)
         self.steps = 0
-        self._model, self._grad_scaler = _unwrapped(model), grad_scaler
-        self._num_modules = sum(1 for _ in self._model.modules())
+        self.model, self._grad_scaler = _unwrapped(model), grad_scaler
+        self._num_modules = sum(1 for _ in self.model.modules())
         self._solver: Solver = SOLVERS[self.settings.solver]()
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._exchange = Exchange(grid(world_size, self.settings.grad_worker_fraction))
-        self._blocks = self._register([re.compile(pattern) for pattern in skip])
+        self.blocks = self._register([re.compile(pattern) for pattern in skip])
         self._turns: dict[tuple[str, int], dict[str, int]] = {}
         self._cosines: dict[str, Tensor] = {}
         self._arm()
@@ -96,7 +96,7 @@ class KFAC:
 
         Every rank calls it, after the same layers were used.
         """
-        with_gradient = {name: block for name, block in self._blocks.items() if block.has_gradient()}
+        with_gradient = {name: block for name, block in self.blocks.items() if block.has_gradient()}
         if not with_gradient:
             raise RuntimeError("no layer has a gradient: call loss.backward() before step()")
         self._update_factors()
@@ -116,19 +116,19 @@ class KFAC:
         """A layer's current (a_factor, g_factor): [G, n, n] (an embedding's [1, n], a diagonal) and [G, m, m]; of a
         norm the one (unit_factor,), [U, k, k]. Empty on ranks that do not own the layer.
         """
-        return tuple(average.value for average in self._blocks[name].averages.values())
+        return tuple(average.value for average in self.blocks[name].averages.values())
 
     def layers(self) -> dict[str, int]:
         """The layers that are preconditioned, and the rank that owns each; a norm belongs to all, noted as -1."""
-        return {name: -1 if block.is_norm else block.place.owner for name, block in self._blocks.items()}
+        return {name: -1 if block.is_norm else block.place.owner for name, block in self.blocks.items()}
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Those of a layer."""
-        return self._blocks[name].layer.parameters()
+        return self.blocks[name].layer.parameters()
 
     def skipped(self) -> int:
         """How many factors of a step were left out on this rank, since they were not finite."""
-        return sum(int(average.skipped) for block in self._blocks.values() for average in block.averages.values())
+        return sum(int(average.skipped) for block in self.blocks.values() for average in block.averages.values())
 
     def fallbacks(self) -> int:
         """How many times no solution was found on this rank, and the one before stayed in use."""
@@ -137,7 +137,7 @@ class KFAC:
     def memory_usage(self) -> dict[str, int]:
         """Bytes on this rank: of the factors, of the solutions, and of what was captured since the last step."""
         kinds = {"factors": 0, "solutions": 0, "captured": 0}
-        for block in self._blocks.values():
+        for block in self.blocks.values():
             kinds["factors"] += sum(average.value.nbytes for average in block.averages.values())
             kinds["solutions"] += sum(tensor.nbytes for tensor in block.state.values())
             kinds["captured"] += sum(tensor.nbytes for tensor in (block.capture.moments | block.new).values())
@@ -150,7 +150,7 @@ class KFAC:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for block in self._blocks.values():
+        for block in self.blocks.values():
             block.capture.remove()
 
     # --- state ---
@@ -160,7 +160,7 @@ class KFAC:
         return {
             "steps": self.steps,
             "solver": self.settings.solver,
-            "layers": {name: block.state_dict() for name, block in self._blocks.items() if block.is_owner},
+            "layers": {name: block.state_dict() for name, block in self.blocks.items() if block.is_owner},
         }
 
     def load_state_dict(self, *states: dict) -> None:
@@ -172,16 +172,16 @@ class KFAC:
         solvers = {state["solver"] for state in states}
         if solvers != {self.settings.solver}:
             raise ValueError(f"solver: the state is of {', '.join(sorted(solvers))}, not {self.settings.solver}")
-        missing, unknown = sorted(self._blocks.keys() - layers.keys()), sorted(layers.keys() - self._blocks.keys())
+        missing, unknown = sorted(self.blocks.keys() - layers.keys()), sorted(layers.keys() - self.blocks.keys())
         if missing or unknown:
             raise ValueError(f"layers: the states (of all ranks?) lack {missing}, and have {unknown} besides")
-        for name, block in self._blocks.items():
+        for name, block in self.blocks.items():
             saved = {factor: tuple(of["value"].shape) for factor, of in layers[name]["averages"].items()}
             if saved != block.layer.shapes():
                 raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
         self.steps = states[0]["steps"]
         self._turns.clear()
-        for name, block in self._blocks.items():
+        for name, block in self.blocks.items():
             block.load_state_dict(layers[name], block.place.column == self._exchange.column)
         self._arm()
 
@@ -201,7 +201,7 @@ class KFAC:
 
     def _find_layers(self, skip: list[re.Pattern]) -> dict[str, Layer]:
         layers, unsupported, seen = {}, [], set()
-        for name, module in self._model.named_modules():
+        for name, module in self.model.named_modules():
             own = list(module.parameters(recurse=False))
             if not any(parameter.requires_grad for parameter in own):
                 continue
@@ -233,7 +233,7 @@ class KFAC:
     def _captured(self, name: str, num_micro_batches: int) -> None:
         """In the backward pass: with the last micro-batch, a layer's factors may be sent."""
         if num_micro_batches == self.settings.accumulation_steps:
-            self._begin_update(self._blocks[name])
+            self._begin_update(self.blocks[name])
 
     def _begin_update(self, block: Block) -> None:
         parts = block.begin_update()
@@ -241,11 +241,11 @@ class KFAC:
             self._exchange.start_reducing(parts, None if block.is_norm else block.place.owner)
 
     def _update_factors(self) -> None:
-        for block in self._blocks.values():
+        for block in self.blocks.values():
             if block.capture.moments:  # of which not all was there in the backward pass
                 self._begin_update(block)
         self._exchange.finish_reducing()
-        updated = [block for block in self._blocks.values() if block.new]
+        updated = [block for block in self.blocks.values() if block.new]
         for block in updated:
             block.end_update(self.settings.factor_decay)
         if updated:
@@ -253,7 +253,7 @@ class KFAC:
 
     def _refresh(self) -> None:
         due: dict[int, list[Part]] = {}
-        for name, block in self._blocks.items():
+        for name, block in self.blocks.items():
             if block.is_norm or not block.has_factors:
                 continue
             if block.has_solution and not self._is_turn(name, "refresh", self.steps):
@@ -280,8 +280,8 @@ class KFAC:
             raw = block.layer.gradient().to(block.dtype)
             if block.is_norm or block.place.column == column:
                 found[name] = self._solve(block, raw)
-                product = (raw * found[name]).sum(dtype=torch.float64)
-                numbers[name] = torch.stack([product, product / (raw.norm() * found[name].norm())]).to(block.dtype)
+                product = torch.dot(raw.flatten(), found[name].flatten())
+                numbers[name] = torch.stack([product, product / (raw.norm() * found[name].norm())])
             else:
                 found[name], numbers[name] = torch.empty_like(raw), raw.new_empty(2)
             if not block.is_norm:
@@ -303,7 +303,7 @@ class KFAC:
 
     def _arm(self) -> None:
         """Have those layers captured whose factors the next step updates."""
-        for name, block in self._blocks.items():
+        for name, block in self.blocks.items():
             here = block.is_owner or not self.settings.local_factors
             block.capture.wanted = not block.has_factors or (here and self._is_turn(name, "update", self.steps))
 
@@ -318,13 +318,13 @@ class KFAC:
         if (work, every) not in self._turns:
             costs = {
                 name: block.update_cost() if work == "update" else block.cost().refresh
-                for name, block in self._blocks.items()
+                for name, block in self.blocks.items()
             }
             self._turns[work, every] = spread(costs, every)
         return self._turns[work, every]
 
     def _look_for_new_modules(self) -> None:
-        number = sum(1 for _ in self._model.modules())
+        number = sum(1 for _ in self.model.modules())
         if number != self._num_modules:
             logger.warning(
                 "K-FAC was built for %d modules, and the model now has %d: what is new keeps its raw gradients; "

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import Annotated, Union
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+import torch
+from pydantic import Discriminator, Tag
+from torch import nn
 
-    from ..recipe import Optimizer
+from . import lamb, lars, muon, sgd, soap
 
-REGISTRY = {
-    "sgd": "sgd:build",
-}
-PRECONDITIONERS = ("none", "kfac", "ekfac")
+# Each has Settings, its section of a recipe, and build(settings, model).
+REGISTRY: dict[str, ModuleType] = {"sgd": sgd, "lars": lars, "lamb": lamb, "muon": muon, "soap": soap}
+
+
+def _name(section: object) -> object:
+    return section.get("name", "sgd") if isinstance(section, dict) else getattr(section, "name", "sgd")
+
+
+Optimizer = Annotated[
+    Union[tuple(Annotated[of.Settings, Tag(name)] for name, of in REGISTRY.items())],  # noqa: UP007 - made at run time
+    Discriminator(_name),
+]
 
 
 def build(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that the recipe's section asks for, over `model`'s parameters.
+    """The optimizer that the recipe's section asks for, over `model`'s parameters."""
+    return REGISTRY[settings.name].build(settings, model)
 
-    Its learning rate is set anew at every step. Raises KeyError for a name that is not in REGISTRY.
-    """
-    module, function = REGISTRY[settings.name].split(":")
-    return getattr(import_module(f".{module}", __name__), function)(settings, model)
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """For the next step. A group may have its own multiple of it, as "lr_factor"."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)

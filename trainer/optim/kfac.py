@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..kfac import EKFAC, KFAC, reduce_to_owners
+from ..kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 from ..recipe import Kfac
 
 KINDS = {"kfac": KFAC, "ekfac": EKFAC}
@@ -32,10 +32,18 @@ def build(name: str, settings: Kfac, model: nn.Module, scaler: torch.amp.GradSca
     return preconditioner
 
 
+def adaptive_damping(settings: Kfac, preconditioner: KFAC | None) -> AdaptiveDamping | None:
+    """If the recipe asks for it."""
+    if preconditioner is None or settings.damping_update_steps is None:
+        return None
+    return AdaptiveDamping(preconditioner, settings.damping_update_steps)
+
+
 def set_for_step(preconditioner: KFAC, settings: Kfac, epoch: float, lr: float) -> None:
     """What the next step uses. `epoch`: how far the run is, with fractions."""
     for name, value in _scheduled(settings, epoch).items():
-        setattr(preconditioner, name, value)
+        if name != "damping" or settings.damping_update_steps is None:
+            setattr(preconditioner, name, value)
     preconditioner.lr = lr
 
 

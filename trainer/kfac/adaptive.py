@@ -1,0 +1,120 @@
+"""Adaptive damping: the rule of Levenberg and Marquardt, as in Martens and Grosse 2015, section 6.5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .preconditioner import KFAC
+
+LOW, HIGH = 0.25, 0.75  # of the ratio, there and in Levenberg's and Marquardt's rule
+
+
+class AdaptiveDamping:
+    """Changes a preconditioner's damping λ by how well its quadratic model foretells the loss:
+
+        adaptive = AdaptiveDamping(preconditioner)
+        loss.backward()
+        adaptive.begin(loss); preconditioner.step(); optimizer.step(); adaptive.end(lambda: loss_of(model(x), y))
+
+    Every `damping_update_steps` steps, the change of the loss on the same batch is compared with
+
+        gᵀδ + ½ δᵀ (F + λ I) δ
+
+    for the step δ that the optimizer took, whatever optimizer it is, and F of the factors (of EKFAC, too). Where the
+    ratio of the two is above 3/4, λ is multiplied by `decay` once for each step since the last time; below 1/4, or if
+    the loss is not finite, divided by it. Where the model foretells no fall, λ stays. On such a step, gradients and
+    parameters are kept twice, and the processor waits for the GPU once.
+
+    `bounds` of λ. Every rank calls both. Raises ValueError for a setting out of range.
+    """
+
+    def __init__(
+        self,
+        preconditioner: KFAC,
+        damping_update_steps: int = 5,
+        decay: float = 0.95,
+        bounds: tuple[float, float] = (1e-8, 1e2),
+    ) -> None:
+        if damping_update_steps < 1:
+            raise ValueError(f"damping_update_steps: {damping_update_steps!r} is out of range; allowed: from 1")
+        if not 0 < decay < 1:
+            raise ValueError(f"decay: {decay!r} is out of range; allowed: above 0 to below 1")
+        if not 0 < bounds[0] <= bounds[1]:
+            raise ValueError(f"bounds: {bounds!r} are out of range; allowed: two numbers above 0 that rise")
+        self.ratio = math.nan
+        """The last one."""
+        self._preconditioner, self._every, self._decay, self._bounds = (
+            preconditioner, damping_update_steps, decay, bounds,
+        )  # fmt: skip
+        self._before: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self._loss: Tensor | None = None
+
+    @torch.no_grad()
+    def begin(self, loss: Tensor) -> None:
+        """Before `preconditioner.step()`, with unscaled gradients. `loss`: of this rank's batch, over all micro-batches."""
+        if (self._preconditioner.steps + 1) % self._every:
+            return
+        self._loss = loss.detach().double()
+        self._before = {
+            parameter: (parameter.detach().clone(), parameter.grad.clone())
+            for parameter in self._preconditioner.model.parameters()
+            if parameter.grad is not None
+        }
+
+    @torch.no_grad()
+    def end(self, loss_again: Callable[[], Tensor]) -> None:
+        """After `optimizer.step()`. `loss_again()`, called when it is due, is the loss of the same batch now; what it
+        does to the model's buffers, such as running averages, is undone.
+        """
+        if self._loss is None:
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in self._preconditioner.model.buffers()]
+        after = loss_again().detach().double()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        found = torch.stack([(after - self._loss) / self._world_size(), self._foretold()])
+        if self._world_size() > 1:
+            dist.all_reduce(found)
+        self._before, self._loss = {}, None
+        self._adapt(*found.tolist())
+
+    def _world_size(self) -> int:
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    def _foretold(self) -> Tensor:
+        """This rank's part: of the layers that it owns, and on the first rank of what belongs to all."""
+        is_first = self._world_size() == 1 or dist.get_rank() == 0
+        foretold = torch.zeros_like(self._loss)
+        left = dict(self._before)
+        for block in self._preconditioner.blocks.values():
+            kept = [left.pop(parameter, None) for parameter in block.layer.parameters()]
+            if not (is_first if block.is_norm else block.is_owner) or None in kept or not block.has_factors:
+                continue
+            now = [parameter.detach() for parameter in block.layer.parameters()]
+            step = block.layer.matrix(*(new - old for new, (old, _) in zip(now, kept, strict=True))).to(block.dtype)
+            gradient = block.layer.matrix(*(raw for _, raw in kept)).to(block.dtype)
+            square = block.curvature(step) + self._preconditioner.damping * step.square().sum()
+            foretold += (gradient * step).sum() + square / 2
+        if is_first:
+            for parameter, (old, raw) in left.items():  # no layer's
+                foretold += (raw * (parameter.detach() - old)).sum()
+        return foretold
+
+    def _adapt(self, change: float, foretold: float) -> None:
+        self.ratio = change / foretold if foretold else math.nan
+        if math.isfinite(change) and (foretold >= 0 or LOW <= self.ratio <= HIGH):
+            return
+        is_good = math.isfinite(change) and self.ratio > HIGH
+        damping = self._preconditioner.damping * self._decay ** (self._every if is_good else -self._every)
+        self._preconditioner.damping = min(max(damping, self._bounds[0]), self._bounds[1])
+
+    def state_dict(self) -> dict[str, float]:
+        return {"damping": self._preconditioner.damping}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._preconditioner.damping = state["damping"]

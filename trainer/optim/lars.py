@@ -1,0 +1,31 @@
+"""LARS: SGD whose step is as large as a layer's weights allow (You, Gitman, Ginsburg 2017, arXiv:1708.03888)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..section import Positive
+from .groups import parameter_groups
+from .settings import MomentumSettings
+
+
+class Settings(MomentumSettings):
+    """Each matrix's gradient is scaled by trust_coefficient * |w| / (|g| + weight_decay * |w|); vectors' are not."""
+
+    name: Literal["lars"]
+    trust_coefficient: Positive = 0.001
+
+
+def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    from pytorch_optimizer import LARS
+
+    return LARS(
+        parameter_groups(model, settings.weight_decay),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        trust_coefficient=settings.trust_coefficient,
+    )

@@ -1,0 +1,47 @@
+"""Muon: the momentum of a layer, made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..section import BelowOne, Positive
+from .settings import OptimizerSettings
+
+
+class Settings(OptimizerSettings):
+    """`lr` is that of the hidden layers' weights; vectors, embeddings and the last layer have AdamW with `adam_lr`, on
+    the same schedule.
+    """
+
+    name: Literal["muon"]
+    momentum: BelowOne = 0.95
+    nesterov: bool = True
+    adam_lr: Positive = 3e-4
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+
+
+def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """A filter is a row of its matrix. Vectors do not decay."""
+    from pytorch_optimizer import Muon
+
+    layers = [module for module in model.modules() if getattr(module, "weight", None) is not None]
+    not_hidden = {id(module.weight) for module in layers if isinstance(module, nn.Embedding)} | {id(layers[-1].weight)}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    adam = {"use_muon": False, "betas": settings.betas, "lr_factor": settings.adam_lr / settings.lr}
+    decay = settings.weight_decay
+    groups = [
+        {"params": [p for p in matrices if id(p) not in not_hidden], "use_muon": True, "weight_decay": decay},
+        {"params": [p for p in matrices if id(p) in not_hidden], "weight_decay": decay, **adam},
+        {"params": vectors, "weight_decay": 0.0, **adam},
+    ]
+    return Muon(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+    )
