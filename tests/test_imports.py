@@ -22,6 +22,7 @@ ALLOWED = {
     "simplejpeg": ["datapipe/image.py"],
     "PIL": ["datapipe/image.py"],
     "matplotlib": ["trainer/report.py"],
+    "pytorch_optimizer": [f"trainer/optim/{name}.py" for name in ("lamb", "lars", "muon", "soap")],
 }
 FILES = sorted(
     path.relative_to(ROOT).as_posix() for name in ("datapipe", "trainer") for path in (ROOT / name).rglob("*.py")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import connected, world_from_environment
-from trainer.kfac import EKFAC, KFAC, reduce_to_owners
+from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 
 BATCH, STEPS, SAVED_AT = 12, 7, 4
 SETTINGS = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3, "lr": 0.05}
@@ -39,7 +39,15 @@ def batch(step: int, rank: int, world_size: int, dtype: torch.dtype) -> tuple[to
 
 
 def train(
-    rank: int, world_size: int, owners=False, resumed=False, dtype=torch.float64, steps=STEPS, kind=KFAC, **settings
+    rank: int,
+    world_size: int,
+    owners=False,
+    resumed=False,
+    adaptive=False,
+    dtype=torch.float64,
+    steps=STEPS,
+    kind=KFAC,
+    **settings,
 ) -> dict:
     module = network(dtype)
     model = DistributedDataParallel(module) if world_size > 1 else module
@@ -47,6 +55,7 @@ def train(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     if owners and world_size > 1:
         reduce_to_owners(model, preconditioner)
+    rule = AdaptiveDamping(preconditioner, damping_update_steps=2)
     parts = settings.get("accumulation_steps", 1)
     for step in range(steps):
         if resumed and step == SAVED_AT:
@@ -59,13 +68,22 @@ def train(
             preconditioner.load_state_dict(*states)
         optimizer.zero_grad()
         x, y = batch(step, rank, world_size, dtype)
+        loss = 0
         for i, (part_x, part_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
             last = i == parts - 1
             with model.no_sync() if world_size > 1 and not last else torch.enable_grad():
-                (F.cross_entropy(model(part_x), part_y) / parts).backward()
+                part_loss = F.cross_entropy(model(part_x), part_y) / parts
+                part_loss.backward()
+                loss = loss + part_loss.detach()
+        if adaptive:
+            rule.begin(loss)
         preconditioner.step()
         optimizer.step()
+        if adaptive:
+            rule.end(lambda x=x, y=y: F.cross_entropy(module(x), y))
     return {
+        "damping": preconditioner.damping,
+        "ratio": rule.ratio,
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "cosines": preconditioner.cosines(),
         "memory": preconditioner.memory_usage(),
@@ -88,6 +106,8 @@ with connected(world):
             *place, dtype=torch.float32, steps=2, solver=solver, grad_worker_fraction=1 / P
         )
         found[f"{solver} owners"] = train(*place, owners=True, solver=solver, grad_worker_fraction=1 / P)
+    found["eigen adaptive"] = train(*place, adaptive=True, grad_worker_fraction=1 / P)
+    found["eigen adaptive, owners"] = train(*place, adaptive=True, owners=True, grad_worker_fraction=1 / P)
     found["eigen resumed"] = train(*place, resumed=True, grad_worker_fraction=1 / P)
     if BATCH // P % 2 == 0:
         found["eigen accumulated"] = train(*place, accumulation_steps=2)

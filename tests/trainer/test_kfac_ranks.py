@@ -49,13 +49,24 @@ def close(found, wanted, tolerance=1e-10):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks_learns_the_same(start, tmp_path, results, ranks):
     alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
-    ways = [way for way in found if "local" not in way]
+    ways = [way for way in found if "local" not in way and "adaptive" not in way]
     assert len(ways) == 11
     for way in ways:
         kind = way.split()[0]
         close(found[way]["weights"], alone[f"{kind} 1.00"]["weights"], 1e-6 if "float32" in kind else 1e-10)
         cosines = alone[f"{kind} 1.00"]["cosines"]
         assert found[way]["cosines"] == pytest.approx(cosines, abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_damping_adapts_the_same_on_any_number_of_ranks(start, tmp_path, results, ranks):
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
+    wanted = alone["eigen adaptive"]
+    assert wanted["damping"] < 0.1  # that of the beginning
+    for way in ("eigen adaptive", "eigen adaptive, owners"):
+        close(found[way]["weights"], wanted["weights"])
+        assert found[way]["damping"] == pytest.approx(wanted["damping"], rel=1e-12)
+        assert found[way]["ratio"] == pytest.approx(wanted["ratio"], rel=1e-9)
 
 
 def test_factors_of_the_owners_batch_are_others_but_learn(start, tmp_path, results):

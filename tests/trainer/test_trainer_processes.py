@@ -64,6 +64,7 @@ def same(a, b) -> bool:
 
 
 KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=3", "kfac.inv_update_steps=5"]
+KFAC += ["kfac.damping_update_steps=2"]
 
 
 @pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
@@ -106,6 +107,7 @@ def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     told = [line for line in lines if line["event"] == "kfac"]
     assert len(told) >= 5 and all(line["skipped"] == line["fallbacks"] == 0 for line in told)
     assert all(0 < cosine < 0.999 for line in told for cosine in line["cosines"].values())
+    assert len({line["damping"] for line in told}) >= 3  # it adapts, and goes on where it was
     assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 1, 2]
 
 

@@ -19,7 +19,9 @@ class Settings(OptimizerSettings):
 
 
 def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The weights' decay is part of the step that is scaled, as in the paper's algorithm 2."""
+    """The weights' decay is part of the step that is scaled, as in the paper's algorithm 2. The averages' bias is not
+    corrected: the scaling takes it out, and correcting the step's length after it makes the first step 10 times too long.
+    """
     from pytorch_optimizer import Lamb
 
     return Lamb(
@@ -29,4 +31,5 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
         eps=settings.eps,
         weight_decouple=False,
         pre_norm=False,
+        adam_debias=True,  # in that library: no correction
     )

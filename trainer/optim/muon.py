@@ -32,7 +32,8 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    adam = {"use_muon": False, "betas": settings.betas, "lr_factor": settings.adam_lr / settings.lr}
+    lr = {"lr": settings.adam_lr, "lr_factor": settings.adam_lr / settings.lr}
+    adam = {"use_muon": False, "betas": settings.betas, **lr}
     decay = settings.weight_decay
     groups = [
         {"params": [p for p in matrices if id(p) not in not_hidden], "use_muon": True, "weight_decay": decay},
