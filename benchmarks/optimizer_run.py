@@ -1,5 +1,5 @@
-"""One training of bench_optimizers, in a process of its own: settings as JSON on standard input, what it found as JSON
-on standard output.
+"""One training of bench_optimizers, in a process of its own: settings as JSON in its argument, what it found as JSON on
+standard output.
 
 A batch is summed from parts of 512 images, as 512 images each on several GPUs would be; BN takes its statistics from a
 part. The seed decides the first weights, the order of the images and their flips.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,20 +21,22 @@ import torch.nn.functional as F
 from benchmarks.measure import WORK
 from datapipe.fetch import fetch
 from trainer import models, optim
-from trainer.kfac import EKFAC, KFAC
+from trainer.kfac import EKFAC, KFAC, AdaptiveDamping
 from trainer.optim.schedules import multiplier
 from trainer.recipe import OneCycleSchedule
 
 PART = 512
 EVALUATED_EVERY = 20_480  # images
 TARGETS = (0.90, 0.91, 0.92)
+SCHEDULE = OneCycleSchedule(name="onecycle", peak_at=0.1, start=0.05)
 PRECONDITIONERS = {"kfac": KFAC, "ekfac": EKFAC}
 
 
 @dataclass(frozen=True)
 class Run:
-    """`optimizer`: a section of a recipe. `kfac`: settings of the preconditioner, if there is one. The learning rate
-    rises over the first tenth of `epochs`, and falls to zero with the last.
+    """`optimizer`: a section of a recipe. `kfac`: settings of the preconditioner, if there is one; with
+    "damping_update_steps", its damping adapts. The learning rate rises over the first tenth of `epochs`, and falls to
+    zero with the last.
     """
 
     model: str
@@ -61,44 +64,71 @@ def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor)
     return right / len(labels)
 
 
+class Training:
+    """A network, its optimizer, and what preconditions."""
+
+    def __init__(self, run: Run) -> None:
+        torch.manual_seed(run.seed)
+        self.images, self.labels = data("train")
+        self.parts = run.batch_size // PART
+        self.steps_per_epoch = len(self.images) // run.batch_size
+        self.steps = round(run.epochs * self.steps_per_epoch)
+        self.model = models.build(run.model, num_classes=10, in_channels=1).to(memory_format=torch.channels_last)
+        section, kfac = dict(run.optimizer), dict(run.kfac)
+        kind, adapts = section.pop("preconditioner", None), kfac.pop("damping_update_steps", None)
+        self.settings = optim.REGISTRY[section["name"]].Settings(**section)
+        self.optimizer = optim.build(self.settings, self.model)
+        self.preconditioner = PRECONDITIONERS[kind](self.model, accumulation_steps=self.parts, **kfac) if kind else None
+        self.adaptive = AdaptiveDamping(self.preconditioner, adapts) if adapts else None
+
+    def step(self, number: int, batch: torch.Tensor) -> None:
+        """On the samples `batch`."""
+        lr = self.settings.lr * multiplier(SCHEDULE, number, self.steps, 1)
+        optim.set_lr(self.optimizer, lr)
+        flips = torch.rand(len(batch)) < 0.5
+        loss = self._loss(batch, flips, backward=True)
+        if self.adaptive is not None:
+            self.adaptive.begin(loss)
+        if self.preconditioner is not None:
+            self.preconditioner.lr = lr
+            self.preconditioner.step()
+        self.optimizer.step()
+        if self.adaptive is not None:
+            self.adaptive.end(lambda: self._loss(batch, flips))
+        self.optimizer.zero_grad()
+
+    def _loss(self, batch: torch.Tensor, flips: torch.Tensor, backward: bool = False) -> torch.Tensor:
+        total = 0
+        for part, flip in zip(batch.split(PART), flips.split(PART), strict=True):
+            x = torch.where(flip[:, None, None, None], self.images[part].flip(3), self.images[part])
+            logits = self.model(x.to(memory_format=torch.channels_last))
+            loss = F.cross_entropy(logits, self.labels[part]) / self.parts
+            if backward:
+                loss.backward()
+            total = total + loss.detach()
+        return total
+
+
 def train(run: Run) -> list[dict]:
     """What each evaluation found: step, epoch, accuracy, and the seconds of training until then."""
-    (images, labels), val = data("train"), data("t10k")
-    torch.manual_seed(run.seed)
-    model = models.build(run.model, num_classes=10, in_channels=1).to(memory_format=torch.channels_last)
-    section = dict(run.optimizer)
-    kind = section.pop("preconditioner", None)
-    settings = optim.REGISTRY[section["name"]].Settings(**section)
-    optimizer = optim.build(settings, model)
-    parts = run.batch_size // PART
-    preconditioner = PRECONDITIONERS[kind](model, accumulation_steps=parts, **run.kfac) if kind else None
-    steps_per_epoch = len(images) // run.batch_size
-    steps = round(run.epochs * steps_per_epoch)
-    schedule = OneCycleSchedule(name="onecycle", peak_at=0.1, start=0.05)
+    training, val = Training(run), data("t10k")
     found, wall_s, cpu_s, order = [], 0.0, 0.0, torch.empty(0, dtype=torch.int64)
-    for step in range(steps):
-        if step % steps_per_epoch == 0:
-            order = torch.randperm(len(images))
+    per_epoch = training.steps_per_epoch
+    for number in range(training.steps):
+        if number % per_epoch == 0:
+            order = torch.randperm(len(training.images))
         began, cpu_began = time.perf_counter(), time.process_time()
-        batch = order[step % steps_per_epoch * run.batch_size :][: run.batch_size]
-        lr = settings.lr * multiplier(schedule, step, steps, 1)
-        optim.set_lr(optimizer, lr)
-        for part in batch.split(PART):
-            x = torch.where((torch.rand(len(part)) < 0.5)[:, None, None, None], images[part].flip(3), images[part])
-            (F.cross_entropy(model(x.to(memory_format=torch.channels_last)), labels[part]) / parts).backward()
-        if preconditioner is not None:
-            preconditioner.lr = lr
-            preconditioner.step()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step(number, order[number % per_epoch * run.batch_size :][: run.batch_size])
         wall_s, cpu_s = wall_s + time.perf_counter() - began, cpu_s + time.process_time() - cpu_began
-        done = (step + 1) * run.batch_size
-        if done // EVALUATED_EVERY > (done - run.batch_size) // EVALUATED_EVERY or step + 1 == steps:
-            line = {"step": step + 1, "epoch": (step + 1) / steps_per_epoch, "accuracy": accuracy(model, *val),
+        step = number + 1
+        due = step * run.batch_size // EVALUATED_EVERY > number * run.batch_size // EVALUATED_EVERY
+        if due or step == training.steps:
+            line = {"step": step, "epoch": step / per_epoch, "accuracy": accuracy(training.model, *val),
                     "wall_s": wall_s, "cpu_s": cpu_s}  # fmt: skip
+            if training.preconditioner is not None:
+                cosines = training.preconditioner.cosines().values()
+                line |= {"cosine": statistics.median(cosines), "damping": training.preconditioner.damping}
             found.append(line)
-            if preconditioner is not None:
-                line["cosine"] = float(np.median(list(preconditioner.cosines().values())))
             print(json.dumps(line), file=sys.stderr, flush=True)
             if line["accuracy"] >= TARGETS[-1] or (line["epoch"] >= 1 and line["accuracy"] < run.stop_below):
                 break
@@ -107,7 +137,7 @@ def train(run: Run) -> list[dict]:
 
 def main() -> int:
     torch.set_num_threads(1)  # two runs at a time
-    print(json.dumps(train(Run(**json.load(sys.stdin)))))
+    print(json.dumps(train(Run(**json.loads(sys.argv[1])))))
     return 0
 
 

@@ -296,6 +296,26 @@ def test_ekfac_starts_as_kfac():
     close(found[1], found[0])
 
 
+def test_new_eigenvectors_of_ekfac_keep_the_trace():
+    """And the next update of the diagonal counts for as much as what was there."""
+    module = randomised(nn.Conv2d(3, 4, 3, padding=1))
+    x, model = input_of(module), nn.Sequential(module)
+    preconditioner = EKFAC(model, damping=DAMPING, kl_clip=None, factor_update_steps=1, inv_update_steps=1)
+    found = []
+    for part in (x, x, 2 * x):
+        module.zero_grad()
+        loss_of(model(part)).mean().backward()
+        new = preconditioner.blocks["0"].new.get("scale", torch.zeros(()))
+        before = preconditioner.factors("0")[2].clone()
+        preconditioner.step()
+        a, g, scale = preconditioner.factors("0")
+        found.append([tensor.sum().item() for tensor in (before, new, scale)] + [(a[0].trace() * g[0].trace()).item()])
+    assert found[0][2] == pytest.approx(found[0][3])  # at first, that of the factors
+    for before, new, after, _ in found[1:]:
+        share = 0.05 / (0.95 * 0.05 + 0.05)
+        assert new > 0 and after == pytest.approx((1 - share) * before + share * new)
+
+
 def test_ekfac_needs_eigenvectors():
     with pytest.raises(ValueError, match="solver: 'cholesky' has no eigenvectors; allowed with EKFAC: eigen"):
         EKFAC(nn.Sequential(nn.Linear(3, 2)), solver="cholesky")

@@ -4,7 +4,9 @@ George et al. 2018, arXiv:1806.03884: with the eigenvectors V_A and V_G, the pro
 
     S = 1/N Σ (V_Gᵀ D V_A)²   over the gradients D of the samples,
 
-which is the best diagonal there is in that basis. It starts as the products, whenever the eigenvectors are new.
+which is the best diagonal there is in that basis. Whenever the eigenvectors are new, it starts as the products, scaled to
+the sum that it had: the trace of the curvature is the same in every basis, and far from that of the products where
+gradients are alike at all positions of a convolution. That counts as much as one update of the average.
 
 N samples, T positions, G groups, n inputs and m outputs of a group
 """
@@ -47,12 +49,18 @@ class EKFAC(KFAC):
         return {n: _Projected(of) if isinstance(of, Linear | Convolution) else of for n, of in found.items()}
 
     def _refresh_block(self, block: Block) -> None:
+        if not (isinstance(block.layer, _Projected) and block.is_owner):
+            super()._refresh_block(block)
+            return
+        is_first, scale = not block.layer.state, block.averages["scale"]
         super()._refresh_block(block)
-        if isinstance(block.layer, _Projected) and block.is_owner:
-            block.layer.state = block.state
-            scale = block.averages["scale"]
-            torch.mul(block.state["g_values"][:, :, None], block.state["a_values"][:, None], out=scale.value)
-            scale.weight.fill_(1)
+        block.layer.state = block.state
+        products = block.state["g_values"][:, :, None] * block.state["a_values"][:, None]
+        if not is_first:
+            traces = products.sum((1, 2), keepdim=True)
+            products *= torch.where(traces > 0, scale.value.sum((1, 2), keepdim=True) / traces, 1)
+        scale.value.copy_(products)
+        scale.weight.fill_(1 - self.settings.factor_decay)
 
     def _solve(self, block: Block, gradient: Tensor) -> Tensor:
         if not isinstance(block.layer, _Projected):
