@@ -14,6 +14,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
 
@@ -55,31 +57,39 @@ def seconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
 
 def compared(rounds: int) -> list[dict]:
     found = []
-    for n in SIZES:
+    one = torch.eye(1)[None]  # a g_factor that costs nothing
+    for n, damping in product(SIZES, DAMPINGS):
         first, later = factors(n)
-        one = torch.eye(1)[None]  # a g_factor that costs nothing
-        for damping in DAMPINGS:
-            line = {"size": n, "damping": damping}
-            for solver in (Eigen(), Cholesky(), Newton()):
-                before = solver.refresh(first, one, damping, solver.empty(first, one))
-                work = lambda solver=solver, before=before: solver.refresh(later, one, damping, before)  # noqa: E731
-                line[type(solver).__name__.lower()] = seconds(work, rounds)
-            found.append(line)
-            print(f"  {n}, {damping}", file=sys.stderr, flush=True)
+        line = {"size": n, "damping": damping}
+        for solver in (Eigen(), Cholesky(), Newton()):
+            before = solver.refresh(first, one, damping, solver.empty(first, one))
+            line[type(solver).__name__.lower()] = seconds(partial(solver.refresh, later, one, damping, before), rounds)
+        found.append(line)
+        print(f"  {n}, {damping}", file=sys.stderr, flush=True)
     return found
+
+
+def cholesky_inverse(factor: torch.Tensor) -> torch.Tensor:
+    return torch.cholesky_inverse(torch.linalg.cholesky(factor))
+
+
+def one_by_one(solve: Callable, stack: torch.Tensor) -> list:
+    return [solve(factor) for factor in stack]
 
 
 def stacked(rounds: int) -> list[dict]:
     found = []
-    for n, count in STACKS:
+    for (n, count), solve in product(STACKS, (torch.linalg.eigh, cholesky_inverse)):
         stack = torch.cat([factors(n, seed)[1] for seed in range(count)]) + 0.1 * torch.eye(n)
-        for name, solve in (("eigen", torch.linalg.eigh), ("cholesky", lambda a: torch.cholesky_inverse(torch.linalg.cholesky(a)))):
-            found.append({
-                "size": n, "count": count, "solver": name,
-                "together": seconds(lambda solve=solve, stack=stack: solve(stack), rounds),
-                "one by one": seconds(lambda solve=solve, stack=stack: [solve(a) for a in stack], rounds),
-            })  # fmt: skip
+        ways = {"together": partial(solve, stack), "one by one": partial(one_by_one, solve, stack)}
+        times = {way: seconds(work, rounds) for way, work in ways.items()}
+        found.append({"size": n, "count": count, "solver": solve.__name__} | times)
     return found
+
+
+def milliseconds(lines: list[dict], labels: tuple[str, ...], ways: tuple[str, ...]) -> str:
+    rows = [[str(line[of]) for of in labels] + [f"{line[way]['median'] * 1e3:.1f}" for way in ways] for line in lines]
+    return table([*labels, *(f"{way}, ms" for way in ways)], rows)
 
 
 def main() -> int:
@@ -88,17 +98,12 @@ def main() -> int:
     arguments = parser.parse_args()
     described = environment()
     solvers, stacks = compared(arguments.rounds), stacked(arguments.rounds)
-    ms = lambda times: f"{times['median'] * 1e3:.1f}"  # noqa: E731
-    names = ("eigen", "cholesky", "newton")
-    print(table(["size", "damping", *(f"{name}, ms" for name in names)],
-                [[str(line["size"]), str(line["damping"]), *(ms(line[name]) for name in names)] for line in solvers]))  # fmt: skip
-    ways = ("together", "one by one")
-    print(table(["size", "number", "solver", *(f"{way}, ms" for way in ways)],
-                [[str(line["size"]), str(line["count"]), line["solver"], *(ms(line[way]) for way in ways)] for line in stacks]))  # fmt: skip
+    print(milliseconds(solvers, ("size", "damping"), ("eigen", "cholesky", "newton")))
+    print(milliseconds(stacks, ("size", "count", "solver"), ("together", "one by one")))
     ratios = [line["together"]["median"] / line["one by one"]["median"] for line in stacks]
     print(f"together ÷ one by one: {statistics.median(ratios):.2f} in the median")
-    print(write_record("kfac-solvers", {"environment": described, "threads": torch.get_num_threads(),
-                                        "rounds": arguments.rounds, "solvers": solvers, "stacks": stacks}))  # fmt: skip
+    record = {"environment": described, "threads": torch.get_num_threads(), "rounds": arguments.rounds}
+    print(write_record("kfac-solvers", record | {"solvers": solvers, "stacks": stacks}))
     return 0
 
 

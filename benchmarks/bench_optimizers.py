@@ -3,9 +3,9 @@
     python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 6] [--seeds 5]
 
 Each optimizer is tuned over as many trials, at points of its box spread by a Sobol sequence, the number of epochs
-among them. The one with the fewest steps to 92 %, or else the best accuracy, is run with other seeds. Two trainings run at
-a time, one thread each; evaluations are not timed. What is done is kept in benchmarks/work, and a run that was broken
-off goes on. Writes results/optimizers-MODEL-BATCH.json, also of a part of the trainings.
+among them. The one with the fewest steps to 92 %, or else the best accuracy, is run with other seeds. Two trainings run
+at a time, one thread each; evaluations are not timed. What is done is kept in benchmarks/work, and what was broken off
+goes on there. Writes results/optimizers-MODEL-BATCH.json.
 """
 
 from __future__ import annotations
@@ -91,13 +91,18 @@ def interval(values: list[float]) -> dict[str, float]:
     mean = statistics.mean(values)
     if len(values) < 2:
         return {"mean": mean, "half_width": math.nan}
-    return {"mean": mean, "half_width": student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5}
+    return {
+        "mean": mean,
+        "half_width": student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5,
+    }
 
 
 def to_target(runs: list[list[dict]], target: float) -> dict:
     lines = [reached(found, target) for found in runs]
     those = [line for line in lines if line is not None]
-    what = {key: interval([line[key] for line in those]) for key in ("epoch", "step", "wall_s", "cpu_s")} if those else {}
+    what = (
+        {key: interval([line[key] for line in those]) for key in ("epoch", "step", "wall_s", "cpu_s")} if those else {}
+    )
     return {"reached": len(those), "runs": len(runs), **what}
 
 
@@ -108,7 +113,9 @@ def report(found: dict[str, dict]) -> str:
         for target in TARGETS:
             to = of["targets"][f"{target:.2f}"]
             for key, digits in (("epoch", 1), ("step", 0), ("wall_s", 0)):
-                cells.append(f"{to[key]['mean']:.{digits}f} ± {to[key]['half_width']:.{digits}f}" if to["reached"] else "-")
+                cells.append(
+                    f"{to[key]['mean']:.{digits}f} ± {to[key]['half_width']:.{digits}f}" if to["reached"] else "-"
+                )
             if to["reached"] < to["runs"]:
                 cells[-3] += f" ({to['reached']} of {to['runs']})"
         rows.append(cells)
@@ -131,7 +138,11 @@ def main() -> int:
         turns = [run for turn in zip(*tried.values(), strict=True) for run in turn]
         results = dict(zip(map(str, turns), two.map(result, turns), strict=True))
         best = {name: min(runs, key=lambda run: score(results[str(run)])) for name, runs in tried.items()}
-        seeds = [(name, replace(best[name], seed=seed, stop_below=0.0)) for seed in range(1, 1 + arguments.seeds) for name in best]
+        seeds = [
+            (name, replace(best[name], seed=seed, stop_below=0.0))
+            for seed in range(1, 1 + arguments.seeds)
+            for name in best
+        ]
         again: dict[str, list] = {name: [] for name in best}
         for (name, _), of in zip(seeds, two.map(result, [run for _, run in seeds]), strict=True):
             again[name].append(of)

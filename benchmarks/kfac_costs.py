@@ -1,6 +1,6 @@
 """K-FAC's memory and traffic by formula, for a network on 1 to 1,024 ranks; a table for the README.
 
-    python -m benchmarks.kfac_costs [--model resnet50] [--solver cholesky]
+python -m benchmarks.kfac_costs [--model resnet50] [--solver cholesky]
 """
 
 from __future__ import annotations

@@ -51,15 +51,21 @@ class Run:
 def data(split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Fashion-MNIST: normalised images [N, 1, 28, 28] and labels [N]."""
     files = {path.name: path for path in fetch("fashion-mnist", WORK / "fashion-mnist-idx")}
-    read = lambda kind, start: np.frombuffer(gzip.decompress(files[f"{split}-{kind}-ubyte.gz"].read_bytes()), np.uint8, offset=start)  # noqa: E501, E731
-    images = torch.from_numpy(read("images-idx3", 16).copy()).view(-1, 1, 28, 28)
-    return (images.float() / 255 - 0.2860) / 0.3530, torch.from_numpy(read("labels-idx1", 8).astype(np.int64))
+
+    def read(kind: str, start: int) -> torch.Tensor:
+        content = gzip.decompress(files[f"{split}-{kind}-ubyte.gz"].read_bytes())
+        return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).copy())
+
+    images = read("images-idx3", 16).view(-1, 1, 28, 28)
+    return (images.float() / 255 - 0.2860) / 0.3530, read("labels-idx1", 8).long()
 
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
     model.eval()
-    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(PART), labels.split(PART), strict=True))
+    right = sum(
+        int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(PART), labels.split(PART), strict=True)
+    )
     model.train()
     return right / len(labels)
 

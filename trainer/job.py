@@ -138,9 +138,7 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     return module, wrap(module, world)
 
 
-def build_preconditioner(
-    recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler
-) -> KFAC | None:
+def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler) -> KFAC | None:
     """What the recipe asks for, if anything. Raises SettingError."""
     if recipe.optimizer.preconditioner == "none":
         return None

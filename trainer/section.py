@@ -15,7 +15,7 @@ class Section(BaseModel):
 
 
 def or_none() -> BeforeValidator:
-    """"none" is None: TOML has no null, and --set must be able to say it."""
+    """The word none is None: TOML has no null, and --set must be able to say it."""
     return BeforeValidator(lambda value: None if value == "none" else value)
 
 

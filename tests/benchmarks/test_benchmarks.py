@@ -258,7 +258,6 @@ def _run(code: str) -> str:
     return f"subprocess.run([sys.executable, '-c', {code!r}])"
 
 
-
 def test_cpu_seconds_count_children_that_still_run() -> None:
     before = cpu_s()
     with subprocess.Popen([sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

@@ -83,9 +83,7 @@ def test_all_layers_are_found_and_the_others_named_once(caplog):
     with caplog.at_level(logging.INFO):
         preconditioner = KFAC(model)
     assert preconditioner.layers() == {"0.0": 0, "0.1": -1, "0.3": 0, "0.7": 0}
-    assert [record.message for record in caplog.records] == [
-        "K-FAC leaves the gradients of these as they are: 1 (Own)"
-    ]
+    assert [record.message for record in caplog.records] == ["K-FAC leaves the gradients of these as they are: 1 (Own)"]
     assert list(KFAC(model, skip=["BatchNorm", "^0.7$"]).layers()) == ["0.0", "0.3"]
     model[0][0].requires_grad_(False)
     assert list(KFAC(model).layers()) == ["0.1", "0.3", "0.7"]

@@ -56,7 +56,7 @@ class AdaptiveDamping:
 
     @torch.no_grad()
     def begin(self, loss: Tensor) -> None:
-        """Before `preconditioner.step()`, with unscaled gradients. `loss`: of this rank's batch, over all micro-batches."""
+        """Before `preconditioner.step()`, with unscaled gradients. `loss`: of this rank's batch, all micro-batches."""
         if (self._preconditioner.steps + 1) % self._every:
             return
         self._loss = loss.detach().double()

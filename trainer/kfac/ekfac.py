@@ -4,8 +4,8 @@ George et al. 2018, arXiv:1806.03884: with the eigenvectors V_A and V_G, the pro
 
     S = 1/N Σ (V_Gᵀ D V_A)²   over the gradients D of the samples,
 
-which is the best diagonal there is in that basis. Whenever the eigenvectors are new, it starts as the products, scaled to
-the sum that it had: the trace of the curvature is the same in every basis, and far from that of the products where
+which is the best diagonal there is in that basis. Whenever the eigenvectors are new, it starts as the products, scaled
+to the sum that it had: the trace of the curvature is the same in every basis, and far from that of the products where
 gradients are alike at all positions of a convolution. That counts as much as one update of the average.
 
 N samples, T positions, G groups, n inputs and m outputs of a group

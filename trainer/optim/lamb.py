@@ -20,7 +20,7 @@ class Settings(OptimizerSettings):
 
 def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """The weights' decay is part of the step that is scaled, as in the paper's algorithm 2. The averages' bias is not
-    corrected: the scaling takes it out, and correcting the step's length after it makes the first step 10 times too long.
+    corrected: the scaling takes it out, and that library's correction, after it, makes the first step 10 times longer.
     """
     from pytorch_optimizer import Lamb
 
