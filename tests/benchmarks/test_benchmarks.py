@@ -108,6 +108,87 @@ def test_kfac_benchmarks_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "worst ÷ median" in capsys.readouterr().out
 
 
+@pytest.fixture
+def bright_or_dark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two classes that a network tells apart at once, in batches of which each has two parts."""
+    from benchmarks import optimizer_run
+
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(256) % 2
+    images = torch.randn(256, 1, 28, 28, generator=generator) / 4 + labels[:, None, None, None] - 0.5
+    monkeypatch.setattr(optimizer_run, "data", lambda split: (images, labels))
+    monkeypatch.setattr(optimizer_run, "PART", 16)
+    monkeypatch.setattr(optimizer_run, "EVALUATED_EVERY", 64)
+
+
+def test_every_optimizer_of_the_comparison_trains(bright_or_dark: None) -> None:
+    from benchmarks.bench_optimizers import OPTIMIZERS, trials
+    from benchmarks.optimizer_run import train
+
+    for name in OPTIMIZERS:
+        run = replace(next(trials(name, "resnet8", 32, 1)), epochs=4, stop_below=0.0)
+        found = train(run)
+        assert [line["step"] for line in found] == list(range(2, 2 * len(found) + 1, 2))
+        assert found[-1]["accuracy"] >= 0.92 or found[-1]["step"] == 32
+        assert found[-1]["wall_s"] >= found[0]["wall_s"] > 0
+        assert ("cosine" in found[0]) == (name in ("K-FAC", "EKFAC"))
+    adaptive = replace(run, kfac=run.kfac | {"damping_update_steps": 1, "damping": 1e3})
+    assert train(adaptive)[-1]["damping"] < 1e3
+
+
+def test_a_comparison_of_optimizers(
+    bright_or_dark: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from benchmarks import bench_optimizers as bench
+    from benchmarks.optimizer_run import Run, train
+
+    records = {}
+    monkeypatch.setattr(bench, "process", lambda command, **_: (json.dumps(train(Run(**json.loads(command[-1])))), {}))
+    monkeypatch.setattr(bench, "write_record", lambda name, record: records.setdefault(name, record))
+    monkeypatch.setattr(bench, "DONE", tmp_path)
+    monkeypatch.setattr(bench, "OPTIMIZERS", {name: bench.OPTIMIZERS[name] for name in ("LARS", "K-FAC")})
+    monkeypatch.setattr(bench, "EPOCHS", (1, 2))
+    monkeypatch.setattr(sys, "argv", ["bench", "--batch-size", "32", "--trials", "2", "--seeds", "2"])
+    assert bench.main() == 0
+    found = records["optimizers-resnet8-32"]["found"]
+    done = len(list(tmp_path.iterdir()))
+    assert done == 2 * (2 + 2)
+    for name, of in found.items():
+        box = bench.OPTIMIZERS[name][0]["lr"]
+        assert all(box[0] <= trial["settings"]["optimizer"]["lr"] <= box[1] for trial in of["trials"])
+        assert of["best"] in [trial["settings"] for trial in of["trials"]]
+        assert len(of["seeds"]) == 2 and of["targets"]["0.90"]["runs"] == 2
+    assert bench.main() == 0 and len(list(tmp_path.iterdir())) == done  # nothing is trained twice
+    assert "92% steps" in capsys.readouterr().out
+
+
+def test_steps_to_a_target() -> None:
+    from benchmarks.bench_optimizers import interval, score, to_target
+
+    line = {"epoch": 1.0, "wall_s": 1.0, "cpu_s": 1.0}
+    runs = [[{"step": 5, "accuracy": 0.8, **line}, {"step": step, "accuracy": 0.9, **line}] for step in (10, 12, 14)]
+    found = to_target([*runs, runs[0][:1]], 0.9)
+    assert (found["reached"], found["runs"], found["step"]["mean"]) == (3, 4, 12)
+    assert found["step"]["half_width"] == pytest.approx(4.303 * 2 / 3**0.5, rel=1e-3)  # Student's t, two degrees
+    assert to_target(runs, 0.95) == {"reached": 0, "runs": 3}
+    assert score([{"step": 9, "accuracy": 0.93}]) < score([{"step": 8, "accuracy": 0.91}]) < score(runs[0])
+    assert interval([1.0])["mean"] == 1.0
+
+
+def test_solvers_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    from benchmarks import bench_kfac_solvers as bench
+
+    records = {}
+    monkeypatch.setattr(bench, "write_record", lambda name, record: records.setdefault(name, record))
+    monkeypatch.setattr(bench, "SIZES", (8,))
+    monkeypatch.setattr(bench, "STACKS", ((8, 2),))
+    monkeypatch.setattr(sys, "argv", ["bench", "--rounds", "1"])
+    assert bench.main() == 0
+    assert len(records["kfac-solvers"]["solvers"]) == 3 and len(records["kfac-solvers"]["stacks"]) == 2
+    json.dumps(records)
+    assert "newton, ms" in capsys.readouterr().out
+
+
 def test_gpu_benchmark_without_a_gpu(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to the device, with the processor in its place; torchvision may be missing."""
     from benchmarks.gpu import bench_loader_gpu as gpu
