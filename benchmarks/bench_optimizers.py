@@ -1,6 +1,6 @@
 """How many epochs, steps and seconds does each optimizer need to an accuracy on Fashion-MNIST?
 
-    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 6] [--seeds 5]
+    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 6] [--seeds 5] [--device cpu]
 
 Each optimizer is tuned over as many trials, at points of its box spread by a Sobol sequence, the number of epochs
 among them. The one with the fewest steps to 92 %, or else the best accuracy, is run with other seeds. Two trainings run
@@ -47,7 +47,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(
 DONE = WORK / "optimizers"
 
 
-def trials(optimizer: str, model: str, batch_size: int, number: int) -> Iterator[Run]:
+def trials(optimizer: str, number: int, model: str, batch_size: int, device: str = "cpu") -> Iterator[Run]:
     """Points of the box, spread evenly: the first of them are the same whatever the number."""
     section, kfac = OPTIMIZERS[optimizer]
     boxes = [(of, key) for of in (section, kfac) for key, value in of.items() if isinstance(value, tuple)]
@@ -58,7 +58,8 @@ def trials(optimizer: str, model: str, batch_size: int, number: int) -> Iterator
             low, high = of[key]
             found[id(of)][key] = float(f"{low * (high / low) ** fraction:.3g}")
         epochs = EPOCHS[int(epochs * len(EPOCHS))]
-        yield Run(model, batch_size, epochs, found[id(section)], found[id(kfac)], stop_below=HOPELESS)
+        section_of_run, kfac_of_run = found[id(section)], found[id(kfac)]
+        yield Run(model, batch_size, epochs, section_of_run, kfac_of_run, stop_below=HOPELESS, device=device)
 
 
 def result(run: Run) -> list[dict]:
@@ -129,11 +130,13 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=4096, help="a multiple of 512 (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=6, help="of each optimizer (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of its best setting (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
     described = environment()
-    tried = {name: list(trials(name, arguments.model, arguments.batch_size, arguments.trials)) for name in OPTIMIZERS}
+    where = arguments.model, arguments.batch_size, arguments.device
+    tried = {name: list(trials(name, arguments.trials, *where)) for name in OPTIMIZERS}
     found = {}
-    with ThreadPoolExecutor(2) as two:
+    with ThreadPoolExecutor(2 if arguments.device == "cpu" else 1) as two:
         # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
         turns = [run for turn in zip(*tried.values(), strict=True) for run in turn]
         results = dict(zip(map(str, turns), two.map(result, turns), strict=True))
@@ -155,7 +158,7 @@ def main() -> int:
         }
     print(report(found))
     settings = {**vars(arguments), "targets": TARGETS, "first_order": FIRST_ORDER}
-    name = f"optimizers-{arguments.model}-{arguments.batch_size}"
+    name = f"optimizers-{arguments.model}-{arguments.batch_size}" + ("-gpu" if arguments.device == "cuda" else "")
     print(write_record(name, {"environment": described, "settings": settings, "found": found}))
     return 0
 

@@ -126,7 +126,7 @@ def test_every_optimizer_of_the_comparison_trains(bright_or_dark: None) -> None:
     from benchmarks.optimizer_run import train
 
     for name in OPTIMIZERS:
-        run = replace(next(trials(name, "resnet8", 32, 1)), epochs=4, stop_below=0.0)
+        run = replace(next(trials(name, 1, "resnet8", 32)), epochs=4, stop_below=0.0)
         found = train(run)
         assert [line["step"] for line in found] == list(range(2, 2 * len(found) + 1, 2))
         assert found[-1]["accuracy"] >= 0.92 or found[-1]["step"] == 32
