@@ -27,17 +27,18 @@ from torch.quasirandom import SobolEngine
 from benchmarks.measure import WORK, environment, process, table, write_record
 from benchmarks.optimizer_run import TARGETS, Run
 
-EPOCHS = (3, 4, 6, 8)
+EPOCHS = (4, 8, 12)
 # The box of each: the settings of its section of a recipe, between two values on a logarithmic scale.
 SGD = {"name": "sgd", "momentum": 0.9, "nesterov": True}
+KFAC_SGD = {**SGD, "weight_decay": 5e-4}
 OPTIMIZERS = {
-    "SGD, Nesterov": ({**SGD, "lr": (0.05, 2.0), "weight_decay": (1e-5, 2e-3)}, {}),
+    "SGD, Nesterov": ({**SGD, "lr": (0.03, 0.6), "weight_decay": (1e-5, 2e-3)}, {}),
     "LARS": ({"name": "lars", "nesterov": True, "lr": (1.0, 30.0), "weight_decay": (1e-5, 2e-3)}, {}),
-    "LAMB": ({"name": "lamb", "lr": (0.002, 0.1), "weight_decay": (1e-4, 0.1)}, {}),
-    "Muon": ({"name": "muon", "lr": (0.005, 0.3), "adam_lr": (5e-4, 0.03)}, {}),
-    "SOAP": ({"name": "soap", "lr": (5e-4, 0.03), "weight_decay": (1e-4, 0.1)}, {}),
-    "K-FAC": ({**SGD, "preconditioner": "kfac", "weight_decay": 5e-4, "lr": (0.01, 0.5)}, {"damping": (1e-3, 0.1)}),
-    "EKFAC": ({**SGD, "preconditioner": "ekfac", "weight_decay": 5e-4, "lr": (0.01, 0.5)}, {"damping": (1e-3, 0.1)}),
+    "LAMB": ({"name": "lamb", "lr": (0.003, 0.1), "weight_decay": (1e-4, 0.1)}, {}),
+    "Muon": ({"name": "muon", "lr": (0.005, 0.2), "adam_lr": (5e-4, 0.02)}, {}),
+    "SOAP": ({"name": "soap", "lr": (1e-3, 0.03), "weight_decay": (1e-4, 0.1)}, {}),
+    "K-FAC": ({**KFAC_SGD, "preconditioner": "kfac", "lr": (4e-4, 3e-3)}, {"damping": (1e-6, 3e-4)}),
+    "EKFAC": ({**KFAC_SGD, "preconditioner": "ekfac", "lr": (1e-3, 6e-3)}, {"damping": (1e-5, 1e-3)}),
 }
 KFAC = {"factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": None}
 FIRST_ORDER = ("SGD, Nesterov", "LARS", "LAMB")

@@ -1,0 +1,127 @@
+"""How far does one step of K-FAC get, by damping and step length, next to one of gradient descent?
+
+    python -m benchmarks.bench_kfac_damping [--steps 8] [--samples 2048]
+
+ResNet-8 on Fashion-MNIST, after a few steps of SGD with batches of 4,096. From there, one step from the gradient of
+`samples` images, with K-FAC's factors (and EKFAC's diagonal) of the same images: the loss afterwards on these, and on
+as many others. Also, by layer, the trace of the curvature from the samples' own gradients over that of the product of the
+factors. Writes results/kfac-damping.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from benchmarks.measure import environment, table, write_record
+from benchmarks.optimizer_run import PART, PRECONDITIONERS, Run, Training
+from trainer.kfac import EKFAC, KFAC
+
+DAMPINGS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+LENGTHS = {
+    "gradient": (0.03, 0.1, 0.3, 1.0),
+    "kfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
+    "ekfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
+}
+SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "nesterov": True}
+
+
+class Place:
+    """Where a network is, with its gradient."""
+
+    def __init__(self, steps: int, samples: int) -> None:
+        self.training = Training(Run("resnet8", 4096, 8, SGD))
+        images = torch.randperm(len(self.training.images))
+        for step in range(steps):
+            self.training.step(step, images[step * 4096 :][:4096])
+        self.model = self.training.model
+        self.parts = samples // PART
+        self.here, self.others = images[-samples:], images[-2 * samples : -samples]
+        self.weights = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.backward()
+        self.gradient = [parameter.grad.clone() for parameter in self.model.parameters()]
+
+    def loss(self, samples: torch.Tensor, backward: bool = False) -> float:
+        self.training.parts = self.parts
+        flips = torch.zeros(len(samples), dtype=torch.bool)
+        with torch.set_grad_enabled(backward):
+            return self.training._loss(samples, flips, backward).item()
+
+    def backward(self) -> None:
+        self.model.zero_grad()
+        self.loss(self.here, backward=True)
+
+    @torch.no_grad()
+    def step(self, direction: list[torch.Tensor], length: float) -> dict[str, float]:
+        for parameter, weight, along in zip(self.model.parameters(), self.weights, direction, strict=True):
+            parameter.copy_(weight - length * along)
+        return {"length": length, "loss": self.loss(self.here), "loss_of_others": self.loss(self.others)}
+
+
+def preconditioned(place: Place, kind: str) -> tuple[KFAC, dict[str, float]]:
+    """With the factors of the place; and the traces by layer, of EKFAC."""
+    found = PRECONDITIONERS[kind](
+        place.model, factor_update_steps=1, inv_update_steps=10**6, kl_clip=None, factor_decay=0.0, stagger=False,
+        accumulation_steps=place.parts,
+    )  # fmt: skip
+    place.step(place.gradient, 0.0)
+    place.backward()
+    found.step()
+    traces = {}
+    if isinstance(found, EKFAC):  # the diagonal needs the eigenvectors, and the samples once more
+        place.backward()
+        found.step()
+        for name in (name for name, owner in found.layers().items() if owner >= 0):
+            a, g, scale = found.factors(name)
+            traces[name] = (scale.sum() / (a.diagonal(dim1=1, dim2=2).sum() * g.diagonal(dim1=1, dim2=2).sum())).item()
+    found.factor_update_steps = 10**6
+    return found, traces
+
+
+def directions(place: Place, kind: str) -> dict[float, list[torch.Tensor]]:
+    if kind == "gradient":
+        return {0.0: place.gradient}, {}
+    preconditioner, traces = preconditioned(place, kind)
+    found = {}
+    for damping in DAMPINGS:
+        preconditioner.damping = damping
+        for parameter, gradient in zip(place.model.parameters(), place.gradient, strict=True):
+            parameter.grad = gradient.clone()
+        preconditioner.step()
+        found[damping] = [parameter.grad.clone() for parameter in place.model.parameters()]
+    preconditioner.remove()
+    return found, traces
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=8, help="of SGD before (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=2048, help="a multiple of 512 (default: %(default)s)")
+    arguments = parser.parse_args()
+    described = environment()
+    place = Place(arguments.steps, arguments.samples)
+    before = place.step(place.gradient, 0.0)
+    found, traces, rows = [], {}, []
+    for kind, lengths in LENGTHS.items():
+        along, of_kind = directions(place, kind)
+        traces |= of_kind
+        for damping, direction in along.items():
+            steps = [place.step(direction, length) for length in lengths]
+            best = min(steps, key=lambda step: step["loss_of_others"])
+            found.append({"kind": kind, "damping": damping, "steps": steps})
+            cells = (damping, best["length"], best["loss"], best["loss_of_others"])
+            rows.append([kind, *(f"{cell:.4g}" for cell in cells)])
+    print(table(["best step", "damping", "length", "loss", "loss of others"], rows))
+    print(f"before: {before['loss']:.4g}, of others {before['loss_of_others']:.4g}")
+    print(
+        "trace of samples' gradients ÷ product: " + ", ".join(f"{name} {value:.1f}" for name, value in traces.items())
+    )
+    record = {"environment": described, "settings": vars(arguments), "before": before, "found": found, "traces": traces}
+    print(write_record("kfac-damping", record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
