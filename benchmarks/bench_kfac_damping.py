@@ -80,7 +80,8 @@ def preconditioned(place: Place, kind: str) -> tuple[KFAC, dict[str, float]]:
     return found, traces
 
 
-def directions(place: Place, kind: str) -> dict[float, list[torch.Tensor]]:
+def directions(place: Place, kind: str) -> tuple[dict[float, list[torch.Tensor]], dict[str, float]]:
+    """By damping; and the traces by layer, of EKFAC."""
     if kind == "gradient":
         return {0.0: place.gradient}, {}
     preconditioner, traces = preconditioned(place, kind)

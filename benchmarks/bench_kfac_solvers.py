@@ -1,10 +1,11 @@
 """Which way to solve a factor is fastest, and does it pay to solve factors of one size together?
 
-    python -m benchmarks.bench_kfac_solvers [--rounds 5]
+    python -m benchmarks.bench_kfac_solvers [--rounds 5] [--device cpu]
 
 Factors are averages of outer products, as in training: one, and the same after ten more updates (`factor_decay` 0.95),
 from whose inverse Newton's iteration starts. Three dampings, in units of the mean eigenvalue: the smaller, the more the
-inverse moves. Then stacks of factors of one size, in one call and one by one. Writes results/kfac-solvers.json.
+inverse moves. Then stacks of factors of one size, in one call and one by one. Writes results/kfac-solvers.json, or
+kfac-solvers-gpu.json.
 """
 
 from __future__ import annotations
@@ -51,15 +52,17 @@ def seconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         began = time.perf_counter()
         work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return spread(times)
 
 
-def compared(rounds: int) -> list[dict]:
+def compared(rounds: int, device: str) -> list[dict]:
     found = []
-    one = torch.eye(1)[None]  # a g_factor that costs nothing
+    one = torch.eye(1, device=device)[None]  # a g_factor that costs nothing
     for n, damping in product(SIZES, DAMPINGS):
-        first, later = factors(n)
+        first, later = (factor.to(device) for factor in factors(n))
         line = {"size": n, "damping": damping}
         for solver in (Eigen(), Cholesky(), Newton()):
             before = solver.refresh(first, one, damping, solver.empty(first, one))
@@ -77,10 +80,10 @@ def one_by_one(solve: Callable, stack: torch.Tensor) -> list:
     return [solve(factor) for factor in stack]
 
 
-def stacked(rounds: int) -> list[dict]:
+def stacked(rounds: int, device: str) -> list[dict]:
     found = []
     for (n, count), solve in product(STACKS, (torch.linalg.eigh, cholesky_inverse)):
-        stack = torch.cat([factors(n, seed)[1] for seed in range(count)]) + 0.1 * torch.eye(n)
+        stack = (torch.cat([factors(n, seed)[1] for seed in range(count)]) + 0.1 * torch.eye(n)).to(device)
         ways = {"together": partial(solve, stack), "one by one": partial(one_by_one, solve, stack)}
         times = {way: seconds(work, rounds) for way, work in ways.items()}
         found.append({"size": n, "count": count, "solver": solve.__name__} | times)
@@ -95,15 +98,17 @@ def milliseconds(lines: list[dict], labels: tuple[str, ...], ways: tuple[str, ..
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="of each (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
     described = environment()
-    solvers, stacks = compared(arguments.rounds), stacked(arguments.rounds)
+    solvers, stacks = (work(arguments.rounds, arguments.device) for work in (compared, stacked))
     print(milliseconds(solvers, ("size", "damping"), ("eigen", "cholesky", "newton")))
     print(milliseconds(stacks, ("size", "count", "solver"), ("together", "one by one")))
     ratios = [line["together"]["median"] / line["one by one"]["median"] for line in stacks]
     print(f"together ÷ one by one: {statistics.median(ratios):.2f} in the median")
-    record = {"environment": described, "threads": torch.get_num_threads(), "rounds": arguments.rounds}
-    print(write_record("kfac-solvers", record | {"solvers": solvers, "stacks": stacks}))
+    record = {"environment": described, "threads": torch.get_num_threads(), "settings": vars(arguments)}
+    name = "kfac-solvers" + ("-gpu" if arguments.device == "cuda" else "")
+    print(write_record(name, record | {"solvers": solvers, "stacks": stacks}))
     return 0
 
 
