@@ -4,8 +4,8 @@
 
 ResNet-8 on Fashion-MNIST, after a few steps of SGD with batches of 4,096. From there, one step from the gradient of
 `samples` images, with K-FAC's factors (and EKFAC's diagonal) of the same images: the loss afterwards on these, and on
-as many others. Also, by layer, the trace of the curvature from the samples' own gradients over that of the product of the
-factors. Writes results/kfac-damping.json.
+as many others. Also, by layer, the trace of the curvature from the samples' own gradients over that of the product of
+the factors. Writes results/kfac-damping.json.
 """
 
 from __future__ import annotations
