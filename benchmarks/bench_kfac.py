@@ -102,8 +102,8 @@ def memory(name: str, arguments: argparse.Namespace) -> float:
 
 
 def summary(steps: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
-    """`worst_repeated`: the worst step of a period, each with its fastest repetition in another period. What K-FAC does in
-    a step, it does in those; what other programs do, not.
+    """`worst_repeated`: the worst step of a period, each with its fastest repetition in another. What K-FAC does in a
+    step, it does in those; what other programs do, not.
     """
     seconds, plain = ([step["s"] for step in of] for of in (steps, base))
     every = SETTINGS["inv_update_steps"]
