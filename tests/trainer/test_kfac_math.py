@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from trainer.kfac import EKFAC, KFAC, moments
+from trainer.kfac.ekfac import squares
 from trainer.kfac.layers import Norm, layer_of
 
 DAMPING = 0.01
@@ -282,6 +284,20 @@ def test_ekfac_against_the_gradients_of_samples(name):
         basis = torch.kron(state["g_vectors"][group], state["a_vectors"][group])
         curvature = basis @ torch.diag(wanted[group].flatten() + DAMPING) @ basis.T
         close(layer.gradient()[group], torch.linalg.solve(curvature, raw[group].flatten()).reshape(m, n), 1e-9)
+
+
+@pytest.mark.parametrize(("T", "n", "m"), [(1, 7, 5), (50, 7, 5)], ids=["few positions", "many positions"])
+def test_squares_of_the_samples_gradients(T, n, m, monkeypatch):
+    """Whichever is rotated, and over several chunks."""
+    monkeypatch.setattr("trainer.kfac.ekfac.CHUNK_BYTES", 3 * 2 * n * m * 8)
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    a, g, a_vectors, g_vectors = random(7, T, 2, n), random(7, T, 2, m), random(2, n, n), random(2, m, m)
+    wanted = torch.zeros(2, m, n, dtype=torch.float64)
+    for sample, group in itertools.product(range(7), range(2)):
+        gradient = g[sample, :, group].T @ a[sample, :, group]
+        wanted[group] += (g_vectors[group].T @ gradient @ a_vectors[group]) ** 2
+    close(squares(a, g, a_vectors, g_vectors), wanted)
 
 
 def test_ekfac_starts_as_kfac():

@@ -104,12 +104,19 @@ class _Projected(Layer):
 
 
 def squares(a_NTGn: Tensor, g_NTGm: Tensor, a_vectors: Tensor, g_vectors: Tensor) -> Tensor:
-    """Sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)²: [G, m, n]. Chunk by chunk of samples."""
-    groups, n, m = a_NTGn.shape[2], a_NTGn.shape[3], g_NTGm.shape[3]
+    """Sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)²: [G, m, n]. Chunk by chunk of samples; what is rotated are the
+    samples' gradients or, where that is less work, the rows of which they are products.
+    """
+    T, groups, n, m = *a_NTGn.shape[1:], g_NTGm.shape[3]
     total = a_vectors.new_zeros(groups, m, n)
     chunk = max(1, CHUNK_BYTES // (groups * m * n * total.element_size()))
+    rotate_rows = T * (m * m + n * n) < m * n * (m + n)
     for a, g in zip(a_NTGn.split(chunk), g_NTGm.split(chunk), strict=True):
-        a = torch.einsum("ntgi,gij->ngtj", accumulating(a), a_vectors)
-        g = torch.einsum("ntgi,gij->ngjt", accumulating(g), g_vectors)
-        total += (g @ a).square_().sum(0)
+        a_NGTn, g_NGTm = accumulating(a).transpose(1, 2), accumulating(g).transpose(1, 2)
+        if rotate_rows:
+            a_NGTn, g_NGTm = a_NGTn @ a_vectors, g_NGTm @ g_vectors
+        gradients = g_NGTm.mT @ a_NGTn
+        if not rotate_rows:
+            gradients = g_vectors.mT @ gradients @ a_vectors
+        total += gradients.square_().sum(0)
     return total
