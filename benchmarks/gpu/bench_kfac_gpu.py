@@ -25,7 +25,7 @@ from trainer.kfac import KFAC
 SGD = "SGD"
 SOLVERS = {"K-FAC, cholesky": "cholesky", "K-FAC, newton": "newton", "K-FAC, eigen": "eigen"}
 SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
-WARM_UP = 12  # kernels are chosen, memory is reserved, and each layer has had its turn
+WARM_UP = 65  # in its first period K-FAC does all its work in steps 1, 2, 4, … 64, too
 SYNC_STEPS = 10
 
 

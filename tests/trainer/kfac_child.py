@@ -101,6 +101,9 @@ with connected(world):
     fractions = [n / P for n in range(1, P + 1) if P % n == 0]
     for solver in ("eigen", "cholesky"):
         for fraction in fractions:
+            found[f"{solver} bytes {fraction:.2f}"] = train(
+                *place, steps=2, solver=solver, grad_worker_fraction=fraction, factor_update_steps=1, inv_update_steps=1
+            )
             found[f"{solver} {fraction:.2f}"] = train(*place, solver=solver, grad_worker_fraction=fraction)
         found[f"{solver}-float32 {1 / P:.2f}"] = train(
             *place, dtype=torch.float32, steps=2, solver=solver, grad_worker_fraction=1 / P

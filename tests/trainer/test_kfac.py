@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+import pickle
 
 import pytest
 import torch
@@ -282,7 +284,9 @@ def test_compiled_models(backend):
 
 
 def test_layers_take_turns():
-    """Each factor once in ten steps and each solution once in twenty, and no step does more than its share."""
+    """Each factor once in ten steps and each solution once in twenty, and no step does more than its share; all at
+    first, and in steps 1, 2, 4, 8 and 16.
+    """
     torch.manual_seed(0)
     model = build("resnet20", num_classes=5, in_channels=3)
     preconditioner = KFAC(model, factor_update_steps=10, inv_update_steps=20)
@@ -290,12 +294,16 @@ def test_layers_take_turns():
     names = list(preconditioner.layers())
     matrices = [name for name in names if len(preconditioner.factors(name)) == 2]
     run(model, preconditioner, 1)
-    for number in range(1, 41):
+    for number in range(1, 61):
         weights = {name: preconditioner.blocks[name].averages["a"].weight.item() for name in matrices}
         states = {name: preconditioner.blocks[name].state for name in matrices}
         run(model, preconditioner, 1, first=number)
         updates.append({n for n in matrices if preconditioner.blocks[n].averages["a"].weight.item() != weights[n]})
         refreshes.append({n for n in matrices if preconditioner.blocks[n].state is not states[n]})
+    for step in (1, 2, 4, 8):
+        assert updates[step - 1] == refreshes[step - 1] == set(matrices)
+    assert refreshes[15] == set(matrices) != updates[15]
+    updates, refreshes = updates[20:], refreshes[20:]
     for done, every in ((updates, 10), (refreshes, 20)):
         for start in range(0, 40, every):
             turn = [name for step in done[start : start + every] for name in step]
@@ -449,3 +457,137 @@ def test_hooks_can_be_taken_away():
     preconditioner.remove()
     run(model, KFAC(model, **EVERY_STEP), 1)
     assert not any(block.capture.moments for block in preconditioner.blocks.values())
+
+
+# --- misuse ---
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_a_first_batch_that_is_not_finite_does_not_last(kind):
+    """No solution is made of factors of zero, and the second batch is like a first one."""
+    model, found = small(), []
+    model[1].track_running_stats = False
+    for first in (0, 1):
+        preconditioner = kind(model, kl_clip=None)
+        for number in range(first, 2):
+            x, y = batch(number)
+            model.zero_grad()
+            F.cross_entropy(model(x * (1 if number else math.nan)), y).backward()
+            preconditioner.step()
+        found.append(gradients(model))
+        assert all(0 < cosine < 0.9999 for cosine in preconditioner.cosines().values())
+        preconditioner.remove()
+    if kind is KFAC:
+        close(*found)
+
+
+def test_overflowed_gradients_at_first_are_repaired():
+    model = small()
+    preconditioner = KFAC(model, kl_clip=None)
+    for scale in (math.inf, 1.0):
+        x, y = batch()
+        model.zero_grad()
+        (F.cross_entropy(model(x), y) * scale).backward()
+        preconditioner.step()
+    assert preconditioner.skipped() > 0
+    assert all(0 < cosine < 0.9999 for cosine in preconditioner.cosines().values())
+
+
+def test_a_second_backward_pass_is_refused():
+    model = small()
+    KFAC(model)
+    x, y = batch()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass through the same forward pass"):
+        loss.backward()
+
+
+def test_an_input_modified_in_place_is_refused():
+    model = nn.Linear(4, 3)
+    KFAC(model)
+    x = torch.randn(5, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    x.mul_(10)  # autograd keeps a copy in bfloat16
+    with pytest.raises(RuntimeError, match="Linear: its input was modified in place"):
+        out.sum().backward()
+
+
+def test_a_layer_used_for_different_numbers_of_samples_is_refused():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, times):
+            return self.layer(self.layer(x).repeat(times, 1))
+
+    model = Twice()
+    KFAC(model)
+    model(torch.randn(5, 4), 1).sum().backward()
+    KFAC(model := Twice())
+    with pytest.raises(RuntimeError, match="Linear: used for 20 and for 5 samples in one forward pass"):
+        model(torch.randn(5, 4), 4).sum().backward()
+    EKFAC(model := Twice())
+    with pytest.raises(RuntimeError, match="Linear: used twice in a forward pass, of which EKFAC knows no diagonal"):
+        model(torch.randn(5, 4), 1).sum().backward()
+
+
+def test_more_micro_batches_than_told_are_warned_of(caplog):
+    model = small()
+    KFAC(model)
+    for number in range(3):
+        x, y = batch(number)
+        F.cross_entropy(model(x), y).backward()
+    assert [record.message for record in caplog.records] == [
+        "K-FAC: more micro-batches than accumulation_steps = 1 before step(); the last counts"
+    ]
+
+
+def test_copies_of_a_model_leave_the_preconditioner_alone():
+    model = small()
+    size = len(pickle.dumps(model))
+    preconditioner = KFAC(model)
+    copied, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert len(pickle.dumps(model)) < size + 2000
+    x, y = batch()
+    for other in (copied, unpickled):
+        F.cross_entropy(other(x), y).backward()
+    assert preconditioner.memory_usage()["captured"] == 0
+    run(model, preconditioner, 1)
+    assert preconditioner.cosines()
+
+
+def test_padding_of_an_embedding_enters_no_factor():
+    x, model = torch.tensor([[1, 2, 0, 0, 0], [3, 1, 2, 0, 0]]), nn.Embedding(4, 3, padding_idx=0).double()
+    preconditioner = KFAC(model)
+    out = model(x)
+    (out**3).sum(1).mean(0).sum().backward()
+    g_NTm = 3 * out.detach() ** 2  # of each sample's own loss
+    preconditioner.step()
+    a, g = preconditioner.factors("")
+    rows = g_NTm[x != 0]
+    torch.testing.assert_close(g[0], rows.T @ rows / len(rows))
+    assert a.tolist() == [[0, 1, 1, 0.5]]
+
+
+def test_what_is_no_parameter_is_not_taken():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 3))
+    assert list(KFAC(model).layers()) == ["1"]
+
+
+@pytest.mark.parametrize("skip", ["BatchNorm", ["BatchNorm"], nn.BatchNorm2d, [nn.BatchNorm2d]])
+def test_skip_by_name_or_type(skip):
+    assert list(KFAC(small(), skip=skip).layers()) == ["0", "3", "7"]
+
+
+def test_a_bad_pattern_is_named():
+    with pytest.raises(ValueError, match=r"skip: '\(' is no regular expression"):
+        KFAC(small(), skip="(")
+
+
+def test_states_that_are_none():
+    for states in ([], [{}]):
+        with pytest.raises(ValueError, match="states: none, or not those of a preconditioner"):
+            KFAC(small()).load_state_dict(*states)

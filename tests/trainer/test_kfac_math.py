@@ -254,13 +254,13 @@ PROJECTED = ["3x3", "3x3 with bias", "5x5 stride 2", "groups", "depthwise", "one
 
 @pytest.mark.parametrize("name", PROJECTED)
 def test_ekfac_against_the_gradients_of_samples(name):
-    """In the second step the eigenvectors are the first one's, and the diagonal is that of the batch."""
+    """In step 5 the eigenvectors are those of step 4, and the diagonal is that of the batch."""
     module = randomised(MATRICES[name])
     x = input_of(module)
     model = nn.Sequential(module)
     preconditioner = EKFAC(model, damping=DAMPING, kl_clip=None, factor_update_steps=1, inv_update_steps=100,
                            factor_decay=0.0, stagger=False)  # fmt: skip
-    for _ in range(2):
+    for _ in range(6):
         module.zero_grad()
         loss_of(model(x)).mean().backward()
         layer = layer_of(module)

@@ -30,7 +30,8 @@ class AdaptiveDamping:
     the loss is not finite, divided by it. Where the model foretells no fall, λ stays. On such a step, gradients and
     parameters are kept twice, and the processor waits for the GPU once.
 
-    `bounds` of λ. Every rank calls both. Raises ValueError for a setting out of range.
+    `bounds` of λ. The loss must be the same twice: no dropout. Every rank calls both. Raises ValueError for a setting
+    out of range.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class AdaptiveDamping:
         left = dict(self._before)
         for block in self._preconditioner.blocks.values():
             kept = [left.pop(parameter, None) for parameter in block.layer.parameters()]
-            if not (is_first if block.is_norm else block.is_owner) or None in kept or not block.has_factors:
+            if not (is_first if block.is_norm else block.is_owner) or None in kept:
                 continue
             now = [parameter.detach() for parameter in block.layer.parameters()]
             step = block.layer.matrix(*(new - old for new, (old, _) in zip(now, kept, strict=True))).to(block.dtype)
             gradient = block.layer.matrix(*(raw for _, raw in kept)).to(block.dtype)
-            square = block.curvature(step) + self._preconditioner.damping * step.square().sum()
-            foretold += (gradient * step).sum() + square / 2
+            foretold += (gradient * step).sum()
+            if block.has_factors:
+                foretold += (block.curvature(step) + self._preconditioner.damping * step.square().sum()) / 2
         if is_first:
             for parameter, (old, raw) in left.items():  # no layer's
                 foretold += (raw * (parameter.detach() - old)).sum()
@@ -107,7 +109,7 @@ class AdaptiveDamping:
 
     def _adapt(self, change: float, foretold: float) -> None:
         self.ratio = change / foretold if foretold else math.nan
-        if math.isfinite(change) and (foretold >= 0 or LOW <= self.ratio <= HIGH):
+        if math.isfinite(change) and (not foretold < 0 or LOW <= self.ratio <= HIGH):
             return
         is_good = math.isfinite(change) and self.ratio > HIGH
         damping = self._preconditioner.damping * self._decay ** (self._every if is_good else -self._every)

@@ -30,12 +30,14 @@ class Block:
         self.averages = {name: RunningAverage(shape, self.dtype, self.device) for name, shape in shapes.items()}
         self.new: dict[str, Tensor] = {}  # the factors of this step
         self.state: State = {}
-        self.num_rows = 0
+        self.num_rows = 0  # of the first batch, the same on all ranks: whose turn it is depends on it
+        self._known = False
         self.has_factors = self.has_solution = False
 
     def begin_update(self) -> list[Part]:
         """The factors of this step, to be averaged over the ranks."""
-        self.new, self.num_rows = self.capture.factors(), self.capture.num_rows
+        self.new = self.capture.factors()
+        self.num_rows = self.num_rows or self.capture.num_rows
         self.capture.clear()
         return [Part(factor, name in SYMMETRIC and factor.dim() == 3) for name, factor in self.new.items()]
 
@@ -50,18 +52,26 @@ class Block:
         if not self.state:
             a, g = (self.layer.shapes()[name] for name in ("a", "g"))
             self.state = solver.empty(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g)))
-        if self.is_owner:
+        if self.is_owner and self._is_known():
             a, g = (self.averages[name].value for name in ("a", "g"))
             state = solver.refresh(a, g, damping, self.state)
             # As those have it whom it is sent: products with another layout are rounded otherwise.
             self.state = {name: tensor.contiguous() for name, tensor in state.items()}
+
+    def _is_known(self) -> bool:
+        """False as long as no batch was finite; the state leaves gradients as they are then. Waits for the device, but
+        not any more once it is True.
+        """
+        self._known = self._known or all(self.averages[name].weight.item() > 0 for name in ("a", "g"))
+        return self._known
 
     def solution(self, solver: Solver) -> list[Part]:
         return [Part(tensor, solver.symmetric and tensor.dim() == 3) for tensor in self.state.values()]
 
     def precondition(self, solver: Solver, gradient: Tensor, damping: float) -> Tensor:
         if self.is_norm:
-            return unit_solution(self.averages["unit"].value, gradient, damping)
+            unit = self.averages["unit"]
+            return torch.where(unit.weight > 0, unit_solution(unit.value, gradient, damping), gradient)
         return solver.precondition(self.state, gradient, damping)
 
     def curvature(self, direction: Tensor) -> Tensor:
@@ -93,7 +103,7 @@ class Block:
         for name, average in self.averages.items():
             average.load_state_dict(state["averages"][name])
         solution = state["solution"] if in_column else {}
-        self.state = {name: tensor.to(self.device, copy=True) for name, tensor in solution.items()}
+        self.state = {name: tensor.to(self.device, self.dtype, copy=True) for name, tensor in solution.items()}
         self.num_rows, self.has_factors, self.has_solution = (
             state[name] for name in ("num_rows", "has_factors", "has_solution")
         )

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .layers import Layer
+
+
+@dataclass
+class Use:
+    """Of a layer in a forward pass: its input, as it was then."""
+
+    x: Tensor
+    version: int
+    is_done: bool = False
 
 
 class Capture:
@@ -33,7 +43,7 @@ class Capture:
 
     def clear(self) -> None:
         self.moments: dict[str, Tensor] = {}
-        self.num_samples = self.num_rows = self._num_micro_batches = 0
+        self.num_samples = self.num_rows = self._num_micro_batches = self._num_samples_now = 0
 
     def remove(self) -> None:
         self._handle.remove()
@@ -43,17 +53,25 @@ class Capture:
         counts = {"samples": self.num_samples, "rows": self.num_rows}
         return {name: moment / counts[self.layer.factors[name]] for name, moment in self.moments.items()}
 
+    def __reduce__(self) -> tuple:
+        """A model's copy (an average of weights, a pickle) has the hook, but not the preconditioner behind it."""
+        return _without_effect, ()
+
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
         if not (self.wanted and module.training and torch.is_grad_enabled() and output.requires_grad):
             return
         x = (args[0] if args else kwargs["input"]).detach()
         self._waiting_for = 1 if self._counted else self._waiting_for + 1
         self._counted = False
+        use = Use(x, x._version)
         # On the tensor: a module's backward hook would not let an activation work in place behind it.
-        output.register_hook(lambda gradient: self._after_backward(x, gradient.detach()))
+        output.register_hook(lambda gradient: self._after_backward(use, gradient.detach()))
 
     @torch.no_grad()
-    def _after_backward(self, x: Tensor, gradient: Tensor) -> None:
+    def _after_backward(self, use: Use, gradient: Tensor) -> None:
+        x = use.x
+        self._check(use)
+        use.is_done = True
         with torch.autocast(gradient.device.type, enabled=False):
             sums = self.layer.sums(x, gradient)
         square = (len(x) * self._gradient_scale()) ** 2
@@ -62,6 +80,7 @@ class Capture:
                 moment = moment * square
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
         if not self._counted:
+            self._num_samples_now = sums.num_samples
             self.num_samples += sums.num_samples
             self._num_micro_batches += 1
         self._counted = True
@@ -69,3 +88,28 @@ class Capture:
         self._waiting_for -= 1
         if self._waiting_for == 0:
             self._complete(self._num_micro_batches)
+
+    def _check(self, use: Use) -> None:
+        name = type(self.layer.module).__name__
+        if use.is_done:
+            raise RuntimeError(
+                f"{name}: a second backward pass through the same forward pass; K-FAC needs the gradient of the whole "
+                "loss at once: add up the losses and call backward() once"
+            )
+        if use.x._version != use.version:
+            raise RuntimeError(f"{name}: its input was modified in place after it was used, and K-FAC needs it")
+        if self._counted and len(use.x) != self._num_samples_now:
+            raise RuntimeError(
+                f"{name}: used for {self._num_samples_now} and for {len(use.x)} samples in one forward pass, and the "
+                "loss is a mean over one of them; leave the layer out with `skip`"
+            )
+        if self._counted and self.layer.only_once:
+            raise RuntimeError(
+                f"{name}: used twice in a forward pass, of which EKFAC knows no diagonal; use KFAC or `skip`"
+            )
+
+
+def _without_effect() -> Capture:
+    capture = Capture.__new__(Capture)
+    capture.wanted = False
+    return capture

@@ -35,11 +35,13 @@ class EKFAC(KFAC):
     """
 
     def __init__(self, model: nn.Module, **settings: object) -> None:
+        solver = settings.get("solver", "eigen")
+        if solver != "eigen":
+            raise ValueError(f"solver: {solver!r} has no eigenvectors; allowed with EKFAC: eigen")
         super().__init__(model, **settings)
-        if self.settings.solver != "eigen":
-            raise ValueError(f"solver: {self.settings.solver!r} has no eigenvectors; allowed with EKFAC: eigen")
         world_size = self._exchange.world_size
         if world_size > 1 and not (self.settings.local_factors and self._exchange.grid.num_rows == 1):
+            self.remove()
             raise ValueError(
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
             )
@@ -78,6 +80,8 @@ class EKFAC(KFAC):
 
 class _Projected(Layer):
     """A layer that also sums the squares of its samples' gradients, in the eigenvectors' coordinates."""
+
+    only_once = True  # the square of a sum over the uses is not the sum of their squares
 
     def __init__(self, layer: Linear | Convolution) -> None:
         super().__init__(layer.module)

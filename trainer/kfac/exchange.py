@@ -62,6 +62,14 @@ class Exchange:
             unpack(flat, parts)
         self._reducing.clear()
 
+    def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Of all ranks, each."""
+        if self.world_size == 1 or not numbers:
+            return list(numbers)
+        found = torch.tensor(numbers, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._all)
+        return found.tolist()
+
     def send_solutions(self, by_owner: Mapping[int, Sequence[Part]]) -> None:
         """Each owner's parts to its column, in place. Given only those of this rank's column."""
         self._broadcast(by_owner, self._column, "solutions", self.grid.num_rows)

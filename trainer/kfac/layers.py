@@ -36,6 +36,7 @@ class Layer(ABC):
 
     # What each factor's sum is divided by, "samples" or "rows", in the order of `KFAC.factors`.
     factors: ClassVar[dict[str, str]] = {"a": "samples", "g": "rows"}
+    only_once = False  # in a forward pass
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -158,15 +159,20 @@ class Embedding(_Matrix):
     """Its inputs are one-hot, so that the a_factor is diagonal: [1, number of embeddings]."""
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        rows_R1m = grad_output.reshape(-1, 1, grad_output.shape[-1])
+        rows_R1m, padding = grad_output.reshape(-1, 1, grad_output.shape[-1]), self.module.padding_idx
+        num_rows = len(rows_R1m)
+        if padding is not None:  # has no gradient, whatever comes back
+            is_real = x.reshape(-1, 1, 1) != padding
+            rows_R1m = rows_R1m * is_real
         g = moments.of_rows(rows_R1m)
+        if padding is not None:
+            g = g * (num_rows / is_real.sum().clamp(min=1))  # a mean over the others
         # Like bincount, which would wait for the GPU.
         places = x.reshape(-1)
         counts = g.new_zeros(self.module.num_embeddings).scatter_add_(0, places, torch.ones_like(places, dtype=g.dtype))
-        padding = self.module.padding_idx
-        if padding is not None:  # has no gradient
+        if padding is not None:
             counts[padding] = 0
-        return Sums({"a": counts[None], "g": g}, len(x), len(rows_R1m))
+        return Sums({"a": counts[None], "g": g}, len(x), num_rows)
 
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.T[None]
@@ -235,7 +241,8 @@ TYPES: dict[type[nn.Module], type[Layer]] = {
 def layer_of(module: nn.Module) -> Layer | None:
     """The module as a layer; None for a type that is not supported, or where there is nothing to learn."""
     kind = next((TYPES[base] for base in type(module).__mro__ if base in TYPES), None)
-    if kind is None or getattr(module, "weight", None) is None or not module.weight.requires_grad:
+    weight = getattr(module, "weight", None)
+    if kind is None or not isinstance(weight, nn.Parameter) or not weight.requires_grad:  # or parametrized
         return None
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
         return None

@@ -10,15 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .preconditioner import KFAC
+from .preconditioner import KFAC, unwrapped
 
 
 def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> None:
     """Register a communication hook with DDP, for a `preconditioner` of this model with one worker a layer.
 
-    Until `preconditioner.step()` the gradients of layers are then those of the rank alone, on all but their owner.
-    Raises ValueError when `grad_worker_fraction` is not 1 / world size.
+    Until `preconditioner.step()` the gradients of layers are then those of the rank alone, on all but their owner, so
+    that what looks at gradients, such as clipping, comes after it. Raises ValueError when `grad_worker_fraction` is not
+    1 / world size, and for the preconditioner of another model.
     """
+    if unwrapped(model) is not preconditioner.model:
+        raise ValueError("preconditioner: it is that of another model")
     world_size = dist.get_world_size()
     if round(preconditioner.grad_worker_fraction * world_size) != 1:
         raise ValueError(
@@ -32,9 +35,7 @@ def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> No
     model.register_comm_hook(None, lambda _, bucket: _reduce(bucket, owners, world_size))
 
 
-def _reduce(
-    bucket: dist.GradBucket, owners: dict[nn.Parameter, int], world_size: int
-) -> torch.futures.Future[Tensor]:
+def _reduce(bucket: dist.GradBucket, owners: dict[nn.Parameter, int], world_size: int) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer().div_(world_size)
     rest, works = [], []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):

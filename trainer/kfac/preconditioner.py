@@ -32,12 +32,14 @@ class KFAC:
     """Replaces the gradients of a model's layers by preconditioned ones.
 
     `model`: any module, also in DistributedDataParallel. Linear, Conv1d, Conv2d, Embedding and the scales and shifts of
-    norms are taken, unless their name or class matches one of the patterns `skip` (regular expressions, searched for);
-    the rest keeps its gradients. The loss is a mean over samples, along the first dimension of a layer's input.
+    norms are taken, unless their name or class matches one of the patterns `skip` (regular expressions, searched for,
+    or classes); the rest keeps its gradients. The loss is a mean over samples, along the first dimension of a layer's
+    input.
 
     `damping` λ is added to the curvature; `factor_update_steps` and `inv_update_steps`: how often a layer's factors are
-    averaged (with `factor_decay`) and its solution is computed anew. With `stagger` the layers take turns, so that
-    steps take equally long; without, all do it in the same step. `solver`: see solvers.py. `kl_clip` bounds the
+    averaged (with `factor_decay`) and its solution is computed anew; at first, while a network changes fast, also in
+    steps 1, 2, 4, 8 and so on. With `stagger` the layers take turns, so that steps take equally long; without, all do
+    it in the same step. `solver`: see solvers.py. `kl_clip` bounds the
     step of a learning rate `lr` in the metric of the Fisher matrix: all are scaled by
     min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as attributes between steps, but for
     `stagger` and `solver`. `accumulation_steps`: micro-batches a step; each one's loss was divided by it.
@@ -55,7 +57,7 @@ class KFAC:
         self,
         model: nn.Module,
         *,
-        skip: Iterable[str] = (),
+        skip: str | Iterable[str | type] = (),
         grad_scaler: torch.amp.GradScaler | None = None,
         **settings: object,
     ) -> None:
@@ -65,12 +67,13 @@ class KFAC:
             raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
         self.settings = KFACSettings(**settings)
         self.steps = 0
-        self.model, self._grad_scaler = _unwrapped(model), grad_scaler
-        self._num_modules = sum(1 for _ in self.model.modules())
+        self.model, self._grad_scaler = unwrapped(model), grad_scaler
+        self._modules = set(self.model.modules())
         self._solver: Solver = SOLVERS[self.settings.solver]()
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._exchange = Exchange(grid(world_size, self.settings.grad_worker_fraction))
-        self.blocks = self._register([re.compile(pattern) for pattern in skip])
+        self.blocks = self._register(_patterns(skip))
+        self._warned = False
         self._turns: dict[tuple[str, int], dict[str, int]] = {}
         self._cosines: dict[str, Tensor] = {}
         self._arm()
@@ -168,6 +171,8 @@ class KFAC:
 
         Raises ValueError when they had other layers, shapes or another solver; nothing is changed then.
         """
+        if not all({"steps", "solver", "layers"} <= state.keys() for state in states) or not states:
+            raise ValueError("states: none, or not those of a preconditioner")
         layers = {name: saved for state in states for name, saved in state["layers"].items()}
         solvers = {state["solver"] for state in states}
         if solvers != {self.settings.solver}:
@@ -233,6 +238,10 @@ class KFAC:
     def _captured(self, name: str, num_micro_batches: int) -> None:
         """In the backward pass: with the last micro-batch, a layer's factors may be sent."""
         if num_micro_batches == self.settings.accumulation_steps:
+            if self.blocks[name].new and not self._warned:
+                self._warned = True
+                logger.warning("K-FAC: more micro-batches than accumulation_steps = %d before step(); the last counts",
+                               num_micro_batches)  # fmt: skip
             self._begin_update(self.blocks[name])
 
     def _begin_update(self, block: Block) -> None:
@@ -246,6 +255,11 @@ class KFAC:
                 self._begin_update(block)
         self._exchange.finish_reducing()
         updated = [block for block in self.blocks.values() if block.new]
+        begun = [block for block in updated if not block.has_factors]
+        if begun:
+            numbers = self._exchange.largest([block.num_rows for block in begun], begun[0].device)
+            for block, number in zip(begun, numbers, strict=True):
+                block.num_rows = number
         for block in updated:
             block.end_update(self.settings.factor_decay)
         if updated:
@@ -309,6 +323,8 @@ class KFAC:
 
     def _is_turn(self, name: str, work: str, step: int) -> bool:
         every = self.settings.factor_update_steps if work == "update" else self.settings.inv_update_steps
+        if step < every and step & (step - 1) == 0:  # 0, 1, 2, 4, 8, …: the first ones say little of a network
+            return True
         return step % every == self._turn(work, every).get(name, 0)
 
     def _turn(self, work: str, every: int) -> dict[str, int]:
@@ -324,16 +340,26 @@ class KFAC:
         return self._turns[work, every]
 
     def _look_for_new_modules(self) -> None:
-        number = sum(1 for _ in self.model.modules())
-        if number != self._num_modules:
+        modules = set(self.model.modules())
+        if not modules <= self._modules:
             logger.warning(
-                "K-FAC was built for %d modules, and the model now has %d: what is new keeps its raw gradients; "
-                "build the preconditioner anew", self._num_modules, number,
-            )  # fmt: skip
-            self._num_modules = number
+                "K-FAC was built for other modules than the model has now: what is new keeps its raw gradients; build "
+                "the preconditioner anew"
+            )
+            self._modules = modules
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _patterns(skip: str | Iterable[str | type]) -> list[re.Pattern]:
+    patterns = []
+    for of in [skip] if isinstance(skip, str | type) else skip:
+        try:
+            patterns.append(re.compile(f"^{of.__name__}$" if isinstance(of, type) else of))
+        except re.error as error:
+            raise ValueError(f"skip: {of!r} is no regular expression ({error})") from error
+    return patterns
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
     """Out of DistributedDataParallel and torch.compile: names are those of the model itself."""
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return model if inner is None else _unwrapped(inner)
+    return model if inner is None else unwrapped(inner)
