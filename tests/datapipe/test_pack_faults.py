@@ -127,7 +127,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def finished(out: Path) -> set[int]:
     """Numbers of the shards that the journal holds."""
-    return {int(path.stem) for path in (out / STATE).rglob("0*.npz")}
+    return {int(path.stem) for path in (out / STATE).rglob("*.npz") if path.stem.isdigit()}
 
 
 def check_nothing_half_finished(out: Path, whole: Path, unremovable: str = "") -> None:
