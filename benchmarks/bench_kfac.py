@@ -64,9 +64,12 @@ def batch(number: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, tor
 
 
 def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
-    """Floating-point operations a step by formula: training, factors by im2col, solutions, preconditioning."""
+    """Floating-point operations a step by formula: training, factors by im2col, solutions, preconditioning. And the
+    bytes of float32 that K-FAC cannot but move: it reads what is captured, factors, solutions and gradients, and writes
+    averages and gradients.
+    """
     network = models.build(model, num_classes=10, in_channels=3)
-    work = "training", "factors", "eigen", "cholesky", "precondition, eigen", "precondition, cholesky"
+    work = "training", "factors", "eigen", "cholesky", "precondition, eigen", "precondition, cholesky", "bytes"
     found = dict.fromkeys(work, 0)
     hooks = []
 
@@ -79,6 +82,9 @@ def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
         found["cholesky"] += (n**3 + m**3) / SETTINGS["inv_update_steps"]
         found["precondition, cholesky"] += 2 * (m * m * n + m * n * n)
         found["precondition, eigen"] += 4 * (m * m * n + m * n * n)
+        captured, factors = batch_size * args[0][0].numel() + rows * m, n * n + m * m
+        found["bytes"] += 4 * (captured + 2 * factors) / SETTINGS["factor_update_steps"]
+        found["bytes"] += 4 * (2 * factors / SETTINGS["inv_update_steps"] + factors + 2 * m * n)
 
     for module in network.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
@@ -159,7 +165,9 @@ def main() -> int:
               "added CPU", "worst ÷ median", "repeated", "peak MiB"]  # fmt: skip
     print(table(header, rows))
     flops = operations(arguments.model, arguments.size, arguments.batch_size)
-    print("by formula, of training: " + ", ".join(f"{k} {v / flops['training']:.1%}" for k, v in flops.items()))
+    shares = {k: f"{v / flops['training']:.1%}" for k, v in flops.items() if k != "bytes"}
+    print("by formula, of training: " + ", ".join(f"{k} {share}" for k, share in shares.items()))
+    print(f"and {flops['bytes'] / 2**20:.0f} MiB moved by K-FAC")
     settings = {**SETTINGS, "model": arguments.model, "size": arguments.size, "batch_size": arguments.batch_size,
                 "periods": arguments.periods, "threads": torch.get_num_threads()}  # fmt: skip
     record = {"environment": described, "settings": settings, "operations": flops, "found": found, "steps": steps}

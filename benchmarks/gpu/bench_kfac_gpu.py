@@ -3,8 +3,10 @@
     python -m benchmarks.gpu.bench_kfac_gpu [--model resnet50 --size 224 --batch-size 128] [--periods 2]
 
 Steps of SGD (fused) and of K-FAC with each solver take turns, in bf16 and channels-last, on random images, with factors
-every 10 steps and solutions every 100, over whole periods after the first steps. Then ten more of each without a
-refresh, in which a synchronisation of the host is an error. Unattended; prints one table and writes
+every 10 steps and solutions every 100, over whole periods after the first steps. Beside the times, what K-FAC's
+operations would take at the speed of a large product in float32 and its bytes at that of a copy, both measured here.
+Then ten more steps of each without a refresh, and ten in which all layers refresh, in which a synchronisation of the
+host is an error (torch.linalg.eigh is one: it looks whether it converged). Unattended; prints one table and writes
 results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, for a test.
 """
 
@@ -14,10 +16,12 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.bench_kfac import operations
 from benchmarks.measure import environment, table, write_record
 from trainer import models
 from trainer.kfac import KFAC
@@ -50,24 +54,36 @@ class Training:
 
     def timed(self, x: torch.Tensor, y: torch.Tensor) -> float:
         """Milliseconds on the device."""
-        if self._device.type == "cpu":
-            began = time.perf_counter()
-            self.step(x, y)
-            return 1e3 * (time.perf_counter() - began)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self.step(x, y)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+        return elapsed_ms(self._device, lambda: self.step(x, y))
 
 
-def waits(training: Training, x: torch.Tensor, y: torch.Tensor) -> str:
-    """Does a step without a refresh synchronise the host?"""
+def elapsed_ms(device: torch.device, work: Callable[[], object]) -> float:
+    """On the device."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - began)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def ceilings(device: torch.device, n: int) -> dict[str, float]:
+    """Operations and bytes a second: of a product of two float32 matrices [n, n], and of a copy of one."""
+    a, b = (torch.randn(n, n, device=device) for _ in range(2))
+    product, copy = (min(elapsed_ms(device, work) for _ in range(5)) for work in (lambda: a @ b, lambda: a.clone()))
+    return {"flop_per_s": 2e3 * n**3 / product, "bytes_per_s": 8e3 * n * n / copy}
+
+
+def waits(training: Training, x: torch.Tensor, y: torch.Tensor, inv_update_steps: int) -> str:
+    """Does a step synchronise the host?"""
     if x.device.type == "cpu":
         return "no GPU"
     if training.preconditioner is not None:
-        training.preconditioner.inv_update_steps = 10**9
+        training.preconditioner.inv_update_steps = inv_update_steps
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(SYNC_STEPS):
@@ -101,25 +117,37 @@ def main() -> int:
             taken = trainings[name].timed(x, y)
             if number >= WARM_UP:
                 times[name].append(taken)
+    flops = operations(arguments.model, arguments.size, arguments.batch_size)
+    ceiling = ceilings(arguments.device, 512 if arguments.device.type == "cpu" else 8192)
+
+    def floor_ms(name: str) -> float:
+        kinds = ("factors", SOLVERS[name], f"precondition, {SOLVERS[name]}") if name in SOLVERS else ()
+        counted = sum(flops.get(kind.replace("newton", "cholesky"), 0) for kind in kinds)
+        return 1e3 * max(counted / ceiling["flop_per_s"], bool(kinds) * flops["bytes"] / ceiling["bytes_per_s"])
+
     found = {
         name: {
             "median_ms": statistics.median(of),
             "mean_ms": statistics.mean(of),
             "worst_over_median": max(of) / statistics.median(of),
             "added": sum(of) / sum(times[SGD]) - 1,
-            "waits": waits(trainings[name], x, y),
+            "floor_ms": floor_ms(name),
+            "waits": waits(trainings[name], x, y, 10**9),
+            "waits_in_refreshes": waits(trainings[name], x, y, 1),
         }
         for name, of in times.items()
     }
     rows = [
-        [name, f"{of['median_ms']:.1f}", f"{of['mean_ms']:.1f}", f"{of['added']:+.1%}",
-         f"{of['worst_over_median']:.2f}", of["waits"]]
+        [name, f"{of['median_ms']:.1f}", f"{of['mean_ms']:.1f}", f"{of['added']:+.1%}", f"{of['floor_ms']:.1f}",
+         f"{of['worst_over_median']:.2f}", of["waits"], of["waits_in_refreshes"]]
         for name, of in found.items()
     ]  # fmt: skip
     what = f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}"
-    print(table([what, "median ms", "mean ms", "added", "worst ÷ median", "host waits"], rows))
+    print(table([what, "median ms", "mean ms", "added", "K-FAC's floor ms", "worst ÷ median", "host waits",
+                 "in refreshes"], rows))  # fmt: skip
     settings = {**SETTINGS, **vars(arguments), "device": str(arguments.device)}
-    print(write_record("kfac_gpu", {"environment": described, "settings": settings, "found": found, "times_ms": times}))
+    record = {"environment": described, "settings": settings, "operations": flops, "ceilings": ceiling}
+    print(write_record("kfac_gpu", record | {"found": found, "times_ms": times}))
     return 0
 
 

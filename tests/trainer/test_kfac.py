@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import pickle
 
@@ -82,8 +81,8 @@ def test_all_layers_are_found_and_the_others_named_once(caplog):
             return x * self.scale
 
     model = nn.Sequential(small(), Own())
-    with caplog.at_level(logging.INFO):
-        preconditioner = KFAC(model)
+    preconditioner = KFAC(model)
+    assert preconditioner.unsupported == ["1 (Own)"]
     assert preconditioner.layers() == {"0.0": 0, "0.1": -1, "0.3": 0, "0.7": 0}
     assert [record.message for record in caplog.records] == ["K-FAC leaves the gradients of these as they are: 1 (Own)"]
     assert list(KFAC(model, skip=["BatchNorm", "^0.7$"]).layers()) == ["0.0", "0.3"]
@@ -280,6 +279,44 @@ def test_compiled_models(backend):
     close([value.double() for value in found[1]], [value.double() for value in found[0]], 1e-4)
 
 
+@pytest.mark.parametrize("way", ["compiled before", "evaluation"])
+def test_what_is_never_seen_is_told_of(way, caplog):
+    """And keeps its raw gradients."""
+    model, other = small(), small()
+    if way == "compiled before":
+        model = torch.compile(model, backend="eager")
+        model(batch()[0])
+        other(batch()[0])
+    else:
+        model.eval(), other.eval()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    for number in range(2):
+        for of in (model, other):
+            x, y = batch(number)
+            of.zero_grad()
+            F.cross_entropy(of(x), y).backward()
+        preconditioner.step()
+        close(gradients(model), gradients(other), 1e-5)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("trainer")]
+    assert [message.rpartition(": ")[2] for message in told] == ["0, 1, 3, 7"]
+    assert preconditioner.cosines() == {}
+
+
+def test_a_layer_that_is_first_used_later_has_its_turn_later():
+    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+    preconditioner = KFAC(model, factor_update_steps=3, inv_update_steps=3)
+    found = []
+    for step in range(9):
+        model.zero_grad()
+        x = torch.randn(6, 4)
+        out = model[0](x) if step < 2 else model[0](x) + model[1](x)
+        out.square().sum(1).mean().backward()
+        preconditioner.step()
+        found.append(set(preconditioner.cosines()))
+    assert found[:2] == [{"0"}] * 2 and found[-1] == {"0", "1"}
+    assert found.index({"0", "1"}) <= 4
+
+
 # --- turns ---
 
 
@@ -324,6 +361,8 @@ def test_settings_may_change_between_steps():
         preconditioner.damping = -1
     with pytest.raises(AttributeError, match="solver: cannot be changed"):
         preconditioner.solver = "cholesky"
+    with pytest.raises(AttributeError, match="dampng: no setting; those that can be changed are damping, "):
+        preconditioner.dampng = 0.1
 
 
 # --- state ---
@@ -541,7 +580,7 @@ def test_more_micro_batches_than_told_are_warned_of(caplog):
         x, y = batch(number)
         F.cross_entropy(model(x), y).backward()
     assert [record.message for record in caplog.records] == [
-        "K-FAC: more micro-batches than accumulation_steps = 1 before step(); the last counts"
+        "K-FAC: more micro-batches than accumulation_steps = 1 before step(); the first ones count"
     ]
 
 
@@ -557,6 +596,31 @@ def test_copies_of_a_model_leave_the_preconditioner_alone():
     assert preconditioner.memory_usage()["captured"] == 0
     run(model, preconditioner, 1)
     assert preconditioner.cosines()
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(nn.Conv2d(2, 3, 3), (2, 5, 5)), (nn.Conv1d(2, 3, 3), (2, 5)), (nn.Linear(4, 3), (4,))],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_an_input_without_samples_is_refused(module, shape, kind):
+    preconditioner = kind(module)
+    with pytest.raises(RuntimeError, match=r"its input of shape \(.*\) has no dimension for the samples"):
+        module(torch.randn(shape)).sum().backward()
+    preconditioner.remove()
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_a_batch_without_samples_is_left_out(kind):
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    preconditioner = kind(model, **EVERY_STEP)
+    for number in (5, 0, 5):
+        model.zero_grad()
+        model(torch.randn(number, 4)).square().sum().backward()
+        preconditioner.step()
+        assert all(gradient.isfinite().all() for gradient in gradients(model))
+    assert preconditioner.cosines().keys() == {"0", "2"}
 
 
 def test_padding_of_an_embedding_enters_no_factor():

@@ -17,6 +17,7 @@ from trainer.kfac.costs import costs
 from trainer.kfac.exchange import Part, pack, unpack
 
 CHILD = Path(__file__).with_name("kfac_child.py")
+ODD_CHILD = Path(__file__).with_name("kfac_odd_child.py")
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,26 @@ def test_a_state_fits_any_number_of_ranks(start, tmp_path, results, monkeypatch)
     assert all(preconditioner.factors(name)[0].any() for name in preconditioner.layers())
     with pytest.raises(ValueError, match=r"the states \(of all ranks\?\) lack \['"):
         preconditioner.load_state_dict(*states[:2])
+
+
+def test_ranks_that_use_different_layers(start, tmp_path):
+    """A layer's factors are the mean over those that used it; gradients stay alike; settings must be."""
+    process = start(ODD_CHILD, tmp_path / "found", ranks=2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    found = torch.load(tmp_path / "found", weights_only=True)
+    for way in ("1.0", "0.5", "0.5, owners"):
+        of = found[way]
+        assert of["alike"] and of["cosines"].keys() == {"both", "first", "second"}
+        for name, (a, wanted) in of["factors"].items():
+            torch.testing.assert_close(a, wanted, msg=f"{way}: {name}")
+    assert found["0.5, owners"]["reduced"] == found["bytes of gradients"] and found["0.5"]["reduced"] == 0
+    assert found["never seen"].keys() == {"0.5", "0.5, owners"}
+    torch.testing.assert_close(found["never seen"]["0.5, owners"], found["never seen"]["0.5"])
+    assert found["refused"] == [
+        "damping: 0.1 on rank 0, and 0.2 on rank 1; ranks must have the same",
+        "layer both: {'a': (1, 5, 5), 'g': (1, 4, 4)} on rank 0, and None on rank 1; ranks must have the same",
+    ]
 
 
 # --- who does what ---

@@ -58,6 +58,7 @@ class AdaptiveDamping:
     @torch.no_grad()
     def begin(self, loss: Tensor) -> None:
         """Before `preconditioner.step()`, with unscaled gradients. `loss`: of this rank's batch, all micro-batches."""
+        self._before, self._loss = {}, None
         if (self._preconditioner.steps + 1) % self._every:
             return
         self._loss = loss.detach().double()

@@ -34,18 +34,25 @@ class Block:
         self._known = False
         self.has_factors = self.has_solution = False
 
-    def begin_update(self) -> list[Part]:
-        """The factors of this step, to be averaged over the ranks."""
+    def begin_update(self) -> None:
+        """Take the factors of this step from what was captured, if anything was."""
         self.new = self.capture.factors()
         self.num_rows = self.num_rows or self.capture.num_rows
         self.capture.clear()
+
+    def parts(self) -> list[Part]:
+        """The factors of this step, to be averaged over the ranks. Where there are none: room for them."""
+        if not self.new:
+            shapes = self.layer.shapes().items()
+            self.new = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes}
         return [Part(factor, name in SYMMETRIC and factor.dim() == 3) for name, factor in self.new.items()]
 
     def end_update(self, decay: float) -> None:
-        for name, new in self.new.items():
-            if name in self.averages:
-                self.averages[name].update(new, decay)
-        self.new, self.has_factors = {}, True
+        if self.num_rows:  # a rank has used the layer
+            for name in self.new.keys() & self.averages.keys():
+                self.averages[name].update(self.new[name], decay)
+            self.has_factors = True
+        self.new = {}
 
     def refresh(self, solver: Solver, damping: float) -> None:
         """On the owner: compute the solution; on others of the column: make room for it."""

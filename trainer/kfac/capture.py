@@ -57,6 +57,7 @@ class Capture:
         """A model's copy (an average of weights, a pickle) has the hook, but not the preconditioner behind it."""
         return _without_effect, ()
 
+    @torch.compiler.disable  # compiled, it would be so anew for each set of layers whose turn it is
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
         if not (self.wanted and module.training and torch.is_grad_enabled() and output.requires_grad):
             return
@@ -91,6 +92,11 @@ class Capture:
 
     def _check(self, use: Use) -> None:
         name = type(self.layer.module).__name__
+        if use.x.dim() < self.layer.min_dims:
+            raise RuntimeError(
+                f"{name}: its input of shape {tuple(use.x.shape)} has no dimension for the samples, over which the "
+                "loss is a mean"
+            )
         if use.is_done:
             raise RuntimeError(
                 f"{name}: a second backward pass through the same forward pass; K-FAC needs the gradient of the whole "

@@ -7,7 +7,7 @@ For P ranks, w of them to precondition a layer, with inputs n and outputs m of G
 
 and gives to collectives, in the mean over ranks and steps (F and I: the two intervals),
 
-    factors     G (n (n + 1) + m (m + 1)) / 2 F       with P > 1, unless they are local
+    factors     (G (n (n + 1) + m (m + 1)) / 2 + 1) / F       with P > 1, unless they are local
     solutions   their size (with "cholesky" as triangles) / (P I)             with w > 1
     gradients   (G m n + 2) w / P                                             with w < P
 """
@@ -56,10 +56,10 @@ def costs(
         factors[places[name].owner] += 4 * sum(map(prod, of.values()))
         for rank in ranks.column(places[name].column):
             solutions[rank] += 4 * kept
-        sent["factors"] += 0 if local_factors else 4 * sum(_triangles(shape) for shape in of.values())
+        sent["factors"] += 0 if local_factors else 4 * (1 + sum(_triangles(shape) for shape in of.values()))
         sent["solutions"] += 4 * flat
         sent["gradients"] += 4 * (prod(of["g"][:2]) * of["a"][1] + 2)
-    sent["factors"] += 4 * sum(_triangles(shape) for shape in norms)
+    sent["factors"] += 4 * sum(1 + _triangles(shape) for shape in norms)
     return Costs(
         max(factors),
         max(solutions),

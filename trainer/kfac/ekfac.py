@@ -39,8 +39,8 @@ class EKFAC(KFAC):
         if solver != "eigen":
             raise ValueError(f"solver: {solver!r} has no eigenvectors; allowed with EKFAC: eigen")
         super().__init__(model, **settings)
-        world_size = self._exchange.world_size
-        if world_size > 1 and not (self.settings.local_factors and self._exchange.grid.num_rows == 1):
+        world_size = self.exchange.world_size
+        if world_size > 1 and not (self.settings.local_factors and self.exchange.grid.num_rows == 1):
             self.remove()
             raise ValueError(
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
@@ -86,7 +86,7 @@ class _Projected(Layer):
     def __init__(self, layer: Linear | Convolution) -> None:
         super().__init__(layer.module)
         self._layer = layer
-        self.factors = layer.factors | {"scale": "samples"}
+        self.factors, self.min_dims = layer.factors | {"scale": "samples"}, layer.min_dims
         self.state: State = {}  # the eigenvectors, as soon as there are any
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
@@ -109,9 +109,13 @@ class _Projected(Layer):
 
 def squares(a_NTGn: Tensor, g_NTGm: Tensor, a_vectors: Tensor, g_vectors: Tensor) -> Tensor:
     """Sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)²: [G, m, n]. Chunk by chunk of samples; what is rotated are the
-    samples' gradients or, where that is less work, the rows of which they are products.
+    samples' gradients or, where that is less work, the rows of which they are products. With one position, the square
+    of a product is the product of squares.
     """
     T, groups, n, m = *a_NTGn.shape[1:], g_NTGm.shape[3]
+    if T == 1:
+        a_GNn, g_GNm = accumulating(a_NTGn[:, 0]).transpose(0, 1), accumulating(g_NTGm[:, 0]).transpose(0, 1)
+        return (g_GNm @ g_vectors).square_().mT @ (a_GNn @ a_vectors).square_()
     total = a_vectors.new_zeros(groups, m, n)
     chunk = max(1, CHUNK_BYTES // (groups * m * n * total.element_size()))
     rotate_rows = T * (m * m + n * n) < m * n * (m + n)

@@ -1,19 +1,23 @@
 """What ranks send each other: factors to their owners, solutions down the columns, gradients along the rows.
 
-In flat buffers, one for each sender, and symmetric matrices as triangles. Alone, nothing is sent.
+In flat buffers, one for each sender or owner, and symmetric matrices as triangles. Alone, nothing is sent.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .assignment import Grid
+from .assignment import Grid, triangle
+
+BUCKET_BYTES = 4 << 20  # factors for one owner that are sent at once
 
 
 class Part(NamedTuple):
@@ -23,11 +27,20 @@ class Part(NamedTuple):
     symmetric: bool = False
 
 
+@dataclass
+class _Bucket:
+    """Factors of several layers for one owner; each layer's are followed by a 1, or by a 0 where they are none."""
+
+    flats: list[Tensor] = field(default_factory=list)
+    parts: list[Sequence[Part]] = field(default_factory=list)
+
+
 class Exchange:
-    """Over all ranks of the default process group, in groups of its own: their order is not that of DDP's.
+    """Over all ranks of the default process group, in groups of its own: their order is not that of DDP's. Every rank
+    must make the same calls in the same order.
 
     `bytes_sent`: what this rank has given to collectives, by kind: "factors" (to reduce), "solutions" and "gradients"
-    (to broadcast, by the sender).
+    (to broadcast, by the sender), and "reduced" (gradients, by `reduce_to_owners`).
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -35,31 +48,51 @@ class Exchange:
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.column = self.rank % grid.num_columns
         self.bytes_sent: Counter[str] = Counter()
-        self._reducing: list[tuple[dist.Work, Tensor, Sequence[Part]]] = []
+        self._buckets: dict[int | None, _Bucket] = {}
+        self._reducing: list[tuple[dist.Work, Tensor, list[Sequence[Part]]]] = []
         self._all = self._row = self._column = None
-        if self.world_size > 1:  # every rank takes part in making every group
-            self._all = dist.new_group()
-            rows = [dist.new_group(grid.row(first)) for first in range(0, self.world_size, grid.num_columns)]
-            columns = [dist.new_group(grid.column(number)) for number in range(grid.num_columns)]
-            self._row, self._column = rows[self.rank // grid.num_columns], columns[self.column]
+        if self.world_size > 1:
+            self._all = self._row = self._column = dist.new_group()
+            if min(grid) > 1:  # every rank takes part in making every group
+                rows = [dist.new_group(grid.row(first)) for first in range(0, self.world_size, grid.num_columns)]
+                columns = [dist.new_group(grid.column(number)) for number in range(grid.num_columns)]
+                self._row, self._column = rows[self.rank // grid.num_columns], columns[self.column]
 
-    def start_reducing(self, parts: Sequence[Part], owner: int | None) -> None:
-        """Average over all ranks, in the background, for the owner, or where there is none for all."""
+    def start_reducing(self, parts: Sequence[Part], owner: int | None, is_known: bool) -> None:
+        """Average over the ranks that know the parts, in the background, for the owner, or where there is none for all.
+        They are sent with the next ones of that owner, as soon as there are enough.
+        """
         if self.world_size == 1:
             return
-        flat = pack(parts) / self.world_size
+        bucket = self._buckets.setdefault(owner, _Bucket())
+        flat = pack(parts)
+        bucket.flats += [flat, flat.new_full((1,), float(is_known))]
+        bucket.parts.append(parts)
+        if sum(flat.nbytes for flat in bucket.flats) >= BUCKET_BYTES:
+            self._reduce(owner)
+
+    def _reduce(self, owner: int | None) -> None:
+        bucket = self._buckets.pop(owner)
+        flat = torch.cat(bucket.flats)
         self.bytes_sent["factors"] += flat.nbytes
         if owner is None:
             work = dist.all_reduce(flat, group=self._all, async_op=True)
         else:
             work = dist.reduce(flat, owner, group=self._all, async_op=True)
-        self._reducing.append((work, flat, parts))
+        self._reducing.append((work, flat, bucket.parts if owner in (None, self.rank) else []))
 
     def finish_reducing(self) -> None:
-        """The averages are then in the tensors that were given, on the ranks that they are for."""
-        for work, flat, parts in self._reducing:
+        """The averages are then in the tensors that were given, on the ranks that they are for; not a number where no
+        rank knew the parts.
+        """
+        for owner in list(self._buckets):
+            self._reduce(owner)
+        for work, flat, layers in self._reducing:
             work.wait()
-            unpack(flat, parts)
+            for parts in layers:
+                size = sum(map(_size, parts))
+                unpack(flat[:size] / flat[size], parts)
+                flat = flat[size + 1 :]
         self._reducing.clear()
 
     def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -95,6 +128,19 @@ class Exchange:
                 unpack(flat, parts)
 
 
+def require_same(values: Mapping[str, object]) -> None:
+    """Raises ValueError on every rank where they are not the same on all."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, dict(values))
+    for rank, others in enumerate(of_ranks):
+        for name in of_ranks[0] | others:
+            first, other = of_ranks[0].get(name), others.get(name)
+            if first != other:
+                raise ValueError(f"{name}: {first} on rank 0, and {other} on rank {rank}; ranks must have the same")
+
+
 def pack(parts: Sequence[Part]) -> Tensor:
     """Flat, one after the other; of symmetric matrices the upper triangles."""
     return torch.cat([
@@ -106,17 +152,23 @@ def pack(parts: Sequence[Part]) -> Tensor:
 def unpack(flat: Tensor, parts: Sequence[Part]) -> None:
     """The reverse of `pack`, into the parts' tensors."""
     at = 0
-    for tensor, symmetric in parts:
+    for part in parts:
+        tensor, symmetric = part
         if symmetric:
             rows, columns = _triangle(tensor)
-            shape = torch.Size((*tensor.shape[:-2], len(rows)))
-            upper = flat[at : at + shape.numel()].reshape(shape)
+            shape = (*tensor.shape[:-2], len(rows))
+            upper = flat[at : at + _size(part)].reshape(shape)
             tensor[..., rows, columns] = upper
             tensor[..., columns, rows] = upper
-            at += upper.numel()
         else:
-            tensor.copy_(flat[at : at + tensor.numel()].reshape(tensor.shape))
-            at += tensor.numel()
+            tensor.copy_(flat[at : at + _size(part)].reshape(tensor.shape))
+        at += _size(part)
+
+
+def _size(part: Part) -> int:
+    """Elements that are sent."""
+    shape = part.tensor.shape
+    return prod(shape[:-2]) * triangle(shape[-1]) if part.symmetric else prod(shape)
 
 
 def _triangle(matrix: Tensor) -> tuple[Tensor, Tensor]:

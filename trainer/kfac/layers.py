@@ -1,4 +1,4 @@
-"""What K-FAC knows of each type of layer: one class a type, and one line in `find`.
+"""What K-FAC knows of each type of layer: one class a type, and one line in `TYPES`.
 
 Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers" (2016): for N samples and T
 positions of an output, with the inputs a (a 1 at their end where there is a bias) and the gradients g of a sample's own
@@ -13,7 +13,9 @@ G groups, n inputs and m outputs of a group (n with the 1), U units of a norm
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from math import prod
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -37,6 +39,7 @@ class Layer(ABC):
     # What each factor's sum is divided by, "samples" or "rows", in the order of `KFAC.factors`.
     factors: ClassVar[dict[str, str]] = {"a": "samples", "g": "rows"}
     only_once = False  # in a forward pass
+    min_dims = 2  # of an input: samples first
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -94,7 +97,7 @@ class _Matrix(Layer):
 class Linear(_Matrix):
     def rows(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """Of each position, [N, T, G, n] and [N, T, G, m]."""
-        a, g = (t.reshape(len(t), -1, 1, t.shape[-1]) for t in (x, grad_output))
+        a, g = (t.reshape(len(t), prod(t.shape[1:-1]), 1, t.shape[-1]) for t in (x, grad_output))
         return self._with_one(a), g
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
@@ -112,7 +115,7 @@ class Convolution(_Matrix):
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d) -> None:
         super().__init__(module)
-        self.groups = module.groups
+        self.groups, self.min_dims = module.groups, 2 + len(module.kernel_size)
         two = lambda pair, fill: (fill, *pair) if len(pair) == 1 else tuple(pair)  # noqa: E731
         self._kernel, self._stride, self._dilation = (
             two(getattr(module, name), 1) for name in ("kernel_size", "stride", "dilation")
@@ -133,8 +136,8 @@ class Convolution(_Matrix):
     def rows(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """Of each position, [N, T, G, n] and [N, T, G, m]."""
         x, grad_output = self._pixels(x, grad_output)
-        a, g = self._patches(x), self._gradient_rows(grad_output)
-        return self._with_one(a.flatten(1, 2).flatten(3)), g.reshape(len(x), -1, *g.shape[1:])
+        a, g = self._patches(x).flatten(1, 2).flatten(3), self._gradient_rows(grad_output)
+        return self._with_one(a), g.reshape(*a.shape[:2], *g.shape[1:])
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         x, grad_output = self._pixels(x, grad_output)
@@ -157,6 +160,8 @@ class Convolution(_Matrix):
 
 class Embedding(_Matrix):
     """Its inputs are one-hot, so that the a_factor is diagonal: [1, number of embeddings]."""
+
+    min_dims = 1
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         rows_R1m, padding = grad_output.reshape(-1, 1, grad_output.shape[-1]), self.module.padding_idx
@@ -247,3 +252,27 @@ def layer_of(module: nn.Module) -> Layer | None:
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
         return None
     return kind(module)
+
+
+def find(model: nn.Module, skip: list[re.Pattern]) -> tuple[dict[str, Layer], list[str]]:
+    """The layers of a model, by name, without those whose name or class matches a pattern; and those of other classes
+    that learn something, as text. Raises ValueError for parameters that are not there, or not whole.
+    """
+    layers, unsupported, seen = {}, [], set()
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not any(parameter.requires_grad for parameter in own):
+            continue
+        if any(pattern.search(name) or pattern.search(type(module).__name__) for pattern in skip):
+            continue
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own):
+            raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
+        if any(hasattr(parameter, "device_mesh") for parameter in own):  # DTensor
+            raise ValueError(f"{name}: its parameters are sharded (FSDP2), and K-FAC needs whole layers; use DDP")
+        layer = layer_of(module)
+        if layer is None:
+            unsupported.append(f"{name} ({type(module).__name__})")
+        elif seen.isdisjoint(map(id, layer.parameters())):  # of tied weights, the first layer
+            seen.update(map(id, layer.parameters()))
+            layers[name] = layer
+    return layers, unsupported

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .exchange import Exchange, Part, unpack
 from .preconditioner import KFAC, unwrapped
 
 
@@ -32,21 +33,28 @@ def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> No
     for name, owner in preconditioner.layers().items():
         if owner >= 0:
             owners |= {parameter: owner for parameter in preconditioner.parameters(name)}
-    model.register_comm_hook(None, lambda _, bucket: _reduce(bucket, owners, world_size))
+    preconditioner.gradients_at_owners = True
+    model.register_comm_hook(None, lambda _, bucket: _reduce(bucket, owners, preconditioner.exchange))
 
 
-def _reduce(bucket: dist.GradBucket, owners: dict[nn.Parameter, int], world_size: int) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer().div_(world_size)
-    rest, works = [], []
+def _reduce(
+    bucket: dist.GradBucket, owners: dict[nn.Parameter, int], exchange: Exchange
+) -> torch.futures.Future[Tensor]:
+    """What has no owner is reduced to all."""
+    buffer = bucket.buffer().div_(exchange.world_size)
+    exchange.bytes_sent["reduced"] += buffer.nbytes
+    by_owner: dict[int, list[Tensor]] = {}
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if parameter in owners:
-            works.append(dist.reduce(gradient, owners[parameter], async_op=True))
-        else:
-            rest.append(gradient)
-    if rest:
-        flat = torch.cat([gradient.reshape(-1) for gradient in rest])
-        dist.all_reduce(flat)
-        for gradient, part in zip(rest, flat.split([gradient.numel() for gradient in rest]), strict=True):
-            gradient.copy_(part.reshape(gradient.shape))
-    done = torch.futures.collect_all([work.get_future() for work in works])
-    return done.then(lambda _: buffer)
+        by_owner.setdefault(owners.get(parameter, -1), []).append(gradient)
+    reducing = []
+    for owner, gradients in by_owner.items():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        work = dist.all_reduce(flat, async_op=True) if owner < 0 else dist.reduce(flat, owner, async_op=True)
+        reducing.append((work, flat, gradients if owner in (-1, exchange.rank) else []))
+
+    def finish(_: object) -> Tensor:
+        for _, flat, gradients in reducing:
+            unpack(flat, [Part(gradient) for gradient in gradients])
+        return buffer
+
+    return torch.futures.collect_all([work.get_future() for work, _, _ in reducing]).then(finish)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 
 import torch
@@ -20,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from .assignment import Place, grid, place, spread
 from .block import Block, cost
 from .capture import Capture
-from .exchange import Exchange, Part
-from .layers import Layer, Norm, layer_of
+from .exchange import Exchange, Part, require_same
+from .layers import Layer, Norm, find
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
 
 logger = logging.getLogger(__name__)
+
+ATTRIBUTES = "settings", "steps", "model", "exchange", "blocks", "unsupported", "gradients_at_owners"
 
 
 class KFAC:
@@ -47,10 +49,12 @@ class KFAC:
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
     nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a
-    layer's factors come from its owner's part of the batch, and are not sent.
+    layer's factors come from its owner's part of the batch, and are not sent. Ranks must have the same model and
+    settings, and step together; they need not use the same layers in a step.
 
-    Raises ValueError for a setting out of range and for a model without a layer to take. Martens and Grosse 2015;
-    Grosse and Martens 2016; Pauloski et al. 2021.
+    `unsupported`: the layers that keep their gradients, since K-FAC does not know their class. Raises ValueError for a
+    setting out of range, for a model without a layer to take, and where ranks differ. Martens and Grosse 2015; Grosse
+    and Martens 2016; Pauloski et al. 2021.
     """
 
     def __init__(
@@ -71,9 +75,19 @@ class KFAC:
         self._modules = set(self.model.modules())
         self._solver: Solver = SOLVERS[self.settings.solver]()
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._exchange = Exchange(grid(world_size, self.settings.grad_worker_fraction))
-        self.blocks = self._register(_patterns(skip))
-        self._warned = False
+        ranks = grid(world_size, self.settings.grad_worker_fraction)
+        layers = self._find_layers(_patterns(skip))
+        if not layers:
+            raise ValueError("model: it has no layer that K-FAC can precondition")
+        if self.unsupported:
+            logger.warning("K-FAC leaves the gradients of these as they are: %s", ", ".join(self.unsupported))
+        require_same(asdict(self.settings) | {f"layer {name}": of.shapes() for name, of in layers.items()})
+        self.exchange = Exchange(ranks)
+        self.blocks = self._register(layers)
+        self.gradients_at_owners = False  # and nowhere else, until `step`: see `reduce_to_owners`
+        self._wanted: list[str] = []  # layers whose factors this step updates, as they are sent
+        self._done: set[str] = set()  # those of which all micro-batches are there
+        self._warned: set[str] = set()
         self._turns: dict[tuple[str, int], dict[str, int]] = {}
         self._cosines: dict[str, Tensor] = {}
         self._arm()
@@ -84,27 +98,32 @@ class KFAC:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in KFACSettings.__dataclass_fields__:
-            object.__setattr__(self, name, value)
-        elif name in CHANGEABLE:
+        if name in CHANGEABLE:
             setattr(self.settings, name, value)
-        else:
+        elif name in KFACSettings.__dataclass_fields__:
             raise AttributeError(f"{name}: cannot be changed; build the preconditioner anew")
+        elif name.startswith("_") or name in ATTRIBUTES:
+            object.__setattr__(self, name, value)
+        else:
+            raise AttributeError(f"{name}: no setting; those that can be changed are {', '.join(CHANGEABLE)}")
 
     # --- what a training loop calls ---
 
     @torch.no_grad()
     def step(self) -> None:
-        """Precondition the gradients, in place. Raises RuntimeError when no layer has any.
-
-        Every rank calls it, after the same layers were used.
+        """Precondition the gradients, in place, once for each backward pass; every rank calls it. Raises RuntimeError
+        when no layer has a gradient.
         """
         with_gradient = {name: block for name, block in self.blocks.items() if block.has_gradient()}
         if not with_gradient:
             raise RuntimeError("no layer has a gradient: call loss.backward() before step()")
         self._update_factors()
+        self._warn_of_unused(with_gradient)
         self._refresh()
-        self._precondition({name: block for name, block in with_gradient.items() if self._is_ready(block)})
+        ready = {name: block for name, block in with_gradient.items() if self._is_ready(block)}
+        self._precondition(ready)
+        if self.gradients_at_owners:
+            self._send_raw([of for name, of in with_gradient.items() if not (of.is_norm or name in ready)])
         self.steps += 1
         self._arm()
 
@@ -130,7 +149,9 @@ class KFAC:
         return self.blocks[name].layer.parameters()
 
     def skipped(self) -> int:
-        """How many factors of a step were left out on this rank, since they were not finite."""
+        """How many factors of a step were left out on this rank, since they were not finite (or, over several ranks,
+        since none used the layer).
+        """
         return sum(int(average.skipped) for block in self.blocks.values() for average in block.averages.values())
 
     def fallbacks(self) -> int:
@@ -147,9 +168,11 @@ class KFAC:
         return kinds
 
     def communication(self) -> dict[str, float]:
-        """Bytes a step that this rank has given to collectives, by kind, in the mean over all steps so far."""
-        sent = self._exchange.bytes_sent
-        return {kind: sent[kind] / max(1, self.steps) for kind in ("factors", "solutions", "gradients")}
+        """Bytes a step that this rank has given to collectives, by kind, in the mean over all steps so far: factors,
+        solutions, preconditioned gradients, and those that `reduce_to_owners` reduces in DDP's place.
+        """
+        sent = self.exchange.bytes_sent
+        return {kind: sent[kind] / max(1, self.steps) for kind in ("factors", "solutions", "gradients", "reduced")}
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -187,43 +210,22 @@ class KFAC:
         self.steps = states[0]["steps"]
         self._turns.clear()
         for name, block in self.blocks.items():
-            block.load_state_dict(layers[name], block.place.column == self._exchange.column)
+            block.load_state_dict(layers[name], block.place.column == self.exchange.column)
         self._arm()
 
     # --- registration ---
 
-    def _register(self, skip: list[re.Pattern]) -> dict[str, Block]:
-        layers = self._find_layers(skip)
-        if not layers:
-            raise ValueError("model: it has no layer that K-FAC can precondition")
+    def _register(self, layers: dict[str, Layer]) -> dict[str, Block]:
         costs = {name: cost(layer.shapes()) for name, layer in layers.items() if not isinstance(layer, Norm)}
-        places = place(costs, self._exchange.grid, self.settings.inv_update_steps)
-        rank, blocks = self._exchange.rank, {}
+        places = place(costs, self.exchange.grid, self.settings.inv_update_steps)
+        rank, blocks = self.exchange.rank, {}
         for name, layer in layers.items():
             capture = Capture(layer, self._gradient_scale, partial(self._captured, name))
             blocks[name] = Block(capture, places.get(name, Place(0, 0)), rank)
         return blocks
 
     def _find_layers(self, skip: list[re.Pattern]) -> dict[str, Layer]:
-        layers, unsupported, seen = {}, [], set()
-        for name, module in self.model.named_modules():
-            own = list(module.parameters(recurse=False))
-            if not any(parameter.requires_grad for parameter in own):
-                continue
-            if any(pattern.search(name) or pattern.search(type(module).__name__) for pattern in skip):
-                continue
-            if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own):
-                raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
-            if any(hasattr(parameter, "device_mesh") for parameter in own):  # DTensor
-                raise ValueError(f"{name}: its parameters are sharded (FSDP2), and K-FAC needs whole layers; use DDP")
-            layer = layer_of(module)
-            if layer is None:
-                unsupported.append(f"{name} ({type(module).__name__})")
-            elif seen.isdisjoint(map(id, layer.parameters())):  # of tied weights, the first layer
-                seen.update(map(id, layer.parameters()))
-                layers[name] = layer
-        if unsupported:
-            logger.info("K-FAC leaves the gradients of these as they are: %s", ", ".join(unsupported))
+        layers, self.unsupported = find(self.model, skip)
         return layers
 
     def _gradient_scale(self) -> float | Tensor:
@@ -236,34 +238,54 @@ class KFAC:
     # --- a step ---
 
     def _captured(self, name: str, num_micro_batches: int) -> None:
-        """In the backward pass: with the last micro-batch, a layer's factors may be sent."""
-        if num_micro_batches == self.settings.accumulation_steps:
-            if self.blocks[name].new and not self._warned:
-                self._warned = True
-                logger.warning("K-FAC: more micro-batches than accumulation_steps = %d before step(); the last counts",
-                               num_micro_batches)  # fmt: skip
-            self._begin_update(self.blocks[name])
+        """In the backward pass: with the last micro-batch a layer's factors may be sent, but in the same order on
+        every rank: that in which a backward pass most often comes to the layers.
+        """
+        if name in self._done:
+            self._warn("K-FAC: more micro-batches than accumulation_steps = %d before step(); the first ones count",
+                       self.settings.accumulation_steps)  # fmt: skip
+            if self.blocks[name].new:
+                self.blocks[name].capture.clear()
+        elif num_micro_batches == self.settings.accumulation_steps:
+            self._done.add(name)
+            while self._wanted and self._wanted[0] in self._done:
+                self._begin_update(self.blocks[self._wanted.pop(0)])
 
     def _begin_update(self, block: Block) -> None:
-        parts = block.begin_update()
-        if not self.settings.local_factors or block.is_norm:
-            self._exchange.start_reducing(parts, None if block.is_norm else block.place.owner)
+        block.begin_update()
+        if self.exchange.world_size > 1 and (block.is_norm or not self.settings.local_factors):
+            is_known = bool(block.new)
+            self.exchange.start_reducing(block.parts(), None if block.is_norm else block.place.owner, is_known)
 
     def _update_factors(self) -> None:
-        for block in self.blocks.values():
-            if block.capture.moments:  # of which not all was there in the backward pass
-                self._begin_update(block)
-        self._exchange.finish_reducing()
-        updated = [block for block in self.blocks.values() if block.new]
-        begun = [block for block in updated if not block.has_factors]
+        for name in self._wanted:  # of which not all was there in the backward pass
+            self._begin_update(self.blocks[name])
+        self.exchange.finish_reducing()
+        wanted = [block for block in self.blocks.values() if block.capture.wanted]
+        begun = [block for block in wanted if not block.has_factors]
         if begun:
-            numbers = self._exchange.largest([block.num_rows for block in begun], begun[0].device)
+            numbers = self.exchange.largest([block.num_rows for block in begun], begun[0].device)
             for block, number in zip(begun, numbers, strict=True):
                 block.num_rows = number
-        for block in updated:
+        for block in wanted:
             block.end_update(self.settings.factor_decay)
-        if updated:
+        if wanted:
             self._look_for_new_modules()
+
+    def _warn_of_unused(self, with_gradient: dict[str, Block]) -> None:
+        unused = [name for name, block in with_gradient.items() if block.capture.wanted and not block.has_factors]
+        if unused:
+            self._warn(
+                "K-FAC leaves the gradients of these as they are, whose modules it has not seen called in training "
+                "mode (nor does it in a model that torch.compile's result has run before K-FAC was built): %s",
+                ", ".join(unused),
+            )
+
+    def _warn(self, message: str, *arguments: object) -> None:
+        """Once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *arguments)
 
     def _refresh(self) -> None:
         due: dict[int, list[Part]] = {}
@@ -273,10 +295,10 @@ class KFAC:
             if block.has_solution and not self._is_turn(name, "refresh", self.steps):
                 continue
             block.has_solution = True
-            if block.place.column == self._exchange.column:
+            if block.place.column == self.exchange.column:
                 self._refresh_block(block)
                 due.setdefault(block.place.owner, []).extend(block.solution(self._solver))
-        self._exchange.send_solutions(due)
+        self.exchange.send_solutions(due)
 
     def _refresh_block(self, block: Block) -> None:
         block.refresh(self._solver, self.settings.damping)
@@ -288,7 +310,7 @@ class KFAC:
         return block.has_factors if block.is_norm else block.has_solution
 
     def _precondition(self, blocks: dict[str, Block]) -> None:
-        column = self._exchange.column
+        column = self.exchange.column
         found, numbers, sent = {}, {}, {}
         for name, block in blocks.items():
             raw = block.layer.gradient().to(block.dtype)
@@ -300,11 +322,20 @@ class KFAC:
                 found[name], numbers[name] = torch.empty_like(raw), raw.new_empty(2)
             if not block.is_norm:
                 sent.setdefault(block.place.column, []).extend((Part(found[name]), Part(numbers[name])))
-        self._exchange.send_gradients(sent)
+        self.exchange.send_gradients(sent)
         self._cosines = {name: cosine for name, (_, cosine) in numbers.items()}
         self._clip(list(found.values()), [product for product, _ in numbers.values()])
         for name, block in blocks.items():
             block.layer.set_gradient(found[name])
+
+    def _send_raw(self, blocks: list[Block]) -> None:
+        """From the owners, where only they have them."""
+        raw, sent = [block.layer.gradient() for block in blocks], {}
+        for block, gradient in zip(blocks, raw, strict=True):
+            sent.setdefault(block.place.column, []).append(Part(gradient))
+        self.exchange.send_gradients(sent)
+        for block, gradient in zip(blocks, raw, strict=True):
+            block.layer.set_gradient(gradient)
 
     def _clip(self, gradients: list[Tensor], products: list[Tensor]) -> None:
         kl_clip, lr = self.settings.kl_clip, self.settings.lr
@@ -318,8 +349,10 @@ class KFAC:
     def _arm(self) -> None:
         """Have those layers captured whose factors the next step updates."""
         for name, block in self.blocks.items():
-            here = block.is_owner or not self.settings.local_factors
-            block.capture.wanted = not block.has_factors or (here and self._is_turn(name, "update", self.steps))
+            here = block.is_owner or not (self.settings.local_factors and block.has_factors)
+            block.capture.wanted = here and self._is_turn(name, "update", self.steps)
+        self._wanted = [name for name, block in reversed(self.blocks.items()) if block.capture.wanted]
+        self._done.clear()
 
     def _is_turn(self, name: str, work: str, step: int) -> bool:
         every = self.settings.factor_update_steps if work == "update" else self.settings.inv_update_steps

@@ -12,8 +12,8 @@ from .settings import OptimizerSettings
 
 
 class Settings(OptimizerSettings):
-    """`lr` is that of the hidden layers' weights; vectors, embeddings and the last layer have AdamW with `adam_lr`, on
-    the same schedule.
+    """`lr` is that of the hidden layers' weights; vectors, embeddings and the last layer with a matrix, in the order in
+    which the model has its layers, have AdamW with `adam_lr`, on the same schedule.
     """
 
     name: Literal["muon"]
@@ -27,8 +27,10 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     """A filter is a row of its matrix. Vectors do not decay."""
     from pytorch_optimizer import Muon
 
-    layers = [module for module in model.modules() if getattr(module, "weight", None) is not None]
-    not_hidden = {id(module.weight) for module in layers if isinstance(module, nn.Embedding)} | {id(layers[-1].weight)}
+    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
+    layers = [(module, weight) for module, weight in weights if weight is not None and weight.ndim > 1]
+    not_hidden = {id(weight) for module, weight in layers if isinstance(module, nn.Embedding)}
+    not_hidden |= {id(weight) for _, weight in layers[-1:]}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]

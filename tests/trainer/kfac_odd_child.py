@@ -1,0 +1,115 @@
+"""Run by test_kfac_ranks under torchrun: two ranks that do not use the same layers, or have other settings.
+
+Arguments: file to write.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.distributed import connected, world_from_environment
+from trainer.kfac import KFAC, reduce_to_owners
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, branches: list[str]) -> torch.Tensor:
+        for name in branches:
+            x = getattr(self, name)(x).tanh()
+        return x
+
+
+def alike(module: nn.Module, gradients: bool = False) -> bool:
+    tensors = [p.grad if gradients else p for p in module.parameters()]
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, mine)
+    return all(torch.equal(mine, other) for other in all_ranks)
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(2 * step + rank), dtype=torch.float64)
+
+
+def different_layers(rank: int, fraction: float, owners: bool) -> dict:
+    """The first step uses all; then rank 0 uses `first` and `both`, and rank 1 `both` and `second`, in that order."""
+    module = Branches().double()
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    preconditioner = KFAC(
+        model, damping=0.1, factor_update_steps=1, inv_update_steps=1, factor_decay=0.0, grad_worker_fraction=fraction
+    )
+    if owners:
+        reduce_to_owners(model, preconditioner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        branches = ["both", "first", "second"] if step == 0 else [["first", "both"], ["both", "second"]][rank]
+        model(data(step, rank), branches).square().sum(1).mean().backward()
+        if step == 2:
+            before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        preconditioner.step()
+        optimizer.step()
+    # The inputs of the last step, counted again.
+    inputs = {"first": [data(2, 0)], "both": [data(2, 1)], "second": []}
+    for name, into, x in (("first", "both", data(2, 0)), ("both", "second", data(2, 1))):
+        inputs[into].append((x @ before[f"{name}.weight"].T + before[f"{name}.bias"]).tanh())
+    factors = {}
+    for name, rows in inputs.items():
+        mine = preconditioner.factors(name)
+        a = torch.zeros(5, 5, dtype=torch.float64) if not mine else mine[0][0]
+        dist.all_reduce(a)  # of the one rank that owns it
+        ones = [torch.cat([row, row.new_ones(len(row), 1)], 1) for row in rows]
+        factors[name] = (a, sum(row.T @ row / len(row) for row in ones) / len(ones))
+    return {
+        "alike": alike(module),
+        "cosines": preconditioner.cosines(),
+        "factors": factors,
+        "reduced": preconditioner.communication()["reduced"],
+    }
+
+
+def never_seen(rank: int, owners: bool) -> torch.Tensor:
+    """The gradients of layers in evaluation mode, which K-FAC does not see."""
+    module = Branches().double()
+    module.both.eval()
+    model = DistributedDataParallel(module)
+    preconditioner = KFAC(model, grad_worker_fraction=0.5, kl_clip=None)
+    if owners:
+        reduce_to_owners(model, preconditioner)
+    module.both.eval()
+    model(data(0, rank), ["both", "first", "second"]).square().sum(1).mean().backward()
+    preconditioner.step()
+    assert alike(module, gradients=True) and preconditioner.cosines().keys() == {"first", "second"}
+    return module.both.weight.grad
+
+
+def refused(**settings: object) -> str:
+    try:
+        KFAC(Branches(), **settings)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+world = world_from_environment()
+torch.set_num_threads(1)
+with connected(world):
+    rank = world.rank
+    found = {
+        "1.0": different_layers(rank, 1.0, False),
+        "0.5": different_layers(rank, 0.5, False),
+        "0.5, owners": different_layers(rank, 0.5, True),
+        "bytes of gradients": 8 * 3 * (16 + 4),
+        "never seen": {"0.5": never_seen(rank, False), "0.5, owners": never_seen(rank, True)},
+        "refused": [refused(damping=0.1 + 0.1 * rank), refused(skip="both" if rank else ())],
+    }
+    if world.is_main:
+        torch.save(found, Path(sys.argv[1]))
