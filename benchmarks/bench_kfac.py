@@ -1,11 +1,11 @@
 """What does K-FAC add to a step of SGD, ours and the published algorithm?
 
-    python -m benchmarks.bench_kfac [--model resnet32 --size 32 --batch-size 128] [--periods 2]
+    python -m benchmarks.bench_kfac [--model resnet32 --size 32 --batch-size 128] [--periods 2] [--without NAME]
 
-Steps of SGD (fused), of K-FAC with each solver, and of the algorithm as published (benchmarks/peers/kfac_published.py)
-take turns in one process, on the same random images, with factors every 10 steps and solutions every 100, over whole
-periods of 100 after the first steps, of which ours does all its work in 1, 2, 4, … and 64, too. Beside the times, what
-the operations would take by formula. Each one's peak memory is that of a process of its own. Writes
+Steps of SGD (fused), of K-FAC with each solver and with factors of a quarter of the samples, and of the algorithm as
+published (benchmarks/peers/kfac_published.py) take turns in one process, on the same random images, with factors every
+10 steps and solutions every 100, over whole periods of 100 after the first one, in which ours does more. Beside the
+times, what the operations would take by formula. Each one's peak memory is that of a process of its own. Writes
 results/kfac-MODEL.json.
 """
 
@@ -28,10 +28,14 @@ from trainer import models
 from trainer.kfac import KFAC
 
 SGD, PUBLISHED = "SGD", "K-FAC as published"
-OURS = {"K-FAC, eigen": "eigen", "K-FAC, cholesky": "cholesky"}
+OURS = {
+    "K-FAC, eigen": {"solver": "eigen"},
+    "K-FAC, cholesky": {"solver": "cholesky"},
+    "K-FAC, cholesky, ¼": {"solver": "cholesky", "factor_fraction": 0.25},
+}
 NAMES = (SGD, *OURS, PUBLISHED)
 SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
-MEMORY_STEPS = 3
+FIRST_STEPS = 3  # not measured; in them all is computed
 
 
 class Training:
@@ -43,7 +47,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True)
         self.preconditioner = None
         if name in OURS:
-            self.preconditioner = KFAC(self.model, solver=OURS[name], skip=["BatchNorm"], **SETTINGS)
+            self.preconditioner = KFAC(self.model, **OURS[name], skip=["BatchNorm"], **SETTINGS)
         elif name == PUBLISHED:
             self.preconditioner = PublishedKFAC(self.model, **SETTINGS)
 
@@ -131,30 +135,34 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=32, help="pixels (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--periods", type=int, default=2, help="of 100 measured steps (default: %(default)s)")
+    parser.add_argument("--without", default=[], choices=list(OURS), action="append", help="leave one of them out")
     parser.add_argument("--memory", metavar="NAME", help="only the peak memory of one of them")
     arguments = parser.parse_args()
     if arguments.memory:
         training = Training(arguments.memory, arguments.model)
-        for number in range(MEMORY_STEPS):
+        for number in range(FIRST_STEPS):
             training.step(*batch(number, arguments))
         print(peak_bytes())
         return 0
 
     described = environment()
-    trainings = {name: Training(name, arguments.model) for name in NAMES}
+    names = [name for name in NAMES if name not in arguments.without]
+    trainings = {name: Training(name, arguments.model) for name in names}
     every = SETTINGS["inv_update_steps"]
-    steps = {name: [] for name in NAMES}
-    first = (1 << (every - 1).bit_length() - 1) + 1  # after the last power of two in the first period
-    for number in range(first + arguments.periods * every):
+    steps = {name: [] for name in names}
+    for number in range(FIRST_STEPS + arguments.periods * every):
         x, y = batch(number, arguments)
-        for name in NAMES[number % len(NAMES) :] + NAMES[: number % len(NAMES)]:
+        if number == FIRST_STEPS - 1:  # the last one of its first period
+            for name in set(names) & OURS.keys():
+                trainings[name].preconditioner.steps = every - 1
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             taken = trainings[name].step(x, y)
-            if number >= first:
+            if number >= FIRST_STEPS:
                 steps[name].append(taken)
         if number % 20 == 0:
-            print(f"  step {number} of {first + arguments.periods * every}", file=sys.stderr, flush=True)
+            print(f"  step {number} of {FIRST_STEPS + arguments.periods * every}", file=sys.stderr, flush=True)
     del trainings
-    found = {name: summary(steps[name], steps[SGD]) | {"peak_bytes": memory(name, arguments)} for name in NAMES}
+    found = {name: summary(steps[name], steps[SGD]) | {"peak_bytes": memory(name, arguments)} for name in names}
     rows = [
         [name, f"{of['median_s'] * 1e3:.0f}", f"{of['mean_s'] * 1e3:.0f}", f"{of['added']:+.1%}",
          f"{of['added_cpu']:+.1%}", f"{of['worst_over_median']:.2f}", f"{of['worst_repeated_over_median']:.2f}",

@@ -80,6 +80,7 @@ class Kfac(Section):
     damping_update_steps: Annotated[Count | None, or_none()] = None
     factor_decay: BelowOne = 0.95
     kl_clip: Annotated[Positive | None, or_none()] = 0.001
+    factor_fraction: Annotated[Positive, Field(le=1)] = 1.0
     solver: Literal["eigen", "cholesky", "newton"] = "eigen"
     grad_worker_fraction: Fraction = 1.0
     local_factors: bool = False

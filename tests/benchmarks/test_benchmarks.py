@@ -98,7 +98,7 @@ def test_kfac_benchmarks_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: 
 
     records = {}
     small = ["--model", "resnet8", "--size", "8", "--batch-size", "2", "--periods", "1"]
-    for module, more in ((bench_kfac, []), (bench_kfac_gpu, ["--device", "cpu"])):
+    for module, more in ((bench_kfac, ["--without", "K-FAC, eigen"]), (bench_kfac_gpu, ["--device", "cpu"])):
         monkeypatch.setattr(module, "write_record", lambda name, record: records.setdefault(name, record))
         monkeypatch.setitem(module.SETTINGS, "inv_update_steps", 10)
         monkeypatch.setattr(sys, "argv", ["bench", *small, *more])
@@ -107,6 +107,9 @@ def test_kfac_benchmarks_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert "K-FAC, cholesky" in record["found"] and record["found"]["SGD"]["added"] == 0
         json.dumps(record)
     assert records["kfac-resnet8"]["operations"]["training"] > 0
+    assert records["kfac-resnet8"]["found"].keys() == {
+        "SGD", "K-FAC, cholesky", "K-FAC, cholesky, ¼", "K-FAC as published"
+    }  # fmt: skip
     assert "worst ÷ median" in capsys.readouterr().out
 
 

@@ -117,6 +117,26 @@ MATRICES = {
 }
 
 
+@pytest.mark.parametrize(("fraction", "number"), [(1.0, 6), (0.5, 3), (0.4, 3), (0.01, 1)])
+@pytest.mark.parametrize("name", ["3x3", "linear", "embedding"])
+def test_factors_of_some_samples(name, fraction, number):
+    """The first ones; gradients are still those of each sample's own loss."""
+    module = randomised(MATRICES[name])
+    x = input_of(module)
+    preconditioner, _, _ = stepped(module, x, factor_fraction=fraction)
+    a, g = truth(module, x[:number])
+    found = preconditioner.factors("0")
+    close(torch.diag_embed(found[0]) if name == "embedding" else found[0], a)
+    close(found[1], g)
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm2d(3), nn.LayerNorm([4])], ids=str)
+def test_norms_take_all_samples(module):
+    x = input_of(module := randomised(module))
+    some, _, _ = stepped(copy.deepcopy(module), x, factor_fraction=0.5)
+    assert torch.equal(some.factors("0")[0], stepped(module, x)[0].factors("0")[0])
+
+
 @pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
 @pytest.mark.parametrize("name", MATRICES)
 def test_a_layer_against_brute_force(name, solver):

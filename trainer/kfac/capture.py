@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,13 +29,19 @@ class Capture:
     that many more positions.
 
     `gradient_scale()`: what makes of the gradient of a mean those of each sample's own loss, for one sample.
-    `complete(number)` is called after each micro-batch with how many there were.
+    `complete(number)` is called after each micro-batch with how many there were. `fraction` of the samples are taken,
+    the first ones, at least one.
     """
 
     def __init__(
-        self, layer: Layer, gradient_scale: Callable[[], float | Tensor], complete: Callable[[int], None]
+        self,
+        layer: Layer,
+        gradient_scale: Callable[[], float | Tensor],
+        complete: Callable[[int], None],
+        fraction: float = 1.0,
     ) -> None:
         self.layer, self.wanted = layer, False
+        self._fraction = 1.0 if layer.whole_batch else fraction
         self._gradient_scale, self._complete = gradient_scale, complete
         self._waiting_for = 0  # uses in this forward pass
         self._counted = False  # the samples of this forward pass
@@ -70,18 +77,19 @@ class Capture:
 
     @torch.no_grad()
     def _after_backward(self, use: Use, gradient: Tensor) -> None:
-        x = use.x
         self._check(use)
         use.is_done = True
+        num_samples = len(use.x)
+        some = slice(math.ceil(self._fraction * num_samples))
         with torch.autocast(gradient.device.type, enabled=False):
-            sums = self.layer.sums(x, gradient)
-        square = (len(x) * self._gradient_scale()) ** 2
+            sums = self.layer.sums(use.x[some], gradient[some])
+        square = (num_samples * self._gradient_scale()) ** 2
         for name, moment in sums.moments.items():
             if name != "a":  # of gradients, and cheaper to scale now
                 moment = moment * square
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
         if not self._counted:
-            self._num_samples_now = sums.num_samples
+            self._num_samples_now = num_samples
             self.num_samples += sums.num_samples
             self._num_micro_batches += 1
         self._counted = True

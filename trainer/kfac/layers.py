@@ -40,6 +40,7 @@ class Layer(ABC):
     factors: ClassVar[dict[str, str]] = {"a": "samples", "g": "rows"}
     only_once = False  # in a forward pass
     min_dims = 2  # of an input: samples first
+    whole_batch = False  # do the moments of some samples depend on the others?
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -194,6 +195,7 @@ class Norm(Layer):
     """Scale and shift of a norm: the exact Fisher matrix of each unit, [U, k, k] with k = 2, or 1 without a shift."""
 
     factors: ClassVar[dict[str, str]] = {"unit": "samples"}
+    whole_batch = True  # where it normalises over it, and it costs little
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         x, grad_output = moments.accumulating(x), moments.accumulating(grad_output)

@@ -45,6 +45,7 @@ class KFAC:
     step of a learning rate `lr` in the metric of the Fisher matrix: all are scaled by
     min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as attributes between steps, but for
     `stagger` and `solver`. `accumulation_steps`: micro-batches a step; each one's loss was divided by it.
+    `factor_fraction`: of a batch's samples, those that enter the factors (not norms'), for less work.
     `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
@@ -220,7 +221,8 @@ class KFAC:
         places = place(costs, self.exchange.grid, self.settings.inv_update_steps)
         rank, blocks = self.exchange.rank, {}
         for name, layer in layers.items():
-            capture = Capture(layer, self._gradient_scale, partial(self._captured, name))
+            complete = partial(self._captured, name)
+            capture = Capture(layer, self._gradient_scale, complete, self.settings.factor_fraction)
             blocks[name] = Block(capture, places.get(name, Place(0, 0)), rank)
         return blocks
 

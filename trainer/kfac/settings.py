@@ -18,6 +18,7 @@ ALLOWED = {
     "kl_clip": (Real, lambda value: 0 < value < math.inf, "above 0, or None"),
     "lr": (Real, lambda value: 0 <= value < math.inf, "from 0"),
     "accumulation_steps": WHOLE,
+    "factor_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
     "solver": (str, lambda value: value in SOLVERS, ", ".join(SOLVERS)),
     "stagger": EITHER,
     "grad_worker_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
@@ -37,6 +38,7 @@ class KFACSettings:
     kl_clip: float | None = 0.001
     lr: float = 0.1
     accumulation_steps: int = 1
+    factor_fraction: float = 1.0
     solver: str = "eigen"
     stagger: bool = True
     grad_worker_fraction: float = 1.0
