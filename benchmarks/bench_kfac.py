@@ -112,13 +112,14 @@ def memory(name: str, arguments: argparse.Namespace) -> float:
     return json.loads(output)
 
 
-def summary(steps: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
+def summary(steps: list[dict[str, float]], base: list[dict[str, float]], shifts: bool) -> dict[str, float]:
     """`worst_repeated`: the worst step of a period, each with its fastest repetition in another. What K-FAC does in a
-    step, it does in those; what other programs do, not.
+    step, it does in those; what other programs do, not. `shifts`: in each period a step later.
     """
     seconds, plain = ([step["s"] for step in of] for of in (steps, base))
     every = SETTINGS["inv_update_steps"]
-    periods = [seconds[start : start + every] for start in range(0, len(seconds), every)]
+    starts = range(0, len(seconds), every)
+    periods = [[seconds[start + (i + start // every * shifts) % every] for i in range(every)] for start in starts]
     return {
         "median_s": statistics.median(seconds),
         "mean_s": statistics.mean(seconds),
@@ -162,7 +163,9 @@ def main() -> int:
         if number % 20 == 0:
             print(f"  step {number} of {FIRST_STEPS + arguments.periods * every}", file=sys.stderr, flush=True)
     del trainings
-    found = {name: summary(steps[name], steps[SGD]) | {"peak_bytes": memory(name, arguments)} for name in names}
+    found = {
+        name: summary(steps[name], steps[SGD], name in OURS) | {"peak_bytes": memory(name, arguments)} for name in names
+    }
     rows = [
         [name, f"{of['median_s'] * 1e3:.0f}", f"{of['mean_s'] * 1e3:.0f}", f"{of['added']:+.1%}",
          f"{of['added_cpu']:+.1%}", f"{of['worst_over_median']:.2f}", f"{of['worst_repeated_over_median']:.2f}",

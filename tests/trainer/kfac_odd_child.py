@@ -39,6 +39,14 @@ def data(step: int, rank: int) -> torch.Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(2 * step + rank), dtype=torch.float64)
 
 
+def a_factor(preconditioner: KFAC, name: str) -> torch.Tensor:
+    """From the one rank that owns it."""
+    mine = preconditioner.factors(name)
+    a = mine[0][0].clone() if mine else torch.zeros(5, 5, dtype=torch.float64)
+    dist.all_reduce(a)
+    return a
+
+
 def different_layers(rank: int, fraction: float, owners: bool) -> dict:
     """The first step uses all; then rank 0 uses `first` and `both`, and rank 1 `both` and `second`, in that order."""
     module = Branches().double()
@@ -63,9 +71,7 @@ def different_layers(rank: int, fraction: float, owners: bool) -> dict:
         inputs[into].append((x @ before[f"{name}.weight"].T + before[f"{name}.bias"]).tanh())
     factors = {}
     for name, rows in inputs.items():
-        mine = preconditioner.factors(name)
-        a = torch.zeros(5, 5, dtype=torch.float64) if not mine else mine[0][0]
-        dist.all_reduce(a)  # of the one rank that owns it
+        a = a_factor(preconditioner, name)
         ones = [torch.cat([row, row.new_ones(len(row), 1)], 1) for row in rows]
         factors[name] = (a, sum(row.T @ row / len(row) for row in ones) / len(ones))
     return {
@@ -91,6 +97,48 @@ def never_seen(rank: int, owners: bool) -> torch.Tensor:
     return module.both.weight.grad
 
 
+def removed(rank: int) -> bool:
+    """DDP's gradients are DDP's again, and a module frozen before DDP saw it is the same on all."""
+    module = Branches().double()
+    preconditioner = KFAC(module, grad_worker_fraction=0.5)
+    module.both.bias.requires_grad_(False)
+    model = DistributedDataParallel(module)
+    reduce_to_owners(model, preconditioner)
+    for step in range(2):
+        if step == 1:
+            preconditioner.remove()
+        model.zero_grad()
+        model(data(step, rank), ["both", "first", "second"]).square().sum(1).mean().backward()
+        if step == 0:
+            preconditioner.step()
+            if "both" in preconditioner.cosines():
+                return False
+        module.both.bias.grad = torch.zeros(4, dtype=torch.float64)
+        if not alike(module, gradients=True):
+            return False
+    return True
+
+
+def expert(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The a_factor of a layer that has no samples on rank 0, and what it should be."""
+    module = Branches().double()
+    preconditioner = KFAC(module, skip="both|second", factor_update_steps=1)
+    x = data(0, 1)[: 6 * rank]
+    module(x, ["first"]).square().sum().backward()
+    preconditioner.step()
+    rows = torch.cat([data(0, 1), torch.ones(6, 1, dtype=torch.float64)], 1)
+    return a_factor(preconditioner, "first"), rows.T @ rows / 6
+
+
+def refused_with_a_scaler() -> str:
+    model = DistributedDataParallel(Branches())
+    try:
+        reduce_to_owners(model, KFAC(model, grad_worker_fraction=0.5, grad_scaler=torch.amp.GradScaler("cpu")))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def refused(**settings: object) -> str:
     try:
         KFAC(Branches(), **settings)
@@ -109,7 +157,14 @@ with connected(world):
         "0.5, owners": different_layers(rank, 0.5, True),
         "bytes of gradients": 8 * 3 * (16 + 4),
         "never seen": {"0.5": never_seen(rank, False), "0.5, owners": never_seen(rank, True)},
-        "refused": [refused(damping=0.1 + 0.1 * rank), refused(skip="both" if rank else ())],
+        "removed": removed(rank),
+        "expert": expert(rank),
+        "refused": [
+            refused(damping=0.1 + 0.1 * rank),
+            refused(skip="both" if rank else ()),
+            refused(grad_worker_fraction=1 - 0.5 * rank),
+            refused_with_a_scaler(),
+        ],
     }
     if world.is_main:
         torch.save(found, Path(sys.argv[1]))

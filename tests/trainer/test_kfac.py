@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import math
 import pickle
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.kfac import EKFAC, KFAC
+from trainer.kfac.capture import Use
 from trainer.models import build
 
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -231,6 +234,35 @@ def test_checkpointed_activations_count_once():
     close(found[2], found[0], 1e-10)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_checkpointed_layer_that_is_used_often(segments, reentrant):
+    """Counted as without checkpoints, and told of nothing; EKFAC refuses it as without."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).double()
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+
+    def trained(kind, checkpointed):
+        preconditioner = kind(layer, accumulation_steps=2, **EVERY_STEP)
+        try:
+            for _ in range(2):
+                out = x
+                for _ in range(segments):
+                    uses = nn.Sequential(*[layer] * (3 // segments))
+                    out = checkpoint(uses, out, use_reentrant=reentrant) if checkpointed else uses(out)
+                (out.square().sum(1).mean() / 2).backward()
+            preconditioner.step()
+            return preconditioner.factors("")
+        finally:
+            preconditioner.remove()
+            layer.zero_grad()
+
+    close(trained(KFAC, True), trained(KFAC, False), 1e-12)
+    for checkpointed in (False, True):
+        with pytest.raises(RuntimeError, match="used twice in a forward pass"):
+            trained(EKFAC, checkpointed)
+
+
 def test_forward_passes_without_backward_count_for_nothing():
     model, other = small(dtype=torch.float64), small(dtype=torch.float64)
     found = []
@@ -340,14 +372,15 @@ def test_layers_take_turns():
     for step in (1, 2, 4, 8):
         assert updates[step - 1] == refreshes[step - 1] == set(matrices)
     assert refreshes[15] == set(matrices) != updates[15]
-    updates, refreshes = updates[20:], refreshes[20:]
+    updates, refreshes = updates[19:], refreshes[19:]
     for done, every in ((updates, 10), (refreshes, 20)):
         for start in range(0, 40, every):
             turn = [name for step in done[start : start + every] for name in step]
             assert sorted(turn) == sorted(matrices)
         assert max(map(len, done)) < len(matrices) / 2
     together = KFAC(build("resnet8", num_classes=5, in_channels=3), stagger=False)
-    assert together._turn("update", 10) == {}
+    of_steps = [{together._turns.updates(name, step, 10) for name in together.layers()} for step in (10, 11)]
+    assert of_steps == [{True}, {False}]
 
 
 def test_settings_may_change_between_steps():
@@ -441,10 +474,17 @@ def test_sharded_parameters_are_refused(tmp_path):
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         model = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
-        with pytest.raises(ValueError, match=r"0: its parameters are sharded \(FSDP2\).*use DDP"):
+        with pytest.raises(ValueError, match=r"0: its parameters are sharded \(FSDP\).*use DDP"):
             KFAC(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_parameters_that_fsdp1_has_flattened_are_refused():
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].weight._fsdp_flattened = True  # it runs on GPUs only
+    with pytest.raises(ValueError, match=r"0: its parameters are sharded \(FSDP\).*use DDP"):
+        KFAC(model)
 
 
 def test_a_module_added_later_is_told_of(caplog):
@@ -452,7 +492,7 @@ def test_a_module_added_later_is_told_of(caplog):
     preconditioner = KFAC(model, **EVERY_STEP)
     model.append(nn.Linear(5, 5))
     run(model, preconditioner, 2)
-    told = [record.message for record in caplog.records if "build the preconditioner anew" in record.message]
+    told = [record.message for record in caplog.records if "build it anew" in record.message]
     assert len(told) == 1 and "8" not in preconditioner.cosines()
 
 
@@ -580,8 +620,72 @@ def test_more_micro_batches_than_told_are_warned_of(caplog):
         x, y = batch(number)
         F.cross_entropy(model(x), y).backward()
     assert [record.message for record in caplog.records] == [
-        "K-FAC: more micro-batches than accumulation_steps = 1 before step(); the first ones count"
+        "K-FAC: more micro-batches than accumulation_steps = 1 before step(); the first ones count (call discard() "
+        "after a backward pass that no step() follows, and remove() a preconditioner that is not used any more)"
     ]
+
+
+def test_what_is_discarded_counts_for_nothing():
+    """After a backward pass of another loss."""
+    found = []
+    for more in (False, True):
+        model = small(dtype=torch.float64)
+        preconditioner = KFAC(model, **EVERY_STEP)
+        if more:
+            model[1].eval()
+            (100 * model(batch(1, dtype=torch.float64)[0])).sum().backward()
+            model[1].train()
+            model.zero_grad()
+            preconditioner.discard()
+        run64(model, preconditioner)
+        found.append(gradients(model))
+    close(*found, 1e-12)
+
+
+def run64(model, preconditioner):
+    x, y = batch(0, dtype=torch.float64)
+    F.cross_entropy(model(x), y).backward()
+    preconditioner.step()
+
+
+def test_a_layer_that_is_frozen_later_is_left_out():
+    """Its gradient of before stays, which no optimizer clears any more."""
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    run(model, preconditioner, 2)
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    stale = model[3].weight.grad.clone()
+    for number in range(2):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        preconditioner.step()
+    assert torch.equal(model[3].weight.grad, stale) and preconditioner.cosines().keys() == {"0", "1", "7"}
+
+
+def test_inputs_are_not_kept_as_long_as_the_loss():
+    model = nn.Linear(4, 3)
+    KFAC(model)
+    loss = model(torch.randn(5, 4)).sum()
+    loss.backward()
+    uses = [of for of in gc.get_objects() if type(of) is Use]
+    assert uses and all(use.x is None for use in uses) and loss.grad_fn is not None
+
+
+def test_layers_used_in_turns_are_all_preconditioned():
+    """Each of two heads in every other step."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)])
+    preconditioner = KFAC(model, factor_update_steps=10, inv_update_steps=10)
+    weights = []
+    for step in range(100):
+        model.zero_grad()
+        model[1 + step % 2](model[0](torch.randn(6, 4))).square().sum(1).mean().backward()
+        preconditioner.step()
+        weights.append([preconditioner.blocks[name].averages["a"].weight.item() for name in ("1", "2")])
+    late = [weights[step] for step in (40, 60, 80, 99)]
+    assert all(a[head] < b[head] for a, b in itertools.pairwise(late) for head in (0, 1))
 
 
 def test_copies_of_a_model_leave_the_preconditioner_alone():
@@ -594,6 +698,8 @@ def test_copies_of_a_model_leave_the_preconditioner_alone():
     for other in (copied, unpickled):
         F.cross_entropy(other(x), y).backward()
     assert preconditioner.memory_usage()["captured"] == 0
+    with pytest.raises(TypeError, match="a preconditioner belongs to its model"):
+        copy.deepcopy(preconditioner)
     run(model, preconditioner, 1)
     assert preconditioner.cosines()
 
@@ -639,6 +745,26 @@ def test_padding_of_an_embedding_enters_no_factor():
 def test_what_is_no_parameter_is_not_taken():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 3))
     assert list(KFAC(model).layers()) == ["1"]
+
+
+def test_what_learns_besides_the_layers_is_named():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class WithMore(nn.Linear):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.more = nn.Parameter(torch.ones(()))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Scaled(4, 4), WithMore(4, 4))
+    model[1].weight = model[0].weight
+    preconditioner = KFAC(model)
+    assert list(preconditioner.layers()) == ["0", "3"]
+    assert preconditioner.unsupported == ["1.bias", "2 (Scaled)", "3.more"]
+    assert list(KFAC(model, skip=WithMore).layers()) == ["0"]
+    with pytest.raises(ValueError, match="no layer"):
+        KFAC(model, skip=nn.Linear)  # with all its kinds
 
 
 @pytest.mark.parametrize("skip", ["BatchNorm", ["BatchNorm"], nn.BatchNorm2d, [nn.BatchNorm2d]])

@@ -141,9 +141,14 @@ def test_ranks_that_use_different_layers(start, tmp_path):
     assert found["0.5, owners"]["reduced"] == found["bytes of gradients"] and found["0.5"]["reduced"] == 0
     assert found["never seen"].keys() == {"0.5", "0.5, owners"}
     torch.testing.assert_close(found["never seen"]["0.5, owners"], found["never seen"]["0.5"])
+    assert found["removed"]
+    torch.testing.assert_close(*found["expert"])
     assert found["refused"] == [
         "damping: 0.1 on rank 0, and 0.2 on rank 1; ranks must have the same",
-        "layer both: {'a': (1, 5, 5), 'g': (1, 4, 4)} on rank 0, and None on rank 1; ranks must have the same",
+        "layer both: ('torch.float32', {'a': (1, 5, 5), 'g': (1, 4, 4)}) on rank 0, and None on rank 1; "
+        "ranks must have the same",
+        "grad_worker_fraction: 1.0 on rank 0, and 0.5 on rank 1; ranks must have the same",
+        "grad_scaler: it looks for overflows before step(), in gradients that only their owner has",
     ]
 
 

@@ -36,12 +36,12 @@ class Block:
 
     def begin_update(self) -> None:
         """Take the factors of this step from what was captured, if anything was."""
-        self.new = self.capture.factors()
+        self.new = self.capture.factors() if self.capture.num_samples else {}
         self.num_rows = self.num_rows or self.capture.num_rows
         self.capture.clear()
 
-    def parts(self) -> list[Part]:
-        """The factors of this step, to be averaged over the ranks. Where there are none: room for them."""
+    def to_send(self) -> list[Part]:
+        """The factors of this step, to be averaged over the ranks; where there are none, room is made for them."""
         if not self.new:
             shapes = self.layer.shapes().items()
             self.new = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes}
@@ -89,7 +89,7 @@ class Block:
         return ((g @ direction) * (direction * a[:, None] if a.dim() == 2 else direction @ a)).sum()
 
     def has_gradient(self) -> bool:
-        return all(parameter.grad is not None for parameter in self.layer.parameters())
+        return self.layer.learns() and all(parameter.grad is not None for parameter in self.layer.parameters())
 
     def cost(self) -> Cost:
         return cost(self.layer.shapes())

@@ -14,11 +14,11 @@ from .layers import Layer
 
 @dataclass
 class Use:
-    """Of a layer in a forward pass: its input, as it was then."""
+    """Of a layer in a forward pass: its input, as it was then, until its gradient was there."""
 
-    x: Tensor
+    x: Tensor | None
     version: int
-    is_done: bool = False
+    is_again: bool  # in a backward pass, which activation checkpointing does
 
 
 class Capture:
@@ -66,23 +66,29 @@ class Capture:
 
     @torch.compiler.disable  # compiled, it would be so anew for each set of layers whose turn it is
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
-        if not (self.wanted and module.training and torch.is_grad_enabled() and output.requires_grad):
+        if not (self.wanted and module.training and self.layer.learns()):
+            return
+        is_again = torch._C._current_graph_task_id() != -1
+        if self._counted and not is_again:  # a new forward pass
+            self._waiting_for, self._counted = 0, False
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return
+        if is_again and self._waiting_for:  # gradients are those of the outputs before
             return
         x = (args[0] if args else kwargs["input"]).detach()
-        self._waiting_for = 1 if self._counted else self._waiting_for + 1
-        self._counted = False
-        use = Use(x, x._version)
+        self._waiting_for += not is_again
+        use = Use(x, x._version, is_again)
         # On the tensor: a module's backward hook would not let an activation work in place behind it.
         output.register_hook(lambda gradient: self._after_backward(use, gradient.detach()))
 
     @torch.no_grad()
     def _after_backward(self, use: Use, gradient: Tensor) -> None:
         self._check(use)
-        use.is_done = True
         num_samples = len(use.x)
         some = slice(math.ceil(self._fraction * num_samples))
         with torch.autocast(gradient.device.type, enabled=False):
             sums = self.layer.sums(use.x[some], gradient[some])
+        use.x = None  # the hook lives as long as the loss
         square = (num_samples * self._gradient_scale()) ** 2
         for name, moment in sums.moments.items():
             if name != "a":  # of gradients, and cheaper to scale now
@@ -94,21 +100,21 @@ class Capture:
             self._num_micro_batches += 1
         self._counted = True
         self.num_rows += sums.num_rows
-        self._waiting_for -= 1
-        if self._waiting_for == 0:
+        self._waiting_for -= not use.is_again
+        if self._waiting_for == 0 and not use.is_again:  # which may have others to come
             self._complete(self._num_micro_batches)
 
     def _check(self, use: Use) -> None:
         name = type(self.layer.module).__name__
+        if use.x is None:
+            raise RuntimeError(
+                f"{name}: a second backward pass through the same forward pass; K-FAC needs the gradient of the whole "
+                "loss at once: add up the losses and call backward() once"
+            )
         if use.x.dim() < self.layer.min_dims:
             raise RuntimeError(
                 f"{name}: its input of shape {tuple(use.x.shape)} has no dimension for the samples, over which the "
                 "loss is a mean"
-            )
-        if use.is_done:
-            raise RuntimeError(
-                f"{name}: a second backward pass through the same forward pass; K-FAC needs the gradient of the whole "
-                "loss at once: add up the losses and call backward() once"
             )
         if use.x._version != use.version:
             raise RuntimeError(f"{name}: its input was modified in place after it was used, and K-FAC needs it")

@@ -21,7 +21,7 @@ from torch import nn
 
 from .assignment import grid, place, triangle
 from .block import cost
-from .layers import layer_of
+from .layers import find
 from .solvers import SOLVERS
 
 
@@ -44,8 +44,7 @@ def costs(
 ) -> Costs:
     """Of float32 factors. `model` may be on the meta device. Raises ValueError like `KFAC`."""
     ranks = grid(world_size, grad_worker_fraction)
-    layers = {name: layer_of(module) for name, module in model.named_modules()}
-    shapes = {name: layer.shapes() for name, layer in layers.items() if layer is not None}
+    shapes = {name: layer.shapes() for name, layer in find(model)[0].items()}
     matrices = {name: of for name, of in shapes.items() if "unit" not in of}
     places = place({name: cost(of) for name, of in matrices.items()}, ranks, inv_update_steps)
     norms = [of["unit"] for of in shapes.values() if "unit" in of]

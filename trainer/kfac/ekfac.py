@@ -13,13 +13,11 @@ N samples, T positions, G groups, n inputs and m outputs of a group
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import Tensor, nn
 
 from .block import Block
-from .layers import Convolution, Layer, Linear, Sums
+from .layers import Convolution, Layer, Linear, Skip, Sums
 from .moments import accumulating
 from .preconditioner import KFAC
 from .solvers import Eigen, State
@@ -46,7 +44,7 @@ class EKFAC(KFAC):
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
             )
 
-    def _find_layers(self, skip: list[re.Pattern]) -> dict[str, Layer]:
+    def _find_layers(self, skip: Skip) -> dict[str, Layer]:
         found = super()._find_layers(skip)
         return {n: _Projected(of) if isinstance(of, Linear | Convolution) else of for n, of in found.items()}
 

@@ -62,8 +62,6 @@ class Exchange:
         """Average over the ranks that know the parts, in the background, for the owner, or where there is none for all.
         They are sent with the next ones of that owner, as soon as there are enough.
         """
-        if self.world_size == 1:
-            return
         bucket = self._buckets.setdefault(owner, _Bucket())
         flat = pack(parts)
         bucket.flats += [flat, flat.new_full((1,), float(is_known))]
@@ -97,11 +95,17 @@ class Exchange:
 
     def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """Of all ranks, each."""
-        if self.world_size == 1 or not numbers:
+        if self.world_size == 1:
             return list(numbers)
         found = torch.tensor(numbers, device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._all)
         return found.tolist()
+
+    def close(self) -> None:
+        """Give the groups back."""
+        for group in {self._all, self._row, self._column} - {None}:
+            dist.destroy_process_group(group)
+        self._all = self._row = self._column = None
 
     def send_solutions(self, by_owner: Mapping[int, Sequence[Part]]) -> None:
         """Each owner's parts to its column, in place. Given only those of this rank's column."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from math import prod
 from typing import ClassVar, NamedTuple
 
@@ -56,6 +57,10 @@ class Layer(ABC):
 
     def parameters(self) -> list[nn.Parameter]:
         return [self.module.weight, self.module.bias] if self.has_bias else [self.module.weight]
+
+    def learns(self) -> bool:
+        """It may have been frozen meanwhile."""
+        return all(parameter.requires_grad for parameter in self.parameters())
 
     @abstractmethod
     def matrix(self, *tensors: Tensor) -> Tensor:
@@ -245,36 +250,62 @@ TYPES: dict[type[nn.Module], type[Layer]] = {
 }
 
 
+Skip = str | type | Iterable[str | type]
+"""Regular expressions, which are searched for in names and names of classes; or classes."""
+
+
 def layer_of(module: nn.Module) -> Layer | None:
     """The module as a layer; None for a type that is not supported, or where there is nothing to learn."""
-    kind = next((TYPES[base] for base in type(module).__mro__ if base in TYPES), None)
+    base = next((base for base in type(module).__mro__ if base in TYPES), None)
     weight = getattr(module, "weight", None)
-    if kind is None or not isinstance(weight, nn.Parameter) or not weight.requires_grad:  # or parametrized
+    if base is None or not isinstance(weight, nn.Parameter) or not weight.requires_grad:  # or parametrized
+        return None
+    if type(module).forward is not base.forward:  # who knows what it does
         return None
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
         return None
-    return kind(module)
+    return TYPES[base](module)
 
 
-def find(model: nn.Module, skip: list[re.Pattern]) -> tuple[dict[str, Layer], list[str]]:
-    """The layers of a model, by name, without those whose name or class matches a pattern; and those of other classes
-    that learn something, as text. Raises ValueError for parameters that are not there, or not whole.
+def find(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, Layer], list[str]]:
+    """The layers of a model, by name, without those whose name or class is in `skip`; and, as text, the modules and
+    parameters that learn besides. Raises ValueError for parameters that are not there, or not whole, and for a pattern
+    that is none.
     """
-    layers, unsupported, seen = {}, [], set()
+    layers, unsupported, taken = {}, [], set()
+    patterns = _patterns(skip)
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if not any(parameter.requires_grad for parameter in own):
+        own = {of: parameter for of, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
+        if not own or _is_skipped(name, module, patterns):
             continue
-        if any(pattern.search(name) or pattern.search(type(module).__name__) for pattern in skip):
-            continue
-        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own):
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.values()):
             raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
-        if any(hasattr(parameter, "device_mesh") for parameter in own):  # DTensor
-            raise ValueError(f"{name}: its parameters are sharded (FSDP2), and K-FAC needs whole layers; use DDP")
+        if any(hasattr(of, "device_mesh") or hasattr(of, "_fsdp_flattened") for of in own.values()):  # DTensor, FSDP1's
+            raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
         layer = layer_of(module)
-        if layer is None:
-            unsupported.append(f"{name} ({type(module).__name__})")
-        elif seen.isdisjoint(map(id, layer.parameters())):  # of tied weights, the first layer
-            seen.update(map(id, layer.parameters()))
+        if layer is not None and taken.isdisjoint(map(id, layer.parameters())):  # of tied weights, the first layer
+            taken.update(map(id, layer.parameters()))
             layers[name] = layer
+        left = [of for of, parameter in own.items() if id(parameter) not in taken]
+        if len(left) == len(own):
+            unsupported.append(f"{name} ({type(module).__name__})")
+        else:
+            unsupported += [f"{name}.{of}" for of in left]
     return layers, unsupported
+
+
+def _is_skipped(name: str, module: nn.Module, patterns: list[re.Pattern | type]) -> bool:
+    return any(
+        isinstance(module, of) if isinstance(of, type) else of.search(name) or of.search(type(module).__name__)
+        for of in patterns
+    )
+
+
+def _patterns(skip: Skip) -> list[re.Pattern | type]:
+    patterns = []
+    for of in [skip] if isinstance(skip, str | type) else skip:
+        try:
+            patterns.append(of if isinstance(of, type) else re.compile(of))
+        except re.error as error:
+            raise ValueError(f"skip: {of!r} is no regular expression ({error})") from error
+    return patterns

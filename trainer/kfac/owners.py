@@ -10,20 +10,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .exchange import Exchange, Part, unpack
+from .exchange import Part, unpack
 from .preconditioner import KFAC, unwrapped
 
 
 def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> None:
     """Register a communication hook with DDP, for a `preconditioner` of this model with one worker a layer.
 
-    Until `preconditioner.step()` the gradients of layers are then those of the rank alone, on all but their owner, so
-    that what looks at gradients, such as clipping, comes after it. Raises ValueError when `grad_worker_fraction` is not
-    1 / world size, and for the preconditioner of another model.
+    Until `preconditioner.step()` the gradients of layers are then parts of a sum, on all but their owner: what looks at
+    gradients, such as clipping, comes after it, and of several micro-batches all but the last are under `no_sync`.
+    Raises ValueError when `grad_worker_fraction` is not 1 / world size, with a gradient scaler (which looks at them
+    before), and for the preconditioner of another model or of other ranks.
     """
     if unwrapped(model) is not preconditioner.model:
         raise ValueError("preconditioner: it is that of another model")
     world_size = dist.get_world_size()
+    if dist.get_world_size(model.process_group) != world_size:
+        raise ValueError("model: DistributedDataParallel has a process_group of its own")
+    if preconditioner.scales_gradients():
+        raise ValueError("grad_scaler: it looks for overflows before step(), in gradients that only their owner has")
     if round(preconditioner.grad_worker_fraction * world_size) != 1:
         raise ValueError(
             f"grad_worker_fraction: with {preconditioner.grad_worker_fraction} several ranks precondition a layer; "
@@ -33,26 +38,34 @@ def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> No
     for name, owner in preconditioner.layers().items():
         if owner >= 0:
             owners |= {parameter: owner for parameter in preconditioner.parameters(name)}
+    group = model.process_group
+    model.register_comm_hook(None, lambda _, bucket: _reduce(bucket, owners, preconditioner, group))
     preconditioner.gradients_at_owners = True
-    model.register_comm_hook(None, lambda _, bucket: _reduce(bucket, owners, preconditioner.exchange))
 
 
 def _reduce(
-    bucket: dist.GradBucket, owners: dict[nn.Parameter, int], exchange: Exchange
+    bucket: dist.GradBucket, owners: dict[nn.Parameter, int], preconditioner: KFAC, group: dist.ProcessGroup
 ) -> torch.futures.Future[Tensor]:
-    """What has no owner is reduced to all."""
+    """What has no owner, or none any more, is reduced to all."""
+    exchange = preconditioner.exchange
     buffer = bucket.buffer().div_(exchange.world_size)
     exchange.bytes_sent["reduced"] += buffer.nbytes
     by_owner: dict[int, list[Tensor]] = {}
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        by_owner.setdefault(owners.get(parameter, -1), []).append(gradient)
+        owner = owners.get(parameter, -1) if preconditioner.gradients_at_owners else -1
+        by_owner.setdefault(owner, []).append(gradient)
     reducing = []
     for owner, gradients in by_owner.items():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        work = dist.all_reduce(flat, async_op=True) if owner < 0 else dist.reduce(flat, owner, async_op=True)
+        if owner < 0:
+            work = dist.all_reduce(flat, group=group, async_op=True)
+        else:
+            work = dist.reduce(flat, owner, group=group, async_op=True)
         reducing.append((work, flat, gradients if owner in (-1, exchange.rank) else []))
 
-    def finish(_: object) -> Tensor:
+    def finish(done: torch.futures.Future) -> Tensor:
+        for future in done.value():
+            future.value()  # or the error
         for _, flat, gradients in reducing:
             unpack(flat, [Part(gradient) for gradient in gradients])
         return buffer

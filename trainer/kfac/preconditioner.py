@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 from functools import partial
 
@@ -17,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .assignment import Place, grid, place, spread
+from .assignment import Place, grid, place
 from .block import Block, cost
 from .capture import Capture
 from .exchange import Exchange, Part, require_same
-from .layers import Layer, Norm, find
+from .layers import Layer, Norm, Skip, find
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,9 @@ class KFAC:
     it in the same step. `solver`: see solvers.py. `kl_clip` bounds the
     step of a learning rate `lr` in the metric of the Fisher matrix: all are scaled by
     min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as attributes between steps, but for
-    `stagger` and `solver`. `accumulation_steps`: micro-batches a step; each one's loss was divided by it.
-    `factor_fraction`: of a batch's samples, those that enter the factors (not norms'), for less work.
+    `stagger` and `solver`; `factor_update_steps` counts from the step after the next one. `accumulation_steps`:
+    micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's samples, those that enter
+    the factors (not norms'), for less work.
     `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
@@ -62,7 +62,7 @@ class KFAC:
         self,
         model: nn.Module,
         *,
-        skip: str | Iterable[str | type] = (),
+        skip: Skip = (),
         grad_scaler: torch.amp.GradScaler | None = None,
         **settings: object,
     ) -> None:
@@ -71,25 +71,25 @@ class KFAC:
         if unknown:
             raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
         self.settings = KFACSettings(**settings)
-        self.steps = 0
+        self.steps = self._first_step = 0
         self.model, self._grad_scaler = unwrapped(model), grad_scaler
         self._modules = set(self.model.modules())
         self._solver: Solver = SOLVERS[self.settings.solver]()
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        ranks = grid(world_size, self.settings.grad_worker_fraction)
-        layers = self._find_layers(_patterns(skip))
+        layers = self._find_layers(skip)
         if not layers:
             raise ValueError("model: it has no layer that K-FAC can precondition")
         if self.unsupported:
             logger.warning("K-FAC leaves the gradients of these as they are: %s", ", ".join(self.unsupported))
-        require_same(asdict(self.settings) | {f"layer {name}": of.shapes() for name, of in layers.items()})
-        self.exchange = Exchange(ranks)
+        of_layers = {f"layer {name}": (str(of.module.weight.dtype), of.shapes()) for name, of in layers.items()}
+        require_same(asdict(self.settings) | of_layers)
+        self.exchange = Exchange(grid(world_size, self.settings.grad_worker_fraction))
         self.blocks = self._register(layers)
+        self._turns = Turns(self.settings.stagger, self.blocks)
         self.gradients_at_owners = False  # and nowhere else, until `step`: see `reduce_to_owners`
         self._wanted: list[str] = []  # layers whose factors this step updates, as they are sent
         self._done: set[str] = set()  # those of which all micro-batches are there
         self._warned: set[str] = set()
-        self._turns: dict[tuple[str, int], dict[str, int]] = {}
         self._cosines: dict[str, Tensor] = {}
         self._arm()
 
@@ -112,8 +112,8 @@ class KFAC:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Precondition the gradients, in place, once for each backward pass; every rank calls it. Raises RuntimeError
-        when no layer has a gradient.
+        """Precondition the gradients, in place, once the micro-batches of a step are through; every rank calls it.
+        Raises RuntimeError when no layer has a gradient.
         """
         with_gradient = {name: block for name, block in self.blocks.items() if block.has_gradient()}
         if not with_gradient:
@@ -124,14 +124,25 @@ class KFAC:
         ready = {name: block for name, block in with_gradient.items() if self._is_ready(block)}
         self._precondition(ready)
         if self.gradients_at_owners:
-            self._send_raw([of for name, of in with_gradient.items() if not (of.is_norm or name in ready)])
+            self._send_raw([of for name, of in self.blocks.items() if not (of.is_norm or name in ready)])
         self.steps += 1
+        self._arm()
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget what was captured since the last step: after a backward pass that no step follows, such as that of
+        another loss. Every rank calls it.
+        """
+        self.exchange.finish_reducing()
+        for block in self.blocks.values():
+            block.new = {}
+            block.capture.clear()
         self._arm()
 
     def cosines(self) -> dict[str, float]:
         """Of the last step: the cosine between the raw and the preconditioned gradient, by the layer's name.
 
-        1 means that a layer is not preconditioned, but at most scaled.
+        1 means that a layer is not preconditioned, but at most scaled; a gradient of zero has none (NaN).
         """
         return {name: cosine.item() for name, cosine in self._cosines.items()}
 
@@ -169,16 +180,23 @@ class KFAC:
         return kinds
 
     def communication(self) -> dict[str, float]:
-        """Bytes a step that this rank has given to collectives, by kind, in the mean over all steps so far: factors,
-        solutions, preconditioned gradients, and those that `reduce_to_owners` reduces in DDP's place.
+        """Bytes a step that this rank has given to collectives, by kind, in the mean over the steps so far (since a
+        state was loaded): factors, solutions, preconditioned gradients, and those that `reduce_to_owners` reduces.
         """
-        sent = self.exchange.bytes_sent
-        return {kind: sent[kind] / max(1, self.steps) for kind in ("factors", "solutions", "gradients", "reduced")}
+        sent, steps = self.exchange.bytes_sent, max(1, self.steps - self._first_step)
+        return {kind: sent[kind] / steps for kind in ("factors", "solutions", "gradients", "reduced")}
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away, and leave DDP's gradients to DDP: before another is built for the model. Every rank
+        calls it.
+        """
         for block in self.blocks.values():
             block.capture.remove()
+        self.gradients_at_owners = False
+        self.exchange.close()
+
+    def __reduce__(self) -> tuple:
+        raise TypeError("a preconditioner belongs to its model: build one for the copy, and load the state_dict()")
 
     # --- state ---
 
@@ -208,8 +226,8 @@ class KFAC:
             saved = {factor: tuple(of["value"].shape) for factor, of in layers[name]["averages"].items()}
             if saved != block.layer.shapes():
                 raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
-        self.steps = states[0]["steps"]
-        self._turns.clear()
+        self.steps = self._first_step = states[0]["steps"]
+        self._turns.forget()
         for name, block in self.blocks.items():
             block.load_state_dict(layers[name], block.place.column == self.exchange.column)
         self._arm()
@@ -226,13 +244,17 @@ class KFAC:
             blocks[name] = Block(capture, places.get(name, Place(0, 0)), rank)
         return blocks
 
-    def _find_layers(self, skip: list[re.Pattern]) -> dict[str, Layer]:
+    def _find_layers(self, skip: Skip) -> dict[str, Layer]:
         layers, self.unsupported = find(self.model, skip)
         return layers
 
+    def scales_gradients(self) -> bool:
+        """Is there a scaler of mixed precision at work?"""
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
+
     def _gradient_scale(self) -> float | Tensor:
         scaler = self._grad_scaler
-        if scaler is None or not scaler.is_enabled():
+        if not self.scales_gradients():
             return float(self.settings.accumulation_steps)
         scale = scaler._scale  # on the device; get_scale() would wait for it
         return self.settings.accumulation_steps / (scaler.get_scale() if scale is None else scale)
@@ -243,25 +265,31 @@ class KFAC:
         """In the backward pass: with the last micro-batch a layer's factors may be sent, but in the same order on
         every rank: that in which a backward pass most often comes to the layers.
         """
+        block = self.blocks[name]
         if name in self._done:
-            self._warn("K-FAC: more micro-batches than accumulation_steps = %d before step(); the first ones count",
-                       self.settings.accumulation_steps)  # fmt: skip
-            if self.blocks[name].new:
-                self.blocks[name].capture.clear()
+            self._warn(
+                "K-FAC: more micro-batches than accumulation_steps = %d before step(); the first ones count (call "
+                "discard() after a backward pass that no step() follows, and remove() a preconditioner that is not "
+                "used any more)",
+                self.settings.accumulation_steps,
+            )
+            block.capture.clear()
         elif num_micro_batches == self.settings.accumulation_steps:
+            block.begin_update()
             self._done.add(name)
             while self._wanted and self._wanted[0] in self._done:
-                self._begin_update(self.blocks[self._wanted.pop(0)])
+                self._send_factors(self.blocks[self._wanted.pop(0)])
 
-    def _begin_update(self, block: Block) -> None:
-        block.begin_update()
+    def _send_factors(self, block: Block) -> None:
         if self.exchange.world_size > 1 and (block.is_norm or not self.settings.local_factors):
             is_known = bool(block.new)
-            self.exchange.start_reducing(block.parts(), None if block.is_norm else block.place.owner, is_known)
+            self.exchange.start_reducing(block.to_send(), None if block.is_norm else block.place.owner, is_known)
 
     def _update_factors(self) -> None:
-        for name in self._wanted:  # of which not all was there in the backward pass
-            self._begin_update(self.blocks[name])
+        for name in self._wanted:
+            if name not in self._done:  # in the backward pass not all was there
+                self.blocks[name].begin_update()
+            self._send_factors(self.blocks[name])
         self.exchange.finish_reducing()
         wanted = [block for block in self.blocks.values() if block.capture.wanted]
         begun = [block for block in wanted if not block.has_factors]
@@ -269,6 +297,7 @@ class KFAC:
             numbers = self.exchange.largest([block.num_rows for block in begun], begun[0].device)
             for block, number in zip(begun, numbers, strict=True):
                 block.num_rows = number
+            self._turns.forget()  # which depend on those
         for block in wanted:
             block.end_update(self.settings.factor_decay)
         if wanted:
@@ -294,7 +323,7 @@ class KFAC:
         for name, block in self.blocks.items():
             if block.is_norm or not block.has_factors:
                 continue
-            if block.has_solution and not self._is_turn(name, "refresh", self.steps):
+            if block.has_solution and not self._turns.refreshes(name, self.steps, self.settings.inv_update_steps):
                 continue
             block.has_solution = True
             if block.place.column == self.exchange.column:
@@ -332,12 +361,12 @@ class KFAC:
 
     def _send_raw(self, blocks: list[Block]) -> None:
         """From the owners, where only they have them."""
-        raw, sent = [block.layer.gradient() for block in blocks], {}
-        for block, gradient in zip(blocks, raw, strict=True):
-            sent.setdefault(block.place.column, []).append(Part(gradient))
+        sent = {}
+        for block in blocks:
+            parts = [Part(parameter.grad) for parameter in block.layer.parameters() if parameter.grad is not None]
+            if parts:
+                sent.setdefault(block.place.column, []).extend(parts)
         self.exchange.send_gradients(sent)
-        for block, gradient in zip(blocks, raw, strict=True):
-            block.layer.set_gradient(gradient)
 
     def _clip(self, gradients: list[Tensor], products: list[Tensor]) -> None:
         kl_clip, lr = self.settings.kl_clip, self.settings.lr
@@ -346,52 +375,22 @@ class KFAC:
         divergence = (torch.stack(products).sum() * lr**2).clamp(min=torch.finfo(torch.float32).tiny)
         torch._foreach_mul_(gradients, (kl_clip / divergence).sqrt().clamp(max=1))
 
-    # --- whose turn it is ---
-
     def _arm(self) -> None:
         """Have those layers captured whose factors the next step updates."""
         for name, block in self.blocks.items():
             here = block.is_owner or not (self.settings.local_factors and block.has_factors)
-            block.capture.wanted = here and self._is_turn(name, "update", self.steps)
+            block.capture.wanted = here and self._turns.updates(name, self.steps, self.settings.factor_update_steps)
         self._wanted = [name for name, block in reversed(self.blocks.items()) if block.capture.wanted]
         self._done.clear()
-
-    def _is_turn(self, name: str, work: str, step: int) -> bool:
-        every = self.settings.factor_update_steps if work == "update" else self.settings.inv_update_steps
-        if step < every and step & (step - 1) == 0:  # 0, 1, 2, 4, 8, …: the first ones say little of a network
-            return True
-        return step % every == self._turn(work, every).get(name, 0)
-
-    def _turn(self, work: str, every: int) -> dict[str, int]:
-        """In which step of `every` each layer works; the first step, in which all do, has told what that costs."""
-        if not self.settings.stagger or every == 1 or self.steps == 0:
-            return {}
-        if (work, every) not in self._turns:
-            costs = {
-                name: block.update_cost() if work == "update" else block.cost().refresh
-                for name, block in self.blocks.items()
-            }
-            self._turns[work, every] = spread(costs, every)
-        return self._turns[work, every]
 
     def _look_for_new_modules(self) -> None:
         modules = set(self.model.modules())
         if not modules <= self._modules:
             logger.warning(
-                "K-FAC was built for other modules than the model has now: what is new keeps its raw gradients; build "
-                "the preconditioner anew"
+                "K-FAC was built for other modules than the model has now: what is new keeps its raw gradients; "
+                "remove() the preconditioner and build it anew"
             )
             self._modules = modules
-
-
-def _patterns(skip: str | Iterable[str | type]) -> list[re.Pattern]:
-    patterns = []
-    for of in [skip] if isinstance(skip, str | type) else skip:
-        try:
-            patterns.append(re.compile(f"^{of.__name__}$" if isinstance(of, type) else of))
-        except re.error as error:
-            raise ValueError(f"skip: {of!r} is no regular expression ({error})") from error
-    return patterns
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

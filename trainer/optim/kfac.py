@@ -28,7 +28,8 @@ def build(name: str, settings: Kfac, model: nn.Module, scaler: torch.amp.GradSca
         grad_worker_fraction=settings.grad_worker_fraction or 1 / world_size,
         **_scheduled(settings, 0.0),
     )
-    if isinstance(model, DistributedDataParallel) and settings.grad_worker_fraction == 0:
+    at_owners = settings.grad_worker_fraction == 0 and not preconditioner.scales_gradients()
+    if at_owners and isinstance(model, DistributedDataParallel):
         reduce_to_owners(model, preconditioner)
     return preconditioner
 

@@ -28,9 +28,10 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     from pytorch_optimizer import Muon
 
     weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
-    layers = [(module, weight) for module, weight in weights if weight is not None and weight.ndim > 1]
-    not_hidden = {id(weight) for module, weight in layers if isinstance(module, nn.Embedding)}
-    not_hidden |= {id(weight) for _, weight in layers[-1:]}
+    layers = [(module, weight) for module, weight in weights if isinstance(weight, torch.Tensor) and weight.ndim > 1]
+    embeddings = [weight for module, weight in layers if isinstance(module, nn.Embedding)]
+    last = [weight for module, weight in layers if not isinstance(module, nn.Embedding)][-1:]
+    not_hidden = {id(weight) for weight in embeddings + last}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
