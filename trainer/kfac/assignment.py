@@ -14,7 +14,7 @@ def spread(costs: Mapping[str, float], num_bins: int) -> dict[str, int]:
     """Each job's bin: the largest first, each into what is then the emptiest bin (longest processing time; Graham
     1969: the fullest is at most 4/3 of the best possible). Of equal ones the first by name, and the lowest bin.
     """
-    bins = [(0.0, number) for number in range(num_bins)]
+    bins = [(0.0, number) for number in range(min(num_bins, len(costs)))]  # no job needs more
     found = {}
     for job in sorted(costs, key=lambda job: (-costs[job], job)):
         load, number = heapq.heappop(bins)

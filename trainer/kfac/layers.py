@@ -22,6 +22,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from . import moments
 
@@ -309,3 +310,9 @@ def _patterns(skip: Skip) -> list[re.Pattern | type]:
         except re.error as error:
             raise ValueError(f"skip: {of!r} is no regular expression ({error})") from error
     return patterns
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Out of DistributedDataParallel and torch.compile: names are those of the model itself."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return model if inner is None else unwrapped(inner)

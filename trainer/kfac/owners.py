@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .exchange import Part, unpack
-from .preconditioner import KFAC, unwrapped
+from .layers import unwrapped
+from .preconditioner import KFAC
 
 
 def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> None:

@@ -13,13 +13,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .assignment import Place, grid, place
 from .block import Block, cost
 from .capture import Capture
 from .exchange import Exchange, Part, require_same
-from .layers import Layer, Norm, Skip, find
+from .layers import Layer, Norm, Skip, find, unwrapped
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
 from .turns import Turns
@@ -40,22 +39,21 @@ class KFAC:
     `damping` λ is added to the curvature; `factor_update_steps` and `inv_update_steps`: how often a layer's factors are
     averaged (with `factor_decay`) and its solution is computed anew; at first, while a network changes fast, also in
     steps 1, 2, 4, 8 and so on. With `stagger` the layers take turns, so that steps take equally long; without, all do
-    it in the same step. `solver`: see solvers.py. `kl_clip` bounds the
-    step of a learning rate `lr` in the metric of the Fisher matrix: all are scaled by
-    min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as attributes between steps, but for
-    `stagger` and `solver`; `factor_update_steps` counts from the step after the next one. `accumulation_steps`:
-    micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's samples, those that enter
-    the factors (not norms'), for less work.
-    `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
+    it in the same step. `solver`: see solvers.py. `kl_clip` bounds the step of a learning rate `lr` in the metric of
+    the Fisher matrix: all are scaled by min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as
+    attributes between steps, but for `stagger` and `solver`; `factor_update_steps` counts from the step after the next
+    one. `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
+    samples, those that enter the factors (not norms'), for less work. `grad_scaler`: that of mixed precision; unscale
+    the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
     nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a
     layer's factors come from its owner's part of the batch, and are not sent. Ranks must have the same model and
     settings, and step together; they need not use the same layers in a step.
 
-    `unsupported`: the layers that keep their gradients, since K-FAC does not know their class. Raises ValueError for a
-    setting out of range, for a model without a layer to take, and where ranks differ. Martens and Grosse 2015; Grosse
-    and Martens 2016; Pauloski et al. 2021.
+    `unsupported`: the modules and parameters that keep their gradients, as K-FAC does not know them. Raises ValueError
+    for a setting out of range, for a model without a layer to take, and where ranks differ. Martens and Grosse 2015;
+    Grosse and Martens 2016; Pauloski et al. 2021.
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class KFAC:
         """Forget what was captured since the last step: after a backward pass that no step follows, such as that of
         another loss. Every rank calls it.
         """
-        self.exchange.finish_reducing()
+        self._reduce_factors()
         for block in self.blocks.values():
             block.new = {}
             block.capture.clear()
@@ -190,6 +188,7 @@ class KFAC:
         """Take the hooks away, and leave DDP's gradients to DDP: before another is built for the model. Every rank
         calls it.
         """
+        self._reduce_factors()
         for block in self.blocks.values():
             block.capture.remove()
         self.gradients_at_owners = False
@@ -285,12 +284,17 @@ class KFAC:
             is_known = bool(block.new)
             self.exchange.start_reducing(block.to_send(), None if block.is_norm else block.place.owner, is_known)
 
-    def _update_factors(self) -> None:
+    def _reduce_factors(self) -> None:
+        """Those not sent in the backward pass, too: every rank sends the same."""
         for name in self._wanted:
-            if name not in self._done:  # in the backward pass not all was there
+            if name not in self._done:  # not all was there
                 self.blocks[name].begin_update()
             self._send_factors(self.blocks[name])
+        self._wanted = []
         self.exchange.finish_reducing()
+
+    def _update_factors(self) -> None:
+        self._reduce_factors()
         wanted = [block for block in self.blocks.values() if block.capture.wanted]
         begun = [block for block in wanted if not block.has_factors]
         if begun:
@@ -391,9 +395,3 @@ class KFAC:
                 "remove() the preconditioner and build it anew"
             )
             self._modules = modules
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Out of DistributedDataParallel and torch.compile: names are those of the model itself."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return model if inner is None else unwrapped(inner)
