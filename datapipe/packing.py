@@ -225,6 +225,7 @@ class _Pack:
         """
         target = self.target
         target.check_whole(self.settings)
+        target.forget()
         manifests = target.manifests()
         if look and Path(self.listed["source"]).exists():
             source = self.source()

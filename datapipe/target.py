@@ -148,7 +148,10 @@ class Target:
         """Everything is complete."""
         for path in self.folder.glob("*/.*.partial"):  # of a task that was killed
             path.unlink(missing_ok=True)
-        done = self.folder / DONE
-        shutil.rmtree(done, ignore_errors=True)  # of an end that was killed
-        self.state.replace(done)  # at once: a task that begins now finds a plan with its journal, or none
-        shutil.rmtree(done)
+        self.forget()
+        self.state.replace(self.folder / DONE)  # at once: a task that begins now finds a plan with its journal, or none
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove what an end leaves when it is killed, or was about to remove. Several tasks may do so at once."""
+        shutil.rmtree(self.folder / DONE, ignore_errors=True)

@@ -24,7 +24,7 @@ from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.recode import RecodeOptions
-from datapipe.target import FINISHING, STATE
+from datapipe.target import DONE, FINISHING, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
 
@@ -431,6 +431,46 @@ def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, photo, enco
         }
     assert subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)]).returncode == 0
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+# Ends as if killed before the change of the disk whose number comes first; without a kill it says how many there were.
+ENDING = """
+import os, sys
+from datapipe.cli import main
+kill_at, changes = int(sys.argv.pop(1)), 0
+def count(event, _):
+    global changes
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+        if changes == kill_at:
+            os._exit(9)
+        changes += 1
+sys.addaudithook(count)
+code = main()
+print(changes)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("last", [4, pytest.param(1000, marks=pytest.mark.slow)])
+def test_killed_before_any_change_ends_with_the_same_bytes(image_folder, tmp_path, count, last):
+    """Every moment, for one process and for the last of several tasks; at the last the journal is being removed."""
+
+    def run(out, kill_at):
+        if count == 2:
+            assert not pack(image_folder, out, PackOptions(task=Task(0, count, "")))
+        arguments = [kill_at, "pack", image_folder, out, "--workers", 1, "--task", f"{count - 1}/{count}"]
+        command = [sys.executable, "-c", ENDING, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    whole = run(tmp_path / "whole", -1)
+    assert whole.returncode == 0, whole.stderr
+    num_changes = int(whole.stdout.splitlines()[-1])
+    for kill_at in range(max(0, num_changes - last), num_changes):
+        out = tmp_path / str(kill_at)
+        assert run(out, kill_at).returncode == 9
+        assert pack(image_folder, out, PackOptions(resume=True))
+        assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {kill_at} of {num_changes}"
 
 
 def workers_of(mark):
