@@ -81,6 +81,7 @@ class Kfac(Section):
     factor_decay: BelowOne = 0.95
     kl_clip: Annotated[Positive | None, or_none()] = 0.001
     factor_fraction: Annotated[Positive, Field(le=1)] = 1.0
+    spatially_uncorrelated: bool = False
     solver: Literal["eigen", "cholesky", "newton"] = "eigen"
     grad_worker_fraction: Fraction = 1.0
     local_factors: bool = False

@@ -109,6 +109,11 @@ with connected(world):
             *place, dtype=torch.float32, steps=2, solver=solver, grad_worker_fraction=1 / P
         )
         found[f"{solver} owners"] = train(*place, owners=True, solver=solver, grad_worker_fraction=1 / P)
+    for fraction in fractions:
+        found[f"uncorrelated bytes {fraction:.2f}"] = train(
+            *place, steps=2, spatially_uncorrelated=True, grad_worker_fraction=fraction, factor_update_steps=1,
+            inv_update_steps=1,
+        )  # fmt: skip
     found["eigen adaptive"] = train(*place, adaptive=True, grad_worker_fraction=1 / P)
     found["eigen adaptive, owners"] = train(*place, adaptive=True, owners=True, grad_worker_fraction=1 / P)
     found["eigen resumed"] = train(*place, resumed=True, grad_worker_fraction=1 / P)

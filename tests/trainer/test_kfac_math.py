@@ -109,6 +109,15 @@ def close(found, wanted, tolerance=1e-10):
     assert (found - wanted).norm() <= tolerance * wanted.norm()
 
 
+def damped_curvature(A, G, solver):
+    identity = lambda of: torch.eye(len(of), dtype=of.dtype)  # noqa: E731
+    if solver == "eigen":
+        product = torch.kron(G, A)
+        return product + DAMPING * identity(product)
+    pi = ((A.trace() / len(A)) / (G.trace() / len(G))).sqrt()
+    return torch.kron(G + DAMPING**0.5 / pi * identity(G), A + pi * DAMPING**0.5 * identity(A))
+
+
 MATRICES = {
     **CONVOLUTIONS,
     "linear": nn.Linear(5, 3),
@@ -148,14 +157,38 @@ def test_a_layer_against_brute_force(name, solver):
     close(torch.diag_embed(a_factor) if a_factor.dim() == 2 else a_factor, a)
     close(g_factor, g)
     for group, (A, G, D) in enumerate(zip(a, g, raw, strict=True)):
-        if solver != "eigen":
-            pi = ((A.trace() / len(A)) / (G.trace() / len(G))).sqrt()
-            A = A + pi * DAMPING**0.5 * torch.eye(len(A), dtype=A.dtype)
-            G = G + DAMPING**0.5 / pi * torch.eye(len(G), dtype=G.dtype)
-        curvature = torch.kron(G, A)
-        if solver == "eigen":
-            curvature = curvature + DAMPING * torch.eye(len(curvature), dtype=curvature.dtype)
-        close(found[group], torch.linalg.solve(curvature, D.flatten()).reshape(D.shape))
+        close(found[group], torch.linalg.solve(damped_curvature(A, G, solver), D.flatten()).reshape(D.shape))
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_spatially_uncorrelated(name, solver):
+    """One block for all taps of a kernel: the mean of those that the exact factor has on its diagonal. Convolutions
+    with groups, with bias or with one tap stay exact.
+    """
+    module = randomised(CONVOLUTIONS[name])
+    x = input_of(module)
+    a, g = truth(module, x)
+    taps, C = module.weight[0, 0].numel(), module.in_channels
+    if module.groups > 1 or module.bias is not None or taps == 1:
+        preconditioner, _, _ = stepped(module, x, solver=solver, spatially_uncorrelated=True)
+        close(preconditioner.factors("0")[0], a)
+        if module.groups > 1 or taps == 1:
+            return
+        module = randomised(CONVOLUTIONS[name])
+        module.bias = None
+        a, g = truth(module, x)
+    A, G = a[0].reshape(taps, C, taps, C).diagonal(dim1=0, dim2=2).mean(2), g[0]
+    module.zero_grad()
+    loss_of(module(x)).mean().backward()
+    D = module.weight.grad.flatten(2).clone()  # [m, C, taps]
+    module.zero_grad()
+    preconditioner, _, _ = stepped(module, x, solver=solver, spatially_uncorrelated=True)
+    close(preconditioner.factors("0")[0][0], A)
+    close(preconditioner.factors("0")[1][0], G)
+    found, curvature = module.weight.grad.flatten(2), damped_curvature(A, G, solver)
+    for tap in range(taps):
+        close(found[..., tap], torch.linalg.solve(curvature, D[..., tap].flatten()).reshape(D.shape[:2]))
 
 
 def test_positions_of_a_linear_layer():
@@ -350,6 +383,11 @@ def test_new_eigenvectors_of_ekfac_keep_the_trace():
     for before, new, after, _ in found[1:]:
         share = 0.05 / (0.95 * 0.05 + 0.05)
         assert new > 0 and after == pytest.approx((1 - share) * before + share * new)
+
+
+def test_ekfac_knows_no_uncorrelated_pixels():
+    with pytest.raises(ValueError, match="spatially_uncorrelated: True is out of range; allowed with EKFAC: False"):
+        EKFAC(nn.Sequential(nn.Conv2d(3, 2, 3, bias=False)), spatially_uncorrelated=True)
 
 
 def test_ekfac_needs_eigenvectors():

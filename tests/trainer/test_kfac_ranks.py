@@ -60,6 +60,16 @@ def test_any_number_of_ranks_learns_the_same(start, tmp_path, results, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_uncorrelated_pixels_on_any_number_of_ranks(start, tmp_path, results, ranks):
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
+    wanted = alone["uncorrelated bytes 1.00"]["weights"]
+    for way in (way for way in found if way.startswith("uncorrelated")):
+        close(found[way]["weights"], wanted)
+    correlated = alone["eigen bytes 1.00"]["weights"]
+    assert max((wanted[name] - correlated[name]).norm() for name in wanted) > 1e-4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_damping_adapts_the_same_on_any_number_of_ranks(start, tmp_path, results, ranks):
     alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
     wanted = alone["eigen adaptive"]
@@ -101,11 +111,14 @@ def test_the_formula_counts_every_byte(start, tmp_path, results, monkeypatch, ra
     """In two steps that do everything."""
     found = trained(start, tmp_path, results, ranks)
     network = child(monkeypatch, tmp_path)["network"](torch.float32)
-    for solver in ("eigen", "cholesky"):
+    for way in ("eigen", "cholesky", "uncorrelated"):
+        solver = "eigen" if way == "uncorrelated" else way
         for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
-            of = found[f"{solver} bytes {workers / ranks:.2f}"]
+            of = found[f"{way} bytes {workers / ranks:.2f}"]
             memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))
-            wanted = costs(network, ranks, workers / ranks, 1, 1, solver)
+            wanted = costs(
+                network, ranks, workers / ranks, 1, 1, solver, spatially_uncorrelated=way == "uncorrelated"
+            )
             assert max(rank["factors"] for rank in memory) == 2 * wanted.factor_bytes  # the child's are float64
             assert max(rank["solutions"] for rank in memory) == 2 * wanted.solution_bytes
             mean = {kind: sum(rank[kind] for rank in sent) / ranks / 2 for kind in sent[0]}

@@ -9,7 +9,7 @@ from .assignment import Cost, Place
 from .averages import RunningAverage
 from .capture import Capture
 from .exchange import Part
-from .layers import Norm
+from .layers import Layer, Norm
 from .solvers import Solver, State, unit_solution
 
 SYMMETRIC = "a", "g", "unit"
@@ -92,7 +92,7 @@ class Block:
         return self.layer.learns() and all(parameter.grad is not None for parameter in self.layer.parameters())
 
     def cost(self) -> Cost:
-        return cost(self.layer.shapes())
+        return cost(self.layer)
 
     def update_cost(self) -> float:
         return float(sum(shape[0] * shape[1] * shape[-1] for shape in self.layer.shapes().values()) * self.num_rows)
@@ -118,11 +118,9 @@ class Block:
         self.capture.clear()
 
 
-def cost(shapes: dict[str, tuple[int, ...]]) -> Cost:
-    """Of a layer with factors of these shapes, up to a factor; a diagonal and a norm's units cost next to nothing."""
-    if "unit" in shapes:
-        return Cost(0.0, 0.0)
-    a, g = shapes["a"], shapes["g"]
-    groups, n, m = a[0], a[1], g[1]
-    refresh = groups * (m**3 + (n**3 if len(a) == 3 else 0))
-    return Cost(float(refresh), float(2 * groups * (m * m * n + (m * n * n if len(a) == 3 else 0))))
+def cost(layer: Layer) -> Cost:
+    """Up to a factor; a diagonal and a norm's units cost next to nothing."""
+    shapes = layer.shapes()
+    sizes = [(shape[0], shape[1]) for name, shape in shapes.items() if name in ("a", "g") and len(shape) == 3]
+    refresh = sum(groups * n**3 for groups, n in sizes)
+    return Cost(float(refresh), 2.0 * layer.num_elements() * sum(n for _, n in sizes))

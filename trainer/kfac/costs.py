@@ -10,6 +10,8 @@ and gives to collectives, in the mean over ranks and steps (F and I: the two int
     factors     (G (n (n + 1) + m (m + 1)) / 2 + 1) / F       with P > 1, unless they are local
     solutions   their size (with "cholesky" as triangles) / (P I)             with w > 1
     gradients   (G m n + 2) w / P                                             with w < P
+
+A convolution's n includes its K taps; as spatially uncorrelated its factors are those of n / K, and its gradient is not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import nn
 
 from .assignment import grid, place, triangle
 from .block import cost
-from .layers import find
+from .layers import Norm, find
 from .solvers import SOLVERS
 
 
@@ -41,23 +43,25 @@ def costs(
     inv_update_steps: int = 100,
     solver: str = "eigen",
     local_factors: bool = False,
+    spatially_uncorrelated: bool = False,
 ) -> Costs:
     """Of float32 factors. `model` may be on the meta device. Raises ValueError like `KFAC`."""
     ranks = grid(world_size, grad_worker_fraction)
-    shapes = {name: layer.shapes() for name, layer in find(model)[0].items()}
-    matrices = {name: of for name, of in shapes.items() if "unit" not in of}
-    places = place({name: cost(of) for name, of in matrices.items()}, ranks, inv_update_steps)
-    norms = [of["unit"] for of in shapes.values() if "unit" in of]
+    layers = find(model, spatially_uncorrelated=spatially_uncorrelated)[0]
+    norms = [layer.shapes()["unit"] for layer in layers.values() if isinstance(layer, Norm)]
+    matrices = {name: layer for name, layer in layers.items() if not isinstance(layer, Norm)}
+    places = place({name: cost(layer) for name, layer in matrices.items()}, ranks, inv_update_steps)
     factors = [4 * sum(map(prod, norms))] * world_size
     solutions, sent = [0] * world_size, {"factors": 0, "solutions": 0, "gradients": 0}
-    for name, of in matrices.items():
+    for name, layer in matrices.items():
+        of = layer.shapes()
         kept, flat = _solution(of, SOLVERS[solver].symmetric)
         factors[places[name].owner] += 4 * sum(map(prod, of.values()))
         for rank in ranks.column(places[name].column):
             solutions[rank] += 4 * kept
         sent["factors"] += 0 if local_factors else 4 * (1 + sum(_triangles(shape) for shape in of.values()))
         sent["solutions"] += 4 * flat
-        sent["gradients"] += 4 * (prod(of["g"][:2]) * of["a"][1] + 2)
+        sent["gradients"] += 4 * (layer.num_elements() + 2)
     sent["factors"] += 4 * sum(1 + _triangles(shape) for shape in norms)
     return Costs(
         max(factors),

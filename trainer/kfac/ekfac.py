@@ -29,13 +29,15 @@ class EKFAC(KFAC):
     """For Linear, Conv1d and Conv2d; other layers are K-FAC's. Settings are those of `KFAC`.
 
     Over several ranks it needs `local_factors` and one worker for each layer: only the owner has the eigenvectors.
-    Raises ValueError otherwise, and for another solver than "eigen".
+    Raises ValueError otherwise, for another solver than "eigen", and with `spatially_uncorrelated`.
     """
 
     def __init__(self, model: nn.Module, **settings: object) -> None:
         solver = settings.get("solver", "eigen")
         if solver != "eigen":
             raise ValueError(f"solver: {solver!r} has no eigenvectors; allowed with EKFAC: eigen")
+        if settings.get("spatially_uncorrelated"):
+            raise ValueError("spatially_uncorrelated: True is out of range; allowed with EKFAC: False")
         super().__init__(model, **settings)
         world_size = self.exchange.world_size
         if world_size > 1 and not (self.settings.local_factors and self.exchange.grid.num_rows == 1):

@@ -59,6 +59,9 @@ class Layer(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return [self.module.weight, self.module.bias] if self.has_bias else [self.module.weight]
 
+    def num_elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def learns(self) -> bool:
         """It may have been frozen meanwhile."""
         return all(parameter.requires_grad for parameter in self.parameters())
@@ -165,6 +168,38 @@ class Convolution(_Matrix):
         return grad_output.movedim(1, -1).reshape(-1, self.groups, grad_output.shape[1] // self.groups)
 
 
+class UncorrelatedConvolution(Convolution):
+    """One whose inputs are taken as uncorrelated between the K taps of its kernel, and alike: the a_factor is the mean
+    of the K blocks on the diagonal of Convolution's, and stands for each of them. Laurent et al. 2018, "An evaluation
+    of Fisher approximations beyond Kronecker factorization". Without groups and bias.
+    """
+
+    @staticmethod
+    def fits(layer: Layer) -> bool:
+        return type(layer) is Convolution and prod(layer._kernel) > 1 and layer.groups == 1 and not layer.has_bias
+
+    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
+        x, grad_output = self._pixels(x, grad_output)
+        x = moments.padded(x, self._padding, self.module.padding_mode)
+        a, rows_RGm = (
+            moments.of_taps(x, self._kernel, self._stride, self._dilation),
+            self._gradient_rows(grad_output),
+        )
+        return Sums({"a": a, "g": moments.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        m, n = self.module.weight.shape[:2]
+        return {"a": (1, n, n), "g": (1, m, m)}
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """[K, m, n]"""
+        return weight.flatten(2).movedim(2, 0)
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        weight = self.module.weight.grad
+        weight.copy_(gradient.movedim(0, 2).reshape(weight.shape))
+
+
 class Embedding(_Matrix):
     """Its inputs are one-hot, so that the a_factor is diagonal: [1, number of embeddings]."""
 
@@ -255,7 +290,7 @@ Skip = str | type | Iterable[str | type]
 """Regular expressions, which are searched for in names and names of classes; or classes."""
 
 
-def layer_of(module: nn.Module) -> Layer | None:
+def layer_of(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer | None:
     """The module as a layer; None for a type that is not supported, or where there is nothing to learn."""
     base = next((base for base in type(module).__mro__ if base in TYPES), None)
     weight = getattr(module, "weight", None)
@@ -265,10 +300,14 @@ def layer_of(module: nn.Module) -> Layer | None:
         return None
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
         return None
-    return TYPES[base](module)
+    layer = TYPES[base](module)
+    uncorrelated = spatially_uncorrelated and UncorrelatedConvolution.fits(layer)
+    return UncorrelatedConvolution(module) if uncorrelated else layer
 
 
-def find(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, Layer], list[str]]:
+def find(
+    model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False
+) -> tuple[dict[str, Layer], list[str]]:
     """The layers of a model, by name, without those whose name or class is in `skip`; and, as text, the modules and
     parameters that learn besides. Raises ValueError for parameters that are not there, or not whole, and for a pattern
     that is none.
@@ -283,7 +322,7 @@ def find(model: nn.Module, skip: Skip = ()) -> tuple[dict[str, Layer], list[str]
             raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
         if any(hasattr(of, "device_mesh") or hasattr(of, "_fsdp_flattened") for of in own.values()):  # DTensor, FSDP1's
             raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
-        layer = layer_of(module)
+        layer = layer_of(module, spatially_uncorrelated)
         if layer is not None and taken.isdisjoint(map(id, layer.parameters())):  # of tied weights, the first layer
             taken.update(map(id, layer.parameters()))
             layers[name] = layer

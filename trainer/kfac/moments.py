@@ -116,6 +116,22 @@ def of_3x3(x_NCHW: Tensor) -> Tensor:
     return moment.reshape(1, 9 * C, 9 * C)
 
 
+def of_taps(x_NCHW: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]) -> Tensor:
+    """The moment of the pixels that one tap of a convolution without padding takes, in the mean over the taps:
+    [1, C, C].
+    """
+    N, C, H, W = x_NCHW.shape
+    x_NCHW = accumulating(x_NCHW)
+    # How many times each pixel is taken: from the two dimensions, in each the sum over taps of the positions they take.
+    times = [x_NCHW.new_zeros(size) for size in (H, W)]
+    for taken, k, s, d in zip(times, kernel, stride, dilation, strict=True):
+        last = len(taken) - d * (k - 1)  # position of the first tap, at most
+        for tap in range(k):
+            taken[tap * d : tap * d + last : s] += 1 / k
+    weights_HW = torch.outer(*times).sqrt()
+    return of_rows((x_NCHW * weights_HW).movedim(1, -1).reshape(-1, 1, C))
+
+
 def _along(line_NCHW: Tensor, kernel: tuple[int, int], padding: tuple[int, int, int, int]) -> Tensor:
     """Sum of x[u] x[u + offset]^T over a line's pixels: [u's channel, offset down and along, the other's]."""
     C = line_NCHW.shape[1]

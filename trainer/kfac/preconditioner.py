@@ -43,7 +43,8 @@ class KFAC:
     the Fisher matrix: all are scaled by min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as
     attributes between steps, but for `stagger` and `solver`; `factor_update_steps` counts from the step after the next
     one. `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
-    samples, those that enter the factors (not norms'), for less work. `grad_scaler`: that of mixed precision; unscale
+    samples, those that enter the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring
+    pixels are, in convolutions without groups and bias; far less work and memory for wide ones. `grad_scaler`: that of mixed precision; unscale
     the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
@@ -234,7 +235,7 @@ class KFAC:
     # --- registration ---
 
     def _register(self, layers: dict[str, Layer]) -> dict[str, Block]:
-        costs = {name: cost(layer.shapes()) for name, layer in layers.items() if not isinstance(layer, Norm)}
+        costs = {name: cost(layer) for name, layer in layers.items() if not isinstance(layer, Norm)}
         places = place(costs, self.exchange.grid, self.settings.inv_update_steps)
         rank, blocks = self.exchange.rank, {}
         for name, layer in layers.items():
@@ -244,7 +245,7 @@ class KFAC:
         return blocks
 
     def _find_layers(self, skip: Skip) -> dict[str, Layer]:
-        layers, self.unsupported = find(self.model, skip)
+        layers, self.unsupported = find(self.model, skip, self.settings.spatially_uncorrelated)
         return layers
 
     def scales_gradients(self) -> bool:

@@ -21,6 +21,7 @@ ALLOWED = {
     "factor_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
     "solver": (str, lambda value: value in SOLVERS, ", ".join(SOLVERS)),
     "stagger": EITHER,
+    "spatially_uncorrelated": EITHER,
     "grad_worker_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
     "local_factors": EITHER,
 }
@@ -41,6 +42,7 @@ class KFACSettings:
     factor_fraction: float = 1.0
     solver: str = "eigen"
     stagger: bool = True
+    spatially_uncorrelated: bool = False
     grad_worker_fraction: float = 1.0
     local_factors: bool = False
 

@@ -24,6 +24,7 @@ def build(name: str, settings: Kfac, model: nn.Module, scaler: torch.amp.GradSca
         kl_clip=settings.kl_clip,
         solver=settings.solver,
         factor_fraction=settings.factor_fraction,
+        spatially_uncorrelated=settings.spatially_uncorrelated,
         local_factors=settings.local_factors,
         grad_worker_fraction=settings.grad_worker_fraction or 1 / world_size,
         **_scheduled(settings, 0.0),
