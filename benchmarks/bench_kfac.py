@@ -2,11 +2,11 @@
 
     python -m benchmarks.bench_kfac [--model resnet32 --size 32 --batch-size 128] [--periods 2] [--without NAME]
 
-Steps of SGD (fused), of K-FAC with each solver and with factors of a quarter of the samples, and of the algorithm as
-published (benchmarks/peers/kfac_published.py) take turns in one process, on the same random images, with factors every
-10 steps and solutions every 100, over whole periods of 100 after the first one, in which ours does more. Beside the
-times, what the operations would take by formula. Each one's peak memory is that of a process of its own. Writes
-results/kfac-MODEL.json.
+Steps of SGD (fused), of K-FAC with each solver, with factors of a quarter of the samples, and with pixels taken as
+spatially uncorrelated (SUA) besides, and of the algorithm as published (benchmarks/peers/kfac_published.py) take turns
+in one process, on the same random images, with factors every 10 steps and solutions every 100, over whole periods of
+100 after the first one, in which ours does more. Beside the times, what the operations would take by formula. Each
+one's peak memory is that of a process of its own. Writes results/kfac-MODEL.json, after each period.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ OURS = {
     "K-FAC, eigen": {"solver": "eigen"},
     "K-FAC, cholesky": {"solver": "cholesky"},
     "K-FAC, cholesky, ¼": {"solver": "cholesky", "factor_fraction": 0.25},
+    "K-FAC, cholesky, SUA, ¼": {"solver": "cholesky", "factor_fraction": 0.25, "spatially_uncorrelated": True},
 }
 NAMES = (SGD, *OURS, PUBLISHED)
 SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
@@ -73,7 +74,10 @@ def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
     averages and gradients.
     """
     network = models.build(model, num_classes=10, in_channels=3)
-    work = "training", "factors", "eigen", "cholesky", "precondition, eigen", "precondition, cholesky", "bytes"
+    work = (
+        "training", "factors", "eigen", "cholesky", "precondition, eigen", "precondition, cholesky",
+        "precondition, SUA", "bytes",
+    )  # fmt: skip
     found = dict.fromkeys(work, 0)
     hooks = []
 
@@ -85,6 +89,8 @@ def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
         found["eigen"] += 9 * (n**3 + m**3) / SETTINGS["inv_update_steps"]
         found["cholesky"] += (n**3 + m**3) / SETTINGS["inv_update_steps"]
         found["precondition, cholesky"] += 2 * (m * m * n + m * n * n)
+        taken = module.in_channels if output.dim() == 4 else n  # by one tap; no convolution here has groups or a bias
+        found["precondition, SUA"] += 2 * m * n * (m + taken)
         found["precondition, eigen"] += 4 * (m * m * n + m * n * n)
         captured, factors = batch_size * args[0][0].numel() + rows * m, n * n + m * m
         found["bytes"] += 4 * (captured + 2 * factors) / SETTINGS["factor_update_steps"]
@@ -146,11 +152,14 @@ def main() -> int:
         print(peak_bytes())
         return 0
 
-    described = environment()
+    described, flops = environment(), operations(arguments.model, arguments.size, arguments.batch_size)
     names = [name for name in NAMES if name not in arguments.without]
+    peaks = {name: memory(name, arguments) for name in names}
     trainings = {name: Training(name, arguments.model) for name in names}
     every = SETTINGS["inv_update_steps"]
     steps = {name: [] for name in names}
+    settings = {**SETTINGS, "model": arguments.model, "size": arguments.size, "batch_size": arguments.batch_size,
+                "threads": torch.get_num_threads()}  # fmt: skip
     for number in range(FIRST_STEPS + arguments.periods * every):
         x, y = batch(number, arguments)
         if number == FIRST_STEPS - 1:  # the last one of its first period
@@ -162,10 +171,13 @@ def main() -> int:
                 steps[name].append(taken)
         if number % 20 == 0:
             print(f"  step {number} of {FIRST_STEPS + arguments.periods * every}", file=sys.stderr, flush=True)
-    del trainings
-    found = {
-        name: summary(steps[name], steps[SGD], name in OURS) | {"peak_bytes": memory(name, arguments)} for name in names
-    }
+        if steps[SGD] and len(steps[SGD]) % every == 0:
+            found = {
+                name: summary(of, steps[SGD], name in OURS) | {"peak_bytes": peaks[name]} for name, of in steps.items()
+            }
+            of_settings = settings | {"periods": len(steps[SGD]) // every}
+            record = {"environment": described, "settings": of_settings, "operations": flops, "found": found}
+            path = write_record(f"kfac-{arguments.model}", record | {"steps": steps})
     rows = [
         [name, f"{of['median_s'] * 1e3:.0f}", f"{of['mean_s'] * 1e3:.0f}", f"{of['added']:+.1%}",
          f"{of['added_cpu']:+.1%}", f"{of['worst_over_median']:.2f}", f"{of['worst_repeated_over_median']:.2f}",
@@ -175,14 +187,10 @@ def main() -> int:
     header = [f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}", "median ms", "mean ms", "added",
               "added CPU", "worst ÷ median", "repeated", "peak MiB"]  # fmt: skip
     print(table(header, rows))
-    flops = operations(arguments.model, arguments.size, arguments.batch_size)
     shares = {k: f"{v / flops['training']:.1%}" for k, v in flops.items() if k != "bytes"}
     print("by formula, of training: " + ", ".join(f"{k} {share}" for k, share in shares.items()))
     print(f"and {flops['bytes'] / 2**20:.0f} MiB moved by K-FAC")
-    settings = {**SETTINGS, "model": arguments.model, "size": arguments.size, "batch_size": arguments.batch_size,
-                "periods": arguments.periods, "threads": torch.get_num_threads()}  # fmt: skip
-    record = {"environment": described, "settings": settings, "operations": flops, "found": found, "steps": steps}
-    print(write_record(f"kfac-{arguments.model}", record))
+    print(path)
     return 0
 
 

@@ -24,7 +24,7 @@ from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.recode import RecodeOptions
-from datapipe.target import DONE, FINISHING, STATE
+from datapipe.target import FINISHING, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
 

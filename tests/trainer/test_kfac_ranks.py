@@ -116,9 +116,7 @@ def test_the_formula_counts_every_byte(start, tmp_path, results, monkeypatch, ra
         for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
             of = found[f"{way} bytes {workers / ranks:.2f}"]
             memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))
-            wanted = costs(
-                network, ranks, workers / ranks, 1, 1, solver, spatially_uncorrelated=way == "uncorrelated"
-            )
+            wanted = costs(network, ranks, workers / ranks, 1, 1, solver, spatially_uncorrelated=way == "uncorrelated")
             assert max(rank["factors"] for rank in memory) == 2 * wanted.factor_bytes  # the child's are float64
             assert max(rank["solutions"] for rank in memory) == 2 * wanted.solution_bytes
             mean = {kind: sum(rank[kind] for rank in sent) / ranks / 2 for kind in sent[0]}

@@ -11,7 +11,7 @@ and gives to collectives, in the mean over ranks and steps (F and I: the two int
     solutions   their size (with "cholesky" as triangles) / (P I)             with w > 1
     gradients   (G m n + 2) w / P                                             with w < P
 
-A convolution's n includes its K taps; as spatially uncorrelated its factors are those of n / K, and its gradient is not.
+A convolution's n includes its K taps; spatially uncorrelated, its factors and solutions are those of n / K.
 """
 
 from __future__ import annotations

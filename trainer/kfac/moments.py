@@ -120,7 +120,7 @@ def of_taps(x_NCHW: Tensor, kernel: tuple[int, int], stride: tuple[int, int], di
     """The moment of the pixels that one tap of a convolution without padding takes, in the mean over the taps:
     [1, C, C].
     """
-    N, C, H, W = x_NCHW.shape
+    C, H, W = x_NCHW.shape[1:]
     x_NCHW = accumulating(x_NCHW)
     # How many times each pixel is taken: from the two dimensions, in each the sum over taps of the positions they take.
     times = [x_NCHW.new_zeros(size) for size in (H, W)]

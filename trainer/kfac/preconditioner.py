@@ -44,8 +44,8 @@ class KFAC:
     attributes between steps, but for `stagger` and `solver`; `factor_update_steps` counts from the step after the next
     one. `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
     samples, those that enter the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring
-    pixels are, in convolutions without groups and bias; far less work and memory for wide ones. `grad_scaler`: that of mixed precision; unscale
-    the gradients before `step`.
+    pixels are taken to be, in convolutions without groups and bias; far less work and memory where they are wide.
+    `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
     nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a
