@@ -56,9 +56,9 @@ class Capture:
         self._handle.remove()
 
     def factors(self) -> dict[str, Tensor]:
-        """Each factor of this step."""
+        """Each factor of this step, once: in the moments' memory."""
         counts = {"samples": self.num_samples, "rows": self.num_rows}
-        return {name: moment / counts[self.layer.factors[name]] for name, moment in self.moments.items()}
+        return {name: moment.div_(counts[self.layer.factors[name]]) for name, moment in self.moments.items()}
 
     def __reduce__(self) -> tuple:
         """A model's copy (an average of weights, a pickle) has the hook, but not the preconditioner behind it."""

@@ -152,16 +152,20 @@ class Convolution(_Matrix):
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         x, grad_output = self._pixels(x, grad_output)
         rows_RGm = self._gradient_rows(grad_output)
-        a = moments.of_3x3(x) if self._by_offsets else moments.of_patches(self._patches(x), self.has_bias)
-        return Sums({"a": a, "g": moments.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+        return Sums({"a": self._of_inputs(x), "g": moments.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+
+    def _of_inputs(self, x: Tensor) -> Tensor:
+        return moments.of_3x3(x) if self._by_offsets else moments.of_patches(self._patches(x), self.has_bias)
 
     def _pixels(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """In two dimensions: one is a line of pixels."""
         return (x[:, :, None], grad_output[:, :, None]) if grad_output.dim() == 3 else (x, grad_output)
 
+    def _padded(self, x: Tensor) -> Tensor:
+        return moments.padded(x, self._padding, self.module.padding_mode)
+
     def _patches(self, x: Tensor) -> Tensor:
-        x = moments.padded(x, self._padding, self.module.padding_mode)
-        return moments.patches(x, self._kernel, self._stride, self._dilation, self.groups)
+        return moments.patches(self._padded(x), self._kernel, self._stride, self._dilation, self.groups)
 
     def _gradient_rows(self, grad_output: Tensor) -> Tensor:
         """[R, G, m]"""
@@ -178,14 +182,8 @@ class UncorrelatedConvolution(Convolution):
     def fits(layer: Layer) -> bool:
         return type(layer) is Convolution and prod(layer._kernel) > 1 and layer.groups == 1 and not layer.has_bias
 
-    def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        x, grad_output = self._pixels(x, grad_output)
-        x = moments.padded(x, self._padding, self.module.padding_mode)
-        a, rows_RGm = (
-            moments.of_taps(x, self._kernel, self._stride, self._dilation),
-            self._gradient_rows(grad_output),
-        )
-        return Sums({"a": a, "g": moments.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+    def _of_inputs(self, x: Tensor) -> Tensor:
+        return moments.of_taps(self._padded(x), self._kernel, self._stride, self._dilation)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         m, n = self.module.weight.shape[:2]
