@@ -126,6 +126,18 @@ def test_kfac_changes_with_the_epoch():
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("factor_decay", 0.5), ("kl_clip", 0.25), ("solver", "cholesky"), ("factor_fraction", 0.25),
+     ("spatially_uncorrelated", True), ("local_factors", True)],
+)  # fmt: skip
+def test_settings_of_a_recipe_reach_kfac(name, value):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    recipe = load_recipe("cifar10-resnet32-kfac", [f"kfac.{name}={str(value).lower()}"])
+    assert getattr(load_recipe("cifar10-resnet32-kfac").kfac, name) != value
+    assert getattr(kfac.build("kfac", recipe.kfac, model, None, 1), name) == value
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ("kfac.damping=0", "kfac.damping[0][1] = 0: must be greater than 0"),

@@ -45,7 +45,7 @@ class Solver(ABC):
 
     @abstractmethod
     def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
-        """[G, m, n] to the same."""
+        """[G, m, n] to the same; for factors of one group also [K, m, n], each of the K alike."""
 
 
 class Eigen(Solver):
