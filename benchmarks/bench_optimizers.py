@@ -6,28 +6,29 @@ Each optimizer has two settings to tune, over as many trials, at the points of a
 for each: 16 times in the learning rate, 100 times in the other. (The boxes' centres come from the papers, and from one
 to five looks at SGD and K-FAC.) Trials are short, on small images, and do not see the test images; see optimizer_run.
 The best setting is run with several seeds, from 1 on. A seed that does not reach an accuracy counts as missed, and the
-mean is then only of the others. Two trainings run at a time, one thread each; evaluations are not timed. What is done
-is kept in benchmarks/work, and what was broken off goes on there, with the record written anew after every seed.
-Writes results/optimizers-MODEL-BATCH.json.
+mean is then only of the others. Two trainings run at a time, one thread each; evaluations are not timed. Writes
+results/optimizers-MODEL-BATCH.json after every training, and does none again that is there already: remove the file to
+begin anew. Its summary is of the seeds that all optimizers have done.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from scipy.stats import t as student
 from torch.quasirandom import SobolEngine
 
-from benchmarks.measure import WORK, environment, process, table, write_record
+from benchmarks.measure import RESULTS, environment, process, table, write_record
 from benchmarks.optimizer_run import TARGETS, Run
 
 TUNING_EPOCHS = 5
@@ -48,7 +49,46 @@ GOAL = {"step": 0.6, "cpu_s": 0.75}  # of K-FAC, against the best of them
 HOPELESS = 0.7  # a trial ends halfway below this accuracy
 # Batches are freed and allocated at every step; glibc would give their pages back each time.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-DONE = WORK / "optimizers"
+
+
+class Runs:
+    """The trainings of a record, of which none is done twice, and what sums them up."""
+
+    def __init__(self, name: str, settings: dict) -> None:
+        path = RESULTS / f"{name}.json"
+        before = json.loads(path.read_text()) if path.exists() else {"environments": [], "runs": []}
+        self.name, self.settings = name, settings
+        self.summary: Callable[[], dict] = dict
+        self._environments, self._done, self._here = before["environments"], before["runs"], environment()
+        self._lock = threading.Lock()
+
+    def __contains__(self, run: Run) -> bool:
+        return any(done["run"] == asdict(run) for done in self._done)
+
+    def __getitem__(self, run: Run) -> list[dict]:
+        """What its evaluations found."""
+        return next(done["found"] for done in self._done if done["run"] == asdict(run))
+
+    def do(self, runs: Iterable[Run], parallel: int) -> Path:
+        """Those that have not been done, so many at a time; the record is written after each."""
+        with ThreadPoolExecutor(parallel) as pool:
+            list(pool.map(self._do, (run for run in runs if run not in self)))
+        return self._write()
+
+    def _do(self, run: Run) -> None:
+        command = [sys.executable, "-m", "benchmarks.optimizer_run", json.dumps(asdict(run))]
+        found = json.loads(process(command, env=os.environ | MALLOC)[0])
+        print(f"  {run.optimizer['name']}, {run.optimizer.get('preconditioner', 'none')}, {run.epochs} epochs, "
+              f"seed {run.seed}: {best_of(found):.2%}", file=sys.stderr, flush=True)  # fmt: skip
+        with self._lock:
+            if self._environments[-1:] != [self._here]:
+                self._environments.append(self._here)
+            self._done.append({"run": asdict(run), "environment": len(self._environments) - 1, "found": found})
+            self._write()
+
+    def _write(self) -> Path:
+        record = {"environments": self._environments, "settings": self.settings, **self.summary(), "runs": self._done}
+        return write_record(self.name, record)
 
 
 def trials(optimizer: str, number: int, model: str, batch_size: int, device: str = "cpu") -> Iterator[Run]:
@@ -63,20 +103,6 @@ def trials(optimizer: str, number: int, model: str, batch_size: int, device: str
         section_of_run, kfac_of_run = found[id(section)], found[id(kfac)]
         yield Run(model, batch_size, TUNING_EPOCHS, section_of_run, kfac_of_run, tuning=True, stop_below=HOPELESS,
                   device=device)  # fmt: skip
-
-
-def result(run: Run) -> list[dict]:
-    """What its evaluations found, from before if it has been done."""
-    settings = json.dumps(asdict(run), sort_keys=True)
-    path = DONE / f"{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
-    if not path.exists():
-        output, _ = process([sys.executable, "-m", "benchmarks.optimizer_run", settings], env=os.environ | MALLOC)
-        DONE.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".part").write_text(json.dumps({"run": asdict(run), "found": json.loads(output)}))
-        path.with_suffix(".part").rename(path)
-        print(f"  {run.optimizer['name']}, {run.optimizer.get('preconditioner', 'none')}, {run.epochs} epochs, "
-              f"seed {run.seed}: {best_of(json.loads(output)):.2%}", file=sys.stderr, flush=True)  # fmt: skip
-    return json.loads(path.read_text())["found"]
 
 
 def best_of(found: list[dict]) -> float:
@@ -101,10 +127,11 @@ def interval(values: list[float]) -> dict[str, float]:
 def to_target(runs: list[list[dict]], target: float) -> dict:
     lines = [reached(found, target) for found in runs]
     those = [line for line in lines if line is not None]
+    longest = {key: max(found[-1][key] for found in runs) for key in GOAL}
     what = (
         {key: interval([line[key] for line in those]) for key in ("epoch", "step", "wall_s", "cpu_s")} if those else {}
     )
-    return {"reached": len(those), "runs": len(runs), **what}
+    return {"reached": len(those), "runs": len(runs), "longest": longest, **what}
 
 
 def shares(found: dict[str, dict], targets: Iterable[str] = tuple(f"{target:.2f}" for target in TARGETS)) -> dict:
@@ -121,14 +148,11 @@ def shares(found: dict[str, dict], targets: Iterable[str] = tuple(f"{target:.2f}
             continue
         least = {}
         for name in FIRST_ORDER:
-            of = found[name]
-            missed = of["targets"][target]["reached"] < of["targets"][target]["runs"]
-            ends = [run[-1] for run in of["seeds"]]
+            of = found[name]["targets"][target]
+            missed = of["reached"] < of["runs"]
             least[name] = {
                 "bound": missed,
-                **{
-                    key: max(end[key] for end in ends) if missed else of["targets"][target][key]["mean"] for key in GOAL
-                },
+                **{key: of["longest"][key] if missed else of[key]["mean"] for key in GOAL},
             }
         best = min(least, key=lambda name: least[name]["step"])
         result[target] = {
@@ -138,6 +162,30 @@ def shares(found: dict[str, dict], targets: Iterable[str] = tuple(f"{target:.2f}
             "met": all(kfac[key]["mean"] / least[best][key] <= goal for key, goal in GOAL.items()),
         }
     return result
+
+
+def summary(
+    done: Runs, tried: dict[str, list[Run]], best: dict[str, Run], rounds: Sequence[dict[str, Run]]
+) -> dict[str, dict]:
+    """Of the rounds (a run of each optimizer, with one seed) that are done."""
+    rounds = [turn for turn in rounds if all(run in done for run in turn.values())]
+    if not rounds:
+        return {}
+    found = {
+        name: {
+            "trials": [settings(run) | {"accuracy": best_of(done[run])} for run in runs],
+            "best": settings(best[name]),
+            "targets": {
+                f"{target:.2f}": to_target([done[turn[name]] for turn in rounds], target) for target in TARGETS
+            },
+        }
+        for name, runs in tried.items()
+    }
+    return {"found": found, "shares": shares(found), "goal": GOAL}
+
+
+def settings(run: Run) -> dict[str, dict]:
+    return {"optimizer": run.optimizer, "kfac": run.kfac}
 
 
 def report(found: dict[str, dict]) -> str:
@@ -166,34 +214,21 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=20, help="a seed's at most (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
-    described = environment()
     where = arguments.model, arguments.batch_size, arguments.device
+    name = f"optimizers-{arguments.model}-{arguments.batch_size}" + ("-gpu" if arguments.device == "cuda" else "")
+    done = Runs(name, vars(arguments) | {"tuning_epochs": TUNING_EPOCHS, "targets": TARGETS})
+    parallel = 2 if arguments.device == "cpu" else 1
     tried = {name: list(trials(name, arguments.trials, *where)) for name in OPTIMIZERS}
-    settings = {**vars(arguments), "tuning_epochs": TUNING_EPOCHS, "targets": TARGETS, "first_order": FIRST_ORDER}
-    record = f"optimizers-{arguments.model}-{arguments.batch_size}" + ("-gpu" if arguments.device == "cuda" else "")
-    with ThreadPoolExecutor(2 if arguments.device == "cpu" else 1) as two:
-        # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
-        turns = [run for turn in zip(*tried.values(), strict=True) for run in turn]
-        tuned = dict(zip(map(str, turns), map(best_of, two.map(result, turns)), strict=True))
-        best = {name: max(runs, key=lambda run: tuned[str(run)]) for name, runs in tried.items()}
-        again: dict[str, list] = {name: [] for name in best}
-        for seed in range(1, 1 + arguments.seeds):
-            runs = [
-                replace(of, seed=seed, tuning=False, stop_below=0.0, epochs=arguments.epochs) for of in best.values()
-            ]
-            for name, lines in zip(best, two.map(result, runs), strict=True):
-                again[name].append(lines)
-            found = {
-                name: {
-                    "trials": [{"settings": asdict(run), "accuracy": tuned[str(run)]} for run in tried[name]],
-                    "best": asdict(best[name]),
-                    "targets": {f"{target:.2f}": to_target(again[name], target) for target in TARGETS},
-                    "seeds": again[name],
-                }
-                for name in best
-            }
-            goal = {"shares": shares(found), "at_most": GOAL}
-            path = write_record(record, {"environment": described, "settings": settings, "found": found, "goal": goal})
+    # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
+    done.do([run for turn in zip(*tried.values(), strict=True) for run in turn], parallel)
+    best = {name: max(runs, key=lambda run: best_of(done[run])) for name, runs in tried.items()}
+    final = {"tuning": False, "stop_below": 0.0, "epochs": arguments.epochs}
+    rounds = [
+        {name: replace(run, seed=seed, **final) for name, run in best.items()} for seed in range(1, 1 + arguments.seeds)
+    ]
+    done.summary = lambda: summary(done, tried, best, rounds)
+    path = done.do([run for turn in rounds for run in turn.values()], parallel)
+    found = done.summary()["found"]
     print(report(found))
     print(path)
     return 0

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
-from benchmarks import bench_pack_slow, bench_plan, corpus
+from benchmarks import bench_pack_slow, bench_plan, corpus, measure
 from benchmarks.bench_loader import Child
 from benchmarks.bench_pack import Contest, chosen
 from benchmarks.measure import cpu_s, process, spread
@@ -150,24 +151,36 @@ def test_a_comparison_of_optimizers(
     from benchmarks import bench_optimizers as bench
     from benchmarks.optimizer_run import Run, train
 
-    records = {}
-    monkeypatch.setattr(bench, "process", lambda command, **_: (json.dumps(train(Run(**json.loads(command[-1])))), {}))
-    monkeypatch.setattr(bench, "write_record", lambda name, record: records.update({name: record}))
-    monkeypatch.setattr(bench, "DONE", tmp_path)
+    one = threading.Lock()  # random numbers come from one generator
+
+    def process(command: list[str], **_) -> tuple[str, dict]:
+        with one:
+            return json.dumps(train(Run(**json.loads(command[-1])))), {}
+
+    monkeypatch.setattr(bench, "process", process)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(bench, "OPTIMIZERS", {name: bench.OPTIMIZERS[name] for name in ("LARS", "K-FAC")})
     monkeypatch.setattr(bench, "FIRST_ORDER", ("LARS",))
     monkeypatch.setattr(sys, "argv", ["bench", "--batch-size", "32", "--trials", "2", "--seeds", "2", "--epochs", "2"])
+    path = tmp_path / "optimizers-resnet8-32.json"
     assert bench.main() == 0
-    found, goal = (records["optimizers-resnet8-32"][key] for key in ("found", "goal"))
-    assert goal["shares"].keys() == {"0.90", "0.91", "0.92"}
-    done = len(list(tmp_path.iterdir()))
-    assert done == 2 * (2 + 2)
-    for name, of in found.items():
+    record = json.loads(path.read_text())
+    assert record["shares"].keys() == {"0.90", "0.91", "0.92"}
+    assert len(record["runs"]) == 2 * (2 + 2) and len(record["environments"]) == 1
+    for name, of in record["found"].items():
         box = bench.OPTIMIZERS[name][0]["lr"]
-        assert all(box[0] <= trial["settings"]["optimizer"]["lr"] <= box[1] for trial in of["trials"])
-        assert of["best"] in [trial["settings"] for trial in of["trials"]] and of["best"]["tuning"]
-        assert len(of["seeds"]) == 2 and of["targets"]["0.90"]["runs"] == 2
-    assert bench.main() == 0 and len(list(tmp_path.iterdir())) == done  # nothing is trained twice
+        assert all(box[0] <= trial["optimizer"]["lr"] <= box[1] for trial in of["trials"])
+        best = max(of["trials"], key=lambda trial: trial["accuracy"])
+        assert best | of["best"] == best
+        assert of["targets"]["0.90"]["runs"] == 2
+    *before, last = record["runs"]
+    path.write_text(json.dumps(record | {"runs": before}))
+    assert bench.main() == 0
+    again = json.loads(path.read_text())
+    assert again["runs"][:-1] == before and again["runs"][-1]["run"] == last["run"]  # nothing is trained twice
+    assert [line["accuracy"] for line in again["runs"][-1]["found"]] == [line["accuracy"] for line in last["found"]]
+    assert [run["environment"] for run in again["runs"]] == [0] * len(before) + [1]
     assert "92% steps" in capsys.readouterr().out
 
 
@@ -179,7 +192,7 @@ def test_steps_to_a_target() -> None:
     found = to_target([*runs, runs[0][:1]], 0.9)
     assert (found["reached"], found["runs"], found["step"]["mean"]) == (3, 4, 12)
     assert found["step"]["half_width"] == pytest.approx(4.303 * 2 / 3**0.5, rel=1e-3)  # Student's t, two degrees
-    assert to_target(runs, 0.95) == {"reached": 0, "runs": 3}
+    assert to_target(runs, 0.95) == {"reached": 0, "runs": 3, "longest": {"step": 14, "cpu_s": 1}}
     assert interval([1.0])["mean"] == 1.0
 
 
