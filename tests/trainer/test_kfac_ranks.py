@@ -15,6 +15,7 @@ from trainer.kfac import KFAC
 from trainer.kfac.assignment import Cost, grid, place, spread
 from trainer.kfac.costs import costs
 from trainer.kfac.exchange import Part, pack, unpack
+from trainer.kfac.triangles import fold, folded_shape, unfold
 
 CHILD = Path(__file__).with_name("kfac_child.py")
 ODD_CHILD = Path(__file__).with_name("kfac_odd_child.py")
@@ -211,6 +212,19 @@ def test_owners_are_in_their_column_and_share_the_work():
         places = place(costs, of, 10)
         assert all(owner in of.column(column) for owner, column in places.values())
         assert {owner for owner, _ in places.values()} == {0, 1, 2, 3}
+
+
+@given(st.integers(1, 12), st.sampled_from([(), (1,), (3,), (2, 3)]))
+def test_triangles_hold_every_element_above_the_diagonal_once(n, batch):
+    matrix = torch.randn(*batch, n, n)
+    symmetric = matrix.triu() + matrix.triu(1).mT
+    folded = fold(matrix)  # what is below the diagonal does not count
+    assert folded.shape == folded_shape(matrix.shape) == (*batch, n * (n + 1) // 2)
+    assert torch.equal(unfold(folded, n), symmetric)
+    above = matrix[(..., *torch.triu_indices(n, n))]
+    assert torch.equal(folded.sort().values, above.sort().values)
+    matrix[..., 0, -1] = float("nan")
+    assert unfold(fold(matrix), n).isnan().sum(dim=(-2, -1)).unique().item() == (2 if n > 1 else 1)
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.booleans())

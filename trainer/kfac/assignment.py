@@ -77,8 +77,3 @@ def place(costs: Mapping[str, Cost], grid: Grid, inv_update_steps: int) -> dict[
         ranks = grid.column(column)
         places |= {name: Place(ranks[row], column) for name, row in spread(of_column, grid.num_rows).items()}
     return places
-
-
-def triangle(n: int) -> int:
-    """Elements of a symmetric matrix that are sent."""
-    return n * (n + 1) // 2

@@ -11,13 +11,14 @@ from .capture import Capture
 from .exchange import Part
 from .layers import Layer, Norm
 from .solvers import Solver, State, unit_solution
+from .triangles import fold, folded_shape, unfold
 
 SYMMETRIC = "a", "g", "unit"
 
 
 class Block:
     """The owner of a block has the averages of its factors, and the ranks of its column the solution. A norm's block is
-    small: every rank has all of it, and there is no solution to keep.
+    small: every rank has all of it, and there is no solution to keep. Symmetric factors are kept folded (triangles.py).
     """
 
     def __init__(self, capture: Capture, place: Place, rank: int) -> None:
@@ -26,7 +27,7 @@ class Block:
         self.device, self.dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
         self.is_norm = isinstance(self.layer, Norm)
         self.is_owner = self.is_norm or place.owner == rank
-        shapes = self.layer.shapes() if self.is_owner else {}
+        shapes = self.shapes() if self.is_owner else {}
         self.averages = {name: RunningAverage(shape, self.dtype, self.device) for name, shape in shapes.items()}
         self.new: dict[str, Tensor] = {}  # the factors of this step
         self.state: State = {}
@@ -36,16 +37,31 @@ class Block:
 
     def begin_update(self) -> None:
         """Take the factors of this step from what was captured, if anything was."""
-        self.new = self.capture.factors() if self.capture.num_samples else {}
+        new = self.capture.factors() if self.capture.num_samples else {}
+        self.new = {name: fold(factor) if self._is_folded(name) else factor for name, factor in new.items()}
         self.num_rows = self.num_rows or self.capture.num_rows
         self.capture.clear()
 
     def to_send(self) -> list[Part]:
         """The factors of this step, to be averaged over the ranks; where there are none, room is made for them."""
         if not self.new:
-            shapes = self.layer.shapes().items()
+            shapes = self.shapes().items()
             self.new = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes}
-        return [Part(factor, name in SYMMETRIC and factor.dim() == 3) for name, factor in self.new.items()]
+        return [Part(factor) for factor in self.new.values()]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of what is kept and sent of the factors."""
+        return {
+            name: folded_shape(shape) if self._is_folded(name) else shape for name, shape in self.layer.shapes().items()
+        }
+
+    def factor(self, name: str) -> Tensor:
+        """The average, whole."""
+        value = self.averages[name].value
+        return unfold(value, self.layer.shapes()[name][-1]) if self._is_folded(name) else value
+
+    def _is_folded(self, name: str) -> bool:
+        return name in SYMMETRIC and len(self.layer.shapes()[name]) == 3
 
     def end_update(self, decay: float) -> None:
         if self.num_rows:  # a rank has used the layer
@@ -60,8 +76,7 @@ class Block:
             a, g = (self.layer.shapes()[name] for name in ("a", "g"))
             self.state = solver.empty(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g)))
         if self.is_owner and self._is_known():
-            a, g = (self.averages[name].value for name in ("a", "g"))
-            state = solver.refresh(a, g, damping, self.state)
+            state = solver.refresh(self.factor("a"), self.factor("g"), damping, self.state)
             # As those have it whom it is sent: products with another layout are rounded otherwise.
             self.state = {name: tensor.contiguous() for name, tensor in state.items()}
 
@@ -84,8 +99,8 @@ class Block:
     def curvature(self, direction: Tensor) -> Tensor:
         """dᵀ F d of the factors, on the owner."""
         if self.is_norm:
-            return torch.einsum("uj,ujk,uk->", direction, self.averages["unit"].value, direction)
-        a, g = (self.averages[name].value for name in ("a", "g"))
+            return torch.einsum("uj,ujk,uk->", direction, self.factor("unit"), direction)
+        a, g = self.factor("a"), self.factor("g")
         return ((g @ direction) * (direction * a[:, None] if a.dim() == 2 else direction @ a)).sum()
 
     def has_gradient(self) -> bool:

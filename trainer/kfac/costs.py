@@ -2,14 +2,14 @@
 
 For P ranks, w of them to precondition a layer, with inputs n and outputs m of G groups, a rank keeps of each layer
 
-    factors     G (n² + m²)            if it is the owner
+    factors     G (n (n + 1) + m (m + 1)) / 2         if it is the owner
     solutions   G (n² + m² (+ n + m with "eigen"))    if it is in the layer's column
 
 and gives to collectives, in the mean over ranks and steps (F and I: the two intervals),
 
-    factors     (G (n (n + 1) + m (m + 1)) / 2 + 1) / F       with P > 1, unless they are local
-    solutions   their size (with "cholesky" as triangles) / (P I)             with w > 1
-    gradients   (G m n + 2) w / P                                             with w < P
+    factors     (the same + 1) / F                    with P > 1, unless they are local
+    solutions   their size (with "cholesky" as triangles) / (P I)    with w > 1
+    gradients   (G m n + 2) w / P                     with w < P
 
 A convolution's n includes its K taps; spatially uncorrelated, its factors and solutions are those of n / K.
 """
@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .assignment import grid, place, triangle
+from .assignment import grid, place
 from .block import cost
 from .layers import Norm, find
 from .solvers import SOLVERS
+from .triangles import folded_shape
 
 
 class Costs(NamedTuple):
@@ -51,18 +52,18 @@ def costs(
     norms = [layer.shapes()["unit"] for layer in layers.values() if isinstance(layer, Norm)]
     matrices = {name: layer for name, layer in layers.items() if not isinstance(layer, Norm)}
     places = place({name: cost(layer) for name, layer in matrices.items()}, ranks, inv_update_steps)
-    factors = [4 * sum(map(prod, norms))] * world_size
+    factors = [4 * sum(map(_folded, norms))] * world_size
     solutions, sent = [0] * world_size, {"factors": 0, "solutions": 0, "gradients": 0}
     for name, layer in matrices.items():
         of = layer.shapes()
         kept, flat = _solution(of, SOLVERS[solver].symmetric)
-        factors[places[name].owner] += 4 * sum(map(prod, of.values()))
+        factors[places[name].owner] += 4 * sum(map(_folded, of.values()))
         for rank in ranks.column(places[name].column):
             solutions[rank] += 4 * kept
-        sent["factors"] += 0 if local_factors else 4 * (1 + sum(_triangles(shape) for shape in of.values()))
+        sent["factors"] += 0 if local_factors else 4 * (1 + sum(map(_folded, of.values())))
         sent["solutions"] += 4 * flat
         sent["gradients"] += 4 * (layer.num_elements() + 2)
-    sent["factors"] += 4 * sum(1 + _triangles(shape) for shape in norms)
+    sent["factors"] += 4 * sum(1 + _folded(shape) for shape in norms)
     return Costs(
         max(factors),
         max(solutions),
@@ -72,14 +73,14 @@ def costs(
     )
 
 
-def _triangles(shape: tuple[int, ...]) -> int:
-    return shape[0] * triangle(shape[1]) if len(shape) == 3 else prod(shape)
+def _folded(shape: tuple[int, ...]) -> int:
+    return prod(folded_shape(shape) if len(shape) == 3 else shape)
 
 
 def _solution(shapes: dict[str, tuple[int, ...]], symmetric: bool) -> tuple[int, int]:
     """Elements that are kept and that are sent."""
     kept = sum(map(prod, shapes.values()))
     if symmetric:
-        return kept, sum(map(_triangles, shapes.values()))
+        return kept, sum(map(_folded, shapes.values()))
     values = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 3)
     return kept + values, kept + values

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .assignment import Grid, triangle
+from .assignment import Grid
+from .triangles import fold, folded_shape, unfold
 
 BUCKET_BYTES = 4 << 20  # factors for one owner that are sent at once
 
@@ -147,34 +148,20 @@ def require_same(values: Mapping[str, object]) -> None:
 
 def pack(parts: Sequence[Part]) -> Tensor:
     """Flat, one after the other; of symmetric matrices the upper triangles."""
-    return torch.cat([
-        part.tensor[(..., *_triangle(part.tensor))].reshape(-1) if part.symmetric else part.tensor.reshape(-1)
-        for part in parts
-    ])  # fmt: skip
+    return torch.cat([(fold(tensor) if symmetric else tensor).reshape(-1) for tensor, symmetric in parts])
 
 
 def unpack(flat: Tensor, parts: Sequence[Part]) -> None:
-    """The reverse of `pack`, into the parts' tensors."""
-    at = 0
+    """The reverse of `pack`, into the parts' tensors; `flat` may go on behind them."""
     for part in parts:
         tensor, symmetric = part
+        sent, flat = flat[: _size(part)], flat[_size(part) :]
         if symmetric:
-            rows, columns = _triangle(tensor)
-            shape = (*tensor.shape[:-2], len(rows))
-            upper = flat[at : at + _size(part)].reshape(shape)
-            tensor[..., rows, columns] = upper
-            tensor[..., columns, rows] = upper
+            tensor.copy_(unfold(sent.reshape(folded_shape(tensor.shape)), tensor.shape[-1]))
         else:
-            tensor.copy_(flat[at : at + _size(part)].reshape(tensor.shape))
-        at += _size(part)
+            tensor.copy_(sent.reshape(tensor.shape))
 
 
 def _size(part: Part) -> int:
     """Elements that are sent."""
-    shape = part.tensor.shape
-    return prod(shape[:-2]) * triangle(shape[-1]) if part.symmetric else prod(shape)
-
-
-def _triangle(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    n = matrix.shape[-1]
-    return torch.triu_indices(n, n, device=matrix.device).unbind()
+    return prod(folded_shape(part.tensor.shape) if part.symmetric else part.tensor.shape)

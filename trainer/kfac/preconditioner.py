@@ -149,7 +149,7 @@ class KFAC:
         """A layer's current (a_factor, g_factor): [G, n, n] (an embedding's [1, n], a diagonal) and [G, m, m]; of a
         norm the one (unit_factor,), [U, k, k]. Empty on ranks that do not own the layer.
         """
-        return tuple(average.value for average in self.blocks[name].averages.values())
+        return tuple(self.blocks[name].factor(factor) for factor in self.blocks[name].averages)
 
     def layers(self) -> dict[str, int]:
         """The layers that are preconditioned, and the rank that owns each; a norm belongs to all, noted as -1."""
@@ -224,8 +224,8 @@ class KFAC:
             raise ValueError(f"layers: the states (of all ranks?) lack {missing}, and have {unknown} besides")
         for name, block in self.blocks.items():
             saved = {factor: tuple(of["value"].shape) for factor, of in layers[name]["averages"].items()}
-            if saved != block.layer.shapes():
-                raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
+            if saved != block.shapes():
+                raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.shapes()}")
         self.steps = self._first_step = states[0]["steps"]
         self._turns.forget()
         for name, block in self.blocks.items():

@@ -172,11 +172,11 @@ def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def unit_solution(unit_factor: Tensor, gradient: Tensor, damping: float) -> Tensor:
-    """(F + λ I)⁻¹ d for each unit of a norm: [U, k, k] and [U, k] to [U, k]."""
-    matrix = _plus(unit_factor, torch.full_like(unit_factor[:, 0, 0], damping))
-    if matrix.shape[-1] == 1:
-        return gradient / matrix[:, 0]
+    """(F + λ I)⁻¹ d for each unit of a norm: F folded, [U, 1] or [U, 3], and [U, k] to [U, k] with k = 1 or 2."""
+    if gradient.shape[-1] == 1:
+        return gradient / (unit_factor + damping)
     # Cramer's rule: no library call for thousands of 2×2 matrices, and nothing that can fail.
-    (p, q), (_, s) = (matrix[:, i].unbind(-1) for i in range(2))
+    p, q, s = unit_factor.unbind(-1)
+    p, s = p + damping, s + damping
     first, second = gradient.unbind(-1)
     return torch.stack([s * first - q * second, p * second - q * first], -1) / (p * s - q * q)[:, None]
