@@ -82,6 +82,7 @@ class Kfac(Section):
     kl_clip: Annotated[Positive | None, or_none()] = 0.001
     factor_fraction: Annotated[Positive, Field(le=1)] = 1.0
     spatially_uncorrelated: bool = False
+    inv_dtype: Annotated[Literal["bfloat16"] | None, or_none()] = None
     solver: Literal["eigen", "cholesky", "newton"] = "eigen"
     grad_worker_fraction: Fraction = 1.0
     local_factors: bool = False

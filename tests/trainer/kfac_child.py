@@ -114,6 +114,12 @@ with connected(world):
             *place, steps=2, spatially_uncorrelated=True, grad_worker_fraction=fraction, factor_update_steps=1,
             inv_update_steps=1,
         )  # fmt: skip
+    for solver in ("eigen", "cholesky"):
+        for fraction in fractions:
+            found[f"{solver} bfloat16 bytes {fraction:.2f}"] = train(
+                *place, dtype=torch.float32, steps=2, solver=solver, inv_dtype="bfloat16",
+                grad_worker_fraction=fraction, factor_update_steps=1, inv_update_steps=1,
+            )  # fmt: skip
     found["eigen adaptive"] = train(*place, adaptive=True, grad_worker_fraction=1 / P)
     found["eigen adaptive, owners"] = train(*place, adaptive=True, owners=True, grad_worker_fraction=1 / P)
     found["eigen resumed"] = train(*place, resumed=True, grad_worker_fraction=1 / P)

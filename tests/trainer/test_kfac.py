@@ -401,10 +401,12 @@ def test_settings_may_change_between_steps():
 # --- state ---
 
 
+@pytest.mark.parametrize("inv_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton", "EKFAC"])
-def test_a_resumed_run_is_the_same_to_the_bit(solver, tmp_path):
+def test_a_resumed_run_is_the_same_to_the_bit(solver, inv_dtype, tmp_path):
     kind = EKFAC if solver == "EKFAC" else KFAC
-    settings = {"factor_update_steps": 3, "inv_update_steps": 5} | ({} if kind is EKFAC else {"solver": solver})
+    settings = {"factor_update_steps": 3, "inv_update_steps": 5, "inv_dtype": inv_dtype}
+    settings |= {} if kind is EKFAC else {"solver": solver}
     model = small()
     preconditioner = kind(model, **settings)
     optimizer = run(model, preconditioner, 7)
@@ -440,6 +442,11 @@ def test_memory_is_told():
     assert preconditioner.memory_usage() == {"factors": factors, "solutions": 0, "captured": factors}
     preconditioner.step()
     assert preconditioner.memory_usage() == {"factors": factors, "solutions": 4 * (81 + 16 + 13), "captured": 0}
+    preconditioner.remove()
+    preconditioner = KFAC(model, inv_dtype="bfloat16", **EVERY_STEP)
+    model(torch.randn(3, 9)).sum().backward()
+    preconditioner.step()
+    assert preconditioner.memory_usage()["solutions"] == 2 * (81 + 16) + 4 * 13
 
 
 # --- bad input ---
@@ -448,7 +455,8 @@ def test_memory_is_told():
 @pytest.mark.parametrize(
     "settings",
     [{"damping": 0}, {"damping": float("nan")}, {"factor_update_steps": 0}, {"inv_update_steps": 1.5},
-     {"factor_decay": 1.0}, {"kl_clip": 0}, {"lr": -1}, {"solver": "qr"}, {"stagger": 1}, {"damping": True}],
+     {"factor_decay": 1.0}, {"kl_clip": 0}, {"lr": -1}, {"solver": "qr"}, {"stagger": 1}, {"damping": True},
+     {"inv_dtype": "half"}, {"inv_dtype": torch.bfloat16}],
     ids=str,
 )  # fmt: skip
 def test_bad_settings_are_named(settings):

@@ -191,6 +191,25 @@ def test_spatially_uncorrelated(name, solver):
         close(found[..., tap], torch.linalg.solve(curvature, D[..., tap].flatten()).reshape(D.shape[:2]))
 
 
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+@pytest.mark.parametrize("kind", [nn.Linear(20, 7), nn.Conv2d(4, 6, 3, groups=2), nn.Embedding(9, 5)], ids=repr)
+def test_solutions_in_bfloat16(kind, solver):
+    """Rounded to 8 bits, their matrices and what is multiplied with them; eigenvalues and diagonals are not. (Far above
+    the damping, where curvature is high, a solution is small, and the rounding of its largest elements is not.)
+    """
+    found = {}
+    for inv_dtype in (None, "bfloat16"):
+        module = randomised(kind)
+        found[inv_dtype] = stepped(module, input_of(module), solver=solver, inv_dtype=inv_dtype, damping=10.0)
+    (exact, _, wanted), (preconditioner, _, gradient) = found.values()
+    assert gradient.dtype == torch.float64
+    assert 1e-4 < (gradient - wanted).norm() / wanted.norm() < 2**-6
+    for name, tensor in preconditioner.blocks["0"].state.items():
+        whole = exact.blocks["0"].state[name]
+        assert tensor.dtype == (torch.bfloat16 if tensor.dim() == 3 else torch.float64)
+        assert torch.equal(tensor, whole.to(tensor.dtype))
+
+
 def test_positions_of_a_linear_layer():
     """Of a sequence: as those of a convolution."""
     module = randomised(nn.Linear(5, 3))

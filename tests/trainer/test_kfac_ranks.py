@@ -112,15 +112,17 @@ def test_the_formula_counts_every_byte(start, tmp_path, results, monkeypatch, ra
     """In two steps that do everything."""
     found = trained(start, tmp_path, results, ranks)
     network = child(monkeypatch, tmp_path)["network"](torch.float32)
-    for way in ("eigen", "cholesky", "uncorrelated"):
-        solver = "eigen" if way == "uncorrelated" else way
+    for way in ("eigen", "cholesky", "uncorrelated", "eigen bfloat16", "cholesky bfloat16"):
+        solver = "cholesky" if "cholesky" in way else "eigen"
+        settings = {"inv_dtype": "bfloat16"} if "bfloat16" in way else {"spatially_uncorrelated": way == "uncorrelated"}
+        size = 1 if "bfloat16" in way else 2  # the child's are float64, but for those
         for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
             of = found[f"{way} bytes {workers / ranks:.2f}"]
             memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))
-            wanted = costs(network, ranks, workers / ranks, 1, 1, solver, spatially_uncorrelated=way == "uncorrelated")
-            assert max(rank["factors"] for rank in memory) == 2 * wanted.factor_bytes  # the child's are float64
-            assert max(rank["solutions"] for rank in memory) == 2 * wanted.solution_bytes
-            mean = {kind: sum(rank[kind] for rank in sent) / ranks / 2 for kind in sent[0]}
+            wanted = costs(network, ranks, workers / ranks, 1, 1, solver, **settings)
+            assert max(rank["factors"] for rank in memory) == size * wanted.factor_bytes
+            assert max(rank["solutions"] for rank in memory) == size * wanted.solution_bytes
+            mean = {kind: sum(rank[kind] for rank in sent) / ranks / size for kind in sent[0]}
             assert mean["factors"] == pytest.approx(wanted.factors_sent)
             assert mean["solutions"] == pytest.approx(wanted.solutions_sent)
             assert mean["gradients"] == pytest.approx(wanted.gradients_sent)

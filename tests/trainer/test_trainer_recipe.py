@@ -128,7 +128,7 @@ def test_kfac_changes_with_the_epoch():
 @pytest.mark.parametrize(
     ("name", "value"),
     [("factor_decay", 0.5), ("kl_clip", 0.25), ("solver", "cholesky"), ("factor_fraction", 0.25),
-     ("spatially_uncorrelated", True), ("local_factors", True)],
+     ("spatially_uncorrelated", True), ("inv_dtype", "bfloat16"), ("local_factors", True)],
 )  # fmt: skip
 def test_settings_of_a_recipe_reach_kfac(name, value):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))

@@ -21,10 +21,11 @@ class Block:
     small: every rank has all of it, and there is no solution to keep. Symmetric factors are kept folded (triangles.py).
     """
 
-    def __init__(self, capture: Capture, place: Place, rank: int) -> None:
+    def __init__(self, capture: Capture, place: Place, rank: int, inv_dtype: str | None = None) -> None:
         self.capture, self.layer, self.place = capture, capture.layer, place
         weight = self.layer.module.weight
         self.device, self.dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
+        self._matrix_dtype = getattr(torch, inv_dtype) if inv_dtype else self.dtype
         self.is_norm = isinstance(self.layer, Norm)
         self.is_owner = self.is_norm or place.owner == rank
         shapes = self.shapes() if self.is_owner else {}
@@ -74,11 +75,18 @@ class Block:
         """On the owner: compute the solution; on others of the column: make room for it."""
         if not self.state:
             a, g = (self.layer.shapes()[name] for name in ("a", "g"))
-            self.state = solver.empty(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g)))
+            a, g = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g))
+            self.state = self._kept(solver.empty(a, g))
         if self.is_owner and self._is_known():
-            state = solver.refresh(self.factor("a"), self.factor("g"), damping, self.state)
-            # As those have it whom it is sent: products with another layout are rounded otherwise.
-            self.state = {name: tensor.contiguous() for name, tensor in state.items()}
+            before = {name: tensor.to(self.dtype) for name, tensor in self.state.items()}
+            self.state = self._kept(solver.refresh(self.factor("a"), self.factor("g"), damping, before))
+
+    def _kept(self, state: State) -> State:
+        """As those have it whom it is sent: products with another layout are rounded otherwise."""
+        return {
+            name: tensor.to(self.device, self._matrix_dtype if tensor.dim() == 3 else self.dtype).contiguous()
+            for name, tensor in state.items()
+        }
 
     def _is_known(self) -> bool:
         """False as long as no batch was finite; the state leaves gradients as they are then. Waits for the device, but
@@ -125,7 +133,7 @@ class Block:
         for name, average in self.averages.items():
             average.load_state_dict(state["averages"][name])
         solution = state["solution"] if in_column else {}
-        self.state = {name: tensor.to(self.device, self.dtype, copy=True) for name, tensor in solution.items()}
+        self.state = self._kept({name: tensor.clone() for name, tensor in solution.items()})
         self.num_rows, self.has_factors, self.has_solution = (
             state[name] for name in ("num_rows", "has_factors", "has_solution")
         )

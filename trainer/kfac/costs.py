@@ -11,7 +11,8 @@ and gives to collectives, in the mean over ranks and steps (F and I: the two int
     solutions   their size (with "cholesky" as triangles) / (P I)    with w > 1
     gradients   (G m n + 2) w / P                     with w < P
 
-A convolution's n includes its K taps; spatially uncorrelated, its factors and solutions are those of n / K.
+A convolution's n includes its K taps; spatially uncorrelated, its factors and solutions are those of n / K. Elements
+have 4 bytes, those of a solution's matrices with `inv_dtype="bfloat16"` 2.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def costs(
     solver: str = "eigen",
     local_factors: bool = False,
     spatially_uncorrelated: bool = False,
+    inv_dtype: str | None = None,
 ) -> Costs:
     """Of float32 factors. `model` may be on the meta device. Raises ValueError like `KFAC`."""
     ranks = grid(world_size, grad_worker_fraction)
@@ -56,12 +58,12 @@ def costs(
     solutions, sent = [0] * world_size, {"factors": 0, "solutions": 0, "gradients": 0}
     for name, layer in matrices.items():
         of = layer.shapes()
-        kept, flat = _solution(of, SOLVERS[solver].symmetric)
+        kept, flat = _solution(of, SOLVERS[solver].symmetric, 2 if inv_dtype == "bfloat16" else 4)
         factors[places[name].owner] += 4 * sum(map(_folded, of.values()))
         for rank in ranks.column(places[name].column):
-            solutions[rank] += 4 * kept
+            solutions[rank] += kept
         sent["factors"] += 0 if local_factors else 4 * (1 + sum(map(_folded, of.values())))
-        sent["solutions"] += 4 * flat
+        sent["solutions"] += flat
         sent["gradients"] += 4 * (layer.num_elements() + 2)
     sent["factors"] += 4 * sum(1 + _folded(shape) for shape in norms)
     return Costs(
@@ -77,10 +79,11 @@ def _folded(shape: tuple[int, ...]) -> int:
     return prod(folded_shape(shape) if len(shape) == 3 else shape)
 
 
-def _solution(shapes: dict[str, tuple[int, ...]], symmetric: bool) -> tuple[int, int]:
-    """Elements that are kept and that are sent."""
-    kept = sum(map(prod, shapes.values()))
-    if symmetric:
-        return kept, sum(map(_folded, shapes.values()))
-    values = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 3)
-    return kept + values, kept + values
+def _solution(shapes: dict[str, tuple[int, ...]], symmetric: bool, element_bytes: int) -> tuple[int, int]:
+    """Bytes that are kept and that are sent; `element_bytes`: of a matrix."""
+    matrices = [shape for shape in shapes.values() if len(shape) == 3]
+    values = 4 * sum(prod(shape) for shape in shapes.values() if len(shape) == 2)
+    if not symmetric:
+        values += 4 * sum(groups * n for groups, n, _ in matrices)
+    sent = sum(map(_folded, matrices)) if symmetric else sum(map(prod, matrices))
+    return values + element_bytes * sum(map(prod, matrices)), values + element_bytes * sent

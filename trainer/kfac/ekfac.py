@@ -69,7 +69,7 @@ class EKFAC(KFAC):
             return super()._solve(block, gradient)
         rotated = Eigen.rotate(block.state, gradient)
         rotated /= block.averages["scale"].value + self.settings.damping
-        return Eigen.rotate_back(block.state, rotated)
+        return Eigen.rotate_back(block.state, rotated).to(gradient.dtype)
 
     def load_state_dict(self, *states: dict) -> None:
         super().load_state_dict(*states)
@@ -93,7 +93,8 @@ class _Projected(Layer):
         sums = self._layer.sums(x, grad_output)
         if self.state:
             rows = self._layer.rows(x, grad_output)
-            sums.moments["scale"] = squares(*rows, self.state["a_vectors"], self.state["g_vectors"])
+            vectors = (accumulating(self.state[name]) for name in ("a_vectors", "g_vectors"))
+            sums.moments["scale"] = squares(*rows, *vectors)
         return sums
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -123,10 +123,12 @@ class Exchange:
             return
         sent = []
         for rank, parts in sorted(by_rank.items()):
-            flat = pack(parts)
-            if rank == self.rank:
-                self.bytes_sent[kind] += flat.nbytes
-            sent.append((dist.broadcast(flat, rank, group=group, async_op=True), flat, parts, rank))
+            for dtype in dict.fromkeys(part.tensor.dtype for part in parts):
+                of_dtype = [part for part in parts if part.tensor.dtype == dtype]
+                flat = pack(of_dtype)
+                if rank == self.rank:
+                    self.bytes_sent[kind] += flat.nbytes
+                sent.append((dist.broadcast(flat, rank, group=group, async_op=True), flat, of_dtype, rank))
         for work, flat, parts, rank in sent:
             work.wait()
             if rank != self.rank:

@@ -22,6 +22,7 @@ ALLOWED = {
     "solver": (str, lambda value: value in SOLVERS, ", ".join(SOLVERS)),
     "stagger": EITHER,
     "spatially_uncorrelated": EITHER,
+    "inv_dtype": (str, lambda value: value == "bfloat16", "bfloat16, or None"),
     "grad_worker_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
     "local_factors": EITHER,
 }
@@ -43,12 +44,13 @@ class KFACSettings:
     solver: str = "eigen"
     stagger: bool = True
     spatially_uncorrelated: bool = False
+    inv_dtype: str | None = None
     grad_worker_fraction: float = 1.0
     local_factors: bool = False
 
     def __setattr__(self, name: str, value: object) -> None:
         kind, fits, allowed = ALLOWED[name]
         good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and fits(value)
-        if not good and not (value is None and name == "kl_clip"):
+        if not good and not (value is None and name in ("kl_clip", "inv_dtype")):
             raise ValueError(f"{name}: {value!r} is out of range; allowed: {allowed}")
         object.__setattr__(self, name, value)

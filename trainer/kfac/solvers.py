@@ -8,7 +8,8 @@ With a_factor A, g_factor G, damping λ and a gradient D (one row an output), th
 
 where π² is the ratio of the mean eigenvalues of A and G.
 
-G groups, n inputs and m outputs of a group. A factor is [G, n, n], or [1, n] for a diagonal.
+G groups, n inputs and m outputs of a group. A factor is [G, n, n], or [1, n] for a diagonal. A state's matrices may be
+kept in less precision than factors have: gradients are then multiplied in it.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ class Eigen(Solver):
     def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
         rotated = self.rotate(state, gradient)
         rotated /= (state["g_values"][:, :, None] * state["a_values"][:, None]).add_(damping)
-        return self.rotate_back(state, rotated)
+        return self.rotate_back(state, rotated).to(gradient.dtype)
 
     @staticmethod
     def rotate(state: State, gradient: Tensor) -> Tensor:
         """Into the eigenvectors' coordinates."""
-        gradient = state["g_vectors"].mT @ gradient
+        gradient = state["g_vectors"].mT @ gradient.to(state["g_vectors"].dtype)
         return gradient @ state["a_vectors"] if "a_vectors" in state else gradient
 
     @staticmethod
@@ -100,10 +101,10 @@ class Cholesky(Solver):
         return {name: self._inverse(new, before[name]) for name, new in (("a_inverse", a), ("g_inverse", g))}
 
     def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
-        gradient = state["g_inverse"] @ gradient
-        if state["a_inverse"].dim() == 2:
-            return gradient * state["a_inverse"][:, None]
-        return gradient @ state["a_inverse"]
+        a_inverse, g_inverse = state["a_inverse"], state["g_inverse"]
+        found = g_inverse @ gradient.to(g_inverse.dtype)
+        found = found * a_inverse[:, None] if a_inverse.dim() == 2 else found @ a_inverse
+        return found.to(gradient.dtype)
 
     def _inverse(self, factor: Tensor, before: Tensor) -> Tensor:
         if factor.dim() == 2:

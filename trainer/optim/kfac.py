@@ -25,6 +25,7 @@ def build(name: str, settings: Kfac, model: nn.Module, scaler: torch.amp.GradSca
         solver=settings.solver,
         factor_fraction=settings.factor_fraction,
         spatially_uncorrelated=settings.spatially_uncorrelated,
+        inv_dtype=settings.inv_dtype,
         local_factors=settings.local_factors,
         grad_worker_fraction=settings.grad_worker_fraction or 1 / world_size,
         **_scheduled(settings, 0.0),
