@@ -113,8 +113,10 @@ def test_steps_do_not_wait_for_the_gpu(sample):
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
-def test_kfac_is_that_of_the_processor(device, solver):
+@pytest.mark.parametrize(
+    ("solver", "inv_dtype"), [("eigen", None), ("cholesky", None), ("newton", None), ("cholesky", "bfloat16")]
+)
+def test_kfac_is_that_of_the_processor(device, solver, inv_dtype):
     from trainer import models
     from trainer.kfac import KFAC
 
@@ -124,7 +126,8 @@ def test_kfac_is_that_of_the_processor(device, solver):
     for place in (torch.device("cpu"), device):
         torch.manual_seed(0)
         network = models.build("resnet8", num_classes=10, in_channels=3).to(place, memory_format=torch.channels_last)
-        preconditioner = KFAC(network, solver=solver, damping=0.1, factor_update_steps=1, inv_update_steps=1)
+        settings = {"damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 1}
+        preconditioner = KFAC(network, solver=solver, inv_dtype=inv_dtype, **settings)
         for _ in range(2):
             network.zero_grad()
             torch.nn.functional.cross_entropy(network(x.to(place)), y.to(place)).backward()
@@ -134,14 +137,15 @@ def test_kfac_is_that_of_the_processor(device, solver):
 
 
 @needs_gpu
-def test_kfac_does_not_wait_for_the_gpu():
+@pytest.mark.parametrize("inv_dtype", [None, "bfloat16"])
+def test_kfac_does_not_wait_for_the_gpu(inv_dtype):
     from trainer import models
     from trainer.kfac import KFAC
 
     device = torch.device("cuda")
     network = models.build("resnet8", num_classes=10, in_channels=3).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    preconditioner = KFAC(network, solver="cholesky", factor_update_steps=2, inv_update_steps=10**6)
+    preconditioner = KFAC(network, solver="cholesky", inv_dtype=inv_dtype, factor_update_steps=2, inv_update_steps=10**6)
     x, y = torch.randn(16, 3, 24, 24, device=device), torch.randint(10, (16,), device=device)
     try:
         for number in range(12):
