@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_kfac [--model resnet32 --size 32 --batch-size 128] [--periods 2] [--without NAME]
 
-Steps of SGD (fused), of K-FAC with each solver, with solutions in bfloat16, with factors of a quarter of the samples,
-and with pixels taken as spatially uncorrelated (SUA) besides, and of the algorithm as published
+Steps of SGD (fused), of K-FAC with each solver, with factors of a quarter of the samples, with solutions in bfloat16 or
+pixels taken as spatially uncorrelated (SUA) besides, and of the algorithm as published
 (benchmarks/peers/kfac_published.py) take turns in one process, on the same random images, with factors every 10 steps
 and solutions every 100, over whole periods of 100 after the first one, in which ours does more. Beside the times, what
 the operations would take by formula. Each one's peak memory is that of a process of its own. Writes
@@ -32,8 +32,8 @@ SGD, PUBLISHED = "SGD", "K-FAC as published"
 OURS = {
     "K-FAC, eigen": {"solver": "eigen"},
     "K-FAC, cholesky": {"solver": "cholesky"},
-    "K-FAC, cholesky, bfloat16": {"solver": "cholesky", "inv_dtype": "bfloat16"},
     "K-FAC, cholesky, ¼": {"solver": "cholesky", "factor_fraction": 0.25},
+    "K-FAC, cholesky, ¼, bfloat16": {"solver": "cholesky", "factor_fraction": 0.25, "inv_dtype": "bfloat16"},
     "K-FAC, cholesky, SUA, ¼": {"solver": "cholesky", "factor_fraction": 0.25, "spatially_uncorrelated": True},
 }
 NAMES = (SGD, *OURS, PUBLISHED)

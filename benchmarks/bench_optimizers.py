@@ -43,7 +43,7 @@ OPTIMIZERS = {
     "K-FAC": ({**SGD, "preconditioner": "kfac", "lr": (4e-4, 6.4e-3)}, {"damping": (3e-6, 3e-4)}),
     "EKFAC": ({**SGD, "preconditioner": "ekfac", "lr": (4e-4, 6.4e-3)}, {"damping": (3e-6, 3e-4)}),
 }
-KFAC = {"factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": None}
+KFAC = {"factor_update_steps": 2, "inv_update_steps": 4, "factor_fraction": 0.125, "kl_clip": None}
 FIRST_ORDER = ("SGD, Nesterov", "LARS", "LAMB")
 GOAL = {"step": 0.6, "cpu_s": 0.75}  # of K-FAC, against the best of them
 HOPELESS = 0.7  # a trial ends halfway below this accuracy
