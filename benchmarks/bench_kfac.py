@@ -72,13 +72,13 @@ def batch(number: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, tor
 
 def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
     """Floating-point operations a step by formula: training, factors by im2col, solutions, preconditioning. And the
-    bytes of float32 that K-FAC cannot but move: it reads what is captured, factors, solutions and gradients, and writes
-    averages and gradients.
+    bytes of float32 that K-FAC cannot but move: it reads what is captured, averages (triangles), solutions and
+    gradients, and writes averages, solutions and gradients; and those with solutions in bfloat16.
     """
     network = models.build(model, num_classes=10, in_channels=3)
     work = (
         "training", "factors", "eigen", "cholesky", "precondition, eigen", "precondition, cholesky",
-        "precondition, SUA", "bytes",
+        "precondition, SUA", "bytes", "bytes, bfloat16",
     )  # fmt: skip
     found = dict.fromkeys(work, 0)
     hooks = []
@@ -95,8 +95,10 @@ def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
         found["precondition, SUA"] += 2 * m * n * (m + taken)
         found["precondition, eigen"] += 4 * (m * m * n + m * n * n)
         captured, factors = batch_size * args[0][0].numel() + rows * m, n * n + m * m
-        found["bytes"] += 4 * (captured + 2 * factors) / SETTINGS["factor_update_steps"]
-        found["bytes"] += 4 * (2 * factors / SETTINGS["inv_update_steps"] + factors + 2 * m * n)
+        others = (captured + factors) / SETTINGS["factor_update_steps"] + factors / 2 / SETTINGS["inv_update_steps"]
+        solutions = factors / SETTINGS["inv_update_steps"] + factors
+        found["bytes"] += 4 * (others + solutions + 2 * m * n)
+        found["bytes, bfloat16"] += 4 * (others + solutions / 2 + 2 * m * n)
 
     for module in network.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
@@ -189,7 +191,7 @@ def main() -> int:
     header = [f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}", "median ms", "mean ms", "added",
               "added CPU", "worst ÷ median", "repeated", "peak MiB"]  # fmt: skip
     print(table(header, rows))
-    shares = {k: f"{v / flops['training']:.1%}" for k, v in flops.items() if k != "bytes"}
+    shares = {k: f"{v / flops['training']:.1%}" for k, v in flops.items() if "bytes" not in k}
     print("by formula, of training: " + ", ".join(f"{k} {share}" for k, share in shares.items()))
     print(f"and {flops['bytes'] / 2**20:.0f} MiB moved by K-FAC")
     print(path)

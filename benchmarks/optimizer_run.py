@@ -42,8 +42,7 @@ class Run:
     """`optimizer`: a section of a recipe. `kfac`: settings of the preconditioner, if there is one; with
     "damping_update_steps", its damping adapts. A run ends at the last target, or after `epochs`.
 
-    `tuning`: on images of 14 x 14 pixels (means of four), a quarter of the work, with the last 10,000 training images
-    held out for the evaluation; the test images are not touched.
+    `tuning`: with the last 10,000 training images held out for the evaluation; the test images are not touched.
     """
 
     model: str
@@ -71,10 +70,9 @@ def data(split: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def sets(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """To train on, and to evaluate on."""
-    train = data("train")
+    images, labels = data("train")
     if not run.tuning:
-        return [train, data("t10k")]
-    images, labels = F.avg_pool2d(train[0], 2), train[1]
+        return [(images, labels), data("t10k")]
     return [(images[:-HELD_OUT], labels[:-HELD_OUT]), (images[-HELD_OUT:], labels[-HELD_OUT:])]
 
 

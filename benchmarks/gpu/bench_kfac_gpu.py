@@ -132,9 +132,11 @@ def main() -> int:
         if name not in OURS:
             return 0.0
         solver = OURS[name]["solver"].replace("newton", "cholesky")
-        precondition_s = flops[f"precondition, {solver}"] / ceiling[OURS[name].get("inv_dtype", "float32")]
+        inv_dtype = OURS[name].get("inv_dtype", "float32")
+        precondition_s = flops[f"precondition, {solver}"] / ceiling[inv_dtype]
         computing_s = (flops["factors"] + flops[solver]) / ceiling["float32"] + precondition_s
-        return 1e3 * max(computing_s, flops["bytes"] / ceiling["bytes"])
+        moved = flops["bytes" if inv_dtype == "float32" else "bytes, bfloat16"]
+        return 1e3 * max(computing_s, moved / ceiling["bytes"])
 
     found = {
         name: {

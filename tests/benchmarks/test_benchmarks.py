@@ -177,6 +177,11 @@ def test_a_comparison_of_optimizers(
         assert of["targets"]["0.90"]["runs"] == 2
     *before, last = record["runs"]
     path.write_text(json.dumps(record | {"runs": before}))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "process", lambda command, **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.main()
+    assert json.loads(path.read_text())["found"] == record["found"]  # what is broken off loses nothing
     assert bench.main() == 0
     again = json.loads(path.read_text())
     assert again["runs"][:-1] == before and again["runs"][-1]["run"] == last["run"]  # nothing is trained twice

@@ -401,6 +401,17 @@ def test_settings_may_change_between_steps():
 # --- state ---
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ekfac_in_bfloat16(dtype):
+    model = small(dtype=dtype)
+    preconditioner = EKFAC(model, inv_dtype="bfloat16", **EVERY_STEP)
+    for number in range(3):
+        x, y = batch(number, dtype=dtype)
+        F.cross_entropy(model(x), y).backward()
+        preconditioner.step()
+    assert all(0 < cosine < 1 - 1e-6 for cosine in preconditioner.cosines().values())
+
+
 @pytest.mark.parametrize("inv_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton", "EKFAC"])
 def test_a_resumed_run_is_the_same_to_the_bit(solver, inv_dtype, tmp_path):
@@ -421,6 +432,20 @@ def test_a_resumed_run_is_the_same_to_the_bit(solver, inv_dtype, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, "bfloat16"), ("bfloat16", None)])
+def test_a_state_is_rounded_as_the_settings_say(before, after):
+    model = small()
+    preconditioner = KFAC(model, inv_dtype=before, **EVERY_STEP)
+    run(model, preconditioner, 2)
+    other = KFAC(small(), inv_dtype=after, **EVERY_STEP)
+    other.load_state_dict(preconditioner.state_dict())
+    for name, block in other.blocks.items():
+        for key, tensor in block.state.items():
+            wanted = preconditioner.blocks[name].state[key]
+            assert tensor.dtype == (torch.bfloat16 if after and tensor.dim() == 3 else torch.float32)
+            assert torch.equal(tensor, wanted.to(tensor.dtype))
+
+
 def test_a_state_of_another_model_is_refused():
     preconditioner = KFAC(small())
     state = preconditioner.state_dict()
@@ -430,6 +455,9 @@ def test_a_state_of_another_model_is_refused():
     wider[7] = nn.Linear(6, 4)
     with pytest.raises(ValueError, match="layer 7: the state's factors are"):
         KFAC(wider).load_state_dict(state)
+    linear, embedding = KFAC(nn.Sequential(nn.Linear(2, 4))), nn.Sequential(nn.Embedding(6, 4))
+    with pytest.raises(ValueError, match="layer 0: the state's factors are"):  # as many elements
+        KFAC(embedding).load_state_dict(linear.state_dict())
     with pytest.raises(ValueError, match="solver: the state is of eigen, not cholesky"):
         KFAC(small(), solver="cholesky").load_state_dict(state)
 

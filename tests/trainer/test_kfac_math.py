@@ -210,6 +210,18 @@ def test_solutions_in_bfloat16(kind, solver):
         assert torch.equal(tensor, whole.to(tensor.dtype))
 
 
+@pytest.mark.parametrize("damping", [3e-3, 3e-5])
+def test_rounded_eigenvectors_lead_downhill(damping):
+    """Also where inputs have a large mean, and a factor one large eigenvalue."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(512, 4))
+        preconditioner = KFAC(model, damping=damping, inv_dtype="bfloat16", factor_update_steps=1, inv_update_steps=1)
+        F.cross_entropy(model(3 + 0.1 * torch.randn(64, 512)), torch.randint(4, (64,))).backward()
+        preconditioner.step()
+        assert preconditioner.cosines()["0"] > 0
+
+
 def test_positions_of_a_linear_layer():
     """Of a sequence: as those of a convolution."""
     module = randomised(nn.Linear(5, 3))

@@ -78,8 +78,7 @@ class Block:
             a, g = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g))
             self.state = self._kept(solver.empty(a, g))
         if self.is_owner and self._is_known():
-            before = {name: tensor.to(self.dtype) for name, tensor in self.state.items()}
-            self.state = self._kept(solver.refresh(self.factor("a"), self.factor("g"), damping, before))
+            self.state = self._kept(solver.refresh(self.factor("a"), self.factor("g"), damping, self.state))
 
     def _kept(self, state: State) -> State:
         """As those have it whom it is sent: products with another layout are rounded otherwise."""
@@ -122,6 +121,7 @@ class Block:
 
     def state_dict(self) -> dict:
         return {
+            "shapes": self.layer.shapes(),
             "averages": {name: average.state_dict() for name, average in self.averages.items()},
             "solution": self.state,
             "num_rows": self.num_rows,

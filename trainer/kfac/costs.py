@@ -25,6 +25,7 @@ from torch import nn
 from .assignment import grid, place
 from .block import cost
 from .layers import Norm, find
+from .settings import KFACSettings
 from .solvers import SOLVERS
 from .triangles import folded_shape
 
@@ -49,6 +50,9 @@ def costs(
     inv_dtype: str | None = None,
 ) -> Costs:
     """Of float32 factors. `model` may be on the meta device. Raises ValueError like `KFAC`."""
+    KFACSettings(
+        factor_update_steps=factor_update_steps, inv_update_steps=inv_update_steps, solver=solver, inv_dtype=inv_dtype
+    )
     ranks = grid(world_size, grad_worker_fraction)
     layers = find(model, spatially_uncorrelated=spatially_uncorrelated)[0]
     norms = [layer.shapes()["unit"] for layer in layers.values() if isinstance(layer, Norm)]
@@ -58,7 +62,7 @@ def costs(
     solutions, sent = [0] * world_size, {"factors": 0, "solutions": 0, "gradients": 0}
     for name, layer in matrices.items():
         of = layer.shapes()
-        kept, flat = _solution(of, SOLVERS[solver].symmetric, 2 if inv_dtype == "bfloat16" else 4)
+        kept, flat = _solution(of, SOLVERS[solver].symmetric, 2 if inv_dtype else 4)
         factors[places[name].owner] += 4 * sum(map(_folded, of.values()))
         for rank in ranks.column(places[name].column):
             solutions[rank] += kept

@@ -93,7 +93,7 @@ class _Projected(Layer):
         sums = self._layer.sums(x, grad_output)
         if self.state:
             rows = self._layer.rows(x, grad_output)
-            vectors = (accumulating(self.state[name]) for name in ("a_vectors", "g_vectors"))
+            vectors = (self.state[name].to(self.state["a_values"].dtype) for name in ("a_vectors", "g_vectors"))
             sums.moments["scale"] = squares(*rows, *vectors)
         return sums
 

@@ -45,8 +45,8 @@ class KFAC:
     one. `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
     samples, those that enter the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring
     pixels are taken to be, in convolutions without groups and bias; far less work and memory where they are wide.
-    `inv_dtype="bfloat16"`: solutions in half the memory, and faster to apply where the hardware multiplies bfloat16.
-    `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
+    `inv_dtype="bfloat16"`: solutions in half the memory, faster to apply where the hardware multiplies bfloat16; with
+    low damping only for "eigen". `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
     nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a
@@ -224,9 +224,9 @@ class KFAC:
         if missing or unknown:
             raise ValueError(f"layers: the states (of all ranks?) lack {missing}, and have {unknown} besides")
         for name, block in self.blocks.items():
-            saved = {factor: tuple(of["value"].shape) for factor, of in layers[name]["averages"].items()}
-            if saved != block.shapes():
-                raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.shapes()}")
+            saved = layers[name].get("shapes")
+            if saved != block.layer.shapes():
+                raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
         self.steps = self._first_step = states[0]["steps"]
         self._turns.forget()
         for name, block in self.blocks.items():

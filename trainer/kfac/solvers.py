@@ -9,7 +9,8 @@ With a_factor A, g_factor G, damping λ and a gradient D (one row an output), th
 where π² is the ratio of the mean eigenvalues of A and G.
 
 G groups, n inputs and m outputs of a group. A factor is [G, n, n], or [1, n] for a diagonal. A state's matrices may be
-kept in less precision than factors have: gradients are then multiplied in it.
+kept in less precision than factors have: gradients are then multiplied in it. (Rounded eigenvectors still make a
+positive definite solution; rounded inverses only where the damping is not too far below the largest eigenvalue.)
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Newton(Cholesky):
 
     def _inverse(self, factor: Tensor, before: Tensor) -> Tensor:
         if factor.dim() == 3:
-            inverse, identity = before, _identity(factor)
+            inverse, identity = before.to(factor.dtype), _identity(factor)
             for _ in range(NEWTON_STEPS):
                 residual = identity - factor @ inverse
                 size = torch.linalg.matrix_norm(residual).amax()

@@ -1,7 +1,7 @@
 """Symmetric matrices as their upper triangles: half the memory, half the bytes to send.
 
 Rows i and n - i of a triangle have n elements together, so the first half of the rows has room for the second half,
-turned by 180°, left of its diagonal. To fold so takes no indices, which would be four times the matrix.
+turned by 180°, left of its diagonal. To fold so takes no indices, which would be twice the matrix.
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ def unfold(folded: Tensor, n: int) -> Tensor:
     half = n // 2 + 1
     rows = F.pad(folded, (0, half * n - folded.shape[-1])).unflatten(-1, (half, n))
     upper = torch.cat([rows[..., : n - half + 1, :].triu(), rows[..., 1:, :].tril().flip(-2, -1)], -2)
-    return upper + upper.triu(1).mT
+    return upper.add_(upper.triu(1).mT)
