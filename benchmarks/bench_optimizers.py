@@ -42,7 +42,7 @@ OPTIMIZERS = {
     "Muon": ({"name": "muon", "lr": (0.005, 0.08), "adam_lr": (2e-4, 0.02)}, {}),
     "SOAP": ({"name": "soap", "lr": (1e-3, 0.016), "weight_decay": (1e-3, 0.1)}, {}),
     # A quarter of what it was when trials had a quarter of the pixels, after one look at test images (see README.md)
-    # with settings so scaled. Likely why: K-FAC takes gradients as uncorrelated between a convolution's positions, which
+    # with settings so scaled. Likely why: K-FAC takes gradients as uncorrelated between a convolution's positions; that
     # makes the curvature too small by up to their number; EKFAC's trace is right. Not isolated from other causes.
     "K-FAC": ({**SGD, "preconditioner": "kfac", "lr": (1e-4, 1.6e-3)}, {"damping": (7.5e-7, 7.5e-5)}),
     "EKFAC": ({**SGD, "preconditioner": "ekfac", "lr": (4e-4, 6.4e-3)}, {"damping": (3e-6, 3e-4)}),
