@@ -6,6 +6,7 @@ the next collective operation, so that none waits for a rank that has gone.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Its functions' defaults hold the group that there is when it is first imported, DDP does so, and gloo's threads end
+# with their group alone: one that lets go of a tensor while Python ends aborts a process that had done its work.
+import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -93,7 +98,10 @@ def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def connected(world: World) -> Iterator[None]:
-    """Connect the ranks for as long as the block runs. Alone, there is nothing to do."""
+    """Connect the ranks for as long as the block runs. Alone, there is nothing to do.
+
+    A model that `wrap` wrapped keeps the connections' threads; leave nothing outside the block that refers to it.
+    """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if world.world_size == 1:
@@ -114,6 +122,7 @@ def connected(world: World) -> Iterator[None]:
             raise TrainingError(message) from error
         raise
     finally:
+        gc.collect()  # cycles that refer to DDP
         dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from .distributed import World, broadcast, connected, set_threads, together, wor
 from .errors import TrainingError
 from .job import Job, open_job, read_checkpoint, restore
 from .loop import train
-from .precision import choose_precision
+from .precision import Precision, choose_precision
 from .recipe import Recipe
 from .state import MeanLoss, State
 from .stop import StopSignal
@@ -40,9 +40,21 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool) -> int:
     world.batch_size(recipe.train.batch_size)
     precision = choose_precision(recipe.train.precision, world.device)
     set_threads(world)
+    with connected(world), StopSignal(world) as stop:
+        end = _run(recipe, data, out, resume, world, precision, stop)
+    if world.is_main:
+        report = None if end["status"] == "interrupted" else _write_report(out)
+        print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
+    if stop.number and end["status"] == "interrupted":
+        return 128 + stop.number
+    return int(end["status"] == "target_missed" and world.is_main)
+
+
+def _run(
+    recipe: Recipe, data: Path, out: Path, resume: bool, world: World, precision: Precision, stop: StopSignal
+) -> dict:
+    """Train; return the "end" line. The job ends here, while the ranks are still connected."""
     with ExitStack() as stack:
-        stack.enter_context(connected(world))
-        stop = stack.enter_context(StopSignal(world))
         checkpoint = _open_run(recipe, out, resume, world)
         job = open_job(recipe, data, out, world, precision, stack, _metrics_bytes(checkpoint))
         state = State(MeanLoss(world.device))
@@ -53,13 +65,7 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool) -> int:
         if ended and world.is_main:
             logger.info("the run in %s is complete", out)
         _write_start(job, state, resumed=checkpoint is not None and not ended)
-        end = _train_and_record(job, state, stop)
-    if world.is_main:
-        report = None if end["status"] == "interrupted" else _write_report(out)
-        print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
-    if stop.number and end["status"] == "interrupted":
-        return 128 + stop.number
-    return int(end["status"] == "target_missed" and world.is_main)
+        return _train_and_record(job, state, stop)
 
 
 def _open_run(recipe: Recipe, out: Path, resume: bool, world: World) -> dict | None:

@@ -9,8 +9,9 @@ import pytest
 
 from datapipe.order import permutation
 
+# torch.distributed.nn, and the end of the model: else gloo's threads outlive the group (see trainer/distributed.py).
 DDP = """
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.distributed.nn
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 model = torch.nn.parallel.DistributedDataParallel(Net())
@@ -24,6 +25,7 @@ with loader_of(rank, ranks) as loader:
             optimizer.zero_grad()
             note(epoch, batch)
 finish(model.module)
+del model, optimizer
 dist.destroy_process_group()
 """
 

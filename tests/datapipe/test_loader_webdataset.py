@@ -265,8 +265,9 @@ def test_settings_without_a_meaning_are_refused(tmp_path, photo, encoded, settin
         open_loader(tmp_path, 1, backend="webdataset", **settings)
 
 
+# torch.distributed.nn, and the end of the model: else gloo's threads outlive the group (see trainer/distributed.py).
 CHILD = """
-import sys, torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist, torch.distributed.nn
 from datapipe.loaders import open_loader
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -279,6 +280,7 @@ with open_loader(sys.argv[1], 2, backend="webdataset", size=16, rank=rank, world
 dist.all_reduce(seen)
 assert seen.tolist() == [1.0] * 41 + [0.0] * 23, seen
 print("done", rank)
+del model
 dist.destroy_process_group()
 """
 

@@ -16,10 +16,8 @@ from trainer.distributed import connected, world_from_environment, wrap
 from trainer.evaluate import evaluate
 from trainer.precision import choose_precision
 
-data, global_batch_size, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-world = world_from_environment()
-torch.set_num_threads(1)
-with connected(world):
+
+def main(data: Path, global_batch_size: int, out: Path) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
     model = wrap(module, world)
@@ -47,3 +45,9 @@ with connected(world):
     if world.is_main:
         torch.save(module.state_dict(), out)
         out.with_suffix(".json").write_text(json.dumps([result.accuracy, result.loss]))
+
+
+world = world_from_environment()
+torch.set_num_threads(1)
+with connected(world):
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

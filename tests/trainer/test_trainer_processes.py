@@ -161,6 +161,27 @@ def test_two_ranks_learn_and_count_as_one(start, packed, tmp_path):
     assert loss_1 == pytest.approx(loss_2, rel=1e-4)
 
 
+# gloo's threads that let go of a tensor while Python ends abort a process that had done its work.
+THREADS = """
+import sys
+from pathlib import Path
+from trainer.recipe import load_recipe
+from trainer.run import run
+assert run(load_recipe(sys.argv[1], sys.argv[4:]), Path(sys.argv[2]), Path(sys.argv[3]), resume=False) == 0
+print(*sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm")), sep="")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
+def test_no_thread_of_the_ranks_outlives_the_training(start, packed, recipe_file, tmp_path):
+    (tmp_path / "child.py").write_text(THREADS)
+    changes = ["train.epochs=1", *KFAC]
+    code, out, err = finish(start(tmp_path / "child.py", recipe_file, packed, tmp_path / "run", *changes, ranks=2))
+    assert code == 0, err
+    assert out.count("python") >= 2, out  # the first threads of both
+    assert "gloo" not in out
+
+
 def test_two_ranks_that_miss_the_target_still_report(train, tmp_path):
     arguments = ["--set", "train.epochs=1", "--set", "train.target_accuracy=1.0", "--set", "optimizer.lr=1e-9"]
     code, out, err = finish(train("run", *arguments, ranks=2))
