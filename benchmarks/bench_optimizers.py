@@ -1,15 +1,14 @@
 """How many epochs, steps and seconds does each optimizer need to an accuracy on Fashion-MNIST?
 
-    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 6] [--seeds 5] [--device cpu]
+    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 10] [--seeds 5] [--device cpu]
 
-Each optimizer has two settings to tune, over as many trials, at the points of a Sobol sequence in a box that is as wide
-for each: 16 times in the learning rate, 100 times in the other. (The boxes' centres come from the papers, and from one
-to five looks at SGD, K-FAC and EKFAC.) Trials are short, and do not see the test images; the
-place of K-FAC's box does, see README.md. The best setting is run with
-several seeds, from 1 on. A seed that does not reach an accuracy counts as missed, and the mean is then only of the
-others. Two trainings run at a time, one thread each; evaluations are not timed. Writes
-results/optimizers-MODEL-BATCH.json after every training, and does none again that is there already: remove the file to
-begin anew. Its summary is of the seeds that all optimizers have done.
+Each optimizer has two settings to tune, over as many trials, in a box that spans a factor of 1,000 in each:
+first at points of a Sobol sequence, then where a Gaussian process of the trials so far expects the most (Optuna's).
+Trials are short, and do not see the test images. The best setting is run with several seeds, from 1 on. A
+seed that does not reach an accuracy counts as missed, and the mean is then only of the others. Two trainings run at a
+time, one thread each; evaluations are not timed. Writes results/optimizers-MODEL-BATCH.json after every training, and
+does none again that is there already: remove the file to begin anew. Its summary is of the seeds that all optimizers
+have done.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ import os
 import statistics
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import optuna
 from scipy.stats import t as student
 from torch.quasirandom import SobolEngine
 
@@ -33,19 +34,30 @@ from benchmarks.measure import RESULTS, environment, process, table, write_recor
 from benchmarks.optimizer_run import TARGETS, Run
 
 TUNING_EPOCHS = 5
-# The box of each: the settings of its section of a recipe, between two values on a logarithmic scale.
+WIDTH = 1000  # the largest value of a setting, in parts of the smallest
+SPREAD = 4  # trials at points of the Sobol sequence
+
+
+@dataclass(frozen=True)
+class Around:
+    """A setting to tune: its box's centre on a logarithmic scale."""
+
+    centre: float
+
+    def box(self) -> optuna.distributions.FloatDistribution:
+        return optuna.distributions.FloatDistribution(self.centre / WIDTH**0.5, self.centre * WIDTH**0.5, log=True)
+
+
+# Sections of a recipe, and settings of the preconditioner.
 SGD = {"name": "sgd", "momentum": 0.9, "nesterov": True}
 OPTIMIZERS = {
-    "SGD, Nesterov": ({**SGD, "lr": (0.03, 0.48), "weight_decay": (1e-5, 1e-3)}, {}),
-    "LARS": ({"name": "lars", "nesterov": True, "lr": (2.0, 32.0), "weight_decay": (1e-5, 1e-3)}, {}),
-    "LAMB": ({"name": "lamb", "lr": (0.003, 0.048), "weight_decay": (1e-3, 0.1)}, {}),
-    "Muon": ({"name": "muon", "lr": (0.005, 0.08), "adam_lr": (2e-4, 0.02)}, {}),
-    "SOAP": ({"name": "soap", "lr": (1e-3, 0.016), "weight_decay": (1e-3, 0.1)}, {}),
-    # A quarter of what it was when trials had a quarter of the pixels, after one look at test images (see README.md)
-    # with settings so scaled. Likely why: K-FAC takes gradients as uncorrelated between a convolution's positions; that
-    # makes the curvature too small by up to their number; EKFAC's trace is right. Not isolated from other causes.
-    "K-FAC": ({**SGD, "preconditioner": "kfac", "lr": (1e-4, 1.6e-3)}, {"damping": (7.5e-7, 7.5e-5)}),
-    "EKFAC": ({**SGD, "preconditioner": "ekfac", "lr": (4e-4, 6.4e-3)}, {"damping": (3e-6, 3e-4)}),
+    "SGD, Nesterov": ({**SGD, "lr": Around(0.12), "weight_decay": Around(1e-4)}, {}),
+    "LARS": ({"name": "lars", "nesterov": True, "lr": Around(8.0), "weight_decay": Around(1e-4)}, {}),
+    "LAMB": ({"name": "lamb", "lr": Around(0.012), "weight_decay": Around(0.01)}, {}),
+    "Muon": ({"name": "muon", "lr": Around(0.02), "adam_lr": Around(2e-3)}, {}),
+    "SOAP": ({"name": "soap", "lr": Around(4e-3), "weight_decay": Around(0.01)}, {}),
+    "K-FAC": ({**SGD, "preconditioner": "kfac", "lr": Around(1.6e-3)}, {"damping": Around(3e-5)}),
+    "EKFAC": ({**SGD, "preconditioner": "ekfac", "lr": Around(1.6e-3)}, {"damping": Around(3e-5)}),
 }
 KFAC = {"factor_update_steps": 2, "inv_update_steps": 4, "factor_fraction": 0.125, "kl_clip": None}
 FIRST_ORDER = ("SGD, Nesterov", "LARS", "LAMB")
@@ -67,20 +79,17 @@ class Runs:
         self._environments, self._done, self._here = before["environments"], before["runs"], environment()
         self._lock = threading.Lock()
 
-    def __contains__(self, run: Run) -> bool:
-        return any(done["run"] == asdict(run) for done in self._done)
+    def __iter__(self) -> Iterator[Run]:
+        return (Run(**done["run"]) for done in self._done)
 
     def __getitem__(self, run: Run) -> list[dict]:
         """What its evaluations found."""
         return next(done["found"] for done in self._done if done["run"] == asdict(run))
 
-    def do(self, runs: Iterable[Run], parallel: int) -> Path:
-        """Those that have not been done, so many at a time; the record is written after each."""
-        with ThreadPoolExecutor(parallel) as pool:
-            list(pool.map(self._do, (run for run in runs if run not in self)))
-        return self._write()
-
-    def _do(self, run: Run) -> None:
+    def do(self, run: Run) -> None:
+        """Unless it has been done; the record is written after it. May be called by several threads."""
+        if run in self:
+            return
         command = [sys.executable, "-m", "benchmarks.optimizer_run", json.dumps(asdict(run))]
         found = json.loads(process(command, env=os.environ | MALLOC)[0])
         print(f"  {run.optimizer['name']}, {run.optimizer.get('preconditioner', 'none')}, {run.epochs} epochs, "
@@ -89,25 +98,41 @@ class Runs:
             if self._environments[-1:] != [self._here]:
                 self._environments.append(self._here)
             self._done.append({"run": asdict(run), "environment": len(self._environments) - 1, "found": found})
-            self._write()
+            self.write()
 
-    def _write(self) -> Path:
+    def write(self) -> Path:
         record = {"environments": self._environments, "settings": self.settings, **self.summary(), "runs": self._done}
         return write_record(self.name, record)
 
 
-def trials(optimizer: str, number: int, model: str, batch_size: int, device: str = "cpu") -> Iterator[Run]:
-    """Points of the box, spread evenly: the first of them are the same whatever the number."""
-    section, kfac = OPTIMIZERS[optimizer]
-    boxes = [(of, key) for of in (section, kfac) for key, value in of.items() if isinstance(value, tuple)]
-    for point in SobolEngine(len(boxes), scramble=True, seed=0).draw(number).tolist():
-        found = {id(section): dict(section), id(kfac): {**KFAC, **kfac} if kfac else {}}
-        for (of, key), fraction in zip(boxes, point, strict=True):
-            low, high = of[key]
-            found[id(of)][key] = float(f"{low * (high / low) ** fraction:.3g}")
-        section_of_run, kfac_of_run = found[id(section)], found[id(kfac)]
-        yield Run(model, batch_size, TUNING_EPOCHS, section_of_run, kfac_of_run, tuning=True, stop_below=HOPELESS,
-                  device=device)  # fmt: skip
+def tried(runs: Iterable[Run], name: str) -> list[Run]:
+    """The trials of an optimizer."""
+
+    def kind(section: dict) -> tuple[str, str | None]:
+        return section["name"], section.get("preconditioner")
+
+    return [run for run in runs if run.tuning and kind(run.optimizer) == kind(OPTIMIZERS[name][0])]
+
+
+def next_trial(name: str, before: Sequence[tuple[Run, float]], model: str, batch_size: int, device: str = "cpu") -> Run:
+    """What to try after the trials `before`, of which the accuracies are known."""
+    section, kfac = OPTIMIZERS[name]
+    boxes = {key: value.box() for key, value in (section | kfac).items() if isinstance(value, Around)}
+    study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=len(before), n_startup_trials=SPREAD))
+    for run, accuracy in before:
+        values = {key: (run.optimizer | run.kfac)[key] for key in boxes}
+        error = math.log(max(1 - accuracy, 1e-4))  # so that the best of them differ, too
+        study.add_trial(optuna.trial.create_trial(params=values, distributions=boxes, value=error))
+    if len(before) < SPREAD:
+        point = SobolEngine(len(boxes), scramble=True, seed=0).draw(SPREAD)[len(before)].tolist()
+        values = {
+            key: box.low * (box.high / box.low) ** part for (key, box), part in zip(boxes.items(), point, strict=True)
+        }
+    else:
+        values = study.ask(boxes).params
+    found = [{key: values.get(key, value) for key, value in of.items()} for of in (section, kfac)]
+    return Run(model, batch_size, TUNING_EPOCHS, found[0], KFAC | found[1] if kfac else {}, tuning=True,
+               stop_below=HOPELESS, device=device)  # fmt: skip
 
 
 def best_of(found: list[dict]) -> float:
@@ -170,7 +195,7 @@ def shares(found: dict[str, dict], targets: Iterable[str] = tuple(f"{target:.2f}
 
 
 def summary(
-    done: Runs, tried: dict[str, list[Run]], best: dict[str, Run], rounds: Sequence[dict[str, Run]]
+    done: Runs, trials: dict[str, list[Run]], best: dict[str, Run], rounds: Sequence[dict[str, Run]]
 ) -> dict[str, dict]:
     """Of the rounds (a run of each optimizer, with one seed) that are done."""
     rounds = [turn for turn in rounds if all(run in done for run in turn.values())]
@@ -184,7 +209,7 @@ def summary(
                 f"{target:.2f}": to_target([done[turn[name]] for turn in rounds], target) for target in TARGETS
             },
         }
-        for name, runs in tried.items()
+        for name, runs in trials.items()
     }
     return dict(zip(SUMMARY, (found, shares(found), GOAL), strict=True))
 
@@ -211,10 +236,11 @@ def report(found: dict[str, dict]) -> str:
 
 
 def main() -> int:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="resnet8", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=4096, help="a multiple of 512 (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=6, help="of each optimizer (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=10, help="of each optimizer (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of its best setting (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="a seed's at most (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
@@ -223,19 +249,27 @@ def main() -> int:
     name = f"optimizers-{arguments.model}-{arguments.batch_size}" + ("-gpu" if arguments.device == "cuda" else "")
     done = Runs(name, vars(arguments) | {"tuning_epochs": TUNING_EPOCHS, "targets": TARGETS})
     parallel = 2 if arguments.device == "cpu" else 1
-    tried = {name: list(trials(name, arguments.trials, *where)) for name in OPTIMIZERS}
     # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
-    done.do([run for turn in zip(*tried.values(), strict=True) for run in turn], parallel)
-    best = {name: max(runs, key=lambda run: best_of(done[run])) for name, runs in tried.items()}
+    turns = [name for turn in range(arguments.trials) for name in OPTIMIZERS if turn >= len(tried(done, name))]
+    one = defaultdict(threading.Lock)  # trial of an optimizer at a time
+
+    def tune(name: str) -> None:
+        with one[name]:
+            done.do(next_trial(name, [(run, best_of(done[run])) for run in tried(done, name)], *where))
+
+    with ThreadPoolExecutor(parallel) as pool:
+        list(pool.map(tune, turns))
+    trials = {name: tried(done, name) for name in OPTIMIZERS}
+    best = {name: max(runs, key=lambda run: best_of(done[run])) for name, runs in trials.items()}
     final = {"tuning": False, "stop_below": 0.0, "epochs": arguments.epochs}
     rounds = [
         {name: replace(run, seed=seed, **final) for name, run in best.items()} for seed in range(1, 1 + arguments.seeds)
     ]
-    done.summary = lambda: summary(done, tried, best, rounds)
-    path = done.do([run for turn in rounds for run in turn.values()], parallel)
-    found = done.summary()["found"]
-    print(report(found))
-    print(path)
+    done.summary = lambda: summary(done, trials, best, rounds)
+    with ThreadPoolExecutor(parallel) as pool:
+        list(pool.map(done.do, (run for turn in rounds for run in turn.values())))
+    print(report(done.summary()["found"]))
+    print(done.write())
     return 0
 
 

@@ -130,11 +130,11 @@ def bright_or_dark(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_optimizer_of_the_comparison_trains(bright_or_dark: None) -> None:
-    from benchmarks.bench_optimizers import OPTIMIZERS, trials
+    from benchmarks.bench_optimizers import OPTIMIZERS, next_trial
     from benchmarks.optimizer_run import train
 
     for name in OPTIMIZERS:
-        run = replace(next(trials(name, 1, "resnet8", 32)), epochs=4, tuning=False, stop_below=0.0)
+        run = replace(next_trial(name, [], "resnet8", 32), epochs=4, tuning=False, stop_below=0.0)
         found = train(run)
         near = [line["accuracy"] >= 0.88 for line in found]
         steps = [0] + [line["step"] for line in found]
@@ -170,8 +170,9 @@ def test_a_comparison_of_optimizers(
     assert record["shares"].keys() == {"0.90", "0.91", "0.92"}
     assert len(record["runs"]) == 2 * (2 + 2) and len(record["environments"]) == 1
     for name, of in record["found"].items():
-        box = bench.OPTIMIZERS[name][0]["lr"]
-        assert all(box[0] <= trial["optimizer"]["lr"] <= box[1] for trial in of["trials"])
+        box = bench.OPTIMIZERS[name][0]["lr"].box()
+        assert len(of["trials"]) == 2
+        assert all(box.low <= trial["optimizer"]["lr"] <= box.high for trial in of["trials"])
         best = max(of["trials"], key=lambda trial: trial["accuracy"])
         assert best | of["best"] == best
         assert of["targets"]["0.90"]["runs"] == 2
@@ -188,6 +189,26 @@ def test_a_comparison_of_optimizers(
     assert [line["accuracy"] for line in again["runs"][-1]["found"]] == [line["accuracy"] for line in last["found"]]
     assert [run["environment"] for run in again["runs"]] == [0] * len(before) + [1]
     assert "92% steps" in capsys.readouterr().out
+
+
+def test_trials_go_where_the_best_are() -> None:
+    """An accuracy that falls with the square of the distance from a place away from the box's centre."""
+    from benchmarks.bench_optimizers import OPTIMIZERS, next_trial
+    from benchmarks.optimizer_run import Run
+
+    def accuracy(run: Run) -> float:
+        decades = math.hypot(math.log10(run.optimizer["lr"] / 1e-2), math.log10(run.kfac["damping"] / 4e-6))
+        return max(0.1, 0.9 - 0.1 * decades**2)
+
+    boxes = {"lr": OPTIMIZERS["K-FAC"][0]["lr"].box(), "damping": OPTIMIZERS["K-FAC"][1]["damping"].box()}
+    before = []
+    for _ in range(10):
+        run = next_trial("K-FAC", before, "resnet8", 4096)
+        assert all(box.low <= (run.optimizer | run.kfac)[key] <= box.high for key, box in boxes.items())
+        before.append((run, accuracy(run)))
+    found = [value for _, value in before]
+    assert max(found) > 0.895 > max(found[:4])
+    assert next_trial("K-FAC", before[:-1], "resnet8", 4096) == before[-1][0]
 
 
 def test_steps_to_a_target() -> None:
