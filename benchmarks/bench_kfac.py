@@ -5,9 +5,9 @@
 Steps of SGD (fused), of K-FAC with each solver, with factors of a quarter of the samples, with solutions in bfloat16 or
 pixels taken as spatially uncorrelated (SUA) besides, and of the algorithm as published
 (benchmarks/peers/kfac_published.py) take turns in one process, on the same random images, with factors every 10 steps
-and solutions every 100, over whole periods of 100 after the first one, in which ours does more. Beside the times, what
-the operations would take by formula. Each one's peak memory is that of a process of its own. Writes
-results/kfac-MODEL.json, after each period.
+and solutions every 100, over whole periods of 100 like the second: in the first, ours does more. The published
+algorithm knows no norms, so ours leaves them out here. Beside the times, what the operations would take by formula.
+Each one's peak memory is that of a process of its own. Writes results/kfac-MODEL.json, after each period.
 """
 
 from __future__ import annotations
@@ -71,14 +71,15 @@ def batch(number: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, tor
 
 
 def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
-    """Floating-point operations a step by formula: training, factors by im2col, solutions, preconditioning. And the
-    bytes of float32 that K-FAC cannot but move: it reads what is captured, averages (triangles), solutions and
-    gradients, and writes averages, solutions and gradients; and those with solutions in bfloat16.
+    """Floating-point operations a step by formula: training, factors by im2col (of a quarter of the samples a quarter
+    of that), solutions, preconditioning. And the bytes of float32 that K-FAC cannot but move: it reads what is
+    captured, averages (triangles), solutions and gradients, and writes averages, solutions and gradients; and those
+    with solutions in bfloat16.
     """
     network = models.build(model, num_classes=10, in_channels=3)
     work = (
-        "training", "factors", "eigen", "cholesky", "precondition, eigen", "precondition, cholesky",
-        "precondition, SUA", "bytes", "bytes, bfloat16",
+        "training", "factors", "factors, SUA", "eigen", "cholesky", "cholesky, SUA", "precondition, eigen",
+        "precondition, cholesky", "precondition, SUA", "bytes", "bytes, bfloat16",
     )  # fmt: skip
     found = dict.fromkeys(work, 0)
     hooks = []
@@ -87,11 +88,13 @@ def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
         n, m = module.weight[0].numel() + (module.bias is not None), len(module.weight)
         rows = batch_size * (output[0, 0].numel() if output.dim() == 4 else 1)
         found["training"] += 6 * rows * n * m
+        taken = module.in_channels if output.dim() == 4 else n  # by one tap; no convolution here has groups or a bias
         found["factors"] += 2 * rows * (n * n + m * m) / SETTINGS["factor_update_steps"]
+        found["factors, SUA"] += 2 * rows * (n * taken + m * m) / SETTINGS["factor_update_steps"]
         found["eigen"] += 9 * (n**3 + m**3) / SETTINGS["inv_update_steps"]
         found["cholesky"] += (n**3 + m**3) / SETTINGS["inv_update_steps"]
+        found["cholesky, SUA"] += (taken**3 + m**3) / SETTINGS["inv_update_steps"]
         found["precondition, cholesky"] += 2 * (m * m * n + m * n * n)
-        taken = module.in_channels if output.dim() == 4 else n  # by one tap; no convolution here has groups or a bias
         found["precondition, SUA"] += 2 * m * n * (m + taken)
         found["precondition, eigen"] += 4 * (m * m * n + m * n * n)
         captured, factors = batch_size * args[0][0].numel() + rows * m, n * n + m * m
@@ -122,14 +125,13 @@ def memory(name: str, arguments: argparse.Namespace) -> float:
     return json.loads(output)
 
 
-def summary(steps: list[dict[str, float]], base: list[dict[str, float]], shifts: bool) -> dict[str, float]:
+def summary(steps: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, float]:
     """`worst_repeated`: the worst step of a period, each with its fastest repetition in another. What K-FAC does in a
-    step, it does in those; what other programs do, not. `shifts`: in each period a step later.
+    step, it does in those; what other programs do, not.
     """
     seconds, plain = ([step["s"] for step in of] for of in (steps, base))
     every = SETTINGS["inv_update_steps"]
-    starts = range(0, len(seconds), every)
-    periods = [[seconds[start + (i + start // every * shifts) % every] for i in range(every)] for start in starts]
+    periods = [seconds[start : start + every] for start in range(0, len(seconds), every)]
     return {
         "median_s": statistics.median(seconds),
         "mean_s": statistics.mean(seconds),
@@ -166,9 +168,11 @@ def main() -> int:
                 "threads": torch.get_num_threads()}  # fmt: skip
     for number in range(FIRST_STEPS + arguments.periods * every):
         x, y = batch(number, arguments)
-        if number == FIRST_STEPS - 1:  # the last one of its first period
-            for name in set(names) & OURS.keys():
-                trainings[name].preconditioner.steps = every - 1
+        for name in set(names) & OURS.keys():
+            if number == FIRST_STEPS - 1:
+                trainings[name].preconditioner.steps = every - 1  # the last one of its first period
+            elif (number - FIRST_STEPS) % every == 0:
+                trainings[name].preconditioner.steps = every  # solutions' turns would come a step later in each
         for name in names[number % len(names) :] + names[: number % len(names)]:
             taken = trainings[name].step(x, y)
             if number >= FIRST_STEPS:
@@ -176,9 +180,7 @@ def main() -> int:
         if number % 20 == 0:
             print(f"  step {number} of {FIRST_STEPS + arguments.periods * every}", file=sys.stderr, flush=True)
         if steps[SGD] and len(steps[SGD]) % every == 0:
-            found = {
-                name: summary(of, steps[SGD], name in OURS) | {"peak_bytes": peaks[name]} for name, of in steps.items()
-            }
+            found = {name: summary(of, steps[SGD]) | {"peak_bytes": peaks[name]} for name, of in steps.items()}
             of_settings = settings | {"periods": len(steps[SGD]) // every}
             record = {"environment": described, "settings": of_settings, "operations": flops, "found": found}
             path = write_record(f"kfac-{arguments.model}", record | {"steps": steps})
