@@ -61,11 +61,12 @@ OPTIMIZERS = {
 }
 KFAC = {"factor_update_steps": 2, "inv_update_steps": 4, "factor_fraction": 0.125, "kl_clip": None}
 FIRST_ORDER = ("SGD, Nesterov", "LARS", "LAMB")
-GOAL = {"step": 0.6, "cpu_s": 0.75}  # of K-FAC, against the best of them
+GOAL = {"step": 0.6, "wall_s": 0.75, "cpu_s": 0.75}  # of K-FAC, against the best of them in each
 SUMMARY = "found", "shares", "goal"
+COLUMNS = {"epoch": 1, "step": 0, "wall_s": 0, "cpu_s": 0}  # digits
 HOPELESS = 0.7  # a trial ends halfway below this accuracy
 # Batches are freed and allocated at every step; glibc would give their pages back each time.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 
 
 class Runs:
@@ -91,7 +92,7 @@ class Runs:
         if run in self:
             return
         command = [sys.executable, "-m", "benchmarks.optimizer_run", json.dumps(asdict(run))]
-        found = json.loads(process(command, env=os.environ | MALLOC)[0])
+        found = json.loads(process(command, env=ENVIRONMENT)[0])
         print(f"  {run.optimizer['name']}, {run.optimizer.get('preconditioner', 'none')}, {run.epochs} epochs, "
               f"seed {run.seed}: {best_of(found):.2%}", file=sys.stderr, flush=True)  # fmt: skip
         with self._lock:
@@ -123,13 +124,12 @@ def next_trial(name: str, before: Sequence[tuple[Run, float]], model: str, batch
         values = {key: (run.optimizer | run.kfac)[key] for key in boxes}
         error = math.log(max(1 - accuracy, 1e-4))  # so that the best of them differ, too
         study.add_trial(optuna.trial.create_trial(params=values, distributions=boxes, value=error))
-    if len(before) < SPREAD:
-        point = SobolEngine(len(boxes), scramble=True, seed=0).draw(SPREAD)[len(before)].tolist()
+    values = study.ask(boxes).params if len(before) >= SPREAD else None
+    if values is None or any(trial.params == values for trial in study.trials[: len(before)]):
+        point = SobolEngine(len(boxes), scramble=True, seed=0).draw(len(before) + 1)[-1].tolist()
         values = {
             key: box.low * (box.high / box.low) ** part for (key, box), part in zip(boxes.items(), point, strict=True)
         }
-    else:
-        values = study.ask(boxes).params
     found = [{key: values.get(key, value) for key, value in of.items()} for of in (section, kfac)]
     return Run(model, batch_size, TUNING_EPOCHS, found[0], KFAC | found[1] if kfac else {}, tuning=True,
                stop_below=HOPELESS, device=device)  # fmt: skip
@@ -157,18 +157,18 @@ def interval(values: list[float]) -> dict[str, float]:
 def to_target(runs: list[list[dict]], target: float) -> dict:
     lines = [reached(found, target) for found in runs]
     those = [line for line in lines if line is not None]
-    longest = {key: max(found[-1][key] for found in runs) for key in GOAL}
-    what = (
-        {key: interval([line[key] for line in those]) for key in ("epoch", "step", "wall_s", "cpu_s")} if those else {}
-    )
-    return {"reached": len(those), "runs": len(runs), "longest": longest, **what}
+    at_least = {
+        key: statistics.mean((line or found[-1])[key] for line, found in zip(lines, runs, strict=True)) for key in GOAL
+    }
+    what = {key: interval([line[key] for line in those]) for key in COLUMNS} if those else {}
+    return {"reached": len(those), "runs": len(runs), "at_least": at_least, **what}
 
 
 def shares(found: dict[str, dict], targets: Iterable[str] = tuple(f"{target:.2f}" for target in TARGETS)) -> dict:
-    """K-FAC's steps and CPU seconds to each target, in parts of those of the first-order optimizer with the fewest.
+    """K-FAC's steps and seconds to each target, in parts of those of the first-order optimizer with the fewest of each.
 
-    An optimizer that misses a target with a seed counts with the steps of its longest run, fewer than it needs: the
-    share is then "at most". None where K-FAC itself misses it.
+    A seed with which one of these misses a target counts with all of its run, which is less than it needs: the share is
+    then "at most". None where K-FAC itself misses it.
     """
     result = {}
     for target in targets:
@@ -176,21 +176,15 @@ def shares(found: dict[str, dict], targets: Iterable[str] = tuple(f"{target:.2f}
         if kfac["reached"] < kfac["runs"]:
             result[target] = None
             continue
-        least = {}
-        for name in FIRST_ORDER:
-            of = found[name]["targets"][target]
-            missed = of["reached"] < of["runs"]
-            least[name] = {
-                "bound": missed,
-                **{key: of["longest"][key] if missed else of[key]["mean"] for key in GOAL},
-            }
-        best = min(least, key=lambda name: least[name]["step"])
-        result[target] = {
-            "of": best,
-            "at_most": least[best]["bound"],
-            **{key: kfac[key]["mean"] / least[best][key] for key in GOAL},
-            "met": all(kfac[key]["mean"] / least[best][key] <= goal for key, goal in GOAL.items()),
-        }
+        others = {name: found[name]["targets"][target] for name in FIRST_ORDER}
+        missed = {name: of["reached"] < of["runs"] for name, of in others.items()}
+        result[target] = {"met": True}
+        for key, goal in GOAL.items():
+            needs = {name: of["at_least"][key] for name, of in others.items()}
+            best = min(needs, key=needs.get)
+            share = kfac[key]["mean"] / needs[best]
+            result[target][key] = {"share": share, "of": best, "at_most": missed[best]}
+            result[target]["met"] &= share <= goal
     return result
 
 
@@ -224,14 +218,14 @@ def report(found: dict[str, dict]) -> str:
         cells = [name]
         for target in TARGETS:
             to = of["targets"][f"{target:.2f}"]
-            for key, digits in (("epoch", 1), ("step", 0), ("cpu_s", 0)):
+            for key, digits in COLUMNS.items():
                 cells.append(
                     f"{to[key]['mean']:.{digits}f} ± {to[key]['half_width']:.{digits}f}" if to["reached"] else "-"
                 )
             if to["reached"] < to["runs"]:
-                cells[-3] += f" ({to['reached']} of {to['runs']})"
+                cells[-len(COLUMNS)] += f" ({to['reached']} of {to['runs']})"
         rows.append(cells)
-    header = ["to", *(f"{target:.0%} {what}" for target in TARGETS for what in ("epochs", "steps", "CPU s"))]
+    header = ["to", *(f"{target:.0%} {what}" for target in TARGETS for what in ("epochs", "steps", "s", "CPU s"))]
     return table(header, rows)
 
 
@@ -251,11 +245,13 @@ def main() -> int:
     parallel = 2 if arguments.device == "cpu" else 1
     # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
     turns = [name for turn in range(arguments.trials) for name in OPTIMIZERS if turn >= len(tried(done, name))]
-    one = defaultdict(threading.Lock)  # trial of an optimizer at a time
+    one, asking = defaultdict(threading.Lock), threading.Lock()  # one trial of an optimizer at a time
 
     def tune(name: str) -> None:
         with one[name]:
-            done.do(next_trial(name, [(run, best_of(done[run])) for run in tried(done, name)], *where))
+            with asking:
+                run = next_trial(name, [(run, best_of(done[run])) for run in tried(done, name)], *where)
+            done.do(run)
 
     with ThreadPoolExecutor(parallel) as pool:
         list(pool.map(tune, turns))

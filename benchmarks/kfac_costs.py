@@ -28,14 +28,15 @@ def main() -> int:
     rows = []
     for ranks in RANKS:
         for fraction in sorted({1.0, 0.5 if ranks > 1 else 1.0, 1 / ranks}, reverse=True):
-            for local in (False, True) if fraction == 1 / ranks and ranks > 1 else (False,):
-                found = costs(network, ranks, fraction, solver=arguments.solver, local_factors=local)
-                share = f"{round(fraction * ranks)}/{ranks}" + (", local factors" if local else "")
-                sent = found.factors_sent + found.solutions_sent + found.gradients_sent
-                rows.append([share, *(f"{value / MB:,.1f}" for value in (*found, sent))])
+            of_one = ("local_factors", "reduce_to_owners") if fraction == 1 / ranks and ranks > 1 else ()
+            for option in (None, *of_one):
+                options = {option: True} if option else {}
+                found = costs(network, ranks, fraction, solver=arguments.solver, **options)
+                share = f"{round(fraction * ranks)}/{ranks}" + (f", {option}" if option else "")
+                rows.append([share, *(f"{value / MB:,.1f}" for value in found)])
     gradients = sum(parameter.numel() for parameter in network.parameters()) * 4 / MB
     header = ["workers a layer", "factors", "solutions", *(f"{what} sent" for what in ("factors", "solutions",
-              "gradients")), "sent in all"]  # fmt: skip
+              "gradients")), "gradients reduced"]  # fmt: skip
     print(table(header, rows))
     print(f"MB a rank (kept: of the rank with most; sent: a step, in the mean); DDP's gradients: {gradients:,.1f} MB")
     return 0

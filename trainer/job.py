@@ -197,10 +197,17 @@ def save(job: Job, state: State) -> None:
     with job.clock.section("checkpoint"):
         average_buffers(job.module, job.world)
         owned = job.preconditioner and job.preconditioner.state_dict()  # each rank has its own layers
-        states = gather(job.world, owned)
+        states = gather(job.world, _on_cpu(owned))
         with together(job.world):
             if job.world.is_main:
                 save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
+
+
+def _on_cpu(value: object) -> object:
+    """Another rank's tensors would come out on that rank's GPU."""
+    if isinstance(value, dict):
+        return {key: _on_cpu(of) for key, of in value.items()}
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _content(job: Job, state: State) -> dict:

@@ -7,8 +7,8 @@ every 10 steps and solutions every 100, over whole periods after the first steps
 operations would take at the speed of a large product (in the type of each) and its bytes at that of a copy, both
 measured here.
 Then ten more steps of each without a refresh, and ten in which all layers refresh, in which a synchronisation of the
-host is an error (torch.linalg.eigh is one: it looks whether it converged). Unattended; prints one table and writes
-results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, for a test.
+host is an error (torch.linalg.eigh is one, as it looks whether it converged; so is Newton's iteration). Unattended;
+prints one table and writes results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, for a test.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def main() -> int:
         solver = OURS[name]["solver"].replace("newton", "cholesky")
         inv_dtype = OURS[name].get("inv_dtype", "float32")
         precondition_s = flops[f"precondition, {solver}"] / ceiling[inv_dtype]
-        computing_s = (flops["factors"] + flops[solver]) / ceiling["float32"] + precondition_s
+        # Inputs and gradients are bfloat16, and products of those are as fast; decompositions are float32's.
+        computing_s = flops["factors"] / ceiling["bfloat16"] + flops[solver] / ceiling["float32"] + precondition_s
         moved = flops["bytes" if inv_dtype == "float32" else "bytes, bfloat16"]
         return 1e3 * max(computing_s, moved / ceiling["bytes"])
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import connected, world_from_environment
-from trainer.kfac import KFAC, reduce_to_owners
+from trainer.kfac import EKFAC, KFAC, reduce_to_owners
 
 
 class Branches(nn.Module):
@@ -133,18 +133,19 @@ def expert(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return a_factor(preconditioner, "first"), rows.T @ rows / 6
 
 
-def refused_with_a_scaler() -> str:
-    model = DistributedDataParallel(Branches())
+def refused_by_the_hook(other: bool = False, group: bool = False, **settings: object) -> str:
+    groups = [dist.new_group([n]) for n in range(dist.get_world_size())] if group else None
+    model = DistributedDataParallel(Branches(), process_group=groups and groups[dist.get_rank()])
     try:
-        reduce_to_owners(model, KFAC(model, grad_worker_fraction=0.5, grad_scaler=torch.amp.GradScaler("cpu")))
+        reduce_to_owners(model, KFAC(Branches() if other else model, **{"grad_worker_fraction": 0.5} | settings))
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
-def refused(**settings: object) -> str:
+def refused(kind: type[KFAC] = KFAC, **settings: object) -> str:
     try:
-        KFAC(Branches(), **settings)
+        kind(Branches(), **settings)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -166,7 +167,12 @@ with connected(world):
             refused(damping=0.1 + 0.1 * rank),
             refused(skip="both" if rank else ()),
             refused(grad_worker_fraction=1 - 0.5 * rank),
-            refused_with_a_scaler(),
+            refused(damping=-0.1 * rank + 0.05),
+            refused(kind=EKFAC, local_factors=True),
+            refused_by_the_hook(grad_scaler=torch.amp.GradScaler("cpu")),
+            refused_by_the_hook(other=True),
+            refused_by_the_hook(grad_worker_fraction=1.0),
+            refused_by_the_hook(group=True),
         ],
     }
     if world.is_main:

@@ -117,7 +117,9 @@ class AdaptiveDamping:
         self._preconditioner.damping = min(max(damping, self._bounds[0]), self._bounds[1])
 
     def state_dict(self) -> dict[str, float]:
+        """The damping, which the preconditioner's own state leaves out, as a setting."""
         return {"damping": self._preconditioner.damping}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Raises ValueError for a damping out of range."""
         self._preconditioner.damping = state["damping"]

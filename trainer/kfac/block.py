@@ -71,6 +71,12 @@ class Block:
             self.has_factors = True
         self.new = {}
 
+    def discard(self) -> None:
+        """What was captured since the last step."""
+        self.new = {}
+        self.num_rows = self.num_rows if self.has_factors else 0
+        self.capture.clear()
+
     def refresh(self, solver: Solver, damping: float) -> None:
         """On the owner: compute the solution; on others of the column: make room for it."""
         if not self.state:
@@ -137,8 +143,7 @@ class Block:
         self.num_rows, self.has_factors, self.has_solution = (
             state[name] for name in ("num_rows", "has_factors", "has_solution")
         )
-        self.new = {}
-        self.capture.clear()
+        self.discard()
 
 
 def cost(layer: Layer) -> Cost:

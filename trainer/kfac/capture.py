@@ -52,6 +52,10 @@ class Capture:
         self.moments: dict[str, Tensor] = {}
         self.num_samples = self.num_rows = self._num_micro_batches = self._num_samples_now = 0
 
+    def arm(self, wanted: bool) -> None:
+        """For the next step. A forward pass that no backward pass has followed is forgotten."""
+        self.wanted, self._waiting_for, self._counted = wanted, 0, False
+
     def remove(self) -> None:
         self._handle.remove()
 

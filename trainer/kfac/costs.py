@@ -10,6 +10,7 @@ and gives to collectives, in the mean over ranks and steps (F and I: the two int
     factors     (the same + 1) / F                    with P > 1, unless they are local
     solutions   their size (with "cholesky" as triangles) / (P I)    with w > 1
     gradients   (G m n + 2) w / P                     with w < P
+    reduced     all parameters                        with `reduce_to_owners`, in place of DDP's all-reduce
 
 A convolution's n includes its K taps; spatially uncorrelated, its factors and solutions are those of n / K. Elements
 have 4 bytes, those of a solution's matrices with `inv_dtype="bfloat16"` 2.
@@ -36,6 +37,7 @@ class Costs(NamedTuple):
     factors_sent: float  # bytes a step, in the mean over the ranks
     solutions_sent: float
     gradients_sent: float
+    reduced: float
 
 
 def costs(
@@ -48,8 +50,11 @@ def costs(
     local_factors: bool = False,
     spatially_uncorrelated: bool = False,
     inv_dtype: str | None = None,
+    reduce_to_owners: bool = False,
 ) -> Costs:
-    """Of float32 factors. `model` may be on the meta device. Raises ValueError like `KFAC`."""
+    """Of float32 factors, for `world_size` ranks; the other settings are those of `KFAC`. `model` may be on the meta
+    device. Raises ValueError like `KFAC`.
+    """
     KFACSettings(
         factor_update_steps=factor_update_steps, inv_update_steps=inv_update_steps, solver=solver, inv_dtype=inv_dtype
     )
@@ -76,6 +81,7 @@ def costs(
         sent["factors"] / factor_update_steps if world_size > 1 else 0.0,
         sent["solutions"] / world_size / inv_update_steps if ranks.num_rows > 1 else 0.0,
         sent["gradients"] * ranks.num_rows / world_size if ranks.num_columns > 1 else 0.0,
+        4.0 * sum(of.numel() for of in model.parameters() if of.requires_grad) if reduce_to_owners else 0.0,
     )
 
 

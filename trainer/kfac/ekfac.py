@@ -33,11 +33,6 @@ class EKFAC(KFAC):
     """
 
     def __init__(self, model: nn.Module, **settings: object) -> None:
-        solver = settings.get("solver", "eigen")
-        if solver != "eigen":
-            raise ValueError(f"solver: {solver!r} has no eigenvectors; allowed with EKFAC: eigen")
-        if settings.get("spatially_uncorrelated"):
-            raise ValueError("spatially_uncorrelated: True is out of range; allowed with EKFAC: False")
         super().__init__(model, **settings)
         world_size = self.exchange.world_size
         if world_size > 1 and not (self.settings.local_factors and self.exchange.grid.num_rows == 1):
@@ -47,6 +42,10 @@ class EKFAC(KFAC):
             )
 
     def _find_layers(self, skip: Skip) -> dict[str, Layer]:
+        if self.settings.solver != "eigen":
+            raise ValueError(f"solver: {self.settings.solver!r} has no eigenvectors; allowed with EKFAC: eigen")
+        if self.settings.spatially_uncorrelated:
+            raise ValueError("spatially_uncorrelated: True is out of range; allowed with EKFAC: False")
         found = super()._find_layers(skip)
         return {n: _Projected(of) if isinstance(of, Linear | Convolution) else of for n, of in found.items()}
 

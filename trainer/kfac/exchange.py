@@ -6,7 +6,8 @@ In flat buffers, one for each sender or owner, and symmetric matrices as triangl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -135,12 +136,33 @@ class Exchange:
                 unpack(flat, parts)
 
 
+@contextmanager
+def agreed() -> Iterator[None]:
+    """What one rank refuses in the block, with a ValueError or TypeError, all refuse: they would wait for it."""
+    error = None
+    try:
+        yield
+    except (TypeError, ValueError) as caught:
+        error = caught
+    messages = _of_ranks(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise ValueError(f"rank {rank}: {message}")
+
+
+def _of_ranks(value: object) -> list:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def require_same(values: Mapping[str, object]) -> None:
     """Raises ValueError on every rank where they are not the same on all."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, dict(values))
+    of_ranks = _of_ranks(dict(values))
     for rank, others in enumerate(of_ranks):
         for name in of_ranks[0] | others:
             first, other = of_ranks[0].get(name), others.get(name)

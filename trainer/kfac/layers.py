@@ -199,7 +199,9 @@ class UncorrelatedConvolution(Convolution):
 
 
 class Embedding(_Matrix):
-    """Its inputs are one-hot, so that the a_factor is diagonal: [1, number of embeddings]."""
+    """Its inputs are one-hot, so that the a_factor is diagonal: [1, number of embeddings]. Padding counts for nothing;
+    in the g_factor's mean over the rest, parts of a batch (micro-batches, ranks) count alike, however much each has.
+    """
 
     min_dims = 1
 

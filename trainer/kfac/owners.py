@@ -1,6 +1,6 @@
 """In place of DDP's all-reduce: each layer's gradient is reduced to its owner, which preconditions it and sends the
-result to all. That takes as many bytes as the all-reduce (which is a reduction and a broadcast, too), and K-FAC sends
-nothing besides.
+result to all. That takes as many bytes as the all-reduce (which is a reduction and a broadcast, too), and of gradients
+K-FAC sends nothing besides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> No
     Until `preconditioner.step()` the gradients of layers are then parts of a sum, on all but their owner: what looks at
     gradients, such as clipping, comes after it, and of several micro-batches all but the last are under `no_sync`.
     Raises ValueError when `grad_worker_fraction` is not 1 / world size, with a gradient scaler (which looks at them
-    before), and for the preconditioner of another model or of other ranks.
+    before), and for the preconditioner of another model or of other ranks. DDP takes one hook: for another
+    preconditioner wrap the model anew.
     """
     if unwrapped(model) is not preconditioner.model:
         raise ValueError("preconditioner: it is that of another model")
@@ -64,11 +65,15 @@ def _reduce(
             work = dist.reduce(flat, owner, group=group, async_op=True)
         reducing.append((work, flat, gradients if owner in (-1, exchange.rank) else []))
 
-    def finish(done: torch.futures.Future) -> Tensor:
-        for future in done.value():
-            future.value()  # or the error
+    def finish(last: torch.futures.Future) -> Tensor:
+        last.value()  # or its error
+        for work, _, _ in reducing[:-1]:
+            work.wait()  # on a GPU the stream does, not the host
         for _, flat, gradients in reducing:
+            if flat.is_cuda:
+                flat.record_stream(torch.cuda.current_stream())  # which is not that of the backward pass
             unpack(flat, [Part(gradient) for gradient in gradients])
         return buffer
 
-    return torch.futures.collect_all([work.get_future() for work, _, _ in reducing]).then(finish)
+    # Not torch.futures.collect_all: what follows that waits for no stream, and NCCL's works end when they are queued.
+    return reducing[-1][0].get_future().then(finish)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from .assignment import Place, grid, place
 from .block import Block, cost
 from .capture import Capture
-from .exchange import Exchange, Part, require_same
+from .exchange import Exchange, Part, agreed, require_same
 from .layers import Layer, Norm, Skip, find, unwrapped
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
 from .turns import Turns
+from .watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class KFAC:
     averaged (with `factor_decay`) and its solution is computed anew; at first, while a network changes fast, also in
     steps 1, 2, 4, 8 and so on. With `stagger` the layers take turns, so that steps take equally long; without, all do
     it in the same step. `solver`: see solvers.py. `kl_clip` bounds the step of a learning rate `lr` in the metric of
-    the Fisher matrix: all are scaled by min(1, √(kl_clip / (lr² Σ ⟨D', D⟩))); None for no bound. These may be set as
+    the Fisher matrix: all are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))); None for no bound. These may be set as
     attributes between steps, but for `stagger` and `solver`; `factor_update_steps` counts from the step after the next
     one. `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
     samples, those that enter the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring
@@ -66,19 +67,20 @@ class KFAC:
         grad_scaler: torch.amp.GradScaler | None = None,
         **settings: object,
     ) -> None:
-        names = [field.name for field in fields(KFACSettings)]
-        unknown = sorted(settings.keys() - set(names))
-        if unknown:
-            raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
-        self.settings = KFACSettings(**settings)
         self.steps = self._first_step = 0
         self.model, self._grad_scaler = unwrapped(model), grad_scaler
-        self._modules = set(self.model.modules())
+        self._watch = Watch(self.model)
+        with agreed():
+            names = [field.name for field in fields(KFACSettings)]
+            unknown = sorted(settings.keys() - set(names))
+            if unknown:
+                raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
+            self.settings = KFACSettings(**settings)
+            layers = self._find_layers(skip)
+            if not layers:
+                raise ValueError("model: it has no layer that K-FAC can precondition")
         self._solver: Solver = SOLVERS[self.settings.solver]()
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        layers = self._find_layers(skip)
-        if not layers:
-            raise ValueError("model: it has no layer that K-FAC can precondition")
         if self.unsupported:
             logger.warning("K-FAC leaves the gradients of these as they are: %s", ", ".join(self.unsupported))
         of_layers = {f"layer {name}": (str(of.module.weight.dtype), of.shapes()) for name, of in layers.items()}
@@ -89,7 +91,6 @@ class KFAC:
         self.gradients_at_owners = False  # and nowhere else, until `step`: see `reduce_to_owners`
         self._wanted: list[str] = []  # layers whose factors this step updates, as they are sent
         self._done: set[str] = set()  # those of which all micro-batches are there
-        self._warned: set[str] = set()
         self._cosines: dict[str, Tensor] = {}
         self._arm()
 
@@ -113,11 +114,11 @@ class KFAC:
     @torch.no_grad()
     def step(self) -> None:
         """Precondition the gradients, in place, once the micro-batches of a step are through; every rank calls it.
-        Raises RuntimeError when no layer has a gradient.
+        Raises RuntimeError when no layer has a gradient, or all are those that the last step left.
         """
         with_gradient = {name: block for name, block in self.blocks.items() if block.has_gradient()}
-        if not with_gradient:
-            raise RuntimeError("no layer has a gradient: call loss.backward() before step()")
+        parameters = [of for block in with_gradient.values() for of in block.layer.parameters()]
+        self._watch.before_step(parameters)
         self._update_factors()
         self._warn_of_unused(with_gradient)
         self._refresh()
@@ -125,6 +126,7 @@ class KFAC:
         self._precondition(ready)
         if self.gradients_at_owners:
             self._send_raw([of for name, of in self.blocks.items() if not (of.is_norm or name in ready)])
+        self._watch.after_step(parameters)
         self.steps += 1
         self._arm()
 
@@ -135,20 +137,21 @@ class KFAC:
         """
         self._reduce_factors()
         for block in self.blocks.values():
-            block.new = {}
-            block.capture.clear()
+            block.discard()
         self._arm()
 
     def cosines(self) -> dict[str, float]:
         """Of the last step: the cosine between the raw and the preconditioned gradient, by the layer's name.
 
-        1 means that a layer is not preconditioned, but at most scaled; a gradient of zero has none (NaN).
+        1 means that a layer is not preconditioned, but at most scaled; a gradient of zero has none (NaN). Waits for the
+        device.
         """
         return {name: cosine.item() for name, cosine in self._cosines.items()}
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
         """A layer's current (a_factor, g_factor): [G, n, n] (an embedding's [1, n], a diagonal) and [G, m, m]; of a
-        norm the one (unit_factor,), [U, k, k]. Empty on ranks that do not own the layer.
+        norm the one (unit_factor,), [U, k, k]; of EKFAC also the diagonal, [G, m, n]. Empty on ranks that do not own
+        the layer. Raises KeyError for a name that is not in `layers()`.
         """
         return tuple(self.blocks[name].factor(factor) for factor in self.blocks[name].averages)
 
@@ -162,7 +165,7 @@ class KFAC:
 
     def skipped(self) -> int:
         """How many factors of a step were left out on this rank, since they were not finite (or, over several ranks,
-        since none used the layer).
+        since none used the layer). Waits for the device, as `fallbacks()` does.
         """
         return sum(int(average.skipped) for block in self.blocks.values() for average in block.averages.values())
 
@@ -171,7 +174,9 @@ class KFAC:
         return int(self._solver.fallbacks)
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes on this rank: of the factors, of the solutions, and of what was captured since the last step."""
+        """Bytes on this rank: of the factors, of the solutions, and of the factors captured since the last step (not of
+        inputs that are kept until their gradients are there).
+        """
         kinds = {"factors": 0, "solutions": 0, "captured": 0}
         for block in self.blocks.values():
             kinds["factors"] += sum(average.value.nbytes for average in block.averages.values())
@@ -268,7 +273,7 @@ class KFAC:
         """
         block = self.blocks[name]
         if name in self._done:
-            self._warn(
+            self._watch.warn(
                 "K-FAC: more micro-batches than accumulation_steps = %d before step(); the first ones count (call "
                 "discard() after a backward pass that no step() follows, and remove() a preconditioner that is not "
                 "used any more)",
@@ -307,22 +312,16 @@ class KFAC:
         for block in wanted:
             block.end_update(self.settings.factor_decay)
         if wanted:
-            self._look_for_new_modules()
+            self._watch.modules()
 
     def _warn_of_unused(self, with_gradient: dict[str, Block]) -> None:
         unused = [name for name, block in with_gradient.items() if block.capture.wanted and not block.has_factors]
         if unused:
-            self._warn(
+            self._watch.warn(
                 "K-FAC leaves the gradients of these as they are, whose modules it has not seen called in training "
                 "mode (nor does it in a model that torch.compile's result has run before K-FAC was built): %s",
                 ", ".join(unused),
             )
-
-    def _warn(self, message: str, *arguments: object) -> None:
-        """Once."""
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(message, *arguments)
 
     def _refresh(self) -> None:
         due: dict[int, list[Part]] = {}
@@ -378,22 +377,13 @@ class KFAC:
         kl_clip, lr = self.settings.kl_clip, self.settings.lr
         if kl_clip is None or lr == 0 or not gradients:
             return
-        divergence = (torch.stack(products).sum() * lr**2).clamp(min=torch.finfo(torch.float32).tiny)
+        divergence = (torch.stack(products).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
         torch._foreach_mul_(gradients, (kl_clip / divergence).sqrt().clamp(max=1))
 
     def _arm(self) -> None:
         """Have those layers captured whose factors the next step updates."""
         for name, block in self.blocks.items():
             here = block.is_owner or not (self.settings.local_factors and block.has_factors)
-            block.capture.wanted = here and self._turns.updates(name, self.steps, self.settings.factor_update_steps)
+            block.capture.arm(here and self._turns.updates(name, self.steps, self.settings.factor_update_steps))
         self._wanted = [name for name, block in reversed(self.blocks.items()) if block.capture.wanted]
         self._done.clear()
-
-    def _look_for_new_modules(self) -> None:
-        modules = set(self.model.modules())
-        if not modules <= self._modules:
-            logger.warning(
-                "K-FAC was built for other modules than the model has now: what is new keeps its raw gradients; "
-                "remove() the preconditioner and build it anew"
-            )
-            self._modules = modules

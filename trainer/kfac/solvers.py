@@ -163,12 +163,14 @@ def _identity(factor: Tensor) -> Tensor:
 
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
     """Eigenvalues (none below zero) and eigenvectors; None where no way converges."""
-    for matrix in (factor, factor.double().cpu()):
+    for precise in (False, True):
         try:
-            values, vectors = torch.linalg.eigh(matrix)
+            values, vectors = torch.linalg.eigh(factor.double().cpu() if precise else factor)
         except torch.linalg.LinAlgError:
             continue
         if values.isfinite().all():
+            if precise:
+                logger.warning("K-FAC: the eigenvectors of a factor %s took float64", tuple(factor.shape))
             return values.clamp_(min=0).to(factor), vectors.to(factor)
     return None
 
