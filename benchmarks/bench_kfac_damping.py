@@ -5,7 +5,7 @@
 ResNet-8 on Fashion-MNIST, after a few steps of SGD with batches of 4,096. From there, one step from the gradient of
 `samples` images, with K-FAC's factors (and EKFAC's diagonal) of the same images: the loss afterwards on these, and on
 as many others. Also, by layer, the trace of the curvature from the samples' own gradients over that of the product of
-the factors. Writes results/kfac-damping.json.
+the factors, for images of 28 pixels and of 14. Writes results/kfac-damping.json.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import sys
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.measure import environment, table, write_record
 from benchmarks.optimizer_run import PART, PRECONDITIONERS, Run, Training
@@ -31,8 +32,9 @@ SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "nesterov": True}
 class Place:
     """Where a network is, with its gradient."""
 
-    def __init__(self, steps: int, samples: int) -> None:
+    def __init__(self, steps: int, samples: int, shrink: int = 1) -> None:
         self.training = Training(Run("resnet8", 4096, 8, SGD))
+        self.training.images = F.avg_pool2d(self.training.images, shrink)
         images = torch.randperm(len(self.training.images))
         for step in range(steps):
             self.training.step(step, images[step * 4096 :][:4096])
@@ -104,6 +106,7 @@ def main() -> int:
     described = environment()
     place = Place(arguments.steps, arguments.samples)
     before = place.step(place.gradient, 0.0)
+    small = preconditioned(Place(arguments.steps, arguments.samples, shrink=2), "ekfac")[1]
     found, traces, rows = [], {}, []
     for kind, lengths in LENGTHS.items():
         along, of_kind = directions(place, kind)
@@ -116,9 +119,9 @@ def main() -> int:
             rows.append([kind, *(f"{cell:.4g}" for cell in cells)])
     print(table(["best step", "damping", "length", "loss", "loss of others"], rows))
     print(f"before: {before['loss']:.4g}, of others {before['loss_of_others']:.4g}")
-    print(
-        "trace of samples' gradients ÷ product: " + ", ".join(f"{name} {value:.1f}" for name, value in traces.items())
-    )
+    traces = {"28 pixels": traces, "14 pixels": small}
+    cells = [[name, *(f"{of[name]:.1f}" for of in traces.values())] for name in small]
+    print(table(["trace of samples' gradients ÷ product", *traces], cells))
     record = {"environment": described, "settings": vars(arguments), "before": before, "found": found, "traces": traces}
     print(write_record("kfac-damping", record))
     return 0

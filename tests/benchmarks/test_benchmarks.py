@@ -259,6 +259,24 @@ def test_the_share_of_steps() -> None:
     assert shares(found | {"K-FAC": of(40, top=0.8)}, ["0.90"]) == {"0.90": None}
 
 
+def test_one_step_by_damping(bright_or_dark: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import bench_kfac_damping as bench
+
+    records = []
+    monkeypatch.setattr(bench, "write_record", lambda name, record: records.append(record))
+    monkeypatch.setattr(bench, "PART", 16)
+    monkeypatch.setattr(bench, "DAMPINGS", (1e-3,))
+    monkeypatch.setattr(sys, "argv", ["bench", "--steps", "1", "--samples", "64"])
+    assert bench.main() == 0
+    (record,) = records
+    assert [of["kind"] for of in record["found"]] == ["gradient", "kfac", "ekfac"]
+    for of in record["found"]:
+        assert min(step["loss"] for step in of["steps"]) < record["before"]["loss"]
+    layers = {size: of.keys() for size, of in record["traces"].items()}
+    assert layers["28 pixels"] == layers["14 pixels"] and len(layers["14 pixels"]) == 8
+    assert all(ratio > 0 for of in record["traces"].values() for ratio in of.values())
+
+
 def test_the_average_of_the_weights() -> None:
     """The weight of a step falls as a polynomial of degree 8 towards the first."""
     from benchmarks.optimizer_run import averaged
