@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_kfac [--model resnet32 --size 32 --batch-size 128] [--periods 2] [--without NAME]
 
-Steps of SGD (fused), of K-FAC with each solver, with factors of a quarter of the samples, with solutions in bfloat16 or
-pixels taken as spatially uncorrelated (SUA) besides, and of the algorithm as published
+Steps of SGD (fused), of K-FAC with each solver, with factors of a quarter of the samples (and pixels taken as spatially
+uncorrelated, SUA) or of an eighth (and solutions in bfloat16), and of the algorithm as published
 (benchmarks/peers/kfac_published.py) take turns in one process, on the same random images, with factors every 10 steps
 and solutions every 100, over whole periods of 100 like the second: in the first, ours does more. The published
 algorithm knows no norms, so ours leaves them out here. Beside the times, what the operations would take by formula.
@@ -33,7 +33,7 @@ OURS = {
     "K-FAC, eigen": {"solver": "eigen"},
     "K-FAC, cholesky": {"solver": "cholesky"},
     "K-FAC, cholesky, ¼": {"solver": "cholesky", "factor_fraction": 0.25},
-    "K-FAC, cholesky, ¼, bfloat16": {"solver": "cholesky", "factor_fraction": 0.25, "inv_dtype": "bfloat16"},
+    "K-FAC, cholesky, ⅛, bfloat16": {"solver": "cholesky", "factor_fraction": 0.125, "inv_dtype": "bfloat16"},
     "K-FAC, cholesky, SUA, ¼": {"solver": "cholesky", "factor_fraction": 0.25, "spatially_uncorrelated": True},
 }
 NAMES = (SGD, *OURS, PUBLISHED)
@@ -71,8 +71,8 @@ def batch(number: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, tor
 
 
 def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
-    """Floating-point operations a step by formula: training, factors by im2col (of a quarter of the samples a quarter
-    of that), solutions, preconditioning. And the bytes of float32 that K-FAC cannot but move: it reads what is
+    """Floating-point operations a step by formula: training, factors by im2col (of a part of the samples that part
+    of it), solutions, preconditioning. And the bytes of float32 that K-FAC cannot but move: it reads what is
     captured, averages (triangles), solutions and gradients, and writes averages, solutions and gradients; and those
     with solutions in bfloat16.
     """
