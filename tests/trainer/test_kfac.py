@@ -363,8 +363,8 @@ def test_a_layer_that_is_first_used_later_has_its_turn_later():
 
 
 def test_layers_take_turns():
-    """Each factor once in ten steps and each solution once in twenty, and no step does more than its share; all at
-    first, and in steps 1, 2, 4, 8 and 16.
+    """Each factor once in ten steps and each solution once in twenty, at first in shorter periods, and no step does
+    more than its share.
     """
     torch.manual_seed(0)
     model = build("resnet20", num_classes=5, in_channels=3)
@@ -379,18 +379,20 @@ def test_layers_take_turns():
         run(model, preconditioner, 1, first=number)
         updates.append({n for n in matrices if preconditioner.blocks[n].averages["a"].weight.item() != weights[n]})
         refreshes.append({n for n in matrices if preconditioner.blocks[n].state is not states[n]})
-    for step in (1, 2, 4, 8):
-        assert updates[step - 1] == refreshes[step - 1] == set(matrices)
-    assert refreshes[15] == set(matrices) != updates[15]
-    updates, refreshes = updates[19:], refreshes[19:]
-    for done, every in ((updates, 10), (refreshes, 20)):
-        for start in range(0, 40, every):
-            turn = [name for step in done[start : start + every] for name in step]
-            assert sorted(turn) == sorted(matrices)
-        assert max(map(len, done)) < len(matrices) / 2
+    update_costs = {name: preconditioner.blocks[name].update_cost() for name in matrices}
+    refresh_costs = {name: preconditioner.blocks[name].cost().refresh for name in matrices}
+    of_work = (updates, update_costs, [1, 2, 4, 8, 10]), (refreshes, refresh_costs, [1, 2, 4, 8, 16, 20])
+    for done, costs, first in of_work:
+        every = first[-1]
+        for begin, end in itertools.pairwise([*first, *range(2 * every, 61, every)]):
+            of_period = done[begin - 1 : end - 1]
+            assert sorted(name for of_step in of_period for name in of_step) == sorted(matrices)
+            most = max(sum(costs[name] for name in of_step) for of_step in of_period)
+            assert most <= sum(costs.values()) / len(of_period) + max(costs.values())
     together = KFAC(build("resnet8", num_classes=5, in_channels=3), stagger=False)
-    of_steps = [{together._turns.updates(name, step, 10) for name in together.layers()} for step in (10, 11)]
-    assert of_steps == [{True}, {False}]
+    of_steps = [{together._turns.updates(name, step, 10) for name in together.layers()} for step in range(21)]
+    assert [step for step, found in enumerate(of_steps) if found == {True}] == [0, 1, 2, 4, 8, 10, 20]
+    assert all(len(found) == 1 for found in of_steps)
 
 
 def test_settings_may_change_between_steps():
@@ -725,7 +727,7 @@ def test_what_is_discarded_counts_for_nothing():
 def test_what_is_discarded_before_a_layer_is_used_leaves_no_factors():
     """Of zeros, which a solution would be made of."""
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3)])
-    preconditioner = KFAC(model, kl_clip=None)
+    preconditioner = KFAC(model, kl_clip=None, **EVERY_STEP)
     model[1](model[0](torch.randn(6, 4))).sum().backward()
     preconditioner.discard()
     for step in range(3):

@@ -38,16 +38,17 @@ class KFAC:
     input.
 
     `damping` λ is added to the curvature; `factor_update_steps` and `inv_update_steps`: how often a layer's factors are
-    averaged (with `factor_decay`) and its solution is computed anew; at first, while a network changes fast, also in
-    steps 1, 2, 4, 8 and so on. With `stagger` the layers take turns, so that steps take equally long; without, all do
-    it in the same step. `solver`: see solvers.py. `kl_clip` bounds the step of a learning rate `lr` in the metric of
-    the Fisher matrix: all are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))); None for no bound. These may be set as
-    attributes between steps, but for `stagger` and `solver`; `factor_update_steps` counts from the step after the next
-    one. `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
-    samples, those that enter the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring
-    pixels are taken to be, in convolutions without groups and bias; far less work and memory where they are wide.
-    `inv_dtype="bfloat16"`: solutions in half the memory, faster to apply where the hardware multiplies bfloat16; with
-    low damping only for "eigen". `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
+    averaged (with `factor_decay`) and its solution is computed anew; at first, while a network changes fast, once in
+    steps 0, 1, 2 to 3, 4 to 7, 8 to 15 and so on. With `stagger` the layers take turns in such a period, so that steps
+    take equally long; without, all do it in its first step. `solver`: see solvers.py. `kl_clip` bounds the step of a
+    learning rate `lr` in the metric of the Fisher matrix: all are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|)));
+    None for no bound. These may be set as attributes between steps, but for `stagger` and `solver`;
+    `factor_update_steps` counts from the step after the next one. `accumulation_steps`: micro-batches a step; each
+    one's loss was divided by it. `factor_fraction`: of a batch's samples, those that enter the factors (not norms'),
+    for less work. `spatially_uncorrelated` (SUA): neighbouring pixels are taken to be, in convolutions without groups
+    and bias; far less work and memory where they are wide. `inv_dtype="bfloat16"`: solutions in half the memory, faster
+    to apply where the hardware multiplies bfloat16; with low damping only for "eigen". `grad_scaler`: that of mixed
+    precision; unscale the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
     nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a

@@ -9,9 +9,10 @@ from .block import Block
 
 
 class Turns:
-    """Each layer works once in a period of `every` steps, and steps have about as much work. In steps 0, 1, 2, 4, 8, …
-    of the first period all work, too: the first batches say little of a network that changes fast. In each period turns
-    come one step later, so that a layer which is not used in every step is met in one of them.
+    """Each layer works once in a period of `every` steps, and a period's steps have about as much work. The first
+    `every` steps are shorter periods, which begin with steps 0, 1, 2, 4, 8, …: the first batches say little of a
+    network that changes fast. In each period turns come one step later, so that a layer which is not used in every
+    step is met in one of them.
     """
 
     def __init__(self, stagger: bool, blocks: Mapping[str, Block]) -> None:
@@ -31,10 +32,15 @@ class Turns:
         self._places.clear()
 
     def _is_turn(self, work: str, name: str, step: int, every: int, cost: Callable[[Block], float]) -> bool:
-        if step < every and step & (step - 1) == 0:  # 0, 1, 2, 4, 8, …
-            return True
+        if step < every:
+            number = step.bit_length()
+            begin = 2**number // 2
+            length = min(max(begin, 1), every - begin)
+        else:
+            number, length = step // every, every
+            begin = number * every
         if not self._stagger:
-            return step % every == 0
-        if (work, every) not in self._places:
-            self._places[work, every] = spread({name: cost(block) for name, block in self._blocks.items()}, every)
-        return step % every == (self._places[work, every][name] + step // every) % every
+            return step == begin
+        if (work, length) not in self._places:
+            self._places[work, length] = spread({name: cost(block) for name, block in self._blocks.items()}, length)
+        return step - begin == (self._places[work, length][name] + number) % length
