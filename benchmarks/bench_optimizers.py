@@ -1,9 +1,10 @@
 """How many epochs, steps and seconds does each optimizer need to an accuracy on Fashion-MNIST?
 
-    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 10] [--seeds 5] [--device cpu]
+    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 13] [--seeds 5] [--device cpu]
 
-Each optimizer has two settings to tune, over as many trials, in a box that spans a factor of 1,000 in each:
-first at points of a Sobol sequence, then where a Gaussian process of the trials so far expects the most (Optuna's).
+Each optimizer has two settings to tune, over as many trials, in a box that spans a factor of 1,000 in each, and from
+the 11th trial on 10,000, for whom the box is too narrow: first at points of a Sobol sequence, then where a Gaussian
+process of the trials so far expects the most (Optuna's).
 Trials are short, and do not see the test images. The best setting is run with several seeds, from 1 on. A
 seed that does not reach an accuracy counts as missed, and the mean is then only of the others. Two trainings run at a
 time, one thread each; evaluations are not timed. Writes results/optimizers-MODEL-BATCH.json after every training, and
@@ -34,7 +35,8 @@ from benchmarks.measure import RESULTS, environment, process, table, write_recor
 from benchmarks.optimizer_run import TARGETS, Run
 
 TUNING_EPOCHS = 5
-WIDTH = 1000  # the largest value of a setting, in parts of the smallest
+WIDTH, LATER_WIDTH = 1000, 10_000  # the largest value of a setting, in parts of the smallest
+NARROW = 10  # trials before the box widens
 SPREAD = 4  # trials at points of the Sobol sequence
 
 
@@ -44,8 +46,10 @@ class Around:
 
     centre: float
 
-    def box(self) -> optuna.distributions.FloatDistribution:
-        return optuna.distributions.FloatDistribution(self.centre / WIDTH**0.5, self.centre * WIDTH**0.5, log=True)
+    def box(self, number: int) -> optuna.distributions.FloatDistribution:
+        """In which the trial after `number` others looks."""
+        width = WIDTH if number < NARROW else LATER_WIDTH
+        return optuna.distributions.FloatDistribution(self.centre / width**0.5, self.centre * width**0.5, log=True)
 
 
 # Sections of a recipe, and settings of the preconditioner.
@@ -118,7 +122,7 @@ def tried(runs: Iterable[Run], name: str) -> list[Run]:
 def next_trial(name: str, before: Sequence[tuple[Run, float]], model: str, batch_size: int, device: str = "cpu") -> Run:
     """What to try after the trials `before`, of which the accuracies are known."""
     section, kfac = OPTIMIZERS[name]
-    boxes = {key: value.box() for key, value in (section | kfac).items() if isinstance(value, Around)}
+    boxes = {key: value.box(len(before)) for key, value in (section | kfac).items() if isinstance(value, Around)}
     study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=len(before), n_startup_trials=SPREAD))
     for run, accuracy in before:
         values = {key: (run.optimizer | run.kfac)[key] for key in boxes}
@@ -234,7 +238,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="resnet8", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=4096, help="a multiple of 512 (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=10, help="of each optimizer (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=13, help="of each optimizer (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of its best setting (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="a seed's at most (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")

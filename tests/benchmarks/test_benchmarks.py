@@ -174,7 +174,7 @@ def test_a_comparison_of_optimizers(
     assert record["shares"].keys() == {"0.90", "0.91", "0.92"}
     assert len(record["runs"]) == 2 * (2 + 2) and len(record["environments"]) == 1
     for name, of in record["found"].items():
-        box = bench.OPTIMIZERS[name][0]["lr"].box()
+        box = bench.OPTIMIZERS[name][0]["lr"].box(0)
         assert len(of["trials"]) == 2
         assert all(box.low <= trial["optimizer"]["lr"] <= box.high for trial in of["trials"])
         best = max(of["trials"], key=lambda trial: trial["accuracy"])
@@ -204,7 +204,8 @@ def test_trials_go_where_the_best_are(monkeypatch: pytest.MonkeyPatch) -> None:
         decades = math.hypot(math.log10(run.optimizer["lr"] / 1e-2), math.log10(run.kfac["damping"] / 4e-6))
         return max(0.1, 0.9 - 0.1 * decades**2)
 
-    boxes = {"lr": OPTIMIZERS["K-FAC"][0]["lr"].box(), "damping": OPTIMIZERS["K-FAC"][1]["damping"].box()}
+    settings = {"lr": OPTIMIZERS["K-FAC"][0]["lr"], "damping": OPTIMIZERS["K-FAC"][1]["damping"]}
+    boxes = {key: around.box(0) for key, around in settings.items()}
     before = []
     for _ in range(10):
         run = next_trial("K-FAC", before, "resnet8", 4096)
@@ -216,6 +217,18 @@ def test_trials_go_where_the_best_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPSampler, "sample_relative", lambda *_: {key: before[5][0].optimizer.get(key) or
                                                                   before[5][0].kfac[key] for key in boxes})  # fmt: skip
     assert next_trial("K-FAC", before, "resnet8", 4096) not in [run for run, _ in before]  # nothing twice
+
+
+def test_the_box_of_later_trials_is_wider() -> None:
+    """With the best at the edge of the first."""
+    from benchmarks.bench_optimizers import OPTIMIZERS, next_trial
+
+    box, before = OPTIMIZERS["LAMB"][0]["lr"].box(0), []
+    for _ in range(12):
+        run = next_trial("LAMB", before, "resnet8", 4096)
+        before.append((run, 0.5 + 0.1 * math.log10(run.optimizer["lr"] / box.low)))
+    assert all(run.optimizer["lr"] <= box.high for run, _ in before[:10])
+    assert max(run.optimizer["lr"] for run, _ in before[10:]) > box.high
 
 
 def test_steps_to_a_target() -> None:
