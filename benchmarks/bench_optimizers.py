@@ -1,6 +1,6 @@
 """How many epochs, steps and seconds does each optimizer need to an accuracy on Fashion-MNIST?
 
-    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 13] [--seeds 5] [--device cpu]
+    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 13] [--seeds 5] [--device cpu] …
 
 Each optimizer has two settings to tune, over as many trials, in a box that spans a factor of 1,000 in each, and from
 the 11th trial on 10,000, for whom the box is too narrow: first at points of a Sobol sequence, then where a Gaussian
@@ -34,7 +34,6 @@ from torch.quasirandom import SobolEngine
 from benchmarks.measure import RESULTS, environment, process, table, write_record
 from benchmarks.optimizer_run import TARGETS, Run
 
-TUNING_EPOCHS = 5
 WIDTH, LATER_WIDTH = 1000, 10_000  # the largest value of a setting, in parts of the smallest
 NARROW = 10  # trials before the box widens
 SPREAD = 4  # trials at points of the Sobol sequence
@@ -63,7 +62,6 @@ OPTIMIZERS = {
     "K-FAC": ({**SGD, "preconditioner": "kfac", "lr": Around(1.6e-3)}, {"damping": Around(3e-5)}),
     "EKFAC": ({**SGD, "preconditioner": "ekfac", "lr": Around(1.6e-3)}, {"damping": Around(3e-5)}),
 }
-KFAC = {"factor_update_steps": 2, "inv_update_steps": 4, "factor_fraction": 0.125, "kl_clip": None}
 FIRST_ORDER = ("SGD, Nesterov", "LARS", "LAMB")
 GOAL = {"step": 0.6, "wall_s": 0.75, "cpu_s": 0.75}  # of K-FAC, against the best of them in each
 SUMMARY = "found", "shares", "goal"
@@ -71,6 +69,12 @@ COLUMNS = {"epoch": 1, "step": 0, "wall_s": 0, "cpu_s": 0}  # digits
 HOPELESS = 0.7  # a trial ends halfway below this accuracy
 # Batches are freed and allocated at every step; glibc would give their pages back each time.
 ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+
+
+def kfac_settings(batch_size: int) -> dict:
+    """Factors from 512 images every 8,192, and solutions every 16,384: about the same work an image for any batch."""
+    return {"factor_update_steps": max(1, 8192 // batch_size), "inv_update_steps": max(1, 16384 // batch_size),
+            "factor_fraction": min(1.0, 512 / batch_size), "kl_clip": None}  # fmt: skip
 
 
 class Runs:
@@ -119,8 +123,8 @@ def tried(runs: Iterable[Run], name: str) -> list[Run]:
     return [run for run in runs if run.tuning and kind(run.optimizer) == kind(OPTIMIZERS[name][0])]
 
 
-def next_trial(name: str, before: Sequence[tuple[Run, float]], model: str, batch_size: int, device: str = "cpu") -> Run:
-    """What to try after the trials `before`, of which the accuracies are known."""
+def next_trial(name: str, before: Sequence[tuple[Run, float]], like: Run) -> Run:
+    """What to try after the trials `before`, of which the accuracies are known; `like` has all that is not tuned."""
     section, kfac = OPTIMIZERS[name]
     boxes = {key: value.box(len(before)) for key, value in (section | kfac).items() if isinstance(value, Around)}
     study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=len(before), n_startup_trials=SPREAD))
@@ -135,8 +139,7 @@ def next_trial(name: str, before: Sequence[tuple[Run, float]], model: str, batch
             key: box.low * (box.high / box.low) ** part for (key, box), part in zip(boxes.items(), point, strict=True)
         }
     found = [{key: values.get(key, value) for key, value in of.items()} for of in (section, kfac)]
-    return Run(model, batch_size, TUNING_EPOCHS, found[0], KFAC | found[1] if kfac else {}, tuning=True,
-               stop_below=HOPELESS, device=device)  # fmt: skip
+    return replace(like, optimizer=found[0], kfac=kfac_settings(like.batch_size) | found[1] if kfac else {})
 
 
 def best_of(found: list[dict]) -> float:
@@ -241,11 +244,13 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=13, help="of each optimizer (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of its best setting (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="a seed's at most (default: %(default)s)")
+    parser.add_argument("--tuning-epochs", type=int, default=5, help="a trial's (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
-    where = arguments.model, arguments.batch_size, arguments.device
+    like = Run(arguments.model, arguments.batch_size, arguments.tuning_epochs, {}, tuning=True, stop_below=HOPELESS,
+               device=arguments.device)  # fmt: skip
     name = f"optimizers-{arguments.model}-{arguments.batch_size}" + ("-gpu" if arguments.device == "cuda" else "")
-    done = Runs(name, vars(arguments) | {"tuning_epochs": TUNING_EPOCHS, "targets": TARGETS})
+    done = Runs(name, vars(arguments) | {"targets": TARGETS})
     parallel = 2 if arguments.device == "cpu" else 1
     # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
     turns = [name for turn in range(arguments.trials) for name in OPTIMIZERS if turn >= len(tried(done, name))]
@@ -254,7 +259,7 @@ def main() -> int:
     def tune(name: str) -> None:
         with one[name]:
             with asking:
-                run = next_trial(name, [(run, best_of(done[run])) for run in tried(done, name)], *where)
+                run = next_trial(name, [(run, best_of(done[run])) for run in tried(done, name)], like)
             done.do(run)
 
     with ThreadPoolExecutor(parallel) as pool:

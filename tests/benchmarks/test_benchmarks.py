@@ -24,6 +24,7 @@ from benchmarks import bench_pack_slow, bench_plan, corpus, measure
 from benchmarks.bench_loader import Child
 from benchmarks.bench_pack import Contest, chosen
 from benchmarks.measure import cpu_s, process, spread
+from benchmarks.optimizer_run import Run
 from benchmarks.peers import EVERYWHERE, PEERS, Task, open_peer
 from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
 from datapipe.packing import PackOptions
@@ -32,6 +33,7 @@ from trainer import models
 from trainer.kfac.costs import costs
 
 NUM_CLASSES, EACH = 4, 24
+TRIAL = Run("resnet8", 4096, 5, {}, tuning=True)
 SPIN = "import time\nwhile time.process_time() < 0.8: pass\nprint(flush=True)\ninput()"
 
 
@@ -138,7 +140,7 @@ def test_every_optimizer_of_the_comparison_trains(bright_or_dark: None) -> None:
     from benchmarks.optimizer_run import train
 
     for name in OPTIMIZERS:
-        run = replace(next_trial(name, [], "resnet8", 32), epochs=4, tuning=False, stop_below=0.0)
+        run = next_trial(name, [], Run("resnet8", 32, 4, {}))
         found = train(run)
         near = [line["accuracy"] >= 0.88 for line in found]
         steps = [0] + [line["step"] for line in found]
@@ -154,7 +156,7 @@ def test_a_comparison_of_optimizers(
     bright_or_dark: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     from benchmarks import bench_optimizers as bench
-    from benchmarks.optimizer_run import Run, train
+    from benchmarks.optimizer_run import train
 
     one = threading.Lock()  # random numbers come from one generator
 
@@ -198,7 +200,6 @@ def test_a_comparison_of_optimizers(
 def test_trials_go_where_the_best_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accuracy that falls with the square of the distance from a place away from the box's centre."""
     from benchmarks.bench_optimizers import OPTIMIZERS, next_trial
-    from benchmarks.optimizer_run import Run
 
     def accuracy(run: Run) -> float:
         decades = math.hypot(math.log10(run.optimizer["lr"] / 1e-2), math.log10(run.kfac["damping"] / 4e-6))
@@ -208,15 +209,15 @@ def test_trials_go_where_the_best_are(monkeypatch: pytest.MonkeyPatch) -> None:
     boxes = {key: around.box(0) for key, around in settings.items()}
     before = []
     for _ in range(10):
-        run = next_trial("K-FAC", before, "resnet8", 4096)
+        run = next_trial("K-FAC", before, TRIAL)
         assert all(box.low <= (run.optimizer | run.kfac)[key] <= box.high for key, box in boxes.items())
         before.append((run, accuracy(run)))
     found = [value for _, value in before]
     assert max(found) > 0.895 > max(found[:4])
-    assert next_trial("K-FAC", before[:-1], "resnet8", 4096) == before[-1][0]
+    assert next_trial("K-FAC", before[:-1], TRIAL) == before[-1][0]
     monkeypatch.setattr(GPSampler, "sample_relative", lambda *_: {key: before[5][0].optimizer.get(key) or
                                                                   before[5][0].kfac[key] for key in boxes})  # fmt: skip
-    assert next_trial("K-FAC", before, "resnet8", 4096) not in [run for run, _ in before]  # nothing twice
+    assert next_trial("K-FAC", before, TRIAL) not in [run for run, _ in before]  # nothing twice
 
 
 def test_the_box_of_later_trials_is_wider() -> None:
@@ -225,7 +226,7 @@ def test_the_box_of_later_trials_is_wider() -> None:
 
     box, before = OPTIMIZERS["LAMB"][0]["lr"].box(0), []
     for _ in range(12):
-        run = next_trial("LAMB", before, "resnet8", 4096)
+        run = next_trial("LAMB", before, TRIAL)
         before.append((run, 0.5 + 0.1 * math.log10(run.optimizer["lr"] / box.low)))
     assert all(run.optimizer["lr"] <= box.high for run, _ in before[:10])
     assert max(run.optimizer["lr"] for run, _ in before[10:]) > box.high

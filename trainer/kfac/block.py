@@ -83,7 +83,7 @@ class Block:
             a, g = (self.layer.shapes()[name] for name in ("a", "g"))
             a, g = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g))
             self.state = self._kept(solver.empty(a, g))
-        if self.is_owner and self._is_known():
+        if self.is_owner and self.is_known():
             self.state = self._kept(solver.refresh(self.factor("a"), self.factor("g"), damping, self.state))
 
     def _kept(self, state: State) -> State:
@@ -93,7 +93,7 @@ class Block:
             for name, tensor in state.items()
         }
 
-    def _is_known(self) -> bool:
+    def is_known(self) -> bool:
         """False as long as no batch was finite; the state leaves gradients as they are then. Waits for the device, but
         not any more once it is True.
         """

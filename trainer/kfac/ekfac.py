@@ -4,9 +4,8 @@ George et al. 2018, arXiv:1806.03884: with the eigenvectors V_A and V_G, the pro
 
     S = 1/N Σ (V_Gᵀ D V_A)²   over the gradients D of the samples,
 
-which is the best diagonal there is in that basis. Whenever the eigenvectors are new, it starts as the products, scaled
-to the sum that it had: the trace of the curvature is the same in every basis, and far from that of the products where
-gradients are alike at all positions of a convolution. That counts as much as one update of the average.
+which is the best diagonal there is in that basis. It starts as the products, which count as much as one update of the
+average. Where the eigenvectors are new, it becomes the diagonal in them of the curvature that it was before.
 
 N samples, T positions, G groups, n inputs and m outputs of a group
 """
@@ -53,18 +52,20 @@ class EKFAC(KFAC):
         if not (isinstance(block.layer, _Projected) and block.is_owner):
             super()._refresh_block(block)
             return
-        is_first, scale = not block.layer.state, block.averages["scale"]
+        failed = self._solver.fallbacks
         super()._refresh_block(block)
+        if not block.is_known() or self._solver.fallbacks > failed:
+            return
+        before, scale = block.layer.state, block.averages["scale"]
         block.layer.state = block.state
-        products = block.state["g_values"][:, :, None] * block.state["a_values"][:, None]
-        if not is_first:
-            traces = products.sum((1, 2), keepdim=True)
-            products *= torch.where(traces > 0, scale.value.sum((1, 2), keepdim=True) / traces, 1)
-        scale.value.copy_(products)
-        scale.weight.fill_(1 - self.settings.factor_decay)
+        if before:
+            scale.value.copy_(turned(scale.value, before, block.state))
+        else:
+            torch.mul(block.state["g_values"][:, :, None], block.state["a_values"][:, None], out=scale.value)
+            scale.weight.fill_(1 - self.settings.factor_decay)
 
     def _solve(self, block: Block, gradient: Tensor) -> Tensor:
-        if not isinstance(block.layer, _Projected):
+        if not (isinstance(block.layer, _Projected) and block.layer.state):
             return super()._solve(block, gradient)
         rotated = Eigen.rotate(block.state, gradient)
         rotated /= block.averages["scale"].value + self.settings.damping
@@ -73,8 +74,8 @@ class EKFAC(KFAC):
     def load_state_dict(self, *states: dict) -> None:
         super().load_state_dict(*states)
         for block in self.blocks.values():
-            if isinstance(block.layer, _Projected):
-                block.layer.state = block.state
+            if isinstance(block.layer, _Projected) and block.is_owner:
+                block.layer.state = block.state if block.averages["scale"].weight > 0 else {}
 
 
 class _Projected(Layer):
@@ -105,6 +106,15 @@ class _Projected(Layer):
 
     def set_gradient(self, gradient: Tensor) -> None:
         self._layer.set_gradient(gradient)
+
+
+def turned(scale_Gmn: Tensor, before: State, now: State) -> Tensor:
+    """The diagonal, in the eigenvectors `now`, of what is diagonal in those `before`: [G, m, n]."""
+    a, g = (
+        (now[name].mT.to(scale_Gmn.dtype) @ before[name].to(scale_Gmn.dtype)).square_()
+        for name in ("a_vectors", "g_vectors")
+    )
+    return g @ scale_Gmn @ a.mT
 
 
 def squares(a_NTGn: Tensor, g_NTGm: Tensor, a_vectors: Tensor, g_vectors: Tensor) -> Tensor:
