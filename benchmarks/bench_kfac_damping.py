@@ -26,6 +26,7 @@ LENGTHS = {
     "kfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
     "ekfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
 }
+LATE = 10**6 + 1  # a step in which no solution is due
 SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "nesterov": True}
 
 
@@ -74,6 +75,7 @@ def preconditioned(place: Place, kind: str) -> tuple[KFAC, dict[str, float]]:
     traces = {}
     if isinstance(found, EKFAC):  # the diagonal needs the eigenvectors, and the samples once more
         place.backward()
+        found.steps = LATE
         found.step()
         for name in (name for name, owner in found.layers().items() if owner >= 0):
             a, g, scale = found.factors(name)

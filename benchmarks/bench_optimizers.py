@@ -1,6 +1,6 @@
 """How many epochs, steps and seconds does each optimizer need to an accuracy on Fashion-MNIST?
 
-    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 13] [--seeds 5] [--device cpu] …
+    python -m benchmarks.bench_optimizers [--model resnet8] [--batch-size 4096] [--trials 13] [--seeds 5] …
 
 Each optimizer has two settings to tune, over as many trials, in a box that spans a factor of 1,000 in each, and from
 the 11th trial on 10,000, for whom the box is too narrow: first at points of a Sobol sequence, then where a Gaussian

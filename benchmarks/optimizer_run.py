@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from benchmarks.measure import WORK
 from datapipe.fetch import fetch
 from trainer import models, optim
-from trainer.kfac import EKFAC, KFAC, AdaptiveDamping
+from trainer.kfac import EKFAC, KFAC
 
 PART = 512
 WARM_UP = 20_480  # images
@@ -39,8 +39,8 @@ PRECONDITIONERS = {"kfac": KFAC, "ekfac": EKFAC}
 
 @dataclass(frozen=True)
 class Run:
-    """`optimizer`: a section of a recipe. `kfac`: settings of the preconditioner, if there is one; with
-    "damping_update_steps", its damping adapts. A run ends at the last target, or after `epochs`.
+    """`optimizer`: a section of a recipe. `kfac`: settings of the preconditioner, if there is one. A run ends at the
+    last target, or after `epochs`.
 
     `tuning`: with the last 10,000 training images held out for the evaluation; the test images are not touched.
     """
@@ -104,27 +104,22 @@ class Training:
         self.model = models.build(run.model, num_classes=10, in_channels=1)
         self.model.to(run.device, memory_format=torch.channels_last)
         self.average = AveragedModel(self.model, avg_fn=averaged, use_buffers=True)
-        section, kfac = dict(run.optimizer), dict(run.kfac)
-        kind, adapts = section.pop("preconditioner", None), kfac.pop("damping_update_steps", None)
+        section = dict(run.optimizer)
+        kind = section.pop("preconditioner", None)
         self.settings = optim.REGISTRY[section["name"]].Settings(**section)
         self.optimizer = optim.build(self.settings, self.model)
-        self.preconditioner = PRECONDITIONERS[kind](self.model, accumulation_steps=self.parts, **kfac) if kind else None
-        self.adaptive = AdaptiveDamping(self.preconditioner, adapts) if adapts else None
+        self.preconditioner = kind and PRECONDITIONERS[kind](self.model, accumulation_steps=self.parts, **run.kfac)
 
     def step(self, number: int, batch: torch.Tensor) -> None:
         """On the samples `batch`."""
         lr = self.settings.lr * min(1.0, (number + 1) * len(batch) / WARM_UP)
         optim.set_lr(self.optimizer, lr)
         batch, flips = batch.to(self.images.device), (torch.rand(len(batch)) < 0.5).to(self.images.device)
-        loss = self._loss(batch, flips, backward=True)
-        if self.adaptive is not None:
-            self.adaptive.begin(loss)
+        self._loss(batch, flips, backward=True)
         if self.preconditioner is not None:
             self.preconditioner.lr = lr
             self.preconditioner.step()
         self.optimizer.step()
-        if self.adaptive is not None:
-            self.adaptive.end(lambda: self._loss(batch, flips))
         self.optimizer.zero_grad()
         self.average.update_parameters(self.model)
 
@@ -162,7 +157,7 @@ def train(run: Run) -> list[dict]:
                     "wall_s": wall_s, "cpu_s": cpu_s}  # fmt: skip
             if training.preconditioner is not None:
                 cosines = training.preconditioner.cosines().values()
-                line |= {"cosine": statistics.median(cosines), "damping": training.preconditioner.damping}
+                line |= {"cosine": statistics.median(cosines)}
             found.append(line)
             print(json.dumps(line), file=sys.stderr, flush=True)
             if line["accuracy"] >= TARGETS[-1] or (2 * step >= training.steps and line["accuracy"] < run.stop_below):

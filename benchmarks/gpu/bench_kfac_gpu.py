@@ -35,7 +35,8 @@ OURS = {
     "K-FAC, eigen": {"solver": "eigen"},
 }
 SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
-WARM_UP = 65  # in its first period K-FAC does all its work in steps 1, 2, 4, … 64, too
+WARM_UP = 64  # steps; K-FAC then goes on as in its second period
+LONG = 10_000  # an interval with far more steps than layers, whose turns are at its beginning
 SYNC_STEPS = 10
 
 
@@ -92,6 +93,7 @@ def waits(training: Training, x: torch.Tensor, y: torch.Tensor, inv_update_steps
         return "no GPU"
     if training.preconditioner is not None:
         training.preconditioner.inv_update_steps = inv_update_steps
+        training.preconditioner.steps = LONG + LONG // 2
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(SYNC_STEPS):
@@ -121,6 +123,8 @@ def main() -> int:
     trainings = {name: Training(name, arguments) for name in names}
     times = {name: [] for name in names}
     for number in range(WARM_UP + arguments.periods * SETTINGS["inv_update_steps"]):
+        for name in OURS if number == WARM_UP else ():
+            trainings[name].preconditioner.steps = SETTINGS["inv_update_steps"]
         for name in names:
             taken = trainings[name].timed(x, y)
             if number >= WARM_UP:
@@ -146,7 +150,7 @@ def main() -> int:
             "worst_over_median": max(of) / statistics.median(of),
             "added": sum(of) / sum(times[SGD]) - 1,
             "floor_ms": floor_ms(name),
-            "waits": waits(trainings[name], x, y, 10**9),
+            "waits": waits(trainings[name], x, y, LONG),
             "waits_in_refreshes": waits(trainings[name], x, y, 1),
         }
         for name, of in times.items()

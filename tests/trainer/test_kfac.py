@@ -636,7 +636,9 @@ def test_hooks_can_be_taken_away():
     preconditioner = KFAC(model, **EVERY_STEP)
     preconditioner.remove()
     run(model, KFAC(model, **EVERY_STEP), 1)
-    assert not any(block.capture.moments for block in preconditioner.blocks.values())
+    assert preconditioner.memory_usage()["captured"] == 0
+    with pytest.raises(RuntimeError, match=r"taken away with remove\(\)"):
+        preconditioner.step()
 
 
 # --- misuse ---
@@ -668,7 +670,11 @@ def test_overflowed_gradients_at_first_are_repaired():
         model.zero_grad()
         (F.cross_entropy(model(x), y) * scale).backward()
         preconditioner.step()
-    assert preconditioner.skipped() > 0
+        if scale == math.inf:
+            assert all(
+                (factor == 0).all() for name in preconditioner.layers() for factor in preconditioner.factors(name)
+            )
+    assert preconditioner.skipped() == 7  # of three layers two, and of the norm one
     assert all(0 < cosine < 0.9999 for cosine in preconditioner.cosines().values())
 
 
@@ -722,6 +728,74 @@ def test_more_micro_batches_than_told_are_warned_of(caplog):
     assert [record.message for record in caplog.records] == [
         "K-FAC: more micro-batches than accumulation_steps = 1 before step(); the first ones count (call discard() "
         "after a backward pass that no step() follows, and remove() a preconditioner that is not used any more)"
+    ]
+
+
+def test_forward_passes_before_the_backward_pass_of_another_micro_batch_are_warned_of(caplog):
+    model = small()
+    preconditioner = KFAC(model, accumulation_steps=2)
+    losses = [F.cross_entropy(model(x), y) / 2 for x, y in (batch(number) for number in range(2))]
+    sum(losses).backward()
+    preconditioner.step()
+    (record,) = caplog.records
+    assert "fewer micro-batches than accumulation_steps = 2" in record.message
+
+
+def test_other_things_than_samples_along_the_first_dimension_are_warned_of(caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.Linear(4, 3))
+    preconditioner = KFAC(model)
+    model(torch.randn(5, 6, 4)).square().mean().backward()
+    preconditioner.step()
+    (record,) = caplog.records
+    assert "for different numbers of samples in a step, 5, 30" in record.message
+
+
+def test_a_layer_that_is_taken_out_is_left_alone(caplog):
+    """Its last gradients stay with it, and neither change nor enter the clip."""
+    model = nn.Sequential(small(), nn.Linear(5, 5))
+    preconditioner = KFAC(model, **EVERY_STEP)
+    run(model, preconditioner, 2)
+    head, found = model.pop(1), []
+    left = head.weight.grad.clone()
+    for kept in (True, False):
+        copied = copy.deepcopy(model) if kept else model
+        other = KFAC(copied, **EVERY_STEP) if kept else preconditioner
+        if kept:
+            states = preconditioner.state_dict()
+            layers = {name: of for name, of in states["layers"].items() if name != "1"}
+            other.load_state_dict(states | {"layers": layers})
+        caplog.clear()
+        run(copied, other, 1, first=2)
+        found.append(gradients(copied))
+    close(found[1], found[0], 0)
+    assert torch.equal(head.weight.grad, left) and "1" not in preconditioner.cosines()
+    assert [record.message for record in caplog.records] == [
+        "K-FAC leaves gradients alone that no backward pass has changed since the last step(), here of: 1"
+    ]
+
+
+def test_gradients_that_an_optimizer_does_not_clear_are_warned_of(caplog):
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    optimizer = torch.optim.SGD(model[7].parameters(), lr=0.05)
+    for number in range(2):
+        x, y = batch(number)
+        optimizer.zero_grad(set_to_none=number == 0)
+        F.cross_entropy(model(x), y).backward()
+        preconditioner.step()
+    (record,) = caplog.records
+    assert "added to those that the last step() left" in record.message and "here of: 0, 1, 3;" in record.message
+
+
+def test_a_layer_that_learns_later_is_told_of(caplog):
+    model = small()
+    model[3].requires_grad_(False)
+    preconditioner = KFAC(model, **EVERY_STEP)
+    run(model, preconditioner, 1)
+    model[3].requires_grad_(True)
+    run(model, preconditioner, 2)
+    assert [record.message for record in caplog.records if "or learns, now" in record.message] == [
+        caplog.records[-1].message
     ]
 
 
@@ -899,11 +973,18 @@ def test_what_learns_besides_the_layers_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Scaled(4, 4), WithMore(4, 4))
     model[1].weight = model[0].weight
     preconditioner = KFAC(model)
-    assert list(preconditioner.layers()) == ["0", "3"]
-    assert preconditioner.unsupported == ["1.bias", "2 (Scaled)", "3.more"]
-    assert list(KFAC(model, skip=WithMore).layers()) == ["0"]
+    assert list(preconditioner.layers()) == ["3"]
+    assert preconditioner.unsupported == ["0 (Linear)", "1 (Linear)", "2 (Scaled)", "3.more"]  # of tied weights, all
+    model[1].weight = nn.Parameter(torch.ones(4, 4))
+    assert list(KFAC(model, skip=WithMore).layers()) == ["0", "1"]
     with pytest.raises(ValueError, match="no layer"):
         KFAC(model, skip=nn.Linear)  # with all its kinds
+
+
+def test_attention_never_calls_its_projection():
+    assert KFAC(nn.TransformerEncoderLayer(8, 2, 8)).unsupported == [
+        "self_attn (MultiheadAttention)", "self_attn.out_proj (NonDynamicallyQuantizableLinear)"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("skip", ["BatchNorm", ["BatchNorm"], nn.BatchNorm2d, [nn.BatchNorm2d]])
@@ -920,3 +1001,49 @@ def test_states_that_are_none():
     for states in ([], [{}]):
         with pytest.raises(ValueError, match="states: none, or not those of a preconditioner"):
             KFAC(small()).load_state_dict(*states)
+
+
+def test_states_of_several_steps_are_refused():
+    model, states = small(), []
+    preconditioner = KFAC(model)
+    for number in range(2):
+        run(model, preconditioner, 1)
+        state = copy.deepcopy(preconditioner.state_dict())
+        some = list(state["layers"])[number::2]
+        states.append(state | {"layers": {name: state["layers"][name] for name in some}})
+    with pytest.raises(ValueError, match=r"states: of the steps \[1, 2\]; allowed: those of one"):
+        preconditioner.load_state_dict(*states)
+
+
+def test_intervals_that_have_changed_resume_to_the_bit():
+    """What the next step captures has been decided with those of before."""
+    found = []
+    for resumed in (False, True):
+        model = small()
+        preconditioner = KFAC(model, factor_update_steps=1, inv_update_steps=5)
+        run(model, preconditioner, 6)
+        preconditioner.factor_update_steps = 4
+        run(model, preconditioner, 7, first=6)
+        if resumed:
+            state = copy.deepcopy(preconditioner.state_dict())
+            preconditioner.remove()
+            preconditioner = KFAC(model, factor_update_steps=1, inv_update_steps=5)  # as at first
+            preconditioner.load_state_dict(state)
+        for number in range(13, 20):
+            x, y = batch(number)
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            preconditioner.factor_update_steps = 4  # as a schedule does, before the step
+            preconditioner.step()
+        found.append(gradients(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_failures_are_counted_over_a_resume(monkeypatch):
+    model = small()
+    preconditioner = KFAC(model, **EVERY_STEP)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.kfac.solvers._eigh", lambda _: None)
+        run(model, preconditioner, 1)
+    preconditioner.load_state_dict(preconditioner.state_dict())
+    assert preconditioner.fallbacks() == 3

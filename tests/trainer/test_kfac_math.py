@@ -422,7 +422,7 @@ def test_ekfac_starts_as_kfac():
 
 
 def test_new_eigenvectors_of_ekfac_keep_the_curvature():
-    """The diagonal in them is that of what was there before, and the samples' gradients then count as in any average."""
+    """The diagonal in them is that of what was there before; samples' gradients then count as in any average."""
     module = randomised(nn.Conv2d(4, 6, 3, padding=1, groups=2))
     x, model = input_of(module), nn.Sequential(module)
     preconditioner = EKFAC(model, damping=DAMPING, kl_clip=None, factor_update_steps=1, inv_update_steps=1)

@@ -16,9 +16,8 @@ class RunningAverage:
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
 
-    def update(self, new: Tensor, decay: float) -> None:
-        """Take `new` in, or count it as skipped if any of it is not finite."""
-        finite = new.sum().isfinite()  # of a sum of squares: infinities and NaN stay in it
+    def update(self, new: Tensor, decay: float, finite: Tensor) -> None:
+        """Take `new` in if `finite`, or count it as skipped."""
         self.weight.copy_(torch.where(finite, decay * self.weight + 1 - decay, self.weight))
         share = torch.where(finite, (1 - decay) / self.weight, 0.0)
         self.value.lerp_(torch.where(finite, new, self.value).to(self.value), share.to(self.value.dtype))

@@ -66,8 +66,11 @@ class Block:
 
     def end_update(self, decay: float) -> None:
         if self.num_rows:  # a rank has used the layer
-            for name in self.new.keys() & self.averages.keys():
-                self.averages[name].update(self.new[name], decay)
+            new = {name: self.new[name] for name in self.averages if name in self.new}
+            # Of sums of squares: infinities and NaN stay in them.
+            finite = torch.stack([factor.sum() for factor in new.values()]).isfinite().all() if new else None
+            for name, factor in new.items():
+                self.averages[name].update(factor, decay, finite)
             self.has_factors = True
         self.new = {}
 

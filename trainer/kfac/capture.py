@@ -45,16 +45,17 @@ class Capture:
         self._gradient_scale, self._complete = gradient_scale, complete
         self._waiting_for = 0  # uses in this forward pass
         self._counted = False  # the samples of this forward pass
+        self.num_samples_now = 0  # of the last micro-batch, whatever the fraction
         self.clear()
         self._handle = layer.module.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def clear(self) -> None:
         self.moments: dict[str, Tensor] = {}
-        self.num_samples = self.num_rows = self._num_micro_batches = self._num_samples_now = 0
+        self.num_samples = self.num_rows = self.num_micro_batches = 0
 
     def arm(self, wanted: bool) -> None:
         """For the next step. A forward pass that no backward pass has followed is forgotten."""
-        self.wanted, self._waiting_for, self._counted = wanted, 0, False
+        self.wanted, self._waiting_for, self._counted, self.num_samples_now = wanted, 0, False, 0
 
     def remove(self) -> None:
         self._handle.remove()
@@ -99,14 +100,14 @@ class Capture:
                 moment = moment * square
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
         if not self._counted:
-            self._num_samples_now = num_samples
+            self.num_samples_now = num_samples
             self.num_samples += sums.num_samples
-            self._num_micro_batches += 1
+            self.num_micro_batches += 1
         self._counted = True
         self.num_rows += sums.num_rows
         self._waiting_for -= not use.is_again
         if self._waiting_for == 0 and not use.is_again:  # which may have others to come
-            self._complete(self._num_micro_batches)
+            self._complete(self.num_micro_batches)
 
     def _check(self, use: Use) -> None:
         name = type(self.layer.module).__name__
@@ -122,9 +123,9 @@ class Capture:
             )
         if use.x._version != use.version:
             raise RuntimeError(f"{name}: its input was modified in place after it was used, and K-FAC needs it")
-        if self._counted and len(use.x) != self._num_samples_now:
+        if self._counted and len(use.x) != self.num_samples_now:
             raise RuntimeError(
-                f"{name}: used for {self._num_samples_now} and for {len(use.x)} samples in one forward pass, and the "
+                f"{name}: used for {self.num_samples_now} and for {len(use.x)} samples in one forward pass, and the "
                 "loss is a mean over one of them; leave the layer out with `skip`"
             )
         if self._counted and self.layer.only_once:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -22,6 +23,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 
 from . import moments
@@ -298,6 +300,8 @@ def layer_of(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer |
         return None
     if type(module).forward is not base.forward:  # who knows what it does
         return None
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention's, which never calls it
+        return None
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
         return None
     layer = TYPES[base](module)
@@ -312,8 +316,8 @@ def find(
     parameters that learn besides. Raises ValueError for parameters that are not there, or not whole, and for a pattern
     that is none.
     """
-    layers, unsupported, taken = {}, [], set()
-    patterns = _patterns(skip)
+    layers, unsupported, patterns = {}, [], _patterns(skip)
+    uses = Counter(of for module in model.modules() for of in set(module.parameters(recurse=False)))
     for name, module in model.named_modules():
         own = {of: parameter for of, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
         if not own or _is_skipped(name, module, patterns):
@@ -323,14 +327,12 @@ def find(
         if any(hasattr(of, "device_mesh") or hasattr(of, "_fsdp_flattened") for of in own.values()):  # DTensor, FSDP1's
             raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
         layer = layer_of(module, spatially_uncorrelated)
-        if layer is not None and taken.isdisjoint(map(id, layer.parameters())):  # of tied weights, the first layer
-            taken.update(map(id, layer.parameters()))
-            layers[name] = layer
-        left = [of for of, parameter in own.items() if id(parameter) not in taken]
-        if len(left) == len(own):
+        if layer is None or any(uses[parameter] > 1 for parameter in own.values()):  # or tied: there is no one input
             unsupported.append(f"{name} ({type(module).__name__})")
-        else:
-            unsupported += [f"{name}.{of}" for of in left]
+            continue
+        layers[name] = layer
+        taken = set(layer.parameters())
+        unsupported += [f"{name}.{of}" for of, parameter in own.items() if parameter not in taken]
     return layers, unsupported
 
 

@@ -90,6 +90,7 @@ class KFAC:
         self.blocks = self._register(layers)
         self._turns = Turns(self.settings.stagger, self.blocks)
         self.gradients_at_owners = False  # and nowhere else, until `step`: see `reduce_to_owners`
+        self._removed = False
         self._wanted: list[str] = []  # layers whose factors this step updates, as they are sent
         self._done: set[str] = set()  # those of which all micro-batches are there
         self._cosines: dict[str, Tensor] = {}
@@ -114,12 +115,17 @@ class KFAC:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Precondition the gradients, in place, once the micro-batches of a step are through; every rank calls it.
-        Raises RuntimeError when no layer has a gradient, or all are those that the last step left.
+        """Precondition the gradients, in place, once the micro-batches of a step are through; every rank calls it,
+        with gradients of the same layers. Raises RuntimeError when no layer has a gradient, when all are those that the
+        last step left, and after `remove`.
         """
-        with_gradient = {name: block for name, block in self.blocks.items() if block.has_gradient()}
-        parameters = [of for block in with_gradient.values() for of in block.layer.parameters()]
-        self._watch.before_step(parameters)
+        if self._removed:
+            raise RuntimeError("the preconditioner has been taken away with remove()")
+        of_layers = {name: block.layer.parameters() for name, block in self.blocks.items() if block.has_gradient()}
+        number = self.settings.accumulation_steps
+        with_gradient = {name: self.blocks[name] for name in self._watch.before_step(of_layers, number)}
+        captures = [block.capture for block in self.blocks.values()]
+        self._watch.captured(captures, [self.blocks[name].capture for name in self._wanted], number)
         self._update_factors()
         self._warn_of_unused(with_gradient)
         self._refresh()
@@ -127,7 +133,7 @@ class KFAC:
         self._precondition(ready)
         if self.gradients_at_owners:
             self._send_raw([of for name, of in self.blocks.items() if not (of.is_norm or name in ready)])
-        self._watch.after_step(parameters)
+        self._watch.after_step(parameter for parameters in of_layers.values() for parameter in parameters)
         self.steps += 1
         self._arm()
 
@@ -199,7 +205,7 @@ class KFAC:
         self._reduce_factors()
         for block in self.blocks.values():
             block.capture.remove()
-        self.gradients_at_owners = False
+        self._removed, self.gradients_at_owners = True, False
         self.exchange.close()
 
     def __reduce__(self) -> tuple:
@@ -212,16 +218,22 @@ class KFAC:
         return {
             "steps": self.steps,
             "solver": self.settings.solver,
+            "factor_update_steps": self._armed_for,
+            "fallbacks": self.fallbacks(),
             "layers": {name: block.state_dict() for name, block in self.blocks.items() if block.is_owner},
         }
 
     def load_state_dict(self, *states: dict) -> None:
         """Go on where another preconditioner of the same model was. `states`: of all its ranks, however many.
 
-        Raises ValueError when they had other layers, shapes or another solver; nothing is changed then.
+        Raises ValueError when they had other layers, shapes or another solver, or are of several steps; nothing is
+        changed then.
         """
-        if not all({"steps", "solver", "layers"} <= state.keys() for state in states) or not states:
+        if not all(self.state_dict().keys() == state.keys() for state in states) or not states:
             raise ValueError("states: none, or not those of a preconditioner")
+        steps = sorted({state["steps"] for state in states})
+        if len(steps) > 1:
+            raise ValueError(f"states: of the steps {steps}; allowed: those of one")
         layers = {name: saved for state in states for name, saved in state["layers"].items()}
         solvers = {state["solver"] for state in states}
         if solvers != {self.settings.solver}:
@@ -233,11 +245,12 @@ class KFAC:
             saved = layers[name].get("shapes")
             if saved != block.layer.shapes():
                 raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
-        self.steps = self._first_step = states[0]["steps"]
+        self.steps = self._first_step = steps[0]
+        self._solver.fallbacks = sum(state["fallbacks"] for state in states) if self.exchange.rank == 0 else 0
         self._turns.forget()
         for name, block in self.blocks.items():
             block.load_state_dict(layers[name], block.place.column == self.exchange.column)
-        self._arm()
+        self._arm(states[0]["factor_update_steps"])
 
     # --- registration ---
 
@@ -274,12 +287,7 @@ class KFAC:
         """
         block = self.blocks[name]
         if name in self._done:
-            self._watch.warn(
-                "K-FAC: more micro-batches than accumulation_steps = %d before step(); the first ones count (call "
-                "discard() after a backward pass that no step() follows, and remove() a preconditioner that is not "
-                "used any more)",
-                self.settings.accumulation_steps,
-            )
+            self._watch.too_many(self.settings.accumulation_steps)
             block.capture.clear()
         elif num_micro_batches == self.settings.accumulation_steps:
             block.begin_update()
@@ -313,16 +321,11 @@ class KFAC:
         for block in wanted:
             block.end_update(self.settings.factor_decay)
         if wanted:
-            self._watch.modules()
+            self._watch.parameters()
 
     def _warn_of_unused(self, with_gradient: dict[str, Block]) -> None:
         unused = [name for name, block in with_gradient.items() if block.capture.wanted and not block.has_factors]
-        if unused:
-            self._watch.warn(
-                "K-FAC leaves the gradients of these as they are, whose modules it has not seen called in training "
-                "mode (nor does it in a model that torch.compile's result has run before K-FAC was built): %s",
-                ", ".join(unused),
-            )
+        self._watch.unused(unused)
 
     def _refresh(self) -> None:
         due: dict[int, list[Part]] = {}
@@ -381,10 +384,13 @@ class KFAC:
         divergence = (torch.stack(products).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
         torch._foreach_mul_(gradients, (kl_clip / divergence).sqrt().clamp(max=1))
 
-    def _arm(self) -> None:
-        """Have those layers captured whose factors the next step updates."""
+    def _arm(self, every: int | None = None) -> None:
+        """Have those layers captured whose factors the next step updates. `every`: in place of the setting, which may
+        have changed since.
+        """
+        self._armed_for = every or self.settings.factor_update_steps
         for name, block in self.blocks.items():
             here = block.is_owner or not (self.settings.local_factors and block.has_factors)
-            block.capture.arm(here and self._turns.updates(name, self.steps, self.settings.factor_update_steps))
+            block.capture.arm(here and self._turns.updates(name, self.steps, self._armed_for))
         self._wanted = [name for name, block in reversed(self.blocks.items()) if block.capture.wanted]
         self._done.clear()

@@ -26,7 +26,7 @@ ALLOWED = {
     "grad_worker_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
     "local_factors": EITHER,
 }
-CHANGEABLE = tuple(ALLOWED)[:6]
+CHANGEABLE = "damping", "factor_update_steps", "inv_update_steps", "factor_decay", "kl_clip", "lr"
 
 
 @dataclass
