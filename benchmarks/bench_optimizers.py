@@ -59,8 +59,8 @@ OPTIMIZERS = {
     "LAMB": ({"name": "lamb", "lr": Around(0.012), "weight_decay": Around(0.01)}, {}),
     "Muon": ({"name": "muon", "lr": Around(0.02), "adam_lr": Around(2e-3)}, {}),
     "SOAP": ({"name": "soap", "lr": Around(4e-3), "weight_decay": Around(0.01)}, {}),
-    "K-FAC": ({**SGD, "preconditioner": "kfac", "lr": Around(1.6e-3)}, {"damping": Around(3e-5)}),
-    "EKFAC": ({**SGD, "preconditioner": "ekfac", "lr": Around(1.6e-3)}, {"damping": Around(3e-5)}),
+    "K-FAC": ({**SGD, "preconditioner": "kfac", "lr": 0.1}, {"damping": Around(3e-3), "kl_clip": Around(1e-3)}),
+    "EKFAC": ({**SGD, "preconditioner": "ekfac", "lr": 0.1}, {"damping": Around(3e-3), "kl_clip": Around(1e-3)}),
 }
 FIRST_ORDER = ("SGD, Nesterov", "LARS", "LAMB")
 GOAL = {"step": 0.6, "wall_s": 0.75, "cpu_s": 0.75}  # of K-FAC, against the best of them in each
@@ -74,7 +74,7 @@ ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM
 def kfac_settings(batch_size: int) -> dict:
     """Factors from 512 images every 8,192, and solutions every 16,384: about the same work an image for any batch."""
     return {"factor_update_steps": max(1, 8192 // batch_size), "inv_update_steps": max(1, 16384 // batch_size),
-            "factor_fraction": min(1.0, 512 / batch_size), "kl_clip": None}  # fmt: skip
+            "factor_fraction": min(1.0, 512 / batch_size)}  # fmt: skip
 
 
 class Runs:
@@ -244,11 +244,12 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=13, help="of each optimizer (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of its best setting (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="a seed's at most (default: %(default)s)")
-    parser.add_argument("--tuning-epochs", type=int, default=5, help="a trial's (default: %(default)s)")
+    parser.add_argument("--tuning-epochs", type=int, default=10, help="a trial's (default: %(default)s)")
+    parser.add_argument("--precision", default="bf16", help="bf16 or off (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
     like = Run(arguments.model, arguments.batch_size, arguments.tuning_epochs, {}, tuning=True, stop_below=HOPELESS,
-               device=arguments.device)  # fmt: skip
+               device=arguments.device, precision=arguments.precision)  # fmt: skip
     name = f"optimizers-{arguments.model}-{arguments.batch_size}" + ("-gpu" if arguments.device == "cuda" else "")
     done = Runs(name, vars(arguments) | {"targets": TARGETS})
     parallel = 2 if arguments.device == "cpu" else 1

@@ -27,6 +27,7 @@ from benchmarks.measure import WORK
 from datapipe.fetch import fetch
 from trainer import models, optim
 from trainer.kfac import EKFAC, KFAC
+from trainer.precision import choose_precision
 
 PART = 512
 WARM_UP = 20_480  # images
@@ -39,10 +40,11 @@ PRECONDITIONERS = {"kfac": KFAC, "ekfac": EKFAC}
 
 @dataclass(frozen=True)
 class Run:
-    """`optimizer`: a section of a recipe. `kfac`: settings of the preconditioner, if there is one. A run ends at the
-    last target, or after `epochs`.
+    """`optimizer`: a section of a recipe, and `precision` that of one. `kfac`: settings of the preconditioner, if there
+    is one. A run ends at the last target, or after `epochs`.
 
-    `tuning`: with the last 10,000 training images held out for the evaluation; the test images are not touched.
+    `tuning`: with the last 10,000 training images held out for the evaluation, and no end at a target; the test images
+    are not touched.
     """
 
     model: str
@@ -54,6 +56,7 @@ class Run:
     tuning: bool = False
     stop_below: float = 0.0  # ends at half of its epochs with an accuracy below this: a trial that leads nowhere
     device: str = "cpu"
+    precision: str = "off"
 
 
 def data(split: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,16 +84,6 @@ def averaged(average: torch.Tensor, now: torch.Tensor, number: torch.Tensor) -> 
     return average + (now - average) * (9 / (number.item() + 9))
 
 
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    model.eval()
-    right = sum(
-        int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(PART), labels.split(PART), strict=True)
-    )
-    model.train()
-    return right / len(labels)
-
-
 class Training:
     """A network, its optimizer, and what preconditions."""
 
@@ -98,6 +91,7 @@ class Training:
         torch.manual_seed(run.seed)
         training, self.val = ([tensor.to(run.device) for tensor in of] for of in sets(run))
         self.images, self.labels = training
+        self.precision = choose_precision(run.precision, torch.device(run.device))
         self.parts = run.batch_size // PART
         self.steps_per_epoch = len(self.images) // run.batch_size
         self.steps = round(run.epochs * self.steps_per_epoch)
@@ -127,12 +121,25 @@ class Training:
         total = 0
         for part, flip in zip(batch.split(PART), flips.split(PART), strict=True):
             x = torch.where(flip[:, None, None, None], self.images[part].flip(3), self.images[part])
-            logits = self.model(x.to(memory_format=torch.channels_last))
-            loss = F.cross_entropy(logits, self.labels[part]) / self.parts
+            with self.precision.autocast():
+                logits = self.model(x.to(memory_format=torch.channels_last))
+            loss = F.cross_entropy(logits.float(), self.labels[part]) / self.parts
             if backward:
                 loss.backward()
             total = total + loss.detach()
         return total
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Of the average, on the images to evaluate on."""
+        self.average.eval()
+        with self.precision.autocast():
+            right = sum(
+                int((self.average(x).argmax(1) == y).sum())
+                for x, y in zip(*(tensor.split(PART) for tensor in self.val), strict=True)
+            )
+        self.average.train()
+        return right / len(self.val[1])
 
 
 def train(run: Run) -> list[dict]:
@@ -153,14 +160,15 @@ def train(run: Run) -> list[dict]:
         due = (step * run.batch_size - evaluated) >= EVALUATED_EVERY * (1 if near else 3)
         if due or step == training.steps:
             evaluated = step * run.batch_size
-            line = {"step": step, "epoch": step / per_epoch, "accuracy": accuracy(training.average, *training.val),
-                    "wall_s": wall_s, "cpu_s": cpu_s}  # fmt: skip
+            line = {"step": step, "epoch": step / per_epoch, "accuracy": training.accuracy(), "wall_s": wall_s,
+                    "cpu_s": cpu_s}  # fmt: skip
             if training.preconditioner is not None:
                 cosines = training.preconditioner.cosines().values()
                 line |= {"cosine": statistics.median(cosines)}
             found.append(line)
             print(json.dumps(line), file=sys.stderr, flush=True)
-            if line["accuracy"] >= TARGETS[-1] or (2 * step >= training.steps and line["accuracy"] < run.stop_below):
+            done = line["accuracy"] >= TARGETS[-1] and not run.tuning
+            if done or (2 * step >= training.steps and line["accuracy"] < run.stop_below):
                 break
     return found
 

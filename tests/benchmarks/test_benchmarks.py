@@ -174,9 +174,10 @@ def test_a_comparison_of_optimizers(
     assert record["shares"].keys() == {"0.90", "0.91", "0.92"}
     assert len(record["runs"]) == 2 * (2 + 2) and len(record["environments"]) == 1
     for name, of in record["found"].items():
-        box = bench.OPTIMIZERS[name][0]["lr"].box(0)
+        kind, setting = {"LARS": ("optimizer", "lr"), "K-FAC": ("kfac", "damping")}[name]
+        box = bench.OPTIMIZERS[name][kind == "kfac"][setting].box(0)
         assert len(of["trials"]) == 2
-        assert all(box.low <= trial["optimizer"]["lr"] <= box.high for trial in of["trials"])
+        assert all(box.low <= trial[kind][setting] <= box.high for trial in of["trials"])
         best = max(of["trials"], key=lambda trial: trial["accuracy"])
         assert best | of["best"] == best
         assert of["targets"]["0.90"]["runs"] == 2
@@ -200,21 +201,19 @@ def test_trials_go_where_the_best_are(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.bench_optimizers import OPTIMIZERS, next_trial
 
     def accuracy(run: Run) -> float:
-        decades = math.hypot(math.log10(run.optimizer["lr"] / 1e-2), math.log10(run.kfac["damping"] / 4e-6))
+        decades = math.hypot(math.log10(run.kfac["kl_clip"] / 6e-3), math.log10(run.kfac["damping"] / 4e-4))
         return max(0.1, 0.9 - 0.1 * decades**2)
 
-    settings = {"lr": OPTIMIZERS["K-FAC"][0]["lr"], "damping": OPTIMIZERS["K-FAC"][1]["damping"]}
-    boxes = {key: around.box(0) for key, around in settings.items()}
+    boxes = {key: around.box(0) for key, around in OPTIMIZERS["K-FAC"][1].items()}
     before = []
     for _ in range(10):
         run = next_trial("K-FAC", before, TRIAL)
-        assert all(box.low <= (run.optimizer | run.kfac)[key] <= box.high for key, box in boxes.items())
+        assert all(box.low <= run.kfac[key] <= box.high for key, box in boxes.items())
         before.append((run, accuracy(run)))
     found = [value for _, value in before]
     assert max(found) > 0.895 > max(found[:4])
     assert next_trial("K-FAC", before[:-1], TRIAL) == before[-1][0]
-    monkeypatch.setattr(GPSampler, "sample_relative", lambda *_: {key: before[5][0].optimizer.get(key) or
-                                                                  before[5][0].kfac[key] for key in boxes})  # fmt: skip
+    monkeypatch.setattr(GPSampler, "sample_relative", lambda *_: {key: before[5][0].kfac[key] for key in boxes})
     assert next_trial("K-FAC", before, TRIAL) not in [run for run, _ in before]  # nothing twice
 
 
