@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.kfac import EKFAC, KFAC
 from trainer.kfac.capture import Use
-from trainer.kfac.layers import layer_of
+from trainer.kfac.find import layer_of
 from trainer.models import build
 
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}

@@ -13,7 +13,8 @@ from torch.func import functional_call, grad, vmap
 
 from trainer.kfac import EKFAC, KFAC, moments
 from trainer.kfac.ekfac import squares
-from trainer.kfac.layers import Norm, layer_of
+from trainer.kfac.find import layer_of
+from trainer.kfac.layers import Norm
 
 DAMPING = 0.01
 CONVOLUTIONS = {

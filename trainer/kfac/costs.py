@@ -25,7 +25,8 @@ from torch import nn
 
 from .assignment import grid, place
 from .block import cost
-from .layers import Norm, find
+from .find import find
+from .layers import Norm
 from .settings import KFACSettings
 from .solvers import SOLVERS
 from .triangles import folded_shape

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .block import Block
-from .layers import Convolution, Layer, Linear, Skip, Sums
+from .find import Skip
+from .layers import Convolution, Layer, Linear, Sums
 from .moments import accumulating
 from .preconditioner import KFAC
 from .solvers import Eigen, State

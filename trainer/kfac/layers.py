@@ -1,4 +1,4 @@
-"""What K-FAC knows of each type of layer: one class a type, and one line in `TYPES`.
+"""What K-FAC knows of each type of layer: one class a type.
 
 Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers" (2016): for N samples and T
 positions of an output, with the inputs a (a 1 at their end where there is a bias) and the gradients g of a sample's own
@@ -13,18 +13,13 @@ G groups, n inputs and m outputs of a group (n with the 1), U units of a norm
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable
 from math import prod
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parallel import DistributedDataParallel
 
 from . import moments
 
@@ -274,86 +269,3 @@ class Norm(Layer):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         k = len(self.parameters())
         return {"unit": (self.module.weight.numel(), k, k)}
-
-
-TYPES: dict[type[nn.Module], type[Layer]] = {
-    nn.Linear: Linear,
-    nn.Conv1d: Convolution,
-    nn.Conv2d: Convolution,
-    nn.Embedding: Embedding,
-    nn.BatchNorm1d: Norm,
-    nn.BatchNorm2d: Norm,
-    nn.LayerNorm: Norm,
-    nn.GroupNorm: Norm,
-}
-
-
-Skip = str | type | Iterable[str | type]
-"""Regular expressions, which are searched for in names and names of classes; or classes."""
-
-
-def layer_of(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer | None:
-    """The module as a layer; None for a type that is not supported, or where there is nothing to learn."""
-    base = next((base for base in type(module).__mro__ if base in TYPES), None)
-    weight = getattr(module, "weight", None)
-    if base is None or not isinstance(weight, nn.Parameter) or not weight.requires_grad:  # or parametrized
-        return None
-    if type(module).forward is not base.forward:  # who knows what it does
-        return None
-    if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention's, which never calls it
-        return None
-    if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
-        return None
-    layer = TYPES[base](module)
-    uncorrelated = spatially_uncorrelated and UncorrelatedConvolution.fits(layer)
-    return UncorrelatedConvolution(module) if uncorrelated else layer
-
-
-def find(
-    model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False
-) -> tuple[dict[str, Layer], list[str]]:
-    """The layers of a model, by name, without those whose name or class is in `skip`; and, as text, the modules and
-    parameters that learn besides. Raises ValueError for parameters that are not there, or not whole, and for a pattern
-    that is none.
-    """
-    layers, unsupported, patterns = {}, [], _patterns(skip)
-    uses = Counter(of for module in model.modules() for of in set(module.parameters(recurse=False)))
-    for name, module in model.named_modules():
-        own = {of: parameter for of, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
-        if not own or _is_skipped(name, module, patterns):
-            continue
-        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.values()):
-            raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
-        if any(hasattr(of, "device_mesh") or hasattr(of, "_fsdp_flattened") for of in own.values()):  # DTensor, FSDP1's
-            raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
-        layer = layer_of(module, spatially_uncorrelated)
-        if layer is None or any(uses[parameter] > 1 for parameter in own.values()):  # or tied: there is no one input
-            unsupported.append(f"{name} ({type(module).__name__})")
-            continue
-        layers[name] = layer
-        taken = set(layer.parameters())
-        unsupported += [f"{name}.{of}" for of, parameter in own.items() if parameter not in taken]
-    return layers, unsupported
-
-
-def _is_skipped(name: str, module: nn.Module, patterns: list[re.Pattern | type]) -> bool:
-    return any(
-        isinstance(module, of) if isinstance(of, type) else of.search(name) or of.search(type(module).__name__)
-        for of in patterns
-    )
-
-
-def _patterns(skip: Skip) -> list[re.Pattern | type]:
-    patterns = []
-    for of in [skip] if isinstance(skip, str | type) else skip:
-        try:
-            patterns.append(of if isinstance(of, type) else re.compile(of))
-        except re.error as error:
-            raise ValueError(f"skip: {of!r} is no regular expression ({error})") from error
-    return patterns
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Out of DistributedDataParallel and torch.compile: names are those of the model itself."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return model if inner is None else unwrapped(inner)

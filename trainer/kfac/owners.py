@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .exchange import Part, unpack
-from .layers import unwrapped
+from .find import unwrapped
 from .preconditioner import KFAC
 
 

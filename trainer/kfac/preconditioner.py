@@ -18,7 +18,8 @@ from .assignment import Place, grid, place
 from .block import Block, cost
 from .capture import Capture
 from .exchange import Exchange, Part, agreed, require_same
-from .layers import Layer, Norm, Skip, find, unwrapped
+from .find import Skip, find, unwrapped
+from .layers import Layer, Norm
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
 from .turns import Turns
