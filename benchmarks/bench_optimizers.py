@@ -72,7 +72,9 @@ ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2 << 30), "MALLOC_TRIM
 
 
 def kfac_settings(batch_size: int) -> dict:
-    """Factors from 512 images every 8,192, and solutions every 16,384: about the same work an image for any batch."""
+    """Factors from 512 images every 8,192, and solutions every 16,384: about the same work an image for any batch of
+    512 × a power of 2 up to 8,192.
+    """
     return {"factor_update_steps": max(1, 8192 // batch_size), "inv_update_steps": max(1, 16384 // batch_size),
             "factor_fraction": min(1.0, 512 / batch_size)}  # fmt: skip
 
@@ -114,13 +116,14 @@ class Runs:
         return write_record(self.name, record)
 
 
-def tried(runs: Iterable[Run], name: str) -> list[Run]:
-    """The trials of an optimizer."""
+def tried(runs: Iterable[Run], name: str, like: Run) -> list[Run]:
+    """The trials of an optimizer, of those that are `like` this one in all that is not tuned."""
 
     def kind(section: dict) -> tuple[str, str | None]:
         return section["name"], section.get("preconditioner")
 
-    return [run for run in runs if run.tuning and kind(run.optimizer) == kind(OPTIMIZERS[name][0])]
+    alike = (run for run in runs if replace(run, optimizer={}, kfac={}) == like)
+    return [run for run in alike if kind(run.optimizer) == kind(OPTIMIZERS[name][0])]
 
 
 def next_trial(name: str, before: Sequence[tuple[Run, float]], like: Run) -> Run:
@@ -254,18 +257,18 @@ def main() -> int:
     done = Runs(name, vars(arguments) | {"targets": TARGETS})
     parallel = 2 if arguments.device == "cpu" else 1
     # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
-    turns = [name for turn in range(arguments.trials) for name in OPTIMIZERS if turn >= len(tried(done, name))]
+    turns = [name for turn in range(arguments.trials) for name in OPTIMIZERS if turn >= len(tried(done, name, like))]
     one, asking = defaultdict(threading.Lock), threading.Lock()  # one trial of an optimizer at a time
 
     def tune(name: str) -> None:
         with one[name]:
             with asking:
-                run = next_trial(name, [(run, best_of(done[run])) for run in tried(done, name)], like)
+                run = next_trial(name, [(run, best_of(done[run])) for run in tried(done, name, like)], like)
             done.do(run)
 
     with ThreadPoolExecutor(parallel) as pool:
         list(pool.map(tune, turns))
-    trials = {name: tried(done, name) for name in OPTIMIZERS}
+    trials = {name: tried(done, name, like) for name in OPTIMIZERS}
     best = {name: max(runs, key=lambda run: best_of(done[run])) for name, runs in trials.items()}
     final = {"tuning": False, "stop_below": 0.0, "epochs": arguments.epochs}
     rounds = [

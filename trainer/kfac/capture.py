@@ -51,7 +51,7 @@ class Capture:
 
     def clear(self) -> None:
         self.moments: dict[str, Tensor] = {}
-        self.num_samples = self.num_rows = self.num_micro_batches = 0
+        self.num_samples = self.num_rows = self.num_uses = self.num_micro_batches = 0
 
     def arm(self, wanted: bool) -> None:
         """For the next step. A forward pass that no backward pass has followed is forgotten."""
@@ -104,6 +104,7 @@ class Capture:
             self.num_samples += sums.num_samples
             self.num_micro_batches += 1
         self._counted = True
+        self.num_uses += 1
         self.num_rows += sums.num_rows
         self._waiting_for -= not use.is_again
         if self._waiting_for == 0 and not use.is_again:  # which may have others to come

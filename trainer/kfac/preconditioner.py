@@ -117,16 +117,17 @@ class KFAC:
     @torch.no_grad()
     def step(self) -> None:
         """Precondition the gradients, in place, once the micro-batches of a step are through; every rank calls it,
-        with gradients of the same layers. Raises RuntimeError when no layer has a gradient, when all are those that the
-        last step left, and after `remove`.
+        with gradients of the same layers. Raises RuntimeError when no layer has a gradient, when all are as the last
+        step left them, and after `remove`.
         """
         if self._removed:
             raise RuntimeError("the preconditioner has been taken away with remove()")
-        of_layers = {name: block.layer.parameters() for name, block in self.blocks.items() if block.has_gradient()}
-        number = self.settings.accumulation_steps
-        with_gradient = {name: self.blocks[name] for name in self._watch.before_step(of_layers, number)}
-        captures = [block.capture for block in self.blocks.values()]
-        self._watch.captured(captures, [self.blocks[name].capture for name in self._wanted], number)
+        present = self._watch.present({name: block.layer.module for name, block in self.blocks.items()})
+        with_gradient = {name: self.blocks[name] for name in present if self.blocks[name].has_gradient()}
+        parameters = {name: block.layer.parameters() for name, block in with_gradient.items()}
+        self._watch.before_step(parameters)
+        not_sent = [self.blocks[name].capture for name in self._wanted]
+        self._watch.captured([of.capture for of in self.blocks.values()], not_sent, self.settings.accumulation_steps)
         self._update_factors()
         self._warn_of_unused(with_gradient)
         self._refresh()
@@ -134,7 +135,7 @@ class KFAC:
         self._precondition(ready)
         if self.gradients_at_owners:
             self._send_raw([of for name, of in self.blocks.items() if not (of.is_norm or name in ready)])
-        self._watch.after_step(parameter for parameters in of_layers.values() for parameter in parameters)
+        self._watch.after_step(parameters)
         self.steps += 1
         self._arm()
 
@@ -230,11 +231,13 @@ class KFAC:
         Raises ValueError when they had other layers, shapes or another solver, or are of several steps; nothing is
         changed then.
         """
-        if not all(self.state_dict().keys() == state.keys() for state in states) or not states:
-            raise ValueError("states: none, or not those of a preconditioner")
-        steps = sorted({state["steps"] for state in states})
-        if len(steps) > 1:
-            raise ValueError(f"states: of the steps {steps}; allowed: those of one")
+        lacking = {key for state in states for key in self.state_dict().keys() - state.keys()}
+        if lacking or not states:
+            raise ValueError(f"states: none, or not those of a preconditioner (lacking: {', '.join(sorted(lacking))})")
+        for name in ("steps", "factor_update_steps"):
+            values = sorted({state[name] for state in states})
+            if len(values) > 1:
+                raise ValueError(f"states: of different runs or steps, with {name} = {', '.join(map(str, values))}")
         layers = {name: saved for state in states for name, saved in state["layers"].items()}
         solvers = {state["solver"] for state in states}
         if solvers != {self.settings.solver}:
@@ -246,7 +249,7 @@ class KFAC:
             saved = layers[name].get("shapes")
             if saved != block.layer.shapes():
                 raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
-        self.steps = self._first_step = steps[0]
+        self.steps = self._first_step = states[0]["steps"]
         self._solver.fallbacks = sum(state["fallbacks"] for state in states) if self.exchange.rank == 0 else 0
         self._turns.forget()
         for name, block in self.blocks.items():

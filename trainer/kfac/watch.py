@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -33,45 +33,51 @@ class Watch:
         """Warns of new ones."""
         learning = _learning(self._model)
         if not learning <= self._known:
-            self._known = learning
             self.warn(
-                "K-FAC was built for other parameters than the model has, or learns, now: what is new keeps its raw "
-                "gradients; remove() the preconditioner and build it anew"
+                "K-FAC was built for other parameters than the model has, or learns, now: these keep their raw "
+                "gradients (remove() the preconditioner and build it anew): %s",
+                ", ".join(sorted(learning - self._known)),
             )
+            self._known = learning
 
-    def before_step(self, layers: Mapping[str, Sequence[nn.Parameter]], micro_batches: int) -> list[str]:
-        """Those of the layers, which have gradients, where they are new since the last step. Raises RuntimeError where
-        there are none.
+    def present(self, layers: Mapping[str, nn.Module]) -> list[str]:
+        """Those that are still in the model."""
+        modules = set(self._model.modules())
+        found = [name for name, module in layers.items() if module in modules]
+        if len(found) < len(layers):
+            self.warn(
+                "K-FAC leaves these alone, which are not in the model any more: %s",
+                ", ".join(sorted(layers.keys() - set(found))),
+            )
+        return found
+
+    def before_step(self, layers: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        """Raises RuntimeError where there are no gradients, or where none has changed since the last step; warns where
+        some have not, if it can tell: a gradient that was written to through NumPy or `data` seems the same.
         """
         if not layers:
             raise RuntimeError("no layer has a gradient: call loss.backward() before step()")
-        written = {name: max(map(self._written, parameters)) for name, parameters in layers.items()}
-        new = [name for name, times in written.items() if times]
-        if not new:
+        stale = [name for name, parameters in layers.items() if all(map(self._is_left, parameters))]
+        if len(stale) == len(layers):
             raise RuntimeError("all gradients are those that the last step() left: call loss.backward() before step()")
-        if len(new) < len(layers):
+        if stale:
             self.warn(
-                "K-FAC leaves gradients alone that no backward pass has changed since the last step(), here of: %s",
-                ", ".join(name for name in layers if name not in new),
+                "K-FAC preconditions gradients again that no backward pass has changed since the last step(): clear "
+                "all of the model's, also those that the optimizer does not have; here of: %s",
+                ", ".join(stale),
             )
-        if micro_batches == 1 and (added := [name for name, times in written.items() if times == 1]):
-            self.warn(
-                "K-FAC: gradients were added to those that the last step() left, which it has preconditioned already, "
-                "here of: %s; clear all of the model's, also those that the optimizer does not have",
-                ", ".join(added),
-            )
-        return new
 
-    def captured(self, captures: Iterable[Capture], not_sent: Iterable[Capture], micro_batches: int) -> None:
-        """Warns of what makes factors wrong; `not_sent`: those that may not be complete."""
-        if any(0 < capture.num_micro_batches < micro_batches for capture in not_sent):
+    def captured(self, captures: Sequence[Capture], not_sent: Sequence[Capture], micro_batches: int) -> None:
+        """Warns of what makes factors wrong; `not_sent`: those that may lack micro-batches."""
+        short = [capture for capture in not_sent if 0 < capture.num_micro_batches < micro_batches]
+        if short and all(capture.num_uses > capture.num_micro_batches for capture in short):
             self.warn(
-                "K-FAC: fewer micro-batches than accumulation_steps = %d before step(), or forward passes that came "
-                "before the backward pass of another micro-batch: their factors are wrong",
+                "K-FAC: with accumulation_steps = %d, forward passes came before the backward pass of another "
+                "micro-batch, and were taken for one: factors are wrong; call backward() after each",
                 micro_batches,
             )
         numbers = sorted({capture.num_samples_now for capture in captures} - {0})
-        if len(numbers) > 1:
+        if len(numbers) > 1 and micro_batches == 1:
             self.warn(
                 "K-FAC: layers were used for different numbers of samples in a step, %s: one that has other things "
                 "than the loss's samples along its first dimension is preconditioned wrongly; leave it out with `skip`",
@@ -94,14 +100,15 @@ class Watch:
                 ", ".join(names),
             )
 
-    def _written(self, parameter: nn.Parameter) -> float:
-        """How many times its gradient was, since the last step."""
+    def _is_left(self, parameter: nn.Parameter) -> bool:
+        """Is its gradient that of the last step?"""
         before, version = self._left.get(parameter, (lambda: None, 0))
-        return parameter.grad._version - version if before() is parameter.grad else math.inf
+        return before() is parameter.grad and parameter.grad._version == version
 
-    def after_step(self, parameters: Iterable[nn.Parameter]) -> None:
+    def after_step(self, layers: Mapping[str, Sequence[nn.Parameter]]) -> None:
+        parameters = chain.from_iterable(layers.values())
         self._left = {of: (weakref.ref(of.grad), of.grad._version) for of in parameters}
 
 
-def _learning(model: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in model.parameters() if parameter.requires_grad}
+def _learning(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
