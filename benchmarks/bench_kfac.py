@@ -70,13 +70,13 @@ def batch(number: int, arguments: argparse.Namespace) -> tuple[torch.Tensor, tor
     return x.to(memory_format=torch.channels_last), torch.randint(10, (arguments.batch_size,), generator=generator)
 
 
-def operations(model: str, size: int, batch_size: int) -> dict[str, float]:
+def operations(model: str, size: int, batch_size: int, num_classes: int = 10) -> dict[str, float]:
     """Floating-point operations a step by formula: training, factors by im2col (of a part of the samples that part
     of it), solutions, preconditioning. And the bytes of float32 that K-FAC cannot but move: it reads what is
     captured, averages (triangles), solutions and gradients, and writes averages, solutions and gradients; and those
     with solutions in bfloat16.
     """
-    network = models.build(model, num_classes=10, in_channels=3)
+    network = models.build(model, num_classes=num_classes, in_channels=3)
     work = (
         "training", "factors", "factors, SUA", "eigen", "cholesky", "cholesky, SUA", "precondition, eigen",
         "precondition, cholesky", "precondition, SUA", "bytes", "bytes, bfloat16",

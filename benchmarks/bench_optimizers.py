@@ -4,12 +4,13 @@
 
 Each optimizer has two settings to tune, over as many trials, in a box that spans a factor of 1,000 in each, and from
 the 11th trial on 10,000, for whom the box is too narrow: first at points of a Sobol sequence, then where a Gaussian
-process of the trials so far expects the most (Optuna's).
+process of the trials so far expects the most (Optuna's). With `--near`, boxes span a factor of 10 around the best
+settings of another record, so that few trials do.
 Trials are short, and do not see the test images. The best setting is run with several seeds, from 1 on. A
 seed that does not reach an accuracy counts as missed, and the mean is then only of the others. Two trainings run at a
 time, one thread each; evaluations are not timed. Writes results/optimizers-MODEL-BATCH.json after every training, and
 does none again that is there already: remove the file to begin anew. Its summary is of the seeds that all optimizers
-have done.
+have done, on one kind of machine.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ from torch.quasirandom import SobolEngine
 from benchmarks.measure import RESULTS, environment, process, table, write_record
 from benchmarks.optimizer_run import TARGETS, Run
 
-WIDTH, LATER_WIDTH = 1000, 10_000  # the largest value of a setting, in parts of the smallest
-NARROW = 10  # trials before the box widens
+NARROW, WIDENED = 10, 10  # trials before the box widens, and by what
+NEAR_WIDTH = 10
 SPREAD = 4  # trials at points of the Sobol sequence
 
 
 @dataclass(frozen=True)
 class Around:
-    """A setting to tune: its box's centre on a logarithmic scale."""
+    """A setting to tune: its box's centre on a logarithmic scale, and its largest value in parts of the smallest."""
 
     centre: float
+    width: float = 1000
 
     def box(self, number: int) -> optuna.distributions.FloatDistribution:
         """In which the trial after `number` others looks."""
-        width = WIDTH if number < NARROW else LATER_WIDTH
+        width = self.width * (1 if number < NARROW else WIDENED)
         return optuna.distributions.FloatDistribution(self.centre / width**0.5, self.centre * width**0.5, log=True)
 
 
@@ -97,6 +99,11 @@ class Runs:
         """What its evaluations found."""
         return next(done["found"] for done in self._done if done["run"] == asdict(run))
 
+    def machine(self, run: Run) -> str:
+        """On which it was done."""
+        environment = self._environments[next(done["environment"] for done in self._done if done["run"] == asdict(run))]
+        return json.dumps({key: environment[key] for key in ("cpu", "cores", "versions")})
+
     def do(self, run: Run) -> None:
         """Unless it has been done; the record is written after it. May be called by several threads."""
         if run in self:
@@ -116,6 +123,19 @@ class Runs:
         return write_record(self.name, record)
 
 
+def near(name: str) -> dict[str, tuple[dict, dict]]:
+    """OPTIMIZERS, with boxes around the best settings of a record that has seeds."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())["found"]
+
+    def around(part: dict, best: dict) -> dict:
+        return {key: Around(best[key], NEAR_WIDTH) if isinstance(part[key], Around) else part[key] for key in part}
+
+    return {
+        name: (around(section, found[name]["best"]["optimizer"]), around(kfac, found[name]["best"]["kfac"]))
+        for name, (section, kfac) in OPTIMIZERS.items()
+    }
+
+
 def tried(runs: Iterable[Run], name: str, like: Run) -> list[Run]:
     """The trials of an optimizer, of those that are `like` this one in all that is not tuned."""
 
@@ -126,9 +146,11 @@ def tried(runs: Iterable[Run], name: str, like: Run) -> list[Run]:
     return [run for run in alike if kind(run.optimizer) == kind(OPTIMIZERS[name][0])]
 
 
-def next_trial(name: str, before: Sequence[tuple[Run, float]], like: Run) -> Run:
-    """What to try after the trials `before`, of which the accuracies are known; `like` has all that is not tuned."""
-    section, kfac = OPTIMIZERS[name]
+def next_trial(of: tuple[dict, dict], before: Sequence[tuple[Run, float]], like: Run) -> Run:
+    """What to try of one of OPTIMIZERS after the trials `before`, of which the accuracies are known; `like` has all
+    that is not tuned.
+    """
+    section, kfac = of
     boxes = {key: value.box(len(before)) for key, value in (section | kfac).items() if isinstance(value, Around)}
     study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=len(before), n_startup_trials=SPREAD))
     for run, accuracy in before:
@@ -141,7 +163,7 @@ def next_trial(name: str, before: Sequence[tuple[Run, float]], like: Run) -> Run
         values = {
             key: box.low * (box.high / box.low) ** part for (key, box), part in zip(boxes.items(), point, strict=True)
         }
-    found = [{key: values.get(key, value) for key, value in of.items()} for of in (section, kfac)]
+    found = [{key: values.get(key, value) for key, value in part.items()} for part in (section, kfac)]
     return replace(like, optimizer=found[0], kfac=kfac_settings(like.batch_size) | found[1] if kfac else {})
 
 
@@ -167,55 +189,49 @@ def interval(values: list[float]) -> dict[str, float]:
 def to_target(runs: list[list[dict]], target: float) -> dict:
     lines = [reached(found, target) for found in runs]
     those = [line for line in lines if line is not None]
-    at_least = {
-        key: statistics.mean((line or found[-1])[key] for line, found in zip(lines, runs, strict=True)) for key in GOAL
-    }
     what = {key: interval([line[key] for line in those]) for key in COLUMNS} if those else {}
-    return {"reached": len(those), "runs": len(runs), "at_least": at_least, **what}
+    return {"reached": len(those), "runs": len(runs), **what}
 
 
-def shares(found: dict[str, dict], targets: Iterable[str] = tuple(f"{target:.2f}" for target in TARGETS)) -> dict:
-    """K-FAC's steps and seconds to each target, in parts of those of the first-order optimizer with the fewest of each.
+def share(runs: dict[str, list[list[dict]]], target: float, key: str) -> dict | None:
+    """K-FAC's steps or seconds to a target, in parts of those of the first-order optimizer with the fewest: the
+    geometric mean over the seeds, with its 95 % interval (Student's t, of the logarithms).
 
-    A seed with which one of these misses a target counts with all of its run, which is less than it needs: the share is
+    A seed with which that one misses the target counts with all of its run, which is less than it needs: the share is
     then "at most". None where K-FAC itself misses it.
     """
-    result = {}
-    for target in targets:
-        kfac = found["K-FAC"]["targets"][target]
-        if kfac["reached"] < kfac["runs"]:
-            result[target] = None
-            continue
-        others = {name: found[name]["targets"][target] for name in FIRST_ORDER}
-        missed = {name: of["reached"] < of["runs"] for name, of in others.items()}
-        result[target] = {"met": True}
-        for key, goal in GOAL.items():
-            needs = {name: of["at_least"][key] for name, of in others.items()}
-            best = min(needs, key=needs.get)
-            share = kfac[key]["mean"] / needs[best]
-            result[target][key] = {"share": share, "of": best, "at_most": missed[best]}
-            result[target]["met"] &= share <= goal
-    return result
+    kfac = [reached(found, target) for found in runs["K-FAC"]]
+    if None in kfac:
+        return None
+    lines = {name: [reached(found, target) or found[-1] for found in runs[name]] for name in FIRST_ORDER}
+    best = min(FIRST_ORDER, key=lambda name: statistics.mean(line[key] for line in lines[name]))
+    found = interval([math.log(mine[key] / its[key]) for mine, its in zip(kfac, lines[best], strict=True)])
+    low, high = (math.exp(found["mean"] + sign * found["half_width"]) for sign in (-1, 1))
+    at_most = any(line["accuracy"] < target for line in lines[best])
+    return {"share": math.exp(found["mean"]), "low": low, "high": high, "of": best, "at_most": at_most,
+            "met": high <= GOAL[key]}  # fmt: skip
 
 
 def summary(
     done: Runs, trials: dict[str, list[Run]], best: dict[str, Run], rounds: Sequence[dict[str, Run]]
 ) -> dict[str, dict]:
-    """Of the rounds (a run of each optimizer, with one seed) that are done."""
+    """Of the rounds (a run of each optimizer, with one seed) that are done, each on one kind of machine."""
     rounds = [turn for turn in rounds if all(run in done for run in turn.values())]
+    rounds = [turn for turn in rounds if len({done.machine(run) for run in turn.values()}) == 1]
     if not rounds:
         return {}
+    runs = {name: [done[turn[name]] for turn in rounds] for name in trials}
     found = {
         name: {
-            "trials": [settings(run) | {"accuracy": best_of(done[run])} for run in runs],
+            "trials": [settings(run) | {"accuracy": best_of(done[run])} for run in tried],
             "best": settings(best[name]),
-            "targets": {
-                f"{target:.2f}": to_target([done[turn[name]] for turn in rounds], target) for target in TARGETS
-            },
+            "targets": {f"{target:.2f}": to_target(runs[name], target) for target in TARGETS},
+            "wall_over_cpu": [found[-1]["wall_s"] / found[-1]["cpu_s"] for found in runs[name]],
         }
-        for name, runs in trials.items()
+        for name, tried in trials.items()
     }
-    return dict(zip(SUMMARY, (found, shares(found), GOAL), strict=True))
+    shares = {f"{target:.2f}": {key: share(runs, target, key) for key in GOAL} for target in TARGETS}
+    return dict(zip(SUMMARY, (found, shares, GOAL), strict=True))
 
 
 def settings(run: Run) -> dict[str, dict]:
@@ -239,6 +255,18 @@ def report(found: dict[str, dict]) -> str:
     return table(header, rows)
 
 
+def report_shares(shares: dict[str, dict]) -> str:
+    rows = []
+    for target, of_keys in shares.items():
+        for key, of in of_keys.items():
+            cells = [f"{float(target):.0%} {key}", str(GOAL[key])]
+            if of is not None:
+                share = f"{'≤ ' if of['at_most'] else ''}{of['share']:.2f} ({of['low']:.2f}–{of['high']:.2f})"
+                cells += [share, of["of"], "yes" if of["met"] else "no"]
+            rows.append([*cells, "missed", "", "no"][:5])
+    return table(["K-FAC to", "goal", "share (95 %)", "of", "met"], rows)
+
+
 def main() -> int:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -248,6 +276,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="of its best setting (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="a seed's at most (default: %(default)s)")
     parser.add_argument("--tuning-epochs", type=int, default=10, help="a trial's (default: %(default)s)")
+    parser.add_argument("--near", help="boxes around the best settings of a record: optimizers-resnet8-4096")
     parser.add_argument("--precision", default="bf16", help="bf16 or off (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
@@ -255,6 +284,7 @@ def main() -> int:
                device=arguments.device, precision=arguments.precision)  # fmt: skip
     name = f"optimizers-{arguments.model}-{arguments.batch_size}" + ("-gpu" if arguments.device == "cuda" else "")
     done = Runs(name, vars(arguments) | {"targets": TARGETS})
+    optimizers = near(arguments.near) if arguments.near else OPTIMIZERS
     parallel = 2 if arguments.device == "cpu" else 1
     # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
     turns = [name for turn in range(arguments.trials) for name in OPTIMIZERS if turn >= len(tried(done, name, like))]
@@ -263,7 +293,7 @@ def main() -> int:
     def tune(name: str) -> None:
         with one[name]:
             with asking:
-                run = next_trial(name, [(run, best_of(done[run])) for run in tried(done, name, like)], like)
+                run = next_trial(optimizers[name], [(run, best_of(done[run])) for run in tried(done, name, like)], like)
             done.do(run)
 
     with ThreadPoolExecutor(parallel) as pool:
@@ -277,7 +307,9 @@ def main() -> int:
     done.summary = lambda: summary(done, trials, best, rounds)
     with ThreadPoolExecutor(parallel) as pool:
         list(pool.map(done.do, (run for turn in rounds for run in turn.values())))
-    print(report(done.summary()["found"]))
+    summed = done.summary()
+    if summed:
+        print(report(summed["found"]), report_shares(summed["shares"]), sep="\n\n")
     print(done.write())
     return 0
 

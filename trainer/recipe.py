@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from datapipe.errors import SettingError
 
@@ -166,6 +174,14 @@ class Recipe(Section):
     kfac: Kfac = Kfac()
     schedule: Schedule
     train: Train
+
+    @field_validator("kfac")
+    @classmethod
+    def _has_preconditioner(cls, kfac: Kfac, info: ValidationInfo) -> Kfac:
+        optimizer = info.data.get("optimizer")
+        if optimizer is not None and optimizer.preconditioner == "none" and kfac != Kfac():
+            raise ValueError('without optimizer.preconditioner = "kfac" or "ekfac" nothing uses these settings')
+        return kfac
 
 
 def built_in() -> dict[str, Path]:

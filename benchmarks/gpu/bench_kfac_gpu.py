@@ -35,6 +35,7 @@ OURS = {
     "K-FAC, eigen": {"solver": "eigen"},
 }
 SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
+NUM_CLASSES = 1000
 WARM_UP = 64  # steps; K-FAC then goes on as in its second period
 LONG = 10_000  # an interval with far more steps than layers, whose turns are at its beginning
 SYNC_STEPS = 10
@@ -44,7 +45,7 @@ class Training:
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
         self._device = arguments.device
-        model = models.build(arguments.model, num_classes=1000, in_channels=3)
+        model = models.build(arguments.model, num_classes=NUM_CLASSES, in_channels=3)
         self.model = model.to(self._device, memory_format=torch.channels_last)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True)
         self.preconditioner = KFAC(self.model, **OURS[name], **SETTINGS) if name in OURS else None
@@ -117,7 +118,7 @@ def main() -> int:
     torch.backends.cudnn.benchmark = True
     x = torch.randn(arguments.batch_size, 3, arguments.size, arguments.size, device=arguments.device)
     x = x.to(memory_format=torch.channels_last)
-    y = torch.randint(1000, (arguments.batch_size,), device=arguments.device)
+    y = torch.randint(NUM_CLASSES, (arguments.batch_size,), device=arguments.device)
 
     names = [SGD, *OURS]
     trainings = {name: Training(name, arguments) for name in names}
@@ -129,7 +130,7 @@ def main() -> int:
             taken = trainings[name].timed(x, y)
             if number >= WARM_UP:
                 times[name].append(taken)
-    flops = operations(arguments.model, arguments.size, arguments.batch_size)
+    flops = operations(arguments.model, arguments.size, arguments.batch_size, NUM_CLASSES)
     ceiling = ceilings(arguments.device, 512 if arguments.device.type == "cpu" else 8192)
 
     def floor_ms(name: str) -> float:

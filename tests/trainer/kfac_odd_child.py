@@ -100,6 +100,27 @@ def never_seen(rank: int, owners: bool) -> torch.Tensor:
     return module.both.weight.grad
 
 
+def without_no_sync(rank: int) -> str:
+    """Of two micro-batches: the second one would reduce what has been reduced. A new step begins anew."""
+    model = DistributedDataParallel(Branches().double())
+    preconditioner = KFAC(model, grad_worker_fraction=0.5, accumulation_steps=2)
+    reduce_to_owners(model, preconditioner)
+    branches = ["both", "first", "second"]
+    for step in range(2):
+        with model.no_sync():
+            model(data(step, rank), branches).square().sum(1).mean().backward()
+        model(data(step, rank), branches).square().sum(1).mean().backward()
+        preconditioner.step()
+    for _ in range(2):
+        preconditioner.discard()
+        model(data(3, rank), branches).square().sum(1).mean().backward()
+    try:
+        model(data(4, rank), branches).square().sum(1).mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def removed(rank: int) -> bool:
     """DDP's gradients are DDP's again, and a module frozen before DDP saw it is the same on all."""
     module = Branches().double()
@@ -162,6 +183,7 @@ with connected(world):
         "bytes of gradients": 8 * 3 * (16 + 4),
         "never seen": {"0.5": never_seen(rank, False), "0.5, owners": never_seen(rank, True)},
         "removed": removed(rank),
+        "without no_sync": without_no_sync(rank),
         "expert": expert(rank),
         "refused": [
             refused(damping=0.1 + 0.1 * rank),

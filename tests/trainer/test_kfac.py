@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.kfac import EKFAC, KFAC
 from trainer.kfac.capture import Use
 from trainer.kfac.find import layer_of
+from trainer.kfac.solvers import Cholesky, damped, unit_solution
 from trainer.models import build
 
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -523,7 +524,7 @@ def test_a_step_without_a_backward_pass_is_refused(kind):
     model = small()
     preconditioner = kind(model, **EVERY_STEP)
     run(model, preconditioner, 2)
-    with pytest.raises(RuntimeError, match=r"those that the last step\(\) left: call loss\.backward\(\) before step"):
+    with pytest.raises(RuntimeError, match=r"those that the last step\(\) left .*: call loss\.backward\(\)"):
         preconditioner.step()
     x, y = batch(3)
     F.cross_entropy(model(x), y).backward()  # added to them
@@ -539,6 +540,12 @@ def test_sharded_parameters_are_refused(tmp_path):
         model = fully_shard(nn.Sequential(nn.Linear(3, 2)), mesh=mesh)
         with pytest.raises(ValueError, match=r"0: its parameters are sharded \(FSDP\).*use DDP"):
             KFAC(model)
+        model = nn.Sequential(nn.Linear(3, 2))
+        preconditioner = KFAC(model)
+        fully_shard(model, mesh=mesh)
+        model(torch.randn(4, 3)).square().sum().backward()
+        with pytest.raises(ValueError, match=r"0: its parameters are sharded \(FSDP\).*use DDP"):
+            preconditioner.step()
     finally:
         torch.distributed.destroy_process_group()
 
@@ -629,6 +636,34 @@ def test_a_matrix_that_has_no_inverse_leaves_the_one_before(solver, monkeypatch)
         block.capture.wanted = False
     run(model, preconditioner, 1, first=1)
     assert torch.equal(preconditioner.blocks["3"].state["a_inverse"], before) and preconditioner.fallbacks() >= 1
+
+
+def test_factors_without_full_rank_fall_back():
+    """A pivot of exactly zero is another error than a negative one."""
+    solver, failed = Cholesky(), 0
+    for seed in range(20):
+        rows = torch.randint(-3, 4, (4, 8), generator=torch.Generator().manual_seed(seed)).float()
+        a, g = (rows.T @ rows)[None], torch.eye(3)[None]
+        before = solver.empty(a, g)
+        after = solver.refresh(a, g, 1e-20, before)
+        fell_back = torch.linalg.cholesky_ex(damped(a, g, 1e-20)[0]).info.item() != 0
+        failed += fell_back
+        assert torch.equal(after["a_inverse"], before["a_inverse"]) == fell_back
+        assert all(tensor.isfinite().all() for tensor in after.values())
+    assert int(solver.fallbacks) == failed > 10
+
+
+def test_gradients_of_units_are_not_made_of_rounding():
+    """Where the curvature has one direction, and rounding is more than the damping in the other."""
+    torch.manual_seed(0)
+    for samples, size, damping in itertools.product((1, 2, 64), (1.0, 1e3, 1e5), (1e-8, 1e-4, 3e-3)):
+        rows = size * torch.randn(256, 1, 2) * (1 + 1e-4 * torch.randn(256, samples, 2))
+        factor = torch.einsum("uni,unj->uij", rows, rows) / samples
+        gradient = rows.mean(1)
+        folded = torch.stack([factor[:, 0, 0], factor[:, 0, 1], factor[:, 1, 1]], -1)
+        found = unit_solution(folded, gradient, damping)
+        assert (F.cosine_similarity(found.double(), gradient.double(), dim=-1) > 0).all()
+        assert ((found * gradient.norm(dim=-1, keepdim=True)).norm(dim=-1) < 1000).all()  # 1 without rounding
 
 
 def test_hooks_can_be_taken_away():
@@ -870,7 +905,7 @@ def run64(model, preconditioner):
     preconditioner.step()
 
 
-def test_a_layer_that_is_frozen_later_is_left_out():
+def test_a_layer_that_is_frozen_later_is_left_out(caplog):
     """Its gradient of before stays, which no optimizer clears any more."""
     model = small()
     preconditioner = KFAC(model, **EVERY_STEP)
@@ -884,6 +919,13 @@ def test_a_layer_that_is_frozen_later_is_left_out():
         F.cross_entropy(model(x), y).backward()
         preconditioner.step()
     assert torch.equal(model[3].weight.grad, stale) and preconditioner.cosines().keys() == {"0", "1", "7"}
+    assert not any("some of whose parameters" in record.message for record in caplog.records)
+    model[7].bias.requires_grad_(False)
+    F.cross_entropy(model(x), y).backward()
+    raw = model[7].weight.grad.clone()
+    preconditioner.step()
+    assert torch.equal(model[7].weight.grad, raw)
+    assert next(of.message for of in caplog.records if "some of whose parameters" in of.message).endswith(": 7")
 
 
 def test_inputs_are_not_kept_as_long_as_the_loss():
@@ -951,6 +993,26 @@ def test_a_batch_without_samples_is_left_out(kind):
     assert preconditioner.cosines().keys() == {"0", "2"}
 
 
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_batch_without_images_is_left_out(kind, stride):
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride, padding=1, bias=False), nn.GroupNorm(2, 4), nn.Flatten(), nn.LazyLinear(4),
+        nn.LayerNorm(4),
+    )  # fmt: skip
+    model(torch.randn(5, 3, 4, 4))
+    preconditioner = kind(model, **EVERY_STEP)
+    for number in (5, 0, 5):
+        model.zero_grad()
+        model(torch.randn(number, 3, 4, 4)).square().sum().backward()
+        before = preconditioner.factors("0")[0]
+        preconditioner.step()
+        assert all(gradient.isfinite().all() for gradient in gradients(model))
+        assert torch.equal(preconditioner.factors("0")[0], before) == (number == 0)
+    assert preconditioner.cosines().keys() == {"0", "1", "3", "4"}
+    assert preconditioner.skipped() == 0
+
+
 def test_padding_of_an_embedding_enters_no_factor():
     x, model = torch.tensor([[1, 2, 0, 0, 0], [3, 1, 2, 0, 0]]), nn.Embedding(4, 3, padding_idx=0).double()
     preconditioner = KFAC(model)
@@ -992,7 +1054,8 @@ def test_what_learns_besides_the_layers_is_named():
 
 def test_attention_never_calls_its_projection():
     assert KFAC(nn.TransformerEncoderLayer(8, 2, 8)).unsupported == [
-        "self_attn (MultiheadAttention)", "self_attn.out_proj (NonDynamicallyQuantizableLinear)"
+        "self_attn.in_proj_weight", "self_attn.in_proj_bias",
+        "self_attn.out_proj (NonDynamicallyQuantizableLinear)",
     ]  # fmt: skip
 
 
@@ -1004,12 +1067,37 @@ def test_skip_by_name_or_type(skip):
 def test_a_bad_pattern_is_named():
     with pytest.raises(ValueError, match=r"skip: '\(' is no regular expression"):
         KFAC(small(), skip="(")
+    with pytest.raises(ValueError, match="skip: 3 is no regular expression and no class"):
+        KFAC(small(), skip=[3])
+
+
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match=r"model: list is no torch\.nn\.Module"):
+        KFAC([nn.Linear(2, 2)])
+
+
+def test_complex_layers_keep_their_gradients():
+    assert KFAC(nn.Sequential(nn.Linear(3, 2, dtype=torch.complex64), nn.Linear(3, 2))).unsupported == ["0 (Linear)"]
+
+
+def test_bare_parameters_are_named_by_themselves():
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.token = nn.Parameter(torch.zeros(3))
+    assert KFAC(model).unsupported == ["token"]
 
 
 def test_states_that_are_none():
     for states in ([], [{}]):
         with pytest.raises(ValueError, match="states: none, or not those of a preconditioner"):
             KFAC(small()).load_state_dict(*states)
+    with pytest.raises(ValueError, match=r"states: not dictionaries; call load_state_dict\(\*states\)"):
+        KFAC(small()).load_state_dict([KFAC(small()).state_dict()])
+    state = KFAC(small()).state_dict()
+    del state["layers"]["7"]["averages"]
+    preconditioner = KFAC(small())
+    with pytest.raises(ValueError, match="layer 7: the state lacks averages"):
+        preconditioner.load_state_dict(state | {"steps": 5})
+    assert preconditioner.steps == 0
 
 
 def test_states_of_several_steps_are_refused():

@@ -198,6 +198,7 @@ def test_ranks_that_use_different_layers(start, tmp_path):
     assert found["never seen"].keys() == {"0.5", "0.5, owners"}
     torch.testing.assert_close(found["never seen"]["0.5, owners"], found["never seen"]["0.5"])
     assert found["removed"]
+    assert "all but the last are under no_sync()" in found["without no_sync"]
     torch.testing.assert_close(*found["expert"])
     assert found["refused"] == [
         "damping: 0.1 on rank 0, and 0.2 on rank 1; ranks must have the same",

@@ -111,6 +111,15 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
         check_resumable(one_cycle, load_recipe("fashion-mnist-resnet8", ["train.epochs=9"]))
 
 
+def test_settings_of_kfac_that_nothing_uses_are_refused():
+    with pytest.raises(SettingError, match=r'^kfac: without optimizer\.preconditioner = "kfac" or "ekfac" nothing'):
+        load_recipe("fashion-mnist-resnet8", ["kfac.damping=0.1"])
+    load_recipe("fashion-mnist-resnet8", ["kfac.damping=0.1", "optimizer.preconditioner=ekfac"])
+    load_recipe("cifar10-resnet32-kfac", ["kfac={}", "optimizer.preconditioner=none"])
+    with pytest.raises(SettingError, match=r"^optimizer\.preconditioner = 'kfca'"):
+        load_recipe("fashion-mnist-resnet8", ["kfac.damping=0.1", "optimizer.preconditioner=kfca"])
+
+
 def test_kfac_changes_with_the_epoch():
     changes = ["kfac.damping=[[0, 0.03], [10, 0.003]]", "kfac.inv_update_steps=[[0, 1], [2.5, 50]]"]
     recipe = load_recipe("cifar10-resnet32-kfac", [*changes, "kfac.kl_clip=none"])

@@ -122,6 +122,10 @@ class Block:
     def has_gradient(self) -> bool:
         return self.layer.learns() and all(parameter.grad is not None for parameter in self.layer.parameters())
 
+    def has_part_of_gradient(self) -> bool:
+        some = any(of.grad is not None and of.requires_grad for of in self.layer.parameters())
+        return some and not self.has_gradient()
+
     def cost(self) -> Cost:
         return cost(self.layer)
 

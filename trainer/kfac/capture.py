@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layers import Layer
+from .layers import Layer, Sums
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Capture:
         num_samples = len(use.x)
         some = slice(math.ceil(self._fraction * num_samples))
         with torch.autocast(gradient.device.type, enabled=False):
-            sums = self.layer.sums(use.x[some], gradient[some])
+            sums = self.layer.sums(use.x[some], gradient[some]) if num_samples else Sums({}, 0, 0)
         use.x = None  # the hook lives as long as the loss
         square = (num_samples * self._gradient_scale()) ** 2
         for name, moment in sums.moments.items():

@@ -34,6 +34,8 @@ def layer_of(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer |
     weight = getattr(module, "weight", None)
     if base is None or not isinstance(weight, nn.Parameter) or not weight.requires_grad:  # or parametrized
         return None
+    if not weight.is_floating_point():  # complex
+        return None
     if type(module).forward is not base.forward:  # who knows what it does
         return None
     if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention's, which never calls it
@@ -60,16 +62,23 @@ def find(
             continue
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.values()):
             raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
-        if any(hasattr(of, "device_mesh") or hasattr(of, "_fsdp_flattened") for of in own.values()):  # DTensor, FSDP1's
-            raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
+        require_whole(name, own.values())
         layer = layer_of(module, spatially_uncorrelated)
         if layer is None or any(uses[parameter] > 1 for parameter in own.values()):  # or tied: there is no one input
-            unsupported.append(f"{name} ({type(module).__name__})")
+            has_others = next(module.children(), None) is not None  # which may be taken
+            of_it = [f"{name}.{of}".strip(".") for of in own] if has_others else [f"{name} ({type(module).__name__})"]
+            unsupported += of_it
             continue
         layers[name] = layer
         taken = set(layer.parameters())
         unsupported += [f"{name}.{of}" for of, parameter in own.items() if parameter not in taken]
     return layers, unsupported
+
+
+def require_whole(name: str, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises ValueError for what FSDP2 (its DTensor) or FSDP1 has sharded."""
+    if any(hasattr(of, "device_mesh") or hasattr(of, "_fsdp_flattened") for of in parameters):
+        raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
 
 
 def _is_skipped(name: str, module: nn.Module, patterns: list[re.Pattern | type]) -> bool:
@@ -84,12 +93,16 @@ def _patterns(skip: Skip) -> list[re.Pattern | type]:
     for of in [skip] if isinstance(skip, str | type) else skip:
         try:
             patterns.append(of if isinstance(of, type) else re.compile(of))
-        except re.error as error:
-            raise ValueError(f"skip: {of!r} is no regular expression ({error})") from error
+        except (re.error, TypeError) as error:
+            raise ValueError(f"skip: {of!r} is no regular expression and no class ({error})") from error
     return patterns
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Out of DistributedDataParallel and torch.compile: names are those of the model itself."""
+    """Out of DistributedDataParallel and torch.compile: names are those of the model itself. Raises TypeError for what
+    is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} is no torch.nn.Module")
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
     return model if inner is None else unwrapped(inner)

@@ -19,7 +19,9 @@ def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> No
     """Register a communication hook with DDP, for a `preconditioner` of this model with one worker a layer.
 
     Until `preconditioner.step()` the gradients of layers are then parts of a sum, on all but their owner: what looks at
-    gradients, such as clipping, comes after it, and of several micro-batches all but the last are under `no_sync`.
+    gradients, such as clipping, comes after it, and of several micro-batches all but the last are under `no_sync`:
+    else the second backward pass raises RuntimeError.
+
     Raises ValueError when `grad_worker_fraction` is not 1 / world size, with a gradient scaler (which looks at them
     before), and for the preconditioner of another model or of other ranks. DDP takes one hook: for another
     preconditioner wrap the model anew.
@@ -50,6 +52,14 @@ def _reduce(
 ) -> torch.futures.Future[Tensor]:
     """What has no owner, or none any more, is reduced to all."""
     exchange = preconditioner.exchange
+    if preconditioner.gradients_at_owners:
+        if bucket.index() in preconditioner.reduced:
+            raise RuntimeError(
+                "reduce_to_owners: gradients are reduced a second time since step(), to which ranks had added parts "
+                "of sums: of several micro-batches all but the last are under no_sync(), and discard() comes after a "
+                "backward pass that no step() follows"
+            )
+        preconditioner.reduced.add(bucket.index())
     buffer = bucket.buffer().div_(exchange.world_size)
     exchange.bytes_sent["reduced"] += buffer.nbytes
     by_owner: dict[int, list[Tensor]] = {}

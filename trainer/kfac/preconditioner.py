@@ -27,7 +27,7 @@ from .watch import Watch
 
 logger = logging.getLogger(__name__)
 
-ATTRIBUTES = "settings", "steps", "model", "exchange", "blocks", "unsupported", "gradients_at_owners"
+ATTRIBUTES = "settings", "steps", "model", "exchange", "blocks", "unsupported", "gradients_at_owners", "reduced"
 
 
 class KFAC:
@@ -91,6 +91,7 @@ class KFAC:
         self.blocks = self._register(layers)
         self._turns = Turns(self.settings.stagger, self.blocks)
         self.gradients_at_owners = False  # and nowhere else, until `step`: see `reduce_to_owners`
+        self.reduced: set[int] = set()  # DDP's buckets that are so now
         self._removed = False
         self._wanted: list[str] = []  # layers whose factors this step updates, as they are sent
         self._done: set[str] = set()  # those of which all micro-batches are there
@@ -124,6 +125,7 @@ class KFAC:
             raise RuntimeError("the preconditioner has been taken away with remove()")
         present = self._watch.present({name: block.layer.module for name, block in self.blocks.items()})
         with_gradient = {name: self.blocks[name] for name in present if self.blocks[name].has_gradient()}
+        self._watch.incomplete([name for name in present if self.blocks[name].has_part_of_gradient()])
         parameters = {name: block.layer.parameters() for name, block in with_gradient.items()}
         self._watch.before_step(parameters)
         not_sent = [self.blocks[name].capture for name in self._wanted]
@@ -231,6 +233,8 @@ class KFAC:
         Raises ValueError when they had other layers, shapes or another solver, or are of several steps; nothing is
         changed then.
         """
+        if not all(isinstance(state, dict) for state in states):
+            raise ValueError("states: not dictionaries; call load_state_dict(*states)")
         lacking = {key for state in states for key in self.state_dict().keys() - state.keys()}
         if lacking or not states:
             raise ValueError(f"states: none, or not those of a preconditioner (lacking: {', '.join(sorted(lacking))})")
@@ -249,6 +253,8 @@ class KFAC:
             saved = layers[name].get("shapes")
             if saved != block.layer.shapes():
                 raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
+            if lacking := block.state_dict().keys() - layers[name].keys():
+                raise ValueError(f"layer {name}: the state lacks {', '.join(sorted(lacking))}")
         self.steps = self._first_step = states[0]["steps"]
         self._solver.fallbacks = sum(state["fallbacks"] for state in states) if self.exchange.rank == 0 else 0
         self._turns.forget()
@@ -398,3 +404,4 @@ class KFAC:
             block.capture.arm(here and self._turns.updates(name, self.steps, self._armed_for))
         self._wanted = [name for name, block in reversed(self.blocks.items()) if block.capture.wanted]
         self._done.clear()
+        self.reduced.clear()

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, Tensor]  # what is kept of a pair of factors between refreshes, named as in a state_dict
 NEWTON_STEPS = 12
+ROUNDING = 8  # of the smallest pivot, at least, in parts of what is rounded
 
 
 class Solver(ABC):
@@ -111,9 +112,10 @@ class Cholesky(Solver):
         if factor.dim() == 2:
             return 1 / factor
         triangle, info = torch.linalg.cholesky_ex(factor)
-        failed = info != 0  # stays on the device: to ask would be to wait
+        failed = (info != 0)[:, None, None]  # stays on the device: to ask would be to wait
         self.fallbacks = self.fallbacks + failed.sum()
-        return torch.where(failed[:, None, None], before, torch.cholesky_inverse(triangle))
+        triangle.diagonal(dim1=1, dim2=2).masked_fill_(failed[:, 0], 1)  # cholesky_inverse raises at a zero
+        return torch.where(failed, before, torch.cholesky_inverse(triangle))
 
 
 class Newton(Cholesky):
@@ -179,8 +181,14 @@ def unit_solution(unit_factor: Tensor, gradient: Tensor, damping: float) -> Tens
     """(F + λ I)⁻¹ d for each unit of a norm: F folded, [U, 1] or [U, 3], and [U, k] to [U, k] with k = 1 or 2."""
     if gradient.shape[-1] == 1:
         return gradient / (unit_factor + damping)
-    # Cramer's rule: no library call for thousands of 2×2 matrices, and nothing that can fail.
+    # L D Lᵀ, the larger pivot first: no library call for thousands of 2×2 matrices. But for rounding, which must not
+    # become a step, the second pivot is λ or more.
     p, q, s = unit_factor.unbind(-1)
-    p, s = p + damping, s + damping
-    first, second = gradient.unbind(-1)
-    return torch.stack([s * first - q * second, p * second - q * first], -1) / (p * s - q * q)[:, None]
+    swapped = (p < s)[:, None]
+    p, s = torch.maximum(p, s) + damping, torch.minimum(p, s) + damping
+    first, second = torch.where(swapped, gradient.flip(-1), gradient).unbind(-1)
+    below = q / p
+    pivot = (s - q * below).clamp(min=damping).maximum(ROUNDING * torch.finfo(s.dtype).eps * s)
+    last = (second - below * first) / pivot
+    found = torch.stack([first / p - below * last, last], -1)
+    return torch.where(swapped, found.flip(-1), found)

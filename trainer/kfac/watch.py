@@ -10,6 +10,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from .capture import Capture
+from .find import require_whole
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,19 @@ class Watch:
 
     def before_step(self, layers: Mapping[str, Sequence[nn.Parameter]]) -> None:
         """Raises RuntimeError where there are no gradients, or where none has changed since the last step; warns where
-        some have not, if it can tell: a gradient that was written to through NumPy or `data` seems the same.
+        some have not, if it can tell: a gradient that was written to through NumPy or `data` seems the same. Raises
+        ValueError where parameters have been sharded.
         """
+        for name, parameters in layers.items():
+            require_whole(name, parameters)
         if not layers:
             raise RuntimeError("no layer has a gradient: call loss.backward() before step()")
         stale = [name for name, parameters in layers.items() if all(map(self._is_left, parameters))]
         if len(stale) == len(layers):
-            raise RuntimeError("all gradients are those that the last step() left: call loss.backward() before step()")
+            raise RuntimeError(
+                "all gradients are those that the last step() left (or were written to through `data`, which leaves no "
+                "trace): call loss.backward() before step()"
+            )
         if stale:
             self.warn(
                 "K-FAC preconditions gradients again that no backward pass has changed since the last step(): clear "
@@ -91,6 +98,13 @@ class Watch:
             "used any more)",
             micro_batches,
         )
+
+    def incomplete(self, names: Sequence[str]) -> None:
+        if names:
+            self.warn(
+                "K-FAC leaves the gradients of these as they are, some of whose parameters are frozen or have none: %s",
+                ", ".join(names),
+            )
 
     def unused(self, names: Sequence[str]) -> None:
         if names:
