@@ -37,12 +37,12 @@ class Capture:
         self,
         layer: Layer,
         gradient_scale: Callable[[], float | Tensor],
-        complete: Callable[[int], None],
         fraction: float = 1.0,
     ) -> None:
         self.layer, self.wanted = layer, False
         self._fraction = 1.0 if layer.whole_batch else fraction
-        self._gradient_scale, self._complete = gradient_scale, complete
+        self._gradient_scale = gradient_scale
+        self.complete: Callable[[int], None] = lambda _: None
         self._waiting_for = 0  # uses in this forward pass
         self._counted = False  # the samples of this forward pass
         self.num_samples_now = 0  # of the last micro-batch, whatever the fraction
@@ -108,7 +108,7 @@ class Capture:
         self.num_rows += sums.num_rows
         self._waiting_for -= not use.is_again
         if self._waiting_for == 0 and not use.is_again:  # which may have others to come
-            self._complete(self.num_micro_batches)
+            self.complete(self.num_micro_batches)
 
     def _check(self, use: Use) -> None:
         name = type(self.layer.module).__name__

@@ -47,9 +47,7 @@ def layer_of(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer |
     return UncorrelatedConvolution(module) if uncorrelated else layer
 
 
-def find(
-    model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False
-) -> tuple[dict[str, Layer], list[str]]:
+def find(model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False) -> tuple[dict[str, Layer], list[str]]:
     """The layers of a model, by name, without those whose name or class is in `skip`; and, as text, the modules and
     parameters that learn besides. Raises ValueError for parameters that are not there, or not whole, and for a pattern
     that is none.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, fields
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,9 @@ from .find import Skip, find, unwrapped
 from .layers import Layer, Norm
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
+from .states import merged
 from .turns import Turns
+from .updates import Updates
 from .watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -90,11 +91,10 @@ class KFAC:
         self.exchange = Exchange(grid(world_size, self.settings.grad_worker_fraction))
         self.blocks = self._register(layers)
         self._turns = Turns(self.settings.stagger, self.blocks)
+        self._updates = Updates(self.blocks, self.exchange, self.settings, self._turns, self._watch)
         self.gradients_at_owners = False  # and nowhere else, until `step`: see `reduce_to_owners`
         self.reduced: set[int] = set()  # DDP's buckets that are so now
         self._removed = False
-        self._wanted: list[str] = []  # layers whose factors this step updates, as they are sent
-        self._done: set[str] = set()  # those of which all micro-batches are there
         self._cosines: dict[str, Tensor] = {}
         self._arm()
 
@@ -128,9 +128,9 @@ class KFAC:
         self._watch.incomplete([name for name in present if self.blocks[name].has_part_of_gradient()])
         parameters = {name: block.layer.parameters() for name, block in with_gradient.items()}
         self._watch.before_step(parameters)
-        not_sent = [self.blocks[name].capture for name in self._wanted]
-        self._watch.captured([of.capture for of in self.blocks.values()], not_sent, self.settings.accumulation_steps)
-        self._update_factors()
+        captures = [block.capture for block in self.blocks.values()]
+        self._watch.captured(captures, self._updates.not_sent(), self.settings.accumulation_steps)
+        self._updates.average()
         self._warn_of_unused(with_gradient)
         self._refresh()
         ready = {name: block for name, block in with_gradient.items() if self._is_ready(block)}
@@ -146,7 +146,7 @@ class KFAC:
         """Forget what was captured since the last step: after a backward pass that no step follows, such as that of
         another loss. Every rank calls it.
         """
-        self._reduce_factors()
+        self._updates.send_rest()
         for block in self.blocks.values():
             block.discard()
         self._arm()
@@ -206,7 +206,7 @@ class KFAC:
         """Take the hooks away, and leave DDP's gradients to DDP: before another is built for the model. Every rank
         calls it.
         """
-        self._reduce_factors()
+        self._updates.send_rest()
         for block in self.blocks.values():
             block.capture.remove()
         self._removed, self.gradients_at_owners = True, False
@@ -222,7 +222,7 @@ class KFAC:
         return {
             "steps": self.steps,
             "solver": self.settings.solver,
-            "factor_update_steps": self._armed_for,
+            "factor_update_steps": self._updates.every,
             "fallbacks": self.fallbacks(),
             "layers": {name: block.state_dict() for name, block in self.blocks.items() if block.is_owner},
         }
@@ -233,28 +233,7 @@ class KFAC:
         Raises ValueError when they had other layers, shapes or another solver, or are of several steps; nothing is
         changed then.
         """
-        if not all(isinstance(state, dict) for state in states):
-            raise ValueError("states: not dictionaries; call load_state_dict(*states)")
-        lacking = {key for state in states for key in self.state_dict().keys() - state.keys()}
-        if lacking or not states:
-            raise ValueError(f"states: none, or not those of a preconditioner (lacking: {', '.join(sorted(lacking))})")
-        for name in ("steps", "factor_update_steps"):
-            values = sorted({state[name] for state in states})
-            if len(values) > 1:
-                raise ValueError(f"states: of different runs or steps, with {name} = {', '.join(map(str, values))}")
-        layers = {name: saved for state in states for name, saved in state["layers"].items()}
-        solvers = {state["solver"] for state in states}
-        if solvers != {self.settings.solver}:
-            raise ValueError(f"solver: the state is of {', '.join(sorted(solvers))}, not {self.settings.solver}")
-        missing, unknown = sorted(self.blocks.keys() - layers.keys()), sorted(layers.keys() - self.blocks.keys())
-        if missing or unknown:
-            raise ValueError(f"layers: the states (of all ranks?) lack {missing}, and have {unknown} besides")
-        for name, block in self.blocks.items():
-            saved = layers[name].get("shapes")
-            if saved != block.layer.shapes():
-                raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
-            if lacking := block.state_dict().keys() - layers[name].keys():
-                raise ValueError(f"layer {name}: the state lacks {', '.join(sorted(lacking))}")
+        layers = merged(states, self.state_dict().keys(), self.settings.solver, self.blocks)
         self.steps = self._first_step = states[0]["steps"]
         self._solver.fallbacks = sum(state["fallbacks"] for state in states) if self.exchange.rank == 0 else 0
         self._turns.forget()
@@ -269,8 +248,7 @@ class KFAC:
         places = place(costs, self.exchange.grid, self.settings.inv_update_steps)
         rank, blocks = self.exchange.rank, {}
         for name, layer in layers.items():
-            complete = partial(self._captured, name)
-            capture = Capture(layer, self._gradient_scale, complete, self.settings.factor_fraction)
+            capture = Capture(layer, self._gradient_scale, self.settings.factor_fraction)
             blocks[name] = Block(capture, places.get(name, Place(0, 0)), rank, self.settings.inv_dtype)
         return blocks
 
@@ -290,48 +268,6 @@ class KFAC:
         return self.settings.accumulation_steps / (scaler.get_scale() if scale is None else scale)
 
     # --- a step ---
-
-    def _captured(self, name: str, num_micro_batches: int) -> None:
-        """In the backward pass: with the last micro-batch a layer's factors may be sent, but in the same order on
-        every rank: that in which a backward pass most often comes to the layers.
-        """
-        block = self.blocks[name]
-        if name in self._done:
-            self._watch.too_many(self.settings.accumulation_steps)
-            block.capture.clear()
-        elif num_micro_batches == self.settings.accumulation_steps:
-            block.begin_update()
-            self._done.add(name)
-            while self._wanted and self._wanted[0] in self._done:
-                self._send_factors(self.blocks[self._wanted.pop(0)])
-
-    def _send_factors(self, block: Block) -> None:
-        if self.exchange.world_size > 1 and (block.is_norm or not self.settings.local_factors):
-            is_known = bool(block.new)
-            self.exchange.start_reducing(block.to_send(), None if block.is_norm else block.place.owner, is_known)
-
-    def _reduce_factors(self) -> None:
-        """Those not sent in the backward pass, too: every rank sends the same."""
-        for name in self._wanted:
-            if name not in self._done:  # not all was there
-                self.blocks[name].begin_update()
-            self._send_factors(self.blocks[name])
-        self._wanted = []
-        self.exchange.finish_reducing()
-
-    def _update_factors(self) -> None:
-        self._reduce_factors()
-        wanted = [block for block in self.blocks.values() if block.capture.wanted]
-        begun = [block for block in wanted if not block.has_factors]
-        if begun:
-            numbers = self.exchange.largest([block.num_rows for block in begun], begun[0].device)
-            for block, number in zip(begun, numbers, strict=True):
-                block.num_rows = number
-            self._turns.forget()  # which depend on those
-        for block in wanted:
-            block.end_update(self.settings.factor_decay)
-        if wanted:
-            self._watch.parameters()
 
     def _warn_of_unused(self, with_gradient: dict[str, Block]) -> None:
         unused = [name for name, block in with_gradient.items() if block.capture.wanted and not block.has_factors]
@@ -395,13 +331,6 @@ class KFAC:
         torch._foreach_mul_(gradients, (kl_clip / divergence).sqrt().clamp(max=1))
 
     def _arm(self, every: int | None = None) -> None:
-        """Have those layers captured whose factors the next step updates. `every`: in place of the setting, which may
-        have changed since.
-        """
-        self._armed_for = every or self.settings.factor_update_steps
-        for name, block in self.blocks.items():
-            here = block.is_owner or not (self.settings.local_factors and block.has_factors)
-            block.capture.arm(here and self._turns.updates(name, self.steps, self._armed_for))
-        self._wanted = [name for name, block in reversed(self.blocks.items()) if block.capture.wanted]
-        self._done.clear()
+        """Begin the next step. `every`: in place of the setting, which may have changed since."""
+        self._updates.arm(self.steps, every or self.settings.factor_update_steps)
         self.reduced.clear()
