@@ -175,15 +175,11 @@ def reached(found: list[dict], target: float) -> dict | None:
     return next((line for line in found if line["accuracy"] >= target), None)
 
 
-def interval(values: list[float]) -> dict[str, float]:
-    """The mean, and half the width of its 95 % interval (Student's t)."""
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return {"mean": mean, "half_width": math.nan}
-    return {
-        "mean": mean,
-        "half_width": student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5,
-    }
+def interval(values: list[float]) -> dict[str, float | None]:
+    """The mean, and half the width of its 95 % interval (Student's t), which a single value has not."""
+    n = len(values)
+    half_width = student.ppf(0.975, n - 1) * statistics.stdev(values) / n**0.5 if n > 1 else None
+    return {"mean": statistics.mean(values), "half_width": half_width}
 
 
 def to_target(runs: list[list[dict]], target: float) -> dict:
@@ -206,10 +202,15 @@ def share(runs: dict[str, list[list[dict]]], target: float, key: str) -> dict | 
     lines = {name: [reached(found, target) or found[-1] for found in runs[name]] for name in FIRST_ORDER}
     best = min(FIRST_ORDER, key=lambda name: statistics.mean(line[key] for line in lines[name]))
     found = interval([math.log(mine[key] / its[key]) for mine, its in zip(kfac, lines[best], strict=True)])
+    of = {
+        "share": math.exp(found["mean"]),
+        "of": best,
+        "at_most": any(line["accuracy"] < target for line in lines[best]),
+    }
+    if found["half_width"] is None:
+        return of | {"interval": None, "met": False}
     low, high = (math.exp(found["mean"] + sign * found["half_width"]) for sign in (-1, 1))
-    at_most = any(line["accuracy"] < target for line in lines[best])
-    return {"share": math.exp(found["mean"]), "low": low, "high": high, "of": best, "at_most": at_most,
-            "met": high <= GOAL[key]}  # fmt: skip
+    return of | {"interval": [low, high], "met": high <= GOAL[key]}
 
 
 def summary(
@@ -245,9 +246,10 @@ def report(found: dict[str, dict]) -> str:
         for target in TARGETS:
             to = of["targets"][f"{target:.2f}"]
             for key, digits in COLUMNS.items():
-                cells.append(
-                    f"{to[key]['mean']:.{digits}f} ± {to[key]['half_width']:.{digits}f}" if to["reached"] else "-"
-                )
+                of_key = to.get(key)
+                cells.append("-" if of_key is None else f"{of_key['mean']:.{digits}f}")
+                if of_key is not None and of_key["half_width"] is not None:
+                    cells[-1] += f" ± {of_key['half_width']:.{digits}f}"
             if to["reached"] < to["runs"]:
                 cells[-len(COLUMNS)] += f" ({to['reached']} of {to['runs']})"
         rows.append(cells)
@@ -261,7 +263,8 @@ def report_shares(shares: dict[str, dict]) -> str:
         for key, of in of_keys.items():
             cells = [f"{float(target):.0%} {key}", str(GOAL[key])]
             if of is not None:
-                share = f"{'≤ ' if of['at_most'] else ''}{of['share']:.2f} ({of['low']:.2f}–{of['high']:.2f})"
+                ends = " ({:.2f}–{:.2f})".format(*of["interval"]) if of["interval"] else ""
+                share = f"{'≤ ' if of['at_most'] else ''}{of['share']:.2f}{ends}"
                 cells += [share, of["of"], "yes" if of["met"] else "no"]
             rows.append([*cells, "missed", "", "no"][:5])
     return table(["K-FAC to", "goal", "share (95 %)", "of", "met"], rows)

@@ -262,22 +262,30 @@ def test_the_share_of_steps() -> None:
         return [[{"step": step, "accuracy": top, "wall_s": step, "cpu_s": cpu_s * step}] for step in steps]
 
     runs = dict.fromkeys(FIRST_ORDER, of(100, 140)) | {"LARS": of(80, 100, cpu_s=4.0), "K-FAC": of(40, 50)}
-    lars = {"share": 0.5, "low": 0.5, "high": 0.5, "of": "LARS", "at_most": False, "met": True}
-    assert share(runs, 0.9, "step") == share(runs, 0.9, "wall_s") == pytest.approx(lars)
+    lars = {
+        "share": pytest.approx(0.5),
+        "interval": pytest.approx([0.5, 0.5]),
+        "of": "LARS",
+        "at_most": False,
+        "met": True,
+    }
+    assert share(runs, 0.9, "step") == lars == share(runs, 0.9, "wall_s")
     sgd = share(runs, 0.9, "cpu_s")  # shares of 0.4 and 0.357
     assert (sgd["of"], sgd["share"]) == ("SGD, Nesterov", pytest.approx((0.4 * 5 / 14) ** 0.5))
     standard_error = math.log(0.4 / (5 / 14)) / 2  # of two: half their difference
-    assert math.log(sgd["high"] / sgd["share"]) == pytest.approx(12.706 * standard_error, rel=1e-3)
-    assert sgd["low"] * sgd["high"] == pytest.approx(sgd["share"] ** 2)
-    assert sgd["share"] < 0.75 < sgd["high"] and not sgd["met"]  # too uncertain
+    low, high = sgd["interval"]
+    assert math.log(high / sgd["share"]) == pytest.approx(12.706 * standard_error, rel=1e-3)
+    assert low * high == pytest.approx(sgd["share"] ** 2)
+    assert sgd["share"] < 0.75 < high and not sgd["met"]  # too uncertain
     assert not share(runs | {"K-FAC": of(56, 70)}, 0.9, "step")["met"]  # 0.7
     missed = share(dict.fromkeys(FIRST_ORDER, of(60, 60, top=0.8)) | {"K-FAC": of(30, 30)}, 0.9, "step")
-    assert missed == pytest.approx(lars | {"of": "SGD, Nesterov", "at_most": True})
+    assert missed == lars | {"of": "SGD, Nesterov", "at_most": True}
     some = of(30) + of(90, top=0.8)
     partly = share(dict.fromkeys(FIRST_ORDER, some) | {"K-FAC": of(30, 30)}, 0.9, "step")
     assert partly["at_most"] and partly["share"] == pytest.approx(3**-0.5)
     assert share(runs | {"K-FAC": of(40) + of(50, top=0.8)}, 0.9, "step") is None
-    assert not share({name: found[:1] for name, found in runs.items()}, 0.9, "step")["met"]  # one seed has no interval
+    one = share({name: found[:1] for name, found in runs.items()}, 0.9, "step")
+    assert one == lars | {"interval": None, "met": False}
 
 
 def test_one_step_by_damping(bright_or_dark: None, monkeypatch: pytest.MonkeyPatch) -> None:
