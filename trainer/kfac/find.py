@@ -64,8 +64,8 @@ def find(model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False
         layer = layer_of(module, spatially_uncorrelated)
         if layer is None or any(uses[parameter] > 1 for parameter in own.values()):  # or tied: there is no one input
             has_others = next(module.children(), None) is not None  # which may be taken
-            of_it = [f"{name}.{of}".strip(".") for of in own] if has_others else [f"{name} ({type(module).__name__})"]
-            unsupported += of_it
+            its_own = [f"{name}.{of}".lstrip(".") for of in own]
+            unsupported += its_own if has_others else [f"{name} ({type(module).__name__})"]
             continue
         layers[name] = layer
         taken = set(layer.parameters())
