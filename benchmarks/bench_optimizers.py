@@ -5,7 +5,7 @@
 Each optimizer has two settings to tune, over as many trials, in a box that spans a factor of 1,000 in each, and from
 the 11th trial on 10,000, for whom the box is too narrow: first at points of a Sobol sequence, then where a Gaussian
 process of the trials so far expects the most (Optuna's). With `--near`, boxes span a factor of 10 around the best
-settings of another record, so that few trials do.
+settings of another record, and from the fifth trial on 100, so that few trials do.
 Trials are short, and do not see the test images. The best setting is run with several seeds, from 1 on. A
 seed that does not reach an accuracy counts as missed, and the mean is then only of the others. Two trainings run at a
 time, one thread each; evaluations are not timed. Writes results/optimizers-MODEL-BATCH.json after every training, and
@@ -35,9 +35,9 @@ from torch.quasirandom import SobolEngine
 from benchmarks.measure import RESULTS, environment, process, table, write_record
 from benchmarks.optimizer_run import TARGETS, Run
 
-NARROW, WIDENED = 10, 10  # trials before the box widens, and by what
-NEAR_WIDTH = 10
 SPREAD = 4  # trials at points of the Sobol sequence
+WIDENED = 10  # by what a box widens
+NEAR = {"width": 10, "narrow": SPREAD}
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,11 @@ class Around:
 
     centre: float
     width: float = 1000
+    narrow: int = 10  # trials before the box widens
 
     def box(self, number: int) -> optuna.distributions.FloatDistribution:
         """In which the trial after `number` others looks."""
-        width = self.width * (1 if number < NARROW else WIDENED)
+        width = self.width * (1 if number < self.narrow else WIDENED)
         return optuna.distributions.FloatDistribution(self.centre / width**0.5, self.centre * width**0.5, log=True)
 
 
@@ -128,7 +129,7 @@ def near(name: str) -> dict[str, tuple[dict, dict]]:
     found = json.loads((RESULTS / f"{name}.json").read_text())["found"]
 
     def around(part: dict, best: dict) -> dict:
-        return {key: Around(best[key], NEAR_WIDTH) if isinstance(part[key], Around) else part[key] for key in part}
+        return {key: Around(best[key], **NEAR) if isinstance(part[key], Around) else part[key] for key in part}
 
     return {
         name: (around(section, found[name]["best"]["optimizer"]), around(kfac, found[name]["best"]["kfac"]))
