@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .console import Progress
 from .errors import FetchError, SettingError
-from .fsio import atomic_write
+from .fsio import atomic_write, locked
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ def fetch(name: str, folder: Path) -> list[Path]:
 
     A file that is there with the right sum is kept, and nothing is asked of the network if all are; one
     with a wrong sum is replaced, but only once the new one is complete and right. A file gets its name
-    when it is complete and right, so that Ctrl-C, a full disk or a lost connection leave none in part.
+    when it is complete and right, so that Ctrl-C, a full disk or a lost connection leave none in part. Several
+    processes may fetch into one folder: the first does, the others wait and find its files there.
 
     The environment variable DATAPIPE_MIRROR (an http, https or file address) replaces the folder of the
     public address, for a site with its own copy: files are then taken from $DATAPIPE_MIRROR/NAME, and
@@ -125,12 +126,13 @@ def fetch(name: str, folder: Path) -> list[Path]:
     mirror = _mirror()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = [file for file in dataset.files if not _is_there(folder / file.name, file.sha256)]
-        if missing and dataset.package and not mirror:
-            missing = _from_debian(dataset.package, missing, folder)
-        address = mirror or dataset.address
-        for number, file in enumerate(missing):
-            _from_address(f"{address}/{file.name}", file, folder, still_missing=missing[number:])
+        with locked(folder, wait=True):
+            missing = [file for file in dataset.files if not _is_there(folder / file.name, file.sha256)]
+            if missing and dataset.package and not mirror:
+                missing = _from_debian(dataset.package, missing, folder)
+            address = mirror or dataset.address
+            for number, file in enumerate(missing):
+                _from_address(f"{address}/{file.name}", file, folder, still_missing=missing[number:])
     except OSError as error:
         where = error.filename or folder
         raise FetchError(f"cannot be read or written: {error.strerror or error}", path=where) from error

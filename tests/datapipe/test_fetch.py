@@ -18,6 +18,7 @@ import sys
 import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,19 @@ def test_only_the_missing_files_are_asked_for(tmp_path, server, monkeypatch):
     (tmp_path / "b").write_bytes(b"b")
     assert [path.read_text() for path in fetch("cifar10", tmp_path)] == ["a", "b", "c"]
     assert server.asked == ["/a", "/c"]
+
+
+def test_who_fetches_what_another_is_fetching_waits_for_it(tmp_path, server):
+    server.stall = True
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(fetch, "cifar10", tmp_path)
+        assert server.half_sent.wait(30)
+        second = pool.submit(fetch, "cifar10", tmp_path)
+        time.sleep(0.2)  # for it to go on if it does not wait
+        server.go_on.set()
+        assert first.result(30) == second.result(30) == [tmp_path / ARCHIVE]
+    assert server.asked == [f"/{ARCHIVE}"]
+    assert (tmp_path / ARCHIVE).read_bytes() == BODY
 
 
 def breaks_by_404(server, monkeypatch):
