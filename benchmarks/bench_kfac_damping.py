@@ -23,8 +23,8 @@ from trainer.kfac import EKFAC, KFAC
 DAMPINGS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 LENGTHS = {
     "gradient": (0.03, 0.1, 0.3, 1.0),
-    "kfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
-    "ekfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
+    "kfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0),
+    "ekfac": (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0),
 }
 LATE = 10**6 + 1  # a step in which no solution is due
 SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "nesterov": True}

@@ -15,7 +15,7 @@ from torch import Tensor
 from datapipe.console import Progress
 from datapipe.loaders import Batch
 
-from .distributed import average_buffers
+from .distributed import average_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
 from .job import Job, save
 from .optim import set_lr
@@ -182,9 +182,10 @@ def _log_preconditioner(job: Job, state: State) -> None:
     """The last step's cosines of raw and preconditioned gradients, by layer: 1 where K-FAC does nothing but scale."""
     if job.preconditioner is not None:
         of = job.preconditioner
+        skipped, fallbacks = map(int, sum_over_ranks(job.world, [of.skipped(), of.fallbacks()]))
         job.metrics.write(
-            "kfac", epoch=state.epoch, step=state.step, cosines=of.cosines(), skipped=of.skipped(),
-            fallbacks=of.fallbacks(), damping=of.damping,
+            "kfac", epoch=state.epoch, step=state.step, cosines=of.cosines(), skipped=skipped, fallbacks=fallbacks,
+            damping=of.damping,
         )  # fmt: skip
 
 

@@ -92,6 +92,7 @@ class Kfac(Section):
     spatially_uncorrelated: bool = False
     inv_dtype: Annotated[Literal["bfloat16"] | None, or_none()] = None
     solver: Literal["eigen", "cholesky", "newton"] = "eigen"
+    stagger: bool = True
     grad_worker_fraction: Fraction = 1.0
     local_factors: bool = False
     skip: tuple[str, ...] = ()

@@ -18,9 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.kfac import EKFAC, KFAC
+from trainer.kfac.assignment import Place
 from trainer.kfac.capture import Use
 from trainer.kfac.find import layer_of
 from trainer.kfac.solvers import Cholesky, damped, unit_solution
+from trainer.kfac.turns import Turns
 from trainer.models import build
 
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -394,6 +396,23 @@ def test_layers_take_turns():
     of_steps = [{together._turns.updates(name, step, 10) for name in together.layers()} for step in range(21)]
     assert [step for step, found in enumerate(of_steps) if found == {True}] == [0, 1, 2, 4, 8, 10, 20]
     assert all(len(found) == 1 for found in of_steps)
+
+
+@pytest.mark.parametrize("by_owner", [False, True])
+def test_owners_work_in_the_same_steps(by_owner):
+    """With factors of their own batches; else turns are the same for any number of them."""
+    blocks = KFAC(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)), nn.LayerNorm(4))).blocks
+    for number, block in enumerate(blocks.values()):
+        block.place, block.num_rows = Place(number % 2, 0), 1
+    turns = Turns(True, by_owner, blocks)
+    matrices = [block for block in blocks.values() if not block.is_norm]
+    for is_turn in (turns.updates, turns.refreshes):
+        of_steps = [
+            [block.place.owner for name, block in blocks.items() if block in matrices and is_turn(name, step, 10)]
+            for step in range(20, 30)
+        ]
+        wanted = [[0, 1]] * 3 if by_owner else [[0]] * 3 + [[1]] * 3
+        assert sorted(owners for owners in of_steps if owners) == wanted
 
 
 def test_settings_may_change_between_steps():
@@ -1086,6 +1105,26 @@ def test_bare_parameters_are_named_by_themselves():
     assert KFAC(model).unsupported == ["token"]
 
 
+def test_a_state_replaces_all_that_was():
+    """Also what was sent, and that a finite batch was seen."""
+    model = small()
+    preconditioner = KFAC(model, kl_clip=None, **EVERY_STEP)
+    x, y = batch()
+    (F.cross_entropy(model(x), y) * math.inf).backward()
+    preconditioner.step()
+    before = copy.deepcopy(preconditioner.state_dict())
+    model.load_state_dict(small().state_dict())
+    run(model, preconditioner, 2)
+    preconditioner.exchange.bytes_sent["factors"] = 1000
+    preconditioner.load_state_dict(before)
+    model.zero_grad()
+    F.cross_entropy(model.eval()(x), y).backward()  # nothing is captured
+    raw = gradients(model)
+    preconditioner.step()
+    close(gradients(model), raw, 0.004)  # but for 1 + damping
+    assert set(preconditioner.communication().values()) == {0}
+
+
 def test_states_that_are_none():
     for states in ([], [{}]):
         with pytest.raises(ValueError, match="states: none, or not those of a preconditioner"):
@@ -1134,6 +1173,47 @@ def test_intervals_that_have_changed_resume_to_the_bit():
             preconditioner.step()
         found.append(gradients(model))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class _Constant(torch.autograd.Function):
+    """For whose gradient it gives none."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_a_layer_without_a_gradient_from_what_follows():
+    """In one of two uses, or in all."""
+    torch.manual_seed(0)
+    twice, never = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.ModuleList([twice, never])
+    preconditioner = KFAC(model, kl_clip=None, **EVERY_STEP)
+    x = torch.randn(8, 3)
+    (twice(x) + _Constant.apply(twice(2 * x)) + _Constant.apply(never(x))).square().mean().backward()
+    preconditioner.step()
+    a, _ = preconditioner.factors("0")
+    ones = torch.cat([x, torch.ones(8, 1)], 1)
+    close(a, (ones.T @ ones / 8)[None])
+    assert not preconditioner.blocks["1"].has_factors
+    assert preconditioner.cosines().keys() == {"0"}
+
+
+def test_layers_on_several_devices_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="its layers are on several devices: cpu, meta; allowed: one"):
+        KFAC(model)
+
+
+def test_an_embedding_costs_no_more_than_it_has_rows():
+    blocks = KFAC(nn.Sequential(nn.Embedding(50_000, 4), nn.Linear(9, 4))).blocks
+    for block in blocks.values():
+        block.num_rows = 7
+    assert [block.update_cost() for block in blocks.values()] == [7 * (1 + 4 * 4), 7 * (10 * 10 + 4 * 4)]
 
 
 def test_failures_are_counted_over_a_resume(monkeypatch):

@@ -72,6 +72,19 @@ def test_foretold_change_against_explicit_matrices(kind, optimizer):
     assert adaptive.ratio == pytest.approx((change / foretold).item(), rel=1e-10)
 
 
+def test_a_layer_frozen_in_part_is_foretold_by_its_gradient():
+    """As one that K-FAC does not know."""
+    ratios = []
+    for skip in ((), "^6$"):
+        model = network()
+        preconditioner = KFAC(model, skip=skip, damping=0.02, factor_update_steps=1, inv_update_steps=1)
+        adaptive = AdaptiveDamping(preconditioner, damping_update_steps=1)
+        model[6].bias.requires_grad_(False)
+        steps(preconditioner, adaptive, model, torch.optim.SGD(model.parameters(), lr=0.01), 1)
+        ratios.append(adaptive.ratio)
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("change", "foretold", "wanted"),
     [

@@ -363,9 +363,11 @@ def test_rescaled_inputs_change_nothing(module, solver):
 # --- EKFAC ---
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 64 << 20], ids=["chunks", "whole"])
 @pytest.mark.parametrize("name", [name for name in MATRICES if name != "embedding"])
-def test_ekfac_against_the_gradients_of_samples(name):
+def test_ekfac_against_the_gradients_of_samples(name, chunk_bytes, monkeypatch):
     """In step 5 the eigenvectors are those of step 4, and the diagonal is that of the batch."""
+    monkeypatch.setattr("trainer.kfac.ekfac.CHUNK_BYTES", chunk_bytes)
     module = randomised(MATRICES[name])
     x = input_of(module)
     model = nn.Sequential(module)
@@ -397,9 +399,8 @@ def test_ekfac_against_the_gradients_of_samples(name):
 
 
 @pytest.mark.parametrize(("T", "n", "m"), [(1, 7, 5), (50, 7, 5)], ids=["few positions", "many positions"])
-def test_squares_of_the_samples_gradients(T, n, m, monkeypatch):
-    """Whichever is rotated, and over several chunks."""
-    monkeypatch.setattr("trainer.kfac.ekfac.CHUNK_BYTES", 3 * 2 * n * m * 8)
+def test_squares_of_the_samples_gradients(T, n, m):
+    """Whichever is rotated."""
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     a, g, a_vectors, g_vectors = random(7, T, 2, n), random(7, T, 2, m), random(2, n, n), random(2, m, m)

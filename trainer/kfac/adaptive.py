@@ -79,32 +79,33 @@ class AdaptiveDamping:
         after = loss_again().detach().double()
         for buffer, before in buffers:
             buffer.copy_(before)
-        found = torch.stack([(after - self._loss) / self._world_size(), self._foretold()])
-        if self._world_size() > 1:
+        world_size = self._preconditioner.exchange.world_size
+        found = torch.stack([(after - self._loss) / world_size, self._foretold()])
+        if world_size > 1:
             dist.all_reduce(found)
         self._before, self._loss = {}, None
         self._adapt(*found.tolist())
 
-    def _world_size(self) -> int:
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
     def _foretold(self) -> Tensor:
         """This rank's part: of the layers that it owns, and on the first rank of what belongs to all."""
-        is_first = self._world_size() == 1 or dist.get_rank() == 0
+        is_first = self._preconditioner.exchange.rank == 0
         foretold = torch.zeros_like(self._loss)
         left = dict(self._before)
         for block in self._preconditioner.blocks.values():
-            kept = [left.pop(parameter, None) for parameter in block.layer.parameters()]
-            if not (is_first if block.is_norm else block.is_owner) or None in kept:
+            parameters = block.layer.parameters()
+            if not left.keys() >= set(parameters):  # frozen in part: its gradient stays as it is
                 continue
-            now = [parameter.detach() for parameter in block.layer.parameters()]
+            kept = [left.pop(parameter) for parameter in parameters]
+            if not (is_first if block.is_norm else block.is_owner):
+                continue
+            now = [parameter.detach() for parameter in parameters]
             step = block.layer.matrix(*(new - old for new, (old, _) in zip(now, kept, strict=True))).to(block.dtype)
             gradient = block.layer.matrix(*(raw for _, raw in kept)).to(block.dtype)
             foretold += (gradient * step).sum()
             if block.has_factors:
                 foretold += (block.curvature(step) + self._preconditioner.damping * step.square().sum()) / 2
         if is_first:
-            for parameter, (old, raw) in left.items():  # no layer's
+            for parameter, (old, raw) in left.items():  # no layer's, or of one frozen in part
                 foretold += (raw * (parameter.detach() - old)).sum()
         return foretold
 

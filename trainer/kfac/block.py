@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -130,7 +132,9 @@ class Block:
         return cost(self.layer)
 
     def update_cost(self) -> float:
-        return float(sum(shape[0] * shape[1] * shape[-1] for shape in self.layer.shapes().values()) * self.num_rows)
+        """Up to a factor; a diagonal takes an operation a row."""
+        shapes = self.layer.shapes().values()
+        return float(sum(prod(shape) if len(shape) == 3 else 1 for shape in shapes) * self.num_rows)
 
     def state_dict(self) -> dict:
         return {
@@ -147,6 +151,7 @@ class Block:
             average.load_state_dict(state["averages"][name])
         solution = state["solution"] if in_column else {}
         self.state = self._kept({name: tensor.clone() for name, tensor in solution.items()})
+        self._known = False
         self.num_rows, self.has_factors, self.has_solution = (
             state[name] for name in ("num_rows", "has_factors", "has_solution")
         )

@@ -84,10 +84,17 @@ class Capture:
         self._waiting_for += not is_again
         use = Use(x, x._version, is_again)
         # On the tensor: a module's backward hook would not let an activation work in place behind it.
-        output.register_hook(lambda gradient: self._after_backward(use, gradient.detach()))
+        output.register_hook(lambda gradient: self._after_backward(use, gradient))
 
     @torch.no_grad()
-    def _after_backward(self, use: Use, gradient: Tensor) -> None:
+    def _after_backward(self, use: Use, gradient: Tensor | None) -> None:
+        if gradient is not None:  # what comes after may have none for it: as if it had not been used
+            self._take(use, gradient.detach())
+        self._waiting_for -= not use.is_again
+        if self._counted and self._waiting_for == 0 and not use.is_again:  # which may have others to come
+            self.complete(self.num_micro_batches)
+
+    def _take(self, use: Use, gradient: Tensor) -> None:
         self._check(use)
         num_samples = len(use.x)
         some = slice(math.ceil(self._fraction * num_samples))
@@ -106,9 +113,6 @@ class Capture:
         self._counted = True
         self.num_uses += 1
         self.num_rows += sums.num_rows
-        self._waiting_for -= not use.is_again
-        if self._waiting_for == 0 and not use.is_again:  # which may have others to come
-            self.complete(self.num_micro_batches)
 
     def _check(self, use: Use) -> None:
         name = type(self.layer.module).__name__

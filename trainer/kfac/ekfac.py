@@ -22,7 +22,7 @@ from .moments import accumulating
 from .preconditioner import KFAC
 from .solvers import Eigen, State
 
-CHUNK_BYTES = 64 << 20  # of samples' gradients at a time
+CHUNK_BYTES = 64 << 20  # of samples' rows or gradients at a time
 
 
 class EKFAC(KFAC):
@@ -93,10 +93,17 @@ class _Projected(Layer):
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         sums = self._layer.sums(x, grad_output)
         if self.state:
-            rows = self._layer.rows(x, grad_output)
-            vectors = (self.state[name].to(self.state["a_values"].dtype) for name in ("a_vectors", "g_vectors"))
-            sums.moments["scale"] = squares(*rows, *vectors)
+            vectors = [self.state[name].to(self.state["a_values"].dtype) for name in ("a_vectors", "g_vectors")]
+            chunk = max(1, CHUNK_BYTES // self._sample_bytes(grad_output, vectors[0].element_size()))
+            parts = zip(x.split(chunk), grad_output.split(chunk), strict=True)
+            sums.moments["scale"] = sum(squares(*self._layer.rows(*part), *vectors) for part in parts)
         return sums
+
+    def _sample_bytes(self, grad_output: Tensor, element_size: int) -> int:
+        """Of its rows, or of its gradient, which with one position is not formed."""
+        groups, m, n = self.shapes()["scale"]
+        T = grad_output[0].numel() // (groups * m)
+        return groups * n * (max(T, m) if T > 1 else 1) * element_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = self._layer.shapes()
@@ -119,23 +126,19 @@ def turned(scale_Gmn: Tensor, before: State, now: State) -> Tensor:
 
 
 def squares(a_NTGn: Tensor, g_NTGm: Tensor, a_vectors: Tensor, g_vectors: Tensor) -> Tensor:
-    """Sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)²: [G, m, n]. Chunk by chunk of samples; what is rotated are the
-    samples' gradients or, where that is less work, the rows of which they are products. With one position, the square
-    of a product is the product of squares.
+    """Sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)²: [G, m, n]. What is rotated are the samples' gradients or, where
+    that is less work, the rows of which they are products. With one position, the square of a product is the product of
+    squares.
     """
-    T, groups, n, m = *a_NTGn.shape[1:], g_NTGm.shape[3]
+    T, n, m = a_NTGn.shape[1], a_NTGn.shape[3], g_NTGm.shape[3]
     if T == 1:
         a_GNn, g_GNm = accumulating(a_NTGn[:, 0]).transpose(0, 1), accumulating(g_NTGm[:, 0]).transpose(0, 1)
         return (g_GNm @ g_vectors).square_().mT @ (a_GNn @ a_vectors).square_()
-    total = a_vectors.new_zeros(groups, m, n)
-    chunk = max(1, CHUNK_BYTES // (groups * m * n * total.element_size()))
+    a_NGTn, g_NGTm = accumulating(a_NTGn).transpose(1, 2), accumulating(g_NTGm).transpose(1, 2)
     rotate_rows = T * (m * m + n * n) < m * n * (m + n)
-    for a, g in zip(a_NTGn.split(chunk), g_NTGm.split(chunk), strict=True):
-        a_NGTn, g_NGTm = accumulating(a).transpose(1, 2), accumulating(g).transpose(1, 2)
-        if rotate_rows:
-            a_NGTn, g_NGTm = a_NGTn @ a_vectors, g_NGTm @ g_vectors
-        gradients = g_NGTm.mT @ a_NGTn
-        if not rotate_rows:
-            gradients = g_vectors.mT @ gradients @ a_vectors
-        total += gradients.square_().sum(0)
-    return total
+    if rotate_rows:
+        a_NGTn, g_NGTm = a_NGTn @ a_vectors, g_NGTm @ g_vectors
+    gradients = g_NGTm.mT @ a_NGTn
+    if not rotate_rows:
+        gradients = g_vectors.mT @ gradients @ a_vectors
+    return gradients.square_().sum(0)

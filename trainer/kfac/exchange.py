@@ -104,8 +104,8 @@ class Exchange:
         return found.tolist()
 
     def close(self) -> None:
-        """Give the groups back."""
-        for group in {self._all, self._row, self._column} - {None}:
+        """Give the groups back, in the same order on every rank."""
+        for group in dict.fromkeys(of for of in (self._all, self._row, self._column) if of is not None):
             dist.destroy_process_group(group)
         self._all = self._row = self._column = None
 
@@ -152,10 +152,15 @@ def agreed() -> Iterator[None]:
             raise ValueError(f"rank {rank}: {message}")
 
 
+def num_ranks() -> int:
+    """1 where torch.distributed is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def _of_ranks(value: object) -> list:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if num_ranks() == 1:
         return [value]
-    found = [None] * dist.get_world_size()
+    found = [None] * num_ranks()
     dist.all_gather_object(found, value)
     return found
 

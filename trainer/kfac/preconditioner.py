@@ -10,13 +10,12 @@ import logging
 from dataclasses import asdict, fields
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .assignment import Place, grid, place
 from .block import Block, cost
 from .capture import Capture
-from .exchange import Exchange, Part, agreed, require_same
+from .exchange import Exchange, Part, agreed, num_ranks, require_same
 from .find import Skip, find, unwrapped
 from .layers import Layer, Norm
 from .settings import CHANGEABLE, KFACSettings
@@ -39,27 +38,28 @@ class KFAC:
     or classes); the rest keeps its gradients. The loss is a mean over samples, along the first dimension of a layer's
     input.
 
-    `damping` λ is added to the curvature; `factor_update_steps` and `inv_update_steps`: how often a layer's factors are
-    averaged (with `factor_decay`) and its solution is computed anew; at first, while a network changes fast, once in
-    steps 0, 1, 2 to 3, 4 to 7, 8 to 15 and so on. With `stagger` the layers take turns in such a period, so that steps
-    take equally long; without, all do it in its first step. `solver`: see solvers.py. `kl_clip` bounds the step of a
-    learning rate `lr` in the metric of the Fisher matrix: all are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|)));
-    None for no bound. These may be set as attributes between steps, but for `stagger` and `solver`;
-    `factor_update_steps` counts from the step after the next one. `accumulation_steps`: micro-batches a step; each
-    one's loss was divided by it. `factor_fraction`: of a batch's samples, those that enter the factors (not norms'),
-    for less work. `spatially_uncorrelated` (SUA): neighbouring pixels are taken to be, in convolutions without groups
-    and bias; far less work and memory where they are wide. `inv_dtype="bfloat16"`: solutions in half the memory, faster
-    to apply where the hardware multiplies bfloat16; with low damping only for "eigen". `grad_scaler`: that of mixed
-    precision; unscale the gradients before `step`.
+    Settings, with defaults and ranges in settings.py: `damping` λ is added to the curvature; `factor_update_steps` and
+    `inv_update_steps`: how often a layer's factors are averaged (with `factor_decay`) and its solution is computed
+    anew; at first, while a network changes fast, once in steps 0, 1, 2 to 3, 4 to 7, 8 to 15 and so on. With `stagger`
+    the layers take turns in such a period, so that steps take equally long; without, all do it in its first step.
+    `solver`: see solvers.py. `kl_clip` bounds the step of a learning rate `lr` in the metric of the Fisher matrix: all
+    are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))); None for no bound. These may be set as attributes between
+    steps, but for `stagger` and `solver`; `factor_update_steps` counts from the step after the next one.
+    `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
+    samples, those that enter the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring
+    pixels are taken to be, in convolutions without groups and bias; far less work and memory where they are wide.
+    `inv_dtype="bfloat16"`: solutions in half the memory, faster to apply where the hardware multiplies bfloat16; with
+    low damping only for "eigen". `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
 
     Over the ranks of torch.distributed: `grad_worker_fraction` of them precondition a layer, from 1 (each all of them;
     nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a
-    layer's factors come from its owner's part of the batch, and are not sent. Ranks must have the same model and
-    settings, and step together; they need not use the same layers in a step.
+    layer's factors come from its owner's part of the batch, and are not sent; layers of several owners then have their
+    turns in the same steps. Ranks must have the same model and settings, and step together; they need not use the same
+    layers in a step.
 
     `unsupported`: the modules and parameters that keep their gradients, as K-FAC does not know them. Raises ValueError
-    for a setting out of range, for a model without a layer to take, and where ranks differ. Martens and Grosse 2015;
-    Grosse and Martens 2016; Pauloski et al. 2021.
+    for a setting out of range, for a model without a layer to take or with layers on several devices, and where ranks
+    differ. Martens and Grosse 2015; Grosse and Martens 2016; Pauloski et al. 2021.
     """
 
     def __init__(
@@ -82,15 +82,18 @@ class KFAC:
             layers = self._find_layers(skip)
             if not layers:
                 raise ValueError("model: it has no layer that K-FAC can precondition")
+            devices = sorted({str(parameter.device) for of in layers.values() for parameter in of.parameters()})
+            if len(devices) > 1:
+                raise ValueError(f"model: its layers are on several devices: {', '.join(devices)}; allowed: one")
         self._solver: Solver = SOLVERS[self.settings.solver]()
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.unsupported:
             logger.warning("K-FAC leaves the gradients of these as they are: %s", ", ".join(self.unsupported))
         of_layers = {f"layer {name}": (str(of.module.weight.dtype), of.shapes()) for name, of in layers.items()}
         require_same(asdict(self.settings) | of_layers)
-        self.exchange = Exchange(grid(world_size, self.settings.grad_worker_fraction))
+        self.exchange = Exchange(grid(num_ranks(), self.settings.grad_worker_fraction))
         self.blocks = self._register(layers)
-        self._turns = Turns(self.settings.stagger, self.blocks)
+        by_owner = self.settings.local_factors and self.exchange.world_size > 1
+        self._turns = Turns(self.settings.stagger, by_owner, self.blocks)
         self._updates = Updates(self.blocks, self.exchange, self.settings, self._turns, self._watch)
         self.gradients_at_owners = False  # and nowhere else, until `step`: see `reduce_to_owners`
         self.reduced: set[int] = set()  # DDP's buckets that are so now
@@ -175,13 +178,15 @@ class KFAC:
         return self.blocks[name].layer.parameters()
 
     def skipped(self) -> int:
-        """How many factors of a step were left out on this rank, since they were not finite (or, over several ranks,
-        since none used the layer). Waits for the device, as `fallbacks()` does.
+        """How many factors of a step were left out, since they were not finite (or, over several ranks, since none used
+        the layer): of the layers that this rank owns, and on rank 0 of norms, so that the ranks' sum has each once.
+        Waits for the device, as `fallbacks()` does.
         """
-        return sum(int(average.skipped) for block in self.blocks.values() for average in block.averages.values())
+        blocks = [block for block in self.blocks.values() if self.exchange.rank == 0 or not block.is_norm]
+        return sum(int(average.skipped) for block in blocks for average in block.averages.values())
 
     def fallbacks(self) -> int:
-        """How many times no solution was found on this rank, and the one before stayed in use."""
+        """How many times no solution was found for a layer of this rank, and the one before stayed in use."""
         return int(self._solver.fallbacks)
 
     def memory_usage(self) -> dict[str, int]:
@@ -235,6 +240,7 @@ class KFAC:
         """
         layers = merged(states, self.state_dict().keys(), self.settings.solver, self.blocks)
         self.steps = self._first_step = states[0]["steps"]
+        self.exchange.bytes_sent.clear()
         self._solver.fallbacks = sum(state["fallbacks"] for state in states) if self.exchange.rank == 0 else 0
         self._turns.forget()
         for name, block in self.blocks.items():

@@ -23,6 +23,7 @@ def build(name: str, settings: Kfac, model: nn.Module, scaler: torch.amp.GradSca
         factor_decay=settings.factor_decay,
         kl_clip=settings.kl_clip,
         solver=settings.solver,
+        stagger=settings.stagger,
         factor_fraction=settings.factor_fraction,
         spatially_uncorrelated=settings.spatially_uncorrelated,
         inv_dtype=settings.inv_dtype,
