@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import connected, world_from_environment
-from trainer.kfac import EKFAC, KFAC, reduce_to_owners
+from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 
 
 class Branches(nn.Module):
@@ -154,6 +154,28 @@ def expert(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return a_factor(preconditioner, "first"), rows.T @ rows / 6
 
 
+def frozen_in_part(rank: int, owners: bool) -> float:
+    """The ratio of adaptive damping. Layers are of both ranks, so that one that is frozen is the second rank's."""
+    module = Branches().double()
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    preconditioner = KFAC(model, grad_worker_fraction=0.5, factor_update_steps=1, inv_update_steps=1)
+    if owners:
+        reduce_to_owners(model, preconditioner)
+    adaptive = AdaptiveDamping(preconditioner, 1)
+    name = next(name for name, owner in preconditioner.layers().items() if owner == 1)
+    getattr(module, name).bias.requires_grad_(False)
+    x, branches = data(0, rank) * (1 + 9 * rank), ["both", "first", "second"]
+    loss_of = lambda: model(x, branches).square().sum(1).mean()  # noqa: E731
+    loss = loss_of()
+    loss.backward()
+    adaptive.begin(loss)
+    preconditioner.step()
+    torch.optim.SGD(module.parameters(), lr=0.05).step()
+    adaptive.end(loss_of)
+    preconditioner.remove()
+    return adaptive.ratio
+
+
 def refused_by_the_hook(other: bool = False, group: bool = False, **settings: object) -> str:
     groups = [dist.new_group([n]) for n in range(dist.get_world_size())] if group else None
     model = DistributedDataParallel(Branches(), process_group=groups and groups[dist.get_rank()])
@@ -185,6 +207,7 @@ with connected(world):
         "removed": removed(rank),
         "without no_sync": without_no_sync(rank),
         "expert": expert(rank),
+        "frozen in part": [frozen_in_part(rank, owners) for owners in (False, True)],
         "refused": [
             refused(damping=0.1 + 0.1 * rank),
             refused(skip="both" if rank else ()),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.kfac import EKFAC, KFAC
+from trainer.kfac import EKFAC, KFAC, reduce_to_owners
 from trainer.kfac.assignment import Place
 from trainer.kfac.capture import Use
 from trainer.kfac.find import layer_of
@@ -272,6 +272,79 @@ def test_a_checkpointed_layer_that_is_used_often(segments, reentrant):
     for checkpointed in (False, True):
         with pytest.raises(RuntimeError, match="used twice in a forward pass"):
             trained(EKFAC, checkpointed)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("checkpointed", [(0,), (1,), (0, 2)], ids=str)
+def test_a_layer_that_is_checkpointed_in_some_of_its_uses(checkpointed, reentrant):
+    torch.manual_seed(0)
+    first, layer = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    found = []
+    for some in ((), checkpointed):
+        model = nn.ModuleList([first, layer])
+        preconditioner = KFAC(model, **EVERY_STEP)
+        for _ in range(2):
+            model.zero_grad()
+            out = first(x)
+            for use in range(3):
+                through = lambda z: layer(z).tanh()  # noqa: E731
+                out = checkpoint(through, out, use_reentrant=reentrant) if use in some else through(out)
+            out.square().sum(1).mean().backward()
+            preconditioner.step()
+        found.append((*preconditioner.factors("1"), layer.weight.grad.clone()))
+        preconditioner.remove()
+    close(*reversed(found), 1e-10)
+
+
+def test_other_hooks_of_a_layer():
+    """That return something else than its output, or nothing that is a tensor."""
+    found = []
+    for before in (True, False):
+        model = nn.Sequential(nn.Linear(4, 3))
+        model.load_state_dict({"0.weight": torch.ones(3, 4).cumsum(1), "0.bias": torch.zeros(3)})
+        hook = lambda module, args, output: (output * 10,)  # noqa: E731
+        if before:
+            model[0].register_forward_hook(hook)
+        preconditioner = KFAC(model, kl_clip=None, **EVERY_STEP)
+        if not before:
+            model[0].register_forward_hook(hook)
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        model(x)[0].square().sum(1).mean().backward()
+        preconditioner.step()
+        found.append((*preconditioner.factors("0"), *gradients(model)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_forward_of_its_own_is_left_alone():
+    model = small()
+    inner = model[7].forward
+    model[7].forward = lambda x: 10 * inner(x)
+    assert KFAC(model).unsupported == ["7 (Linear)"]
+
+
+def test_derivatives_by_functions_count_for_nothing():
+    """Neither for factors nor for micro-batches."""
+    found = []
+    for also in (False, True):
+        model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        x, y = torch.randn(6, 4), torch.arange(6) % 3
+        preconditioner = KFAC(model, **EVERY_STEP)
+        if also:
+            parameters = {name: 100 * parameter.detach() for name, parameter in model.named_parameters()}
+
+            def loss(of, x, y, model=model):
+                return F.cross_entropy(torch.func.functional_call(model, of, (x,)), y)
+
+            torch.func.grad(loss)(parameters, x, y)
+            torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x[:, None], y[:, None])
+        F.cross_entropy(model(x), y).backward()
+        preconditioner.step()
+        found.append((*preconditioner.factors("0"), *preconditioner.factors("2"), *gradients(model)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_forward_passes_without_backward_count_for_nothing():
@@ -989,7 +1062,10 @@ def test_copies_of_a_model_leave_the_preconditioner_alone():
 
 @pytest.mark.parametrize(
     ("module", "shape"),
-    [(nn.Conv2d(2, 3, 3), (2, 5, 5)), (nn.Conv1d(2, 3, 3), (2, 5)), (nn.Linear(4, 3), (4,))],
+    [
+        (nn.Conv2d(2, 3, 3), (2, 5, 5)), (nn.Conv1d(2, 3, 3), (2, 5)), (nn.Linear(4, 3), (4,)),
+        (nn.LayerNorm((2, 4)), (2, 4)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
@@ -1201,6 +1277,12 @@ def test_a_layer_without_a_gradient_from_what_follows():
     close(a, (ones.T @ ones / 8)[None])
     assert not preconditioner.blocks["1"].has_factors
     assert preconditioner.cosines().keys() == {"0"}
+
+
+def test_gradients_that_ddp_does_not_reduce_have_no_owners():
+    model = small()
+    with pytest.raises(ValueError, match="model: a Sequential; allowed: DistributedDataParallel"):
+        reduce_to_owners(model, KFAC(model))
 
 
 def test_layers_on_several_devices_are_refused():

@@ -132,7 +132,9 @@ def test_steps_that_are_too_long_raise_the_damping():
     ("settings", "message"),
     [
         ({"damping_update_steps": 0}, "damping_update_steps: 0 is out of range; allowed: from 1"),
+        ({"damping_update_steps": 2.5}, "damping_update_steps: 2.5 is out of range; allowed: from 1"),
         ({"decay": 1.0}, "decay: 1.0 is out of range"),
+        ({"bounds": (1.0,)}, r"bounds: \(1.0,\) are out of range"),
         ({"bounds": (1.0, 0.1)}, r"bounds: \(1.0, 0.1\) are out of range"),
     ],
 )

@@ -200,6 +200,7 @@ def test_ranks_that_use_different_layers(start, tmp_path):
     assert found["removed"]
     assert "all but the last are under no_sync()" in found["without no_sync"]
     torch.testing.assert_close(*found["expert"])
+    assert found["frozen in part"][0] == pytest.approx(found["frozen in part"][1], rel=1e-9)
     assert found["refused"] == [
         "damping: 0.1 on rank 0, and 0.2 on rank 1; ranks must have the same",
         "layer both: ('torch.float32', {'a': (1, 5, 5), 'g': (1, 4, 4)}) on rank 0, and None on rank 1; "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -41,11 +42,11 @@ class AdaptiveDamping:
         decay: float = 0.95,
         bounds: tuple[float, float] = (1e-8, 1e2),
     ) -> None:
-        if damping_update_steps < 1:
+        if not isinstance(damping_update_steps, Integral) or damping_update_steps < 1:
             raise ValueError(f"damping_update_steps: {damping_update_steps!r} is out of range; allowed: from 1")
         if not 0 < decay < 1:
             raise ValueError(f"decay: {decay!r} is out of range; allowed: above 0 to below 1")
-        if not 0 < bounds[0] <= bounds[1]:
+        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
             raise ValueError(f"bounds: {bounds!r} are out of range; allowed: two numbers above 0 that rise")
         self.ratio = math.nan
         """The last one."""
@@ -93,20 +94,19 @@ class AdaptiveDamping:
         left = dict(self._before)
         for block in self._preconditioner.blocks.values():
             parameters = block.layer.parameters()
-            if not left.keys() >= set(parameters):  # frozen in part: its gradient stays as it is
-                continue
-            kept = [left.pop(parameter) for parameter in parameters]
+            kept = {parameter: left.pop(parameter) for parameter in parameters if parameter in left}
             if not (is_first if block.is_norm else block.is_owner):
                 continue
-            now = [parameter.detach() for parameter in parameters]
-            step = block.layer.matrix(*(new - old for new, (old, _) in zip(now, kept, strict=True))).to(block.dtype)
-            gradient = block.layer.matrix(*(raw for _, raw in kept)).to(block.dtype)
+            if len(kept) < len(parameters):  # frozen in part: its gradient stays as it is
+                foretold += _along_gradients(kept)
+                continue
+            step = block.layer.matrix(*(of.detach() - old for of, (old, _) in kept.items())).to(block.dtype)
+            gradient = block.layer.matrix(*(raw for _, raw in kept.values())).to(block.dtype)
             foretold += (gradient * step).sum()
             if block.has_factors:
                 foretold += (block.curvature(step) + self._preconditioner.damping * step.square().sum()) / 2
         if is_first:
-            for parameter, (old, raw) in left.items():  # no layer's, or of one frozen in part
-                foretold += (raw * (parameter.detach() - old)).sum()
+            foretold += _along_gradients(left)  # no layer's
         return foretold
 
     def _adapt(self, change: float, foretold: float) -> None:
@@ -124,3 +124,8 @@ class AdaptiveDamping:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Raises ValueError for a damping out of range."""
         self._preconditioner.damping = state["damping"]
+
+
+def _along_gradients(before: Mapping[nn.Parameter, tuple[Tensor, Tensor]]) -> Tensor | float:
+    """gᵀδ of parameters that were with those values and gradients."""
+    return sum((raw * (parameter.detach() - old)).sum() for parameter, (old, raw) in before.items())

@@ -45,9 +45,11 @@ class Capture:
         self.complete: Callable[[int], None] = lambda _: None
         self._waiting_for = 0  # uses in this forward pass
         self._counted = False  # the samples of this forward pass
+        self._may_come_again = False  # uses without gradients, of which the backward pass may repeat some with them
         self.num_samples_now = 0  # of the last micro-batch, whatever the fraction
         self.clear()
-        self._handle = layer.module.register_forward_hook(self._after_forward, with_kwargs=True)
+        # First, since what other hooks return is not the layer's output.
+        self._handle = layer.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
 
     def clear(self) -> None:
         self.moments: dict[str, Tensor] = {}
@@ -56,6 +58,7 @@ class Capture:
     def arm(self, wanted: bool) -> None:
         """For the next step. A forward pass that no backward pass has followed is forgotten."""
         self.wanted, self._waiting_for, self._counted, self.num_samples_now = wanted, 0, False, 0
+        self._may_come_again = False
 
     def remove(self) -> None:
         self._handle.remove()
@@ -71,14 +74,13 @@ class Capture:
 
     @torch.compiler.disable  # compiled, it would be so anew for each set of layers whose turn it is
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
-        if not (self.wanted and module.training and self.layer.learns()):
+        if not (self.wanted and module.training and self.layer.learns()) or _is_transformed(output):
             return
         is_again = torch._C._current_graph_task_id() != -1
         if self._counted and not is_again:  # a new forward pass
             self._waiting_for, self._counted = 0, False
+        self._may_come_again |= not torch.is_grad_enabled()
         if not (torch.is_grad_enabled() and output.requires_grad):
-            return
-        if is_again and self._waiting_for:  # gradients are those of the outputs before
             return
         x = (args[0] if args else kwargs["input"]).detach()
         self._waiting_for += not is_again
@@ -91,7 +93,7 @@ class Capture:
         if gradient is not None:  # what comes after may have none for it: as if it had not been used
             self._take(use, gradient.detach())
         self._waiting_for -= not use.is_again
-        if self._counted and self._waiting_for == 0 and not use.is_again:  # which may have others to come
+        if self._counted and self._waiting_for == 0 and not (use.is_again or self._may_come_again):
             self.complete(self.num_micro_batches)
 
     def _take(self, use: Use, gradient: Tensor) -> None:
@@ -137,6 +139,11 @@ class Capture:
             raise RuntimeError(
                 f"{name}: used twice in a forward pass, of which EKFAC knows no diagonal; use KFAC or `skip`"
             )
+
+
+def _is_transformed(output: Tensor) -> bool:
+    """By torch.func, whose gradients are not those of the loss."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(output)
 
 
 def _without_effect() -> Capture:

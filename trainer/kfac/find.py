@@ -36,7 +36,7 @@ def layer_of(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer |
         return None
     if not weight.is_floating_point():  # complex
         return None
-    if type(module).forward is not base.forward:  # who knows what it does
+    if type(module).forward is not base.forward or "forward" in vars(module):  # who knows what it does
         return None
     if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention's, which never calls it
         return None

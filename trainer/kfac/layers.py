@@ -235,6 +235,11 @@ class Norm(Layer):
     factors: ClassVar[dict[str, str]] = {"unit": "samples"}
     whole_batch = True  # where it normalises over it, and it costs little
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        if isinstance(module, nn.LayerNorm):
+            self.min_dims = 1 + len(module.normalized_shape)
+
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         x, grad_output = moments.accumulating(x), moments.accumulating(grad_output)
         normalised = self._normalised(x)

@@ -23,9 +23,11 @@ def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> No
     else the second backward pass raises RuntimeError.
 
     Raises ValueError when `grad_worker_fraction` is not 1 / world size, with a gradient scaler (which looks at them
-    before), and for the preconditioner of another model or of other ranks. DDP takes one hook: for another
-    preconditioner wrap the model anew.
+    before), for a model that is not in DDP, and for the preconditioner of another model or of other ranks. DDP takes
+    one hook: for another preconditioner wrap the model anew.
     """
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(f"model: a {type(model).__name__}; allowed: DistributedDataParallel")
     if unwrapped(model) is not preconditioner.model:
         raise ValueError("preconditioner: it is that of another model")
     world_size = dist.get_world_size()
