@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .console import Progress
 from .errors import FetchError, SettingError
-from .fsio import atomic_write, locked
+from .fsio import atomic_write, locked, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def fetch(name: str, folder: Path) -> list[Path]:
     dataset, folder = DATASETS[name], Path(folder)
     mirror = _mirror()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with locked(folder, wait=True):
             missing = [file for file in dataset.files if not _is_there(folder / file.name, file.sha256)]
             if missing and dataset.package and not mirror:

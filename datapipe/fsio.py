@@ -10,7 +10,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -112,6 +112,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, so that they survive a power cut; one that exists is left as it is."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    with suppress(PermissionError):  # a parent that may be written, but not listed
+        sync_folder(path.parent)
 
 
 def checksum(path: Path) -> str:

@@ -27,7 +27,7 @@ from .cluster import Task
 from .console import Progress
 from .errors import DatapipeError, SettingError, SourceError
 from .formats import FORMATS, shard_format
-from .fsio import atomic_write, checksum, locked
+from .fsio import atomic_write, checksum, locked, make_folder
 from .index import write_index, write_keys
 from .journal import Journal, PackedShard
 from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest, find_data_sets
@@ -171,7 +171,7 @@ class _Pack:
         Where nodes see no locks of each other (Lustre and NFS may be mounted so), several may plan: the same.
         """
         target, task = self.target, self.options.task
-        target.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(target.folder)
         deadline = time.monotonic() + self.options.timeout_s
         while True:
             with locked(target.folder, wait=True, shared=True):  # waits for who has it alone

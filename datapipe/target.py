@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingError
-from .fsio import locked
+from .fsio import locked, make_folder
 from .journal import Journal
 from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest
 from .plan import PLAN, Plan, SplitPlan, load_plan
@@ -46,7 +46,7 @@ class Target:
     def alone(self) -> Iterator[None]:
         """Hold the folder for this process. Raises SettingError when another packs there."""
         is_new = not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         try:
             with locked(self.folder, wait=False):
                 try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from datapipe.augment import Augment
 from datapipe.errors import SettingError
-from datapipe.fsio import locked
+from datapipe.fsio import locked, make_folder
 from datapipe.loaders import normalise, open_loader
 from datapipe.loaders.base import Loader
 
@@ -164,7 +164,7 @@ def open_job(
     preconditioner = build_preconditioner(recipe, world, model, scaler)
     with together(world):
         if world.is_main:
-            run.mkdir(parents=True, exist_ok=True)
+            make_folder(run)
             try:
                 stack.enter_context(locked(run, wait=False))
             except BlockingIOError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import harmonic_mean
 
 from datapipe.errors import DatapipeError, SettingError
-from datapipe.fsio import atomic_write
+from datapipe.fsio import atomic_write, make_folder
 
 FORMAT = 1  # of metrics.jsonl
 DATA_BOUND_SHARE = 0.1  # below a tenth, a faster loader would gain little
@@ -285,7 +285,7 @@ def write_report(runs: list[Path], out: Path) -> Path:
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure
 
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     with (matplotlib.rc_context(RC), atomic_write(out / "report.pdf") as file,
           PdfPages(file, metadata={"CreationDate": None}) as pdf):  # fmt: skip
         plots = "".join(_plot(Figure(layout="constrained"), name, loaded, pdf, out) for name in PLOTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..console import Progress
 from ..errors import SettingError, ShardCorruptError, StagingError
-from ..fsio import checksum, copy_verified, free_bytes, locked, partial_path
+from ..fsio import checksum, copy_verified, free_bytes, locked, make_folder, partial_path
 from ..manifest import MANIFEST, FileInfo, Manifest, find_data_sets
 from .plan import StagePlan, plan_stage
 
@@ -43,7 +43,7 @@ def stage(source: Path, local: Path) -> list[Staged]:
     with ExitStack() as stack, ThreadPoolExecutor(STREAMS) as pool:
         plans = []
         for folder, target in folders.items():
-            target.mkdir(parents=True, exist_ok=True)
+            make_folder(target)
             stack.enter_context(locked(target, wait=True))
             plans.append(_plan(folder, target, pool))
         needed, free = sum(plan.needed_bytes for plan in plans), free_bytes(local)
