@@ -26,7 +26,7 @@ from ..blocks import num_lanes
 from ..dataset import DataSet
 from ..errors import DatapipeError, SettingError
 from ..manifest import INDEX
-from ..order import Last, num_steps, permutation
+from ..order import KeyedPermutation, Last, epoch_order, num_steps
 from ..reading import Io
 
 logger = logging.getLogger(__name__)
@@ -280,10 +280,10 @@ class Loader(ABC):
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         """A generator of the batches at the given steps; closing it stops the work under way."""
 
-    def _samples(self, epoch: int) -> np.ndarray:
-        """int64[num_samples]: the sample at each position of an epoch."""
+    def _samples(self, epoch: int) -> np.ndarray | KeyedPermutation:
+        """The order of an epoch: from positions, int64[N], to their samples."""
         if self.options.train:
-            return permutation(self.num_samples, self.options.seed, epoch)
+            return epoch_order(self.num_samples, self.options.seed, epoch)
         return np.arange(self.num_samples)
 
     def _windows(self, epoch: int, positions: np.ndarray, widths: np.ndarray, heights: np.ndarray) -> Windows:

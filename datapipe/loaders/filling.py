@@ -19,16 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ..augment import scales
-from ..blocks import block_order, grid, longest
+from ..blocks import BlockOrder, grid, longest
 from ..dataset import DataSet
 from ..errors import DatapipeError, DecodeError, ShardCorruptError, ShardReadError
-from ..order import slice_positions
+from ..order import KeyedPermutation, slice_positions
 from ..reading import Data, room_for
 from ..window import Box
 from .base import Batch, Budget, Loader, LoaderOptions, Split
 from .memory import BatchMemory
 from .pool import Pool, wait_for
-from .runs import Runs
+from .runs import Run, Runs
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,19 @@ SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundr
 GAP_BYTES = 4096  # between two neighbours that are read at once: copying it takes less than another call
 
 
+Order = np.ndarray | KeyedPermutation | BlockOrder
+
+
 class Slots:
-    """A batch being filled: slot `i` is for the sample at `positions[i]`."""
+    """A batch being filled: slot `i` is for `samples[i]`, at `positions[i]`; the rest, behind them, is padding."""
+
+    runs: list[Run] | None = None  # in blocks: that each sample is read with
 
     def __init__(self, positions: np.ndarray, samples: np.ndarray) -> None:
         self.positions = positions
-        self.valid = positions < len(samples)
+        self.valid = np.arange(len(positions)) < len(samples)
         self.samples = np.full(len(positions), -1, np.int64)
-        self.samples[self.valid] = samples[positions[self.valid]]
+        self.samples[: len(samples)] = samples
         self.labels = np.zeros(len(positions), np.int64)
         self.abandoned = False
         self.lock, self.planned = threading.Lock(), None
@@ -59,14 +64,6 @@ class Planned(NamedTuple):
     boxes: list[Box]
     scales: list[int]
     flips: list[bool]
-    runs: list[int] | None  # in blocks: that it is read with
-
-
-class Positioned(NamedTuple):
-    """In blocks: this rank's runs, and the one that each position's sample is read with."""
-
-    runs: Runs
-    of: np.ndarray  # int64[positions]
 
 
 class Done(NamedTuple):
@@ -149,14 +146,14 @@ class FillingLoader(Loader):
 
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         self._begin_in_this_process()
-        samples, runs = self._plan(epoch, steps)
+        order, runs = self._plan(epoch, steps)
         under_way: deque[tuple[Slots, list[Future]]] = deque()
         begun: deque[Slots] = deque()
         upcoming = iter(steps)
         try:
             while True:
                 while len(under_way) < AHEAD and (step := next(upcoming, None)) is not None:
-                    under_way.append(self._start(epoch, step, samples, runs))
+                    under_way.append(self._start(epoch, step, order, runs))
                 while under_way and len(begun) <= self.begun_ahead:
                     for future in under_way[0][1]:
                         self._count(wait_for(future, self.options.timeout_s, self._tell))
@@ -171,7 +168,7 @@ class FillingLoader(Loader):
                 for future in futures:
                     future.cancel()
             if runs is not None:
-                runs.runs.end()
+                runs.end()
             self._drain(begun)
 
     def _begin_in_this_process(self) -> None:
@@ -192,32 +189,29 @@ class FillingLoader(Loader):
                 self._readers.close()
         self._pool = self._readers = None
 
-    def _plan(self, epoch: int, steps: range) -> tuple[np.ndarray, Positioned | None]:
-        """The sample at each position, and in blocks the runs."""
+    def _plan(self, epoch: int, steps: range) -> tuple[Order, Runs | None]:
+        """The order of the epoch, and in blocks what this rank reads in these steps."""
         if not self._in_blocks():
             return self._samples(epoch), None
         options = self.options
-        samples, runs = block_order(
-            self._grid, options.global_batch_size, options.last, self.lanes, options.seed, epoch
-        )
-        mine = [slice_positions(step, options.batch_size, options.rank, options.world_size) for step in steps]
-        positions = np.concatenate(mine) if mine else np.empty(0, np.int64)
-        positions = positions[positions < len(samples)]
-        of_rank = Runs(self.data_set, runs[positions], samples[positions], self._run_memory, self._readers)
-        return samples, Positioned(of_rank, runs)
+        order = BlockOrder(self._grid, options.global_batch_size, options.last, self.lanes, options.seed, epoch)
+        needs = order.needs(options.rank, options.world_size, steps)
+        return order, Runs(self.data_set, order, needs, self._run_memory, self._readers)
 
-    def _start(
-        self, epoch: int, step: int, samples: np.ndarray, runs: Positioned | None
-    ) -> tuple[Slots, list[Future]]:
+    def _start(self, epoch: int, step: int, order: Order, runs: Runs | None) -> tuple[Slots, list[Future]]:
         options = self.options
         positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
-        slots = self._new_slots(positions, samples)
-        if runs is not None:
-            runs.runs.begin(int(slots.valid.sum()))
-        elif self._reads_slowly():
-            slots.planned = self._planned(epoch, slots, runs)
-            for _, shard, offset, size, _ in slots.planned.fields:
-                self.data_set.reader.will_read(shard, offset, size)
+        inside = positions[positions < len(order)]
+        if runs is None:
+            slots = self._new_slots(positions, order[inside])
+            if self._reads_slowly():
+                slots.planned = self._planned(epoch, slots)
+                for _, shard, offset, size, _ in slots.planned.fields:
+                    self.data_set.reader.will_read(shard, offset, size)
+        else:
+            samples, numbers = order.at(inside)
+            slots = self._new_slots(positions, samples)
+            slots.runs = runs.begin(step, numbers.tolist())
         chunks = (slice(i, i + CHUNK) for i in range(0, options.batch_size, CHUNK))
         return slots, [self._pool.submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
 
@@ -242,17 +236,17 @@ class FillingLoader(Loader):
 
     # --- in the threads ---
 
-    def _fill(self, epoch: int, slots: Slots, chunk: slice, runs: Positioned | None) -> Done | None:
+    def _fill(self, epoch: int, slots: Slots, chunk: slice, runs: Runs | None) -> Done | None:
         """Fill the slots of a chunk."""
         clock, began = time.perf_counter, time.perf_counter()
         with slots.lock:  # by the first chunk for all: numpy takes as long for 256 samples as for 32
             if slots.planned is None:
-                slots.planned = self._planned(epoch, slots, runs)
-        fields, boxes, scale, flips, in_runs = (column and column[chunk] for column in slots.planned)
+                slots.planned = self._planned(epoch, slots)
+        fields, boxes, scale, flips = (column[chunk] for column in slots.planned)
         first, count = chunk.start, len(fields)
         if count < chunk.stop - first:  # padding lies behind the last position
             self._put_nothing(slots, slice(first + count, min(chunk.stop, len(slots.valid))))
-        read = self._reads(fields, runs and runs.runs, in_runs)
+        read = self._reads(fields) if runs is None else self._reads_of(runs, slots.runs[chunk])
         started, wanted = clock(), []
         for i, record in enumerate(fields):
             if slots.abandoned:
@@ -268,10 +262,10 @@ class FillingLoader(Loader):
         stages["other"] = clock() - began - sum(stages.values())
         return Done(stages, sum(record[3] for record in fields))
 
-    def _planned(self, epoch: int, slots: Slots, runs: Positioned | None) -> Planned:
+    def _planned(self, epoch: int, slots: Slots) -> Planned:
         count = int(slots.valid.sum())
         if not count:
-            return Planned([], [], [], [], [])
+            return Planned([], [], [], [])
         samples, positions = slots.samples[:count], slots.positions[:count]
         records = self.data_set.index[samples]
         slots.labels[:count] = records["label"]
@@ -282,21 +276,22 @@ class FillingLoader(Loader):
             windows.boxes.tolist(),
             scales(windows.boxes, self.size).tolist(),
             windows.flips.tolist(),
-            runs and runs.of[positions].tolist(),
         )
 
-    def _reads(self, fields: list[tuple], runs: Runs | None, in_runs: list[int]) -> Callable[[int, tuple], Data]:
-        """A function from a sample's number in the chunk and its fields to its bytes, checked."""
-        data_set = self.data_set
+    def _reads_of(self, runs: Runs, in_runs: list[Run]) -> Callable[[int, tuple], Data]:
+        """Like `_reads`, in blocks."""
 
-        def read_run(i: int, record: tuple) -> Data:
+        def read(i: int, record: tuple) -> Data:
             sample, _, offset, size, checksum = record
             data = runs.take(in_runs[i], offset, size)
-            data_set.check(sample, data, checksum)
+            self.data_set.check(sample, data, checksum)
             return data
 
-        if runs is not None:
-            return read_run
+        return read
+
+    def _reads(self, fields: list[tuple]) -> Callable[[int, tuple], Data]:
+        """A function from a sample's number in the chunk and its fields to its bytes, checked."""
+        data_set = self.data_set
         spans, held = _spans(fields), {}
 
         def read_span(i: int, record: tuple) -> Data:

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 
+from ..blocks import BlockOrder, Needs
 from ..dataset import DataSet
 from ..errors import ShardReadError
 from ..reading import Data
@@ -19,67 +20,68 @@ class Runs:
     """The runs that one rank needs in one epoch. A run is in memory from shortly before its first sample's turn to its
     last's.
 
-    `runs` and `samples`: int64[N], of each of this rank's positions, in order. `memory` gives room for any run, and
-    `readers` read them ahead.
+    `needs` are those of `order`. `memory` gives room for any run, and `readers` read them ahead.
     """
 
     def __init__(
-        self, data_set: DataSet, runs: np.ndarray, samples: np.ndarray, memory: BatchMemory, readers: Pool
+        self, data_set: DataSet, order: BlockOrder, needs: Needs, memory: BatchMemory, readers: Pool
     ) -> None:
-        self._reader, self._memory, self._readers = data_set.reader, memory, readers
-        order = np.argsort(runs, kind="stable")
-        runs, records = runs[order], data_set.index[samples[order]]
-        starts = np.flatnonzero(np.append(True, runs[1:] != runs[:-1])) if len(runs) else np.empty(0, int)
-        ends = records["offset"].astype(np.int64) + records["size"]
-        first = np.minimum.reduceat(records["offset"].astype(np.int64), starts) if len(runs) else starts
-        stop = np.maximum.reduceat(ends, starts) if len(runs) else starts
-        lengths = np.diff(np.append(starts, len(runs)))
-        rows = zip(records["shard"][starts].tolist(), first.tolist(), stop.tolist(), lengths.tolist(), strict=True)
-        self._runs = {run: _Run(*row) for run, row in zip(runs[starts].tolist(), rows, strict=True)}
-        by_need = np.argsort(order[starts])
-        self._needed = order[starts][by_need]  # the first position of each run
-        self._queue = runs[starts][by_need].tolist()
-        self._position, self._begun, self._futures = 0, 0, []
+        self._index, self._reader, self._memory, self._readers = data_set.index, data_set.reader, memory, readers
+        self._order, self._needs = order, needs
+        self._runs: dict[int, Run] = {}  # those that were begun and may still be needed, by their number
+        self._begun, self._futures = 0, []
 
-    def begin(self, count: int) -> None:
-        """The next `count` positions are about to be taken: read what they need, and a little more."""
-        self._position += count
-        stop = int(np.searchsorted(self._needed, self._position)) + READ_AHEAD
+    def begin(self, step: int, numbers: list[int]) -> list[Run]:
+        """Give the runs with these numbers, whose samples are about to be taken at this step, and begin to read them
+        and a few more.
+        """
+        stop = int(np.searchsorted(self._needs.first, step, "right")) + READ_AHEAD
         self._futures = [future for future in self._futures if not future.done()]
-        self._futures += [self._readers.submit(self._load, self._runs[run]) for run in self._queue[self._begun : stop]]
+        for number, last in zip(*(column[self._begun : stop].tolist() for column in self._needs[::2]), strict=True):
+            run = self._runs[number] = Run(self._order.samples_of(number), last)
+            self._futures.append(self._readers.submit(self._load, run))
         self._begun = max(self._begun, stop)
+        runs = [self._runs[number] for number in numbers]
+        self._runs = {number: run for number, run in self._runs.items() if run.last > step}
+        return runs
 
     def end(self) -> None:
         """Read nothing more ahead."""
         for future in self._futures:
             future.cancel()
 
-    def take(self, run: int, offset: int, size: int) -> memoryview:
+    def take(self, run: Run, offset: int, size: int) -> memoryview:
         """The bytes of one sample, which is asked for once. Raises ShardReadError."""
-        found = self._runs[run]
-        data = self._load(found)
+        data = self._load(run)
         if isinstance(data, ShardReadError):
             raise data
-        with found.lock:
-            found.left -= 1
-            if not found.left:
-                found.data = None
-        return memoryview(data)[offset - found.start : offset - found.start + size]
+        with run.lock:
+            run.left -= 1
+            if not run.left:
+                run.data = None
+        return memoryview(data)[offset - run.start : offset - run.start + size]
 
-    def _load(self, found: _Run) -> Data | ShardReadError | None:
+    def _load(self, run: Run) -> Data | ShardReadError | None:
         """Read a run unless that was done; whoever comes meanwhile waits."""
-        with found.lock:
-            if found.data is None and found.left:
+        with run.lock:
+            if run.data is None and run.left:
+                records = self._index[run.samples]
+                starts = records["offset"].astype(np.int64)
+                run.start, stop = int(starts.min()), int((starts + records["size"]).max())
                 try:
                     room = memoryview(self._memory.take())
-                    found.data = self._reader.read(found.shard, found.start, found.stop - found.start, room)
+                    run.data = self._reader.read(int(records["shard"][0]), run.start, stop - run.start, room)
                 except ShardReadError as error:  # of whoever takes the first sample
-                    found.data = error
-            return found.data
+                    run.data = error
+            return run.data
 
 
-class _Run:
-    def __init__(self, shard: int, start: int, stop: int, left: int) -> None:
-        self.shard, self.start, self.stop, self.left = shard, start, stop, left
+class Run:
+    """`samples` int64[N], in the order of the file; `last`: the step at which it may be needed last."""
+
+    def __init__(self, samples: np.ndarray, last: int) -> None:
+        self.samples, self.last = samples, last
+        self.start = 0  # of its bytes in the shard
+        self.left = len(samples)  # not taken yet; some of them others may take
         self.data: Data | ShardReadError | None = None
         self.lock = threading.Lock()

@@ -1,15 +1,17 @@
 """The order "blocks": every sample once, every byte once, the same on any number of ranks."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datapipe.blocks import block_order, grid, num_lanes, shuffle_quality
+from datapipe.blocks import MIN_WINDOW, BlockOrder, _lane_lengths, grid, longest, num_lanes, shuffle_quality
 from datapipe.errors import SettingError
 from datapipe.index import RECORD
 from datapipe.loaders import open_loader
-from datapipe.order import num_steps, permutation
+from datapipe.order import BLOCKS, WITHIN, num_steps, permutation, uniform
 from datapipe.reading import ShardReader
 
 
@@ -24,6 +26,33 @@ def index_of(sizes_by_shard, gap=0):
     return np.array(records, RECORD)
 
 
+def block_order(blocks, global_batch_size, last, lanes, seed, epoch):
+    """Samples and runs of a whole epoch."""
+    order = BlockOrder(blocks, global_batch_size, last, lanes, seed, epoch)
+    return order.at(np.arange(len(order)))
+
+
+def sorted_order(blocks, global_batch_size, last, lanes, seed, epoch):
+    """The same by sorting all samples at once, as it was first defined: what saved states rely on."""
+    sizes = np.diff(blocks.starts)
+    shuffled = permutation(len(sizes), seed, epoch, BLOCKS)
+    sequence = np.concatenate([blocks.samples[blocks.starts[b] : blocks.starts[b + 1]] for b in shuffled])
+    block = np.repeat(np.arange(len(sizes)), sizes[shuffled])
+    length = _lane_lengths(len(sequence), global_batch_size, last, lanes)
+    total = int(length.sum())
+    sequence, block, lane = sequence[:total], block[:total], np.repeat(np.arange(lanes), length)
+    run = np.cumsum(np.append(False, (lane[1:] != lane[:-1]) | (block[1:] != block[:-1])))
+    window = block // -(-MIN_WINDOW // lanes)
+    mixed = np.lexsort((uniform(seed, epoch, WITHIN, np.arange(total), 1)[:, 0], window, lane))
+    place = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
+    share = global_batch_size // lanes
+    position = place // share * global_batch_size + lane * share + place % share
+    samples, runs = np.empty(total, np.int64), np.empty(total, np.int64)
+    samples[position], runs[position] = sequence[mixed], run[mixed]
+    return samples, runs
+
+
+epochs = st.integers(0, 9)
 shards = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=40), min_size=1, max_size=5)
 
 
@@ -47,6 +76,65 @@ def test_every_sample_once_and_runs_are_of_one_lane_and_block(sizes, share, lane
         assert (np.diff(inside) == 1).all()  # neighbours in the file, so reading it takes no byte of another run
 
 
+@settings(max_examples=200, deadline=None)
+@given(shards, st.integers(1, 12), st.integers(1, 40), st.sampled_from(["drop", "pad"]), epochs, st.booleans())
+def test_the_order_is_that_of_sorting_all_samples(sizes, share, lanes, last, epoch, mixed_up):
+    index, batch = index_of(sizes), share * lanes
+    if last == "drop" and batch > len(index):
+        return
+    if mixed_up:  # an index that is not in the order of the files
+        index = index[permutation(len(index), 1, 0)]
+    arguments = grid(index, 100), batch, last, lanes, 7, epoch
+    samples, runs = sorted_order(*arguments)
+    order = BlockOrder(*arguments)
+    assert len(order) == len(samples)
+    for first in range(0, len(samples), share):
+        positions = np.arange(first, min(first + share, len(samples)))
+        for found, expected in zip(order.at(positions), (samples[positions], runs[positions]), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    for run in np.unique(runs):
+        assert sorted(order.samples_of(run)) == sorted(samples[runs == run])
+
+
+@settings(max_examples=200, deadline=None)
+@given(shards, st.integers(1, 8), st.integers(1, 6), st.integers(1, 8), st.sampled_from(["drop", "pad"]), st.data())
+def test_a_rank_is_told_the_runs_that_it_needs(sizes, share, lanes, ranks, last, data):
+    """Also ranks that share a lane, as after a resume on another number of ranks."""
+    index, batch = index_of(sizes), share * lanes
+    if batch % ranks or (last == "drop" and batch > len(index)):
+        return
+    order = BlockOrder(grid(index, 100), batch, last, lanes, 7, 0)
+    _, runs = order.at(np.arange(len(order)))
+    total = num_steps(len(index), batch, last)
+    steps = range(data.draw(st.integers(0, total)), total)
+    step, rank = np.divmod(np.arange(len(order)), batch)
+    for number in range(ranks):
+        needs = order.needs(number, ranks, steps)
+        mine = (rank // (batch // ranks) == number) & (step >= steps.start)
+        assert set(runs[mine]) <= set(needs.runs) and len(set(needs.runs)) == len(needs.runs)
+        assert (np.diff(needs.first) >= 0).all()
+        for run, first, last_step in zip(*needs, strict=True):
+            of_run = step[mine & (runs == run)]
+            assert not len(of_run) or first <= of_run.min() <= of_run.max() <= last_step
+        if lanes % ranks == 0 and not steps.start:  # whole lanes, from the beginning: nothing that others read, too
+            assert set(needs.runs) == set(runs[mine])
+
+
+def test_an_order_costs_no_memory_for_each_sample():
+    """100 M samples would else take 8 GB: here 4 M in 800 blocks, of which 64 are asked for."""
+    index = np.zeros(4_000_000, RECORD)
+    index["offset"], index["size"] = np.arange(len(index)) * 1000, 1000
+    blocks = grid(index, 5_000_000)
+    assert longest(index, blocks) == 5_000_000
+    tracemalloc.start()
+    try:
+        order = BlockOrder(blocks, 64, "drop", 32, 0, 0)
+        order.at(np.arange(64))
+        assert tracemalloc.get_traced_memory()[1] < len(index)
+    finally:
+        tracemalloc.stop()
+
+
 def test_no_block_is_read_twice_by_ranks_of_whole_lanes():
     index = index_of([[10] * 1000] * 3)
     for ranks in (1, 2, 4, 8, 32):
@@ -63,7 +151,7 @@ def test_lanes():
 
 def test_epochs_differ_and_repeat():
     blocks = grid(index_of([[10] * 500] * 4), 100)
-    one, two, again = (block_order(blocks, 40, "drop", 8, 3, epoch).samples for epoch in (0, 1, 0))
+    one, two, again = (block_order(blocks, 40, "drop", 8, 3, epoch)[0] for epoch in (0, 1, 0))
     assert (one == again).all() and (one != two).mean() > 0.9
 
 
@@ -74,7 +162,7 @@ def test_shuffle_quality_tells_orders_apart():
     orders = {
         "files": np.arange(len(index)),
         "full": permutation(len(index), 0, 0),
-        "blocks": block_order(grid(index, 100_000), 256, "drop", 32, 0, 0).samples,
+        "blocks": block_order(grid(index, 100_000), 256, "drop", 32, 0, 0)[0],
     }
     found = {name: shuffle_quality(order, packed[order]) for name, order in orders.items()}
     assert found["files"]["displacement"] == 0 and found["files"]["neighbours"] == 1

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
-from datapipe.order import mix, num_steps, permutation, slice_positions, uniform
+from datapipe.order import (
+    MAX_SORTED,
+    KeyedPermutation,
+    epoch_order,
+    mix,
+    num_steps,
+    permutation,
+    slice_positions,
+    uniform,
+)
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 10_000)
@@ -16,6 +25,7 @@ FROZEN = [
     [4, 9, 5, 7, 8, 1, 0, 2, 6, 3],
     [4, 1, 0, 2, 6, 7, 5, 8, 9, 3],
 ]
+FROZEN_LARGE = [76275723, 79584918, 85509701, 81500288]  # of epoch_order(10**8, 3, 5): the first three, and the last
 
 
 def ranks_order(num_samples, seed, epoch, batch_size, world_size, last):
@@ -83,6 +93,40 @@ def test_neighbours_do_not_stay_together():
     a, b = permutation(100_000, 0, 0), permutation(100_000, 0, 1)
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.02
     assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.02
+
+
+@given(st.integers(1, 3000), seeds, epochs)
+def test_a_keyed_permutation_has_every_sample_once(num_samples, seed, epoch):
+    order = KeyedPermutation(num_samples, seed, epoch)
+    samples = order[np.arange(num_samples)]
+    assert len(order) == num_samples and sorted(samples) == list(range(num_samples))
+    some = np.arange(num_samples)[::-7]
+    np.testing.assert_array_equal(order[some], samples[some])
+
+
+def test_large_data_sets_have_an_order_without_an_array():
+    """And it is frozen: a resumed run must find the order of the run that it resumes."""
+    np.testing.assert_array_equal(epoch_order(1000, 1, 2), permutation(1000, 1, 2))
+    assert isinstance(epoch_order(MAX_SORTED, 0, 0), np.ndarray)
+    order = epoch_order(10**8, 3, 5)
+    assert order[np.array([0, 1, 2, 10**8 - 1])].tolist() == FROZEN_LARGE
+    assert order[np.array([], np.int64)].tolist() == []
+
+
+def test_a_keyed_permutation_cannot_be_told_from_chance():
+    """Fixed points, neighbours, cycles of two, where samples go, and one epoch against the next."""
+    count = 1_000_003
+    places = np.arange(count)
+    one, two = (KeyedPermutation(count, 0, epoch)[places] for epoch in (0, 1))
+    for order in (one, two):
+        assert (order == places).sum() < 12  # Poisson of mean 1
+        assert (np.abs(np.diff(order)) == 1).sum() < 15  # of mean 2
+        assert (order[order] == places).sum() < 15  # of mean 2
+        grid = np.histogram2d(places, order, bins=40)[0]  # chi-squared with 39² degrees of freedom, 55 its deviation
+        expected = count / 1600
+        assert abs(((grid - expected) ** 2 / expected).sum() - 39**2) < 4 * 55
+    assert (one == two).sum() < 12
+    assert abs(np.corrcoef(one, two)[0, 1]) < 0.005 and abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.005
 
 
 @given(seeds, epochs, st.integers(1, 50))
