@@ -20,7 +20,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
-from benchmarks import bench_pack_slow, bench_plan, corpus, measure
+from benchmarks import bench_order, bench_pack_slow, bench_plan, corpus, measure
 from benchmarks.bench_loader import Child
 from benchmarks.bench_pack import Contest, chosen
 from benchmarks.measure import cpu_s, process, spread
@@ -514,6 +514,14 @@ def test_planning_figures_are_multiplied_up(tmp_path: Path) -> None:
     multiplied = bench_plan.for_imagenet(steps, bench_plan.IMAGENET // 10)
     assert multiplied[bench_plan.PLAN]["process_cpu_s"] == pytest.approx(1 + 2 * 10, rel=1e-4)
     assert multiplied[bench_plan.PACK]["process_cpu_s"] == pytest.approx(1 + 4 * 10, rel=1e-4)
+
+
+def test_orders_are_measured(tmp_path: Path) -> None:
+    figures = bench_order.measure(tmp_path, 100_000, rounds=1)
+    assert list(figures) == ["full", "blocks"]
+    for row in figures.values():
+        assert 0 < row["peak_bytes"]["median"] < 100_000 * 200 and 0 < row["batch_s"]["median"] < 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_process_is_measured_with_its_children() -> None:
