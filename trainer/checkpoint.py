@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -27,7 +30,37 @@ def save_checkpoint(path: Path, content: dict) -> None:
     if torch.cuda.is_available():
         random["cuda"] = torch.cuda.get_rng_state()
     with atomic_write(path) as file:
-        torch.save({"format": FORMAT, "random": random} | content, file)
+        writer = _Writer(file)
+        try:
+            torch.save({"format": FORMAT, "random": random} | content, writer)
+        except RuntimeError:
+            if writer.error is not None:
+                raise writer.error from None
+            raise
+
+
+class _Writer:
+    """A file that keeps its first error: torch.save ends its archive also after one, and raises what that leads to."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        with self._kept():
+            return self._file.write(data)
+
+    def flush(self) -> None:
+        with self._kept():
+            self._file.flush()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
 
 def load_checkpoint(path: Path) -> dict:

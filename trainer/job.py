@@ -189,10 +189,20 @@ def open_job(
     )
 
 
+def read_loss(job: Job, state: State) -> None:
+    """Read the loss of the steps so far; all ranks must call this at the same step.
+
+    Raises on all of them: TrainingError if the loss is not finite, and what kept the first from writing its metrics.
+    """
+    if state.loss.read(job.world, state.step, failed=job.metrics.error is not None):
+        with together(job.world):
+            job.metrics.sync()
+
+
 def save(job: Job, state: State) -> None:
     """Write a checkpoint; all ranks must call this. Raises on all of them if it fails on the first."""
     # Before anything is written: a network that has lost itself must not replace a good one.
-    state.loss.read(job.world, state.step)
+    read_loss(job, state)
     job.clock.drain()
     with job.clock.section("checkpoint"):
         average_buffers(job.module, job.world)

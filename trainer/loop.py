@@ -17,7 +17,7 @@ from datapipe.loaders import Batch
 
 from .distributed import average_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
-from .job import Job, save
+from .job import Job, read_loss, save
 from .optim import set_lr
 from .optim.kfac import set_for_step
 from .state import State
@@ -72,7 +72,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             state.loss.add(loss)
             progress.advance(settings.batch_size)
             if state.step % settings.log_every == 0:
-                state.loss.read(job.world, state.step)
+                read_loss(job, state)
                 clock.drain()
                 images = (state.step - line_step) * settings.batch_size
                 _log_line(job, state, lr, images / (clock.training_s - line_s))
@@ -113,7 +113,7 @@ def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
 def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | None, bool]:
     """Evaluate if this epoch is due: (evaluation or None, False if told to stop first)."""
     settings, turn = job.recipe.train, iter(range(1, len(job.val_loader) + 1))
-    state.loss.read(job.world, state.step)
+    read_loss(job, state)
     job.clock.drain()
     epoch = state.epoch + 1
     if epoch % settings.evaluate_every and epoch < settings.epochs:

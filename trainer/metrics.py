@@ -8,10 +8,13 @@ import math
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from datapipe.fsio import named
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +23,19 @@ NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends lines; each has left this process when `write` returns. Where `path` is None, does nothing."""
+    """Appends lines; each has left this process when `write` returns. Where `path` is None, does nothing.
+
+    `error` is the first that a line met with. `write` does not raise it: the other ranks would wait for this one.
+    Nothing is written after it; `sync`, which all ranks await the end of, raises it.
+    """
 
     def __init__(self, path: Path | None, keep_bytes: int = 0) -> None:
         """Open `path`, keeping its first `keep_bytes`: what came later was not in the checkpoint."""
-        self._file = None
+        self._path, self._file = path, None
+        self.error: OSError | None = None
         if path is None:
             return
-        self._file = open(path, "ab")  # noqa: SIM115 - stays open
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open
         if self._file.tell() < keep_bytes:
             logger.warning("%s is shorter than its checkpoint says: begun anew", path)
             keep_bytes = 0
@@ -36,21 +44,31 @@ class MetricsFile:
         self.is_empty = keep_bytes == 0 or self._file.tell() == 0
 
     def write(self, event: str, **fields: object) -> None:
-        if self._file is not None:
-            line = json.dumps({"event": event} | _finite(fields), ensure_ascii=False, allow_nan=False)
-            self._file.write(line.encode() + b"\n")
-            self._file.flush()
+        if self._file is None or self.error is not None:
+            return
+        text = json.dumps({"event": event} | _finite(fields), ensure_ascii=False, allow_nan=False)
+        line = memoryview(text.encode() + b"\n")
+        try:
+            with named(self._path):
+                while line:
+                    line = line[self._file.write(line) :]
+        except OSError as error:
+            self.error = error
 
     def sync(self) -> int:
-        """Make all lines outlast a power cut; return the file's length in bytes."""
+        """Make all lines outlast a power cut; return the file's length in bytes. Raises `error`, and OSError."""
         if self._file is None:
             return 0
-        os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
+        if self.error is not None:
+            raise self.error
+        with named(self._path):
+            os.fsync(self._file.fileno())
+            return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # `sync` has told of it, or another error is on its way
+                self._file.close()
 
 
 def _finite(value: object) -> object:

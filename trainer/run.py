@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from datapipe.errors import SettingError
+from datapipe.errors import DatapipeError, SettingError
 
 from . import metrics
 from .checkpoint import NAME as CHECKPOINT
@@ -139,7 +139,10 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict:
     except BaseException:
         _write_end(job, state, "failed")
         raise
-    return _write_end(job, state, status)
+    end = _write_end(job, state, status)
+    with together(job.world):
+        job.metrics.sync()
+    return end
 
 
 def _write_end(job: Job, state: State, status: str) -> dict:
@@ -165,6 +168,8 @@ def _write_report(out: Path) -> Path | None:
         from .report import write_report
 
         return write_report([out], out)
+    except (DatapipeError, OSError) as error:
+        logger.error("no report could be written: %s; `trainer report %s` tries again", error, out)
     except Exception:
         logger.exception("no report could be written; `trainer report %s` tries again", out)
-        return None
+    return None

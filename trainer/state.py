@@ -28,14 +28,15 @@ class MeanLoss:
         self._pending += loss.detach()
         self._pending_steps += 1
 
-    def read(self, world: World, step: int) -> None:
+    def read(self, world: World, step: int, failed: bool = False) -> bool:
         """Wait for the device and sum over the ranks, which must all call this at the same `step`.
 
-        Raises TrainingError, on all of them, if the loss is not finite.
+        Returns whether any rank has `failed`, where there were losses to read. Raises TrainingError, on all of them,
+        if the loss is not finite.
         """
         if not self._pending_steps:
-            return
-        (total,) = sum_over_ranks(world, [self._pending.item()])
+            return False
+        total, failures = sum_over_ranks(world, [self._pending.item(), float(failed)])
         if not math.isfinite(total):
             raise TrainingError(
                 f"the loss became {total} in the {self._pending_steps} steps up to step {step}: the learning "
@@ -46,6 +47,7 @@ class MeanLoss:
             sums[1] += self._pending_steps
         self._pending.zero_()
         self._pending_steps = 0
+        return failures > 0
 
     def take_line(self) -> float:
         """The mean since the last call."""

@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +82,17 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path):
-    """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> Popen; with ranks > 1, by torchrun."""
+    """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> Popen; with ranks > 1, by torchrun.
+
+    `prefix`: the command that it is run by.
+    """
     children = []
 
-    def _start(*arguments: object, ranks: int = 1, env: dict[str, str] | None = None) -> subprocess.Popen:
+    def _start(
+        *arguments: object, ranks: int = 1, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
-        command = [sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
+        command = [*prefix, sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
         pipe = subprocess.PIPE
         environment = _environment(env or {})
         children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))

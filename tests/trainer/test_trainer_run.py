@@ -8,7 +8,6 @@ import signal
 import pytest
 import torch
 
-import trainer.job
 import trainer.loop
 import trainer.report
 from datapipe.errors import DatapipeError, SettingError
@@ -155,16 +154,6 @@ def test_loss_that_is_not_finite(go, tmp_path, metrics, no_report):
         go("train.epochs=2", "schedule={name='constant'}", resume=True)
     assert metrics(tmp_path / "run")[-1]["status"] == "failed"
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == poisoned  # not replaced by a later one
-
-
-def test_no_space_for_a_checkpoint(go, tmp_path, metrics, monkeypatch):
-    def full(path, content):
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(trainer.job, "save_checkpoint", full)
-    with pytest.raises(OSError, match=r"No space left on device.*checkpoint\.pt"):
-        go("train.epochs=1")
-    assert metrics(tmp_path / "run")[-1]["status"] == "failed"
 
 
 def test_damaged_checkpoint(go, tmp_path, no_report):
