@@ -2,7 +2,8 @@
 
 DatapipeError
 └── TrainingError        the run cannot go on: exit code 1
-    └── CheckpointError  a checkpoint cannot be read, or belongs to another run
+    ├── CheckpointError  a checkpoint cannot be read, or belongs to another run
+    └── DivergedError    the loss or the network is not finite
 SettingError             a bad setting (from datapipe): exit code 2
 """
 
@@ -16,4 +17,8 @@ class TrainingError(DatapipeError):
 
 
 class CheckpointError(TrainingError):
+    pass
+
+
+class DivergedError(TrainingError):
     pass

@@ -5,6 +5,7 @@ B batch, C channels, H height, W width, K classes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from datapipe.loaders import Batch
 
 from .distributed import World, sum_over_ranks
-from .errors import TrainingError
+from .errors import DivergedError, TrainingError
 from .precision import Precision
 
 
@@ -43,7 +44,8 @@ def evaluate(
     `prepare` makes float [B, C, H, W] of a batch's uint8 images. `stopped` is asked after every batch, on all
     ranks alike; once it says yes, the result is None. Leaves the model in evaluation mode.
 
-    Raises TrainingError unless exactly `num_samples` valid samples were seen over all ranks.
+    Raises TrainingError unless exactly `num_samples` valid samples were seen over all ranks, DivergedError if the loss
+    is not finite: such logits are no answers, though the first class would be right where they are NaN.
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # correct, loss, count
@@ -56,6 +58,8 @@ def evaluate(
     correct, loss, count = sum_over_ranks(world, sums.tolist())
     if count != num_samples:
         raise TrainingError(f"evaluation saw {count:.0f} samples of a set of {num_samples}")
+    if not math.isfinite(loss):
+        raise DivergedError(f"the loss on the validation set is {loss}")
     return Evaluation(correct / count, loss / count)
 
 

@@ -21,8 +21,8 @@ from datapipe.loaders.base import Loader
 from . import models, optim
 from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import load_checkpoint, restore_random, save_checkpoint
-from .distributed import World, average_buffers, gather, together, wrap
-from .errors import CheckpointError
+from .distributed import World, average_buffers, gather, sum_over_ranks, together, wrap
+from .errors import CheckpointError, DivergedError
 from .kfac import KFAC, AdaptiveDamping
 from .metrics import NAME as METRICS
 from .metrics import MetricsFile
@@ -192,25 +192,38 @@ def open_job(
 def read_loss(job: Job, state: State) -> None:
     """Read the loss of the steps so far; all ranks must call this at the same step.
 
-    Raises on all of them: TrainingError if the loss is not finite, and what kept the first from writing its metrics.
+    Raises on all of them: DivergedError if the loss is not finite, and what kept the first from writing its metrics.
     """
     if state.loss.read(job.world, state.step, failed=job.metrics.error is not None):
         with together(job.world):
             job.metrics.sync()
 
 
+def check_finite(job: Job, state: State) -> None:
+    """Raise DivergedError on all ranks, which must all call this, if a parameter or a buffer is not finite on any."""
+    tensors = [tensor for tensor in job.module.state_dict().values() if tensor.is_floating_point()]
+    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum().item()  # one wait for the device
+    (bad,) = sum_over_ranks(job.world, [float(bad)])
+    if bad:
+        raise DivergedError(f"parameters or running statistics are no longer finite after step {state.step}")
+
+
 def save(job: Job, state: State) -> None:
-    """Write a checkpoint; all ranks must call this. Raises on all of them if it fails on the first."""
-    # Before anything is written: a network that has lost itself must not replace a good one.
+    """Write a checkpoint; all ranks must call this. Raises on all of them if it fails on the first.
+
+    Raises DivergedError, and leaves the checkpoint before as it is, if the network has lost itself.
+    """
     read_loss(job, state)
     job.clock.drain()
     with job.clock.section("checkpoint"):
         average_buffers(job.module, job.world)
+        check_finite(job, state)  # a loss is that of the parameters before their update
         owned = job.preconditioner and job.preconditioner.state_dict()  # each rank has its own layers
         states = gather(job.world, _on_cpu(owned))
         with together(job.world):
             if job.world.is_main:
                 save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
+    state.saved = state.epoch, state.step
 
 
 def _on_cpu(value: object) -> object:
@@ -270,5 +283,6 @@ def restore(job: Job, state: State, content: dict) -> None:
     job.scaler.load_state_dict(content["scaler"])
     job.train_loader.load_state_dict(content["loader"])
     state.load_state_dict(content["state"])
+    state.saved = state.epoch, state.step
     job.clock.load_state_dict(content["clock"])
     restore_random(content)

@@ -17,7 +17,7 @@ from datapipe.loaders import Batch
 
 from .distributed import average_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
-from .job import Job, read_loss, save
+from .job import Job, check_finite, read_loss, save
 from .optim import set_lr
 from .optim.kfac import set_for_step
 from .state import State
@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 def train(job: Job, state: State, stop: StopSignal) -> str:
     """Train from `state` to the end; return target_reached, target_missed, completed or interrupted.
 
-    Whatever the status, RUN's checkpoint is then that of `state`. Raises TrainingError if the loss is not
-    finite or an evaluation does not see every sample once, and what the loaders raise.
+    Whatever the status, RUN's checkpoint is then that of `state`. Raises DivergedError if a loss or the network is not
+    finite, which leaves the checkpoint before; TrainingError if an evaluation does not see every sample once; and what
+    the loaders raise.
     """
     settings = job.recipe.train
     while (status := state.status(settings.target_accuracy, settings.epochs)) is None:
@@ -120,6 +121,7 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
         return None, True
     with job.clock.section("evaluation"):
         average_buffers(job.module, job.world)
+        check_finite(job, state)
         job.val_loader.set_epoch(0)
         evaluation = evaluate(
             job.module,

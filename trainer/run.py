@@ -15,7 +15,7 @@ from datapipe.errors import DatapipeError, SettingError
 from . import metrics
 from .checkpoint import NAME as CHECKPOINT
 from .distributed import World, broadcast, connected, set_threads, together, world_from_environment
-from .errors import TrainingError
+from .errors import DivergedError, TrainingError
 from .job import Job, open_job, read_checkpoint, restore
 from .loop import train
 from .precision import Precision, choose_precision
@@ -136,6 +136,9 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict:
         _write_end(job, state, "failed")
         message = f"out of memory with train.batch_size = {job.recipe.train.batch_size}: {error}"
         raise TrainingError(message) from error
+    except DivergedError as error:
+        _write_end(job, state, "failed")
+        raise DivergedError(f"{error}. {_way_back(job, state)}") from error
     except BaseException:
         _write_end(job, state, "failed")
         raise
@@ -143,6 +146,16 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict:
     with together(job.world):
         job.metrics.sync()
     return end
+
+
+def _way_back(job: Job, state: State) -> str:
+    """What to do about a network that has lost itself."""
+    path = job.run / CHECKPOINT
+    kept = f"There is no checkpoint yet ({path})"
+    if state.saved is not None:
+        kept = "{} is still that of epoch {}, step {}: --resume continues from it".format(path, *state.saved)
+    kfac = ", a higher kfac.damping, a lower kfac.kl_clip" if job.preconditioner is not None else ""
+    return f"{kept}. In a new run, try a lower optimizer.lr, a longer schedule.warmup_epochs{kfac}; or the data is odd"
 
 
 def _write_end(job: Job, state: State, status: str) -> dict:

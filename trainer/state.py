@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .distributed import World, sum_over_ranks
-from .errors import TrainingError
+from .errors import DivergedError
 
 
 class MeanLoss:
@@ -31,17 +31,14 @@ class MeanLoss:
     def read(self, world: World, step: int, failed: bool = False) -> bool:
         """Wait for the device and sum over the ranks, which must all call this at the same `step`.
 
-        Returns whether any rank has `failed`, where there were losses to read. Raises TrainingError, on all of them,
+        Returns whether any rank has `failed`, where there were losses to read. Raises DivergedError, on all of them,
         if the loss is not finite.
         """
         if not self._pending_steps:
             return False
         total, failures = sum_over_ranks(world, [self._pending.item(), float(failed)])
         if not math.isfinite(total):
-            raise TrainingError(
-                f"the loss became {total} in the {self._pending_steps} steps up to step {step}: the learning "
-                "rate is too high, its warm-up too short, or the data is odd. The last checkpoint is kept"
-            )
+            raise DivergedError(f"the loss became {total} in the {self._pending_steps} steps up to step {step}")
         for sums in (self._line, self._epoch):
             sums[0] += total / world.world_size
             sums[1] += self._pending_steps
@@ -70,12 +67,16 @@ class MeanLoss:
 
 @dataclass
 class State:
-    """`epoch` epochs are finished and `step` optimizer steps done; `evaluations` are all so far, in order."""
+    """`epoch` epochs are finished and `step` optimizer steps done; `evaluations` are all so far, in order.
+
+    `saved`: the epoch and the step of RUN's checkpoint, if there is one.
+    """
 
     loss: MeanLoss
     epoch: int = 0
     step: int = 0
     evaluations: list[dict] = field(default_factory=list)  # epoch, elapsed_s, accuracy, loss
+    saved: tuple[int, int] | None = None
 
     @property
     def accuracy(self) -> float | None:

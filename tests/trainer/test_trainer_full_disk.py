@@ -16,10 +16,15 @@ TIMEOUT_S = 120
 # to `kept`, since the mount ends with the command.
 ON_TMPFS = """
 mkdir disk && mount -t tmpfs -o size="$1" tmpfs disk || exit 99
-shift
 [ -d first ] && { cp -r first disk/run; cat /dev/zero > disk/rest; } 2> /dev/null
-"$@"
-code=$?
+export WORLD_SIZE="$2" MASTER_ADDR=localhost MASTER_PORT="$3"
+shift 3
+ranks= code=0
+for RANK in $(seq 0 $((WORLD_SIZE - 1))); do  # by no launcher, which may end the others when the first has ended
+    RANK=$RANK LOCAL_RANK=$RANK "$@" &
+    ranks="$ranks $!"
+done
+for rank in $ranks; do wait $rank || code=$?; done
 cp -r disk/run kept
 exit $code
 """
@@ -35,12 +40,12 @@ def _may_mount():
 
 
 @pytest.fixture
-def train(start, packed, recipe_file, tmp_path):
+def train(start, packed, recipe_file, port):
     """train("--set", …, ranks=1, size="1m") -> (exit code, output, errors) of `trainer train` into disk/run."""
 
     def _train(*arguments, ranks=1, size=None, out="disk/run"):
         command = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", out, *arguments]
-        return finish(start(*command, ranks=ranks, prefix=on_tmpfs(size) if size else ()))
+        return finish(start(*command, prefix=on_tmpfs(size, ranks, port) if size else ()))
 
     return _train
 
@@ -58,8 +63,8 @@ def first(whole_run, tmp_path):
     return shutil.copytree(whole_run, tmp_path / "first")
 
 
-def on_tmpfs(size: str) -> list[str]:
-    return ["unshare", "-m", "sh", "-c", ON_TMPFS, "sh", size]
+def on_tmpfs(size: str, ranks: int, port: str) -> list[str]:
+    return ["unshare", "-m", "sh", "-c", ON_TMPFS, "sh", size, str(ranks), port]
 
 
 def finish(child: subprocess.Popen) -> tuple[int, str, str]:
@@ -70,10 +75,10 @@ def finish(child: subprocess.Popen) -> tuple[int, str, str]:
 def said(err: str, name: str, ranks: int) -> None:
     """Each rank gives the path and the reason, in one line."""
     reason = f"[Errno 28] No space left on device: 'disk/run/{name}'"
-    expected = [f"error: {reason}"] + [f"error: rank 0: {reason}"] * (ranks - 1)
-    assert sorted(line for line in err.splitlines() if line.startswith("error: ")) == expected, err
+    assert err.count("error: ") == ranks, err
+    assert err.count(f"error: {reason}") == 1 and err.count(f"error: rank 0: {reason}") == ranks - 1, err
     assert "inline_container" not in err and "lost contact" not in err
-    assert "trainer/job.py" not in err  # no traceback of ours; torchrun has one of its own
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -113,8 +118,8 @@ def test_the_report(train, first, tmp_path, ranks):
     assert {path.name for path in (tmp_path / "kept").iterdir()} == before
 
 
-def test_trainer_report(start, first, tmp_path):
-    code, out, err = finish(start("-m", "trainer", "report", "disk/run", prefix=on_tmpfs("4m")))
+def test_trainer_report(start, first, port, tmp_path):
+    code, out, err = finish(start("-m", "trainer", "report", "disk/run", prefix=on_tmpfs("4m", 1, port)))
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: [Errno 28] No space left on device: 'disk/run/.report.pdf")
     assert "Traceback" not in err

@@ -191,6 +191,19 @@ def test_two_ranks_that_miss_the_target_still_report(train, tmp_path):
     assert (tmp_path / "run" / "report.html").exists()
 
 
+def test_two_ranks_keep_the_checkpoint_before_they_lost_themselves(train, port, tmp_path):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    changes = ["train.batch_size=330", "schedule={name='constant', warmup_epochs=3.0}"]
+    changes += ["optimizer.lr=1e37", "optimizer.weight_decay=1e30"]  # the second step makes the parameters infinite
+    arguments = [word for change in changes for word in ("--set", change)]
+    children = [train("run", *arguments, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    for code, _, err in map(finish, children):
+        assert code == 1
+        assert "error: parameters or running statistics are no longer finite after step 2" in err
+        assert "checkpoint.pt is still that of epoch 1, step 1" in err
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"] == 1
+
+
 def test_world_size_that_does_not_divide_is_refused_without_waiting(train, tmp_path):
     env = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     started = time.monotonic()

@@ -5,8 +5,10 @@ import logging
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import trainer.loop
 import trainer.report
@@ -14,7 +16,7 @@ from datapipe.errors import DatapipeError, SettingError
 from datapipe.fsio import locked
 from datapipe.packing import PackOptions, pack
 from trainer.checkpoint import load_checkpoint
-from trainer.errors import CheckpointError, TrainingError
+from trainer.errors import CheckpointError, DivergedError, TrainingError
 from trainer.recipe import load_recipe
 from trainer.run import run
 
@@ -154,6 +156,49 @@ def test_loss_that_is_not_finite(go, tmp_path, metrics, no_report):
         go("train.epochs=2", "schedule={name='constant'}", resume=True)
     assert metrics(tmp_path / "run")[-1]["status"] == "failed"
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == poisoned  # not replaced by a later one
+
+
+# One step an epoch, of which the first does nothing: the losses before an update are finite until it is too late.
+LATE = ["train.batch_size=330", "schedule={name='constant', warmup_epochs=3.0}", "train.epochs=4"]
+INFINITE = ["optimizer.lr=1e37", "optimizer.weight_decay=1e30"]  # the next step makes the parameters so
+KEPT = r"checkpoint\.pt is still that of epoch 1, step 1: --resume continues from it.*a lower optimizer\.lr"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["optimizer.lr=1e37"], "loss on the validation set is nan"),
+        (["optimizer.lr=1e37", "train.precision=bf16"], "loss on the validation set is nan"),
+        (INFINITE, "parameters or running statistics are no longer finite after step 2"),
+        ([*INFINITE, "train.evaluate_every=4"], "parameters .* no longer finite after step 2"),
+    ],
+)
+def test_a_network_that_has_lost_itself_replaces_no_checkpoint(go, tmp_path, metrics, no_report, changes, words):
+    with pytest.raises(DivergedError, match=f"{words}.*{KEPT}"):
+        go(*LATE, *changes)
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]
+    assert (state["epoch"], state["step"]) == (1, 1)
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["status"] == "failed"
+    assert all(line["val_accuracy"] is None for line in lines if line["event"] == "epoch" and line["epoch"] > 1)
+
+
+def test_a_network_that_has_lost_itself_reaches_no_target(go, packed, tmp_path, metrics, no_report):
+    """Its answer is always the first class, which is here that of nearly all validation images."""
+    folder = tmp_path / "uneven"
+    for split, counts in (("train", (20, 20)), ("val", (10, 2))):
+        for label, count in enumerate(counts):
+            (folder / split / f"class{label}").mkdir(parents=True)
+            for i in range(count):
+                image = Image.fromarray(np.full((16, 16), 200 * label + i, np.uint8))
+                image.save(folder / split / f"class{label}" / f"{i}.png")
+    pack(folder, tmp_path / "packed", PackOptions(workers=1))
+    changes = ["train.batch_size=40", "train.target_accuracy=0.8", "optimizer.lr=1e37", "train.epochs=1"]
+    with pytest.raises(DivergedError, match=r"There is no checkpoint yet \(.*checkpoint\.pt\)"):
+        go(*changes, data=tmp_path / "packed")
+    last = metrics(tmp_path / "run")[-1]
+    assert (last["status"], last["time_to_target_s"], last["best_accuracy"]) == ("failed", None, None)
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
 
 
 def test_damaged_checkpoint(go, tmp_path, no_report):
