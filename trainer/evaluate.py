@@ -22,7 +22,10 @@ from .precision import Precision
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`accuracy` in 0..1; `loss` is the mean cross-entropy, without label smoothing."""
+    """`accuracy` in 0..1; `loss` is the mean cross-entropy, without label smoothing.
+
+    A bad sample, of which the loader was told to bear some, is a wrong answer, and left out of the loss.
+    """
 
     accuracy: float
     loss: float
@@ -44,29 +47,32 @@ def evaluate(
     `prepare` makes float [B, C, H, W] of a batch's uint8 images. `stopped` is asked after every batch, on all
     ranks alike; once it says yes, the result is None. Leaves the model in evaluation mode.
 
-    Raises TrainingError unless exactly `num_samples` valid samples were seen over all ranks, DivergedError if the loss
-    is not finite: such logits are no answers, though the first class would be right where they are NaN.
+    Raises TrainingError unless exactly `num_samples` samples, some of them valid, were seen over all ranks;
+    DivergedError if the loss is not finite: logits that are NaN would be answers, always the first class.
     """
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # correct, loss, count
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # correct, loss, count, bad
     for batch in batches:
         with precision.autocast():
             logits_BK = model(prepare(batch.images))
-        sums += _sums(logits_BK.float(), batch.labels, batch.valid)
+        sums += _sums(logits_BK.float(), batch)
         if stopped():
             return None
-    correct, loss, count = sum_over_ranks(world, sums.tolist())
-    if count != num_samples:
-        raise TrainingError(f"evaluation saw {count:.0f} samples of a set of {num_samples}")
+    correct, loss, count, bad = sum_over_ranks(world, sums.tolist())
+    if count + bad != num_samples or not count:
+        others = f", and {bad:.0f} bad ones" if bad else ""
+        raise TrainingError(f"evaluation saw {count:.0f} samples of a set of {num_samples}{others}")
     if not math.isfinite(loss):
         raise DivergedError(f"the loss on the validation set is {loss}")
-    return Evaluation(correct / count, loss / count)
+    return Evaluation(correct / num_samples, loss / count)
 
 
-def _sums(logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Correct answers, summed loss and number of samples, of those that are valid; float64 [3]."""
+def _sums(logits_BK: Tensor, batch: Batch) -> Tensor:
+    """Correct answers, summed loss and number of samples, of those that are valid, and number of bad; float64 [4]."""
+    labels_B, valid_B = batch.labels, batch.valid
+    bad_B = ~valid_B & (batch.samples >= 0)  # padding is no sample
     correct_B = (logits_BK.argmax(dim=1) == labels_B) & valid_B
     # Padding may carry any label, and a NaN times zero is no zero: choose, do not multiply.
     loss_B = F.cross_entropy(logits_BK, labels_B.where(valid_B, torch.zeros_like(labels_B)), reduction="none")
     loss_B = loss_B.double().where(valid_B, torch.zeros_like(loss_B, dtype=torch.float64))
-    return torch.stack([correct_B.sum().double(), loss_B.sum(), valid_B.sum().double()])
+    return torch.stack([correct_B.sum().double(), loss_B.sum(), valid_B.sum().double(), bad_B.sum().double()])

@@ -81,13 +81,12 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
     settings, train = recipe.data, recipe.train
     batch_size = world.batch_size(train.batch_size)
     common = {
-        "backend": settings.backend,
         "size": settings.size,
         "seed": train.seed,
         "rank": world.rank,
         "world_size": world.world_size,
-        "threads": settings.threads,
         "device": world.device,
+        **settings.loader_settings(),
     }
     augment = Augment(crop=settings.crop, flip=settings.flip, pad=settings.pad)
     with together(world):

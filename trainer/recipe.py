@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from datapipe.errors import SettingError
+from datapipe.reading import Io
 
 from . import models
 from .optim import Optimizer
@@ -32,8 +33,15 @@ from .section import BelowOne, Count, Fraction, Positive, Section, one_of, or_no
 BUILT_IN = Path(__file__).parent / "recipes"
 
 
+_FromZero = Annotated[int, Field(ge=0)]
+
+
 class Data(Section):
-    """How samples become input: `size` in pixels, `mean` and `std` per channel of values in 0..1."""
+    """How samples become input: `size` in pixels, `mean` and `std` per channel of values in 0..1.
+
+    The settings from `cache` on are those of `open_loader`, for either loader; none is its default. `cache` is a folder
+    on each node.
+    """
 
     size: Annotated[int, Field(ge=8, le=4096)]
     mean: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=3)]
@@ -44,6 +52,17 @@ class Data(Section):
     threads: Annotated[Count | None, or_none()] = None
     backend: str = "cpu"
     order: str = "full"
+    cache: Annotated[str | None, or_none()] = None
+    io: Annotated[Io | None, or_none()] = None
+    block_mib: Annotated[Count | None, or_none()] = None
+    max_bad: Annotated[_FromZero | None, or_none()] = None
+    retries: Annotated[_FromZero | None, or_none()] = None
+    timeout_s: Annotated[Positive | None, or_none()] = None
+
+    def loader_settings(self) -> dict[str, object]:
+        """Those arguments of `open_loader` that are not left to it."""
+        names = ("threads", "backend", "cache", "io", "block_mib", "max_bad", "retries", "timeout_s")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @model_validator(mode="after")
     def _same_channels(self) -> Data:
@@ -234,11 +253,16 @@ def _apply(table: dict, change: str) -> None:
     table[last] = value
 
 
-# What a resumed run may change: when to stop, look or save, and how fast to be, but not what is learnt.
+# What a resumed run may change: when to stop, look or save, how fast to be and what to bear, but not what is learnt.
 MAY_CHANGE = {
     "name",
     "source",
     "data.threads",
+    "data.cache",
+    "data.io",
+    "data.max_bad",
+    "data.retries",
+    "data.timeout_s",
     "train.target_accuracy",
     "train.evaluate_every",
     "train.checkpoint_every_steps",

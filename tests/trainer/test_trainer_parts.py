@@ -152,9 +152,11 @@ def test_summary(tmp_path):
     assert "--resume" in text
 
 
-def batches_of(labels, valid):
-    images = torch.zeros(len(labels), 1, 2, 2)
-    return [SimpleNamespace(images=images, labels=torch.tensor(labels), valid=torch.tensor(valid))]
+def batches_of(labels, valid, bad=()):
+    images, valid = torch.zeros(len(labels), 1, 2, 2), torch.tensor(valid)
+    samples = torch.arange(len(labels)).where(valid, -1)  # padding is no sample
+    samples[list(bad)] = 99
+    return [SimpleNamespace(images=images, labels=torch.tensor(labels), samples=samples, valid=valid)]
 
 
 def always_first(images):
@@ -182,6 +184,14 @@ def test_padding_does_not_count_whatever_its_label():
     right, wrong = torch.log(1 + torch.exp(torch.tensor([-2.0, 2.0], dtype=torch.float64)))
     assert result.accuracy == 0.5
     assert result.loss == pytest.approx(float(right + wrong) / 2, rel=1e-6)
+
+
+def test_a_bad_sample_is_a_wrong_answer_and_no_loss():
+    result = evaluated(batches_of([0, 0, 1, 0], [True, False, True, False], bad=[1]), 3)
+    assert result.accuracy == 1 / 3
+    assert result.loss == evaluated(batches_of([0, 1], [True, True]), 2).loss
+    with pytest.raises(TrainingError, match="saw 0 samples of a set of 1, and 1 bad ones"):
+        evaluated(batches_of([0], [False], bad=[0]), 1)
 
 
 def test_evaluation_must_see_every_sample():

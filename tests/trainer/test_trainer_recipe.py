@@ -1,11 +1,13 @@
 """Recipes: what is refused, and in which words."""
 
+import inspect
 import re
 
 import pytest
 import torch
 
 from datapipe.errors import SettingError
+from datapipe.loaders import open_loader
 from trainer.optim import kfac
 from trainer.recipe import built_in, check_resumable, load_recipe
 
@@ -67,6 +69,9 @@ def test_set_values():
         ("schedule.gamma=0.1", ["schedule.gamma", "0.1", "peak_at"]),
         ("data.mean=[0.1, 0.2]", ["data", "mean has 2", "std 1"]),
         ("data.mean=[7]", ["data.mean[0]", "7", "less than or equal to 1"]),
+        ("data.max_bad=-1", ["data.max_bad", "-1", "greater than or equal to 0"]),
+        ("data.timeout_s=0", ["data.timeout_s", "0", "greater than 0"]),
+        ("data.io=fast", ["data.io", "'fast'", "'cached', 'mmap' or 'direct'"]),
         ("data.crop=middle", ["data.crop", "'middle'", "random_resized"]),
         ("trian.epochs=3", ["trian", "did you mean train"]),
         ("train=3", ["train", "3"]),
@@ -109,6 +114,24 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
     one_cycle = load_recipe("fashion-mnist-resnet8")  # its learning rates depend on the number of epochs
     with pytest.raises(SettingError, match=r"train\.epochs was 3 and is 9"):
         check_resumable(one_cycle, load_recipe("fashion-mnist-resnet8", ["train.epochs=9"]))
+
+
+def test_what_a_recipe_leaves_out_the_loader_decides():
+    assert load_recipe("fashion-mnist-resnet8").data.loader_settings() == {"backend": "cpu"}
+    given = {"threads": 2, "backend": "dali", "cache": "/local", "io": "mmap", "block_mib": 4}
+    given |= {"max_bad": 0, "retries": 0, "timeout_s": 9.0}
+    changes = [f"data.{name}={value}" for name, value in given.items()]
+    assert load_recipe("fashion-mnist-resnet8", changes).data.loader_settings() == given
+    assert given.keys() <= inspect.signature(open_loader).parameters.keys()
+    assert load_recipe("fashion-mnist-resnet8", ["data.max_bad=none"]) == load_recipe("fashion-mnist-resnet8")
+
+
+def test_resuming_may_change_what_the_loader_bears_but_not_the_order():
+    old = load_recipe("cifar10-resnet32")
+    changes = ["data.cache=/local", "data.io=direct", "data.max_bad=3", "data.retries=9", "data.timeout_s=60"]
+    check_resumable(old, load_recipe("cifar10-resnet32", changes))
+    with pytest.raises(SettingError, match=r"data\.block_mib was None and is 4"):
+        check_resumable(old, load_recipe("cifar10-resnet32", ["data.block_mib=4"]))
 
 
 def test_settings_of_kfac_that_nothing_uses_are_refused():

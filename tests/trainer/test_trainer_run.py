@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -12,9 +13,10 @@ from PIL import Image
 
 import trainer.loop
 import trainer.report
-from datapipe.errors import DatapipeError, SettingError
+from datapipe.errors import DatapipeError, DecodeError, SettingError
 from datapipe.fsio import locked
 from datapipe.packing import PackOptions, pack
+from datapipe.verifying import verify
 from trainer.checkpoint import load_checkpoint
 from trainer.errors import CheckpointError, DivergedError, TrainingError
 from trainer.recipe import load_recipe
@@ -199,6 +201,46 @@ def test_a_network_that_has_lost_itself_reaches_no_target(go, packed, tmp_path, 
     last = metrics(tmp_path / "run")[-1]
     assert (last["status"], last["time_to_target_s"], last["best_accuracy"]) == ("failed", None, None)
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Packed PNG, one of them damaged in each split, in a place that only decoding looks at: verified, and good."""
+    for split in ("train", "val"):
+        for label in range(2):
+            (tmp_path / "raw" / split / f"class{label}").mkdir(parents=True)
+            for i in range(20):
+                pixels = np.random.default_rng(i).integers(0, 120, (16, 16), dtype=np.uint8) + 100 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "raw" / split / f"class{label}" / f"{i}.png")
+        path = tmp_path / "raw" / split / "class1" / "7.png"
+        data = bytearray(path.read_bytes())
+        data[data.index(b"IDAT") + 4] ^= 0xFF
+        path.write_bytes(data)
+    pack(tmp_path / "raw", tmp_path / "packed", PackOptions(workers=1))
+    for split in ("train", "val"):
+        assert verify(tmp_path / "packed" / split) == []
+    return tmp_path / "packed"
+
+
+def test_an_image_that_cannot_be_decoded(go, damaged, tmp_path, metrics, no_report, caplog):
+    with pytest.raises(DecodeError, match=r"class1/7"):
+        go("train.epochs=1", "train.batch_size=10", data=damaged)
+    shutil.rmtree(tmp_path / "run")
+    assert go("train.epochs=2", "train.batch_size=10", "data.max_bad=1", data=damaged) == 0
+    assert caplog.text.count("bad sample, 1 of max_bad=1") == 2  # of each loader
+    accuracy = metrics(tmp_path / "run")[-1]["accuracy"]
+    assert accuracy * 40 == pytest.approx(round(accuracy * 40)) and accuracy <= 39 / 40
+
+
+def test_a_cache_on_the_node(go, packed, tmp_path, no_report):
+    cache = tmp_path / "cache"
+    assert go("train.epochs=1", f"data.cache={cache}") == 0
+    assert sorted(folder.name.partition("-")[0] for folder in cache.iterdir()) == ["train", "val"]
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    shutil.rmtree(tmp_path / "run")
+    assert go("train.epochs=1") == 0
+    without = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    assert all(torch.equal(state["model"][key], without["model"][key]) for key in without["model"])
 
 
 def test_damaged_checkpoint(go, tmp_path, no_report):
