@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import BinaryIO
 
 import torch
 
-from datapipe.fsio import atomic_write
+from datapipe.fsio import atomic_write, named
 
 from .errors import CheckpointError
 
 FORMAT = 1
 NAME = "checkpoint.pt"
 # What zipfile and torch raise on bytes that are no checkpoint.
-UNREADABLE = (zipfile.BadZipFile, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
+UNREADABLE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
@@ -70,7 +71,7 @@ def load_checkpoint(path: Path) -> dict:
     this version.
     """
     try:
-        with zipfile.ZipFile(path) as archive:  # torch does not compare the CRC-32 sums that it writes
+        with named(path), zipfile.ZipFile(path) as archive:  # torch does not compare the CRC-32 sums that it writes
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"damaged: wrong checksum of {damaged}; start the run anew", path=path)

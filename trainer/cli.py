@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -97,6 +98,7 @@ def recipes() -> None:
 def main() -> int:
     """Run the command line; return its exit code, which the installed script exits with."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph in a report's PDF
+    sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
     return console.run(app)
 
 

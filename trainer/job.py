@@ -33,6 +33,9 @@ from .recipe import Recipe, check_resumable, parse
 from .state import State
 from .timing import Clock
 
+# What loading a state raises that lacks something, or has another shape.
+UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -117,6 +120,14 @@ def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
             f"training images have {train.channels} channels and {train.num_classes} classes, validation "
             f"images {val.channels} and {val.num_classes}; they must agree"
         )
+    if train.classes != val.classes and train.classes is not None and val.classes is not None:
+        number, *names = next(
+            (i, *pair) for i, pair in enumerate(zip(train.classes, val.classes, strict=True)) if len(set(pair)) > 1
+        )
+        raise SettingError(
+            f"class {number} is {names[0]!r} in the training set and {names[1]!r} in the validation set; they must "
+            "have the same classes, in the same order"
+        )
     if (recipe.model.num_classes or train.num_classes) < train.num_classes:
         raise SettingError(
             f"model.num_classes = {recipe.model.num_classes}: must be at least {train.num_classes}, the "
@@ -154,9 +165,8 @@ def open_job(
     world: World,
     precision: Precision,
     stack: ExitStack,
-    keep_bytes: int,
 ) -> Job:
-    """Open everything; `keep_bytes` of the metrics of an earlier part of the run stay."""
+    """Open everything except the metrics, which are those of an earlier part of the run until this one is accepted."""
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
     module, model = build_network(recipe, world, train_loader)
     scaler = precision.scaler()
@@ -168,7 +178,7 @@ def open_job(
                 stack.enter_context(locked(run, wait=False))
             except BlockingIOError as error:
                 raise SettingError(f"--out {run}: another process trains there; use another folder") from error
-        metrics = MetricsFile(run / METRICS if world.is_main else None, keep_bytes)
+    metrics = MetricsFile(run / METRICS if world.is_main else None)
     stack.callback(metrics.close)
     return Job(
         recipe=recipe,
@@ -269,8 +279,22 @@ def read_checkpoint(run: Path, recipe: Recipe) -> dict | None:
     return content
 
 
-def restore(job: Job, state: State, content: dict) -> None:
-    """Put everything back to where it was. Raises CheckpointError if the data set is another one."""
+def restore(job: Job, state: State, content: dict) -> int:
+    """Put everything back to where it was; return how many bytes of the metrics the checkpoint knows.
+
+    Raises CheckpointError if the data set is another one, or something is missing or of another shape.
+    """
+    try:
+        _put_back(job, state, content)
+        return content["metrics_bytes"]
+    except SettingError:
+        raise
+    except UNFIT as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(f"cannot be continued from: {reason}", path=job.run / CHECKPOINT) from error
+
+
+def _put_back(job: Job, state: State, content: dict) -> None:
     if content["data_sets"] != _data_sets(job):
         raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
     job.module.load_state_dict(content["model"])

@@ -10,6 +10,7 @@ import platform
 import subprocess
 from contextlib import suppress
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -29,25 +30,32 @@ class MetricsFile:
     Nothing is written after it; `sync`, which all ranks await the end of, raises it.
     """
 
-    def __init__(self, path: Path | None, keep_bytes: int = 0) -> None:
-        """Open `path`, keeping its first `keep_bytes`: what came later was not in the checkpoint."""
+    def __init__(self, path: Path | None) -> None:
         self._path, self._file = path, None
         self.error: OSError | None = None
-        if path is None:
+
+    def open(self, keep_bytes: int = 0) -> None:
+        """Open the file behind its first `keep_bytes`, which the checkpoint knows; what came later is cut off.
+
+        Lines that belong to no checkpoint, or are too few for it, are kept under another name. Raises OSError.
+        """
+        if self._path is None:
             return
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open
-        if self._file.tell() < keep_bytes:
-            logger.warning("%s is shorter than its checkpoint says: begun anew", path)
-            keep_bytes = 0
-        if self._file.tell() > keep_bytes:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size and not 0 < keep_bytes <= size:
+            _put_aside(self._path)
+            size = 0
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - stays open
+        if size > keep_bytes:
             self._file.truncate(keep_bytes)
-        self.is_empty = keep_bytes == 0 or self._file.tell() == 0
+        self.is_empty = size == 0
 
     def write(self, event: str, **fields: object) -> None:
         if self._file is None or self.error is not None:
             return
         text = json.dumps({"event": event} | _finite(fields), ensure_ascii=False, allow_nan=False)
-        line = memoryview(text.encode() + b"\n")
+        # Names of files need not be UTF-8: Python's surrogates for their bytes are written as JSON's \udcXX.
+        line = memoryview(text.encode(errors="backslashreplace") + b"\n")
         try:
             with named(self._path):
                 while line:
@@ -69,6 +77,14 @@ class MetricsFile:
         if self._file is not None:
             with suppress(OSError):  # `sync` has told of it, or another error is on its way
                 self._file.close()
+
+
+def _put_aside(path: Path) -> None:
+    """Rename metrics.jsonl to metrics-1.jsonl, or the first number that is free."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    logger.warning("%s does not go with the checkpoint of its run: kept as %s", path, aside.name)
 
 
 def _finite(value: object) -> object:

@@ -221,7 +221,7 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"recipe {path} is no TOML: {error}") from error
-    table.setdefault("name", path.stem)
+    table.setdefault("name", path.stem.encode(errors="replace").decode())  # a file's name need not be UTF-8
     for change in changes:
         _apply(table, change)
     return parse(table)

@@ -19,6 +19,8 @@ def explain(error: ValidationError, recipe: type[BaseModel]) -> str:
 
 def _line(finding: dict, recipe: type[BaseModel]) -> str:
     where = tuple(finding["loc"])
+    if not where:  # no table, or bytes in it that are no text
+        return f"recipe: {finding['msg']}"
     section = _section(recipe, where)
     # A kind is no key: (schedule, step, gamma) is the setting schedule.gamma.
     keys = where[:1] + where[2:] if len(_kinds(recipe, where[0])) > 1 else where

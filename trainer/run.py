@@ -56,11 +56,13 @@ def _run(
     """Train; return the "end" line. The job ends here, while the ranks are still connected."""
     with ExitStack() as stack:
         checkpoint = _open_run(recipe, out, resume, world)
-        job = open_job(recipe, data, out, world, precision, stack, _metrics_bytes(checkpoint))
-        state = State(MeanLoss(world.device))
-        if checkpoint is not None:
-            with together(world):
-                restore(job, state, checkpoint)
+        job = open_job(recipe, data, out, world, precision, stack)
+        state, metrics_bytes = State(MeanLoss(world.device)), 0
+        with together(world):
+            if checkpoint is not None:
+                metrics_bytes = restore(job, state, checkpoint)
+        with together(world):  # not before all ranks are content: a run that is refused stays as it is
+            job.metrics.open(metrics_bytes)
         ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
         if ended and world.is_main:
             logger.info("the run in %s is complete", out)
@@ -82,10 +84,6 @@ def _open_run(recipe: Recipe, out: Path, resume: bool, world: World) -> dict | N
             if resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
     return broadcast(world, checkpoint)
-
-
-def _metrics_bytes(checkpoint: dict | None) -> int:
-    return checkpoint["metrics_bytes"] if checkpoint else 0
 
 
 def _write_start(job: Job, state: State, resumed: bool) -> None:

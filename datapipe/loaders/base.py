@@ -123,6 +123,7 @@ class Split(NamedTuple):
     height: int | None
     smallest: tuple[int, int] | None  # width and height that no image falls short of
     checksum: str  # tells two data sets apart
+    classes: tuple[str, ...] | None = None  # names, by label
 
     @classmethod
     def of(cls, data_set: DataSet) -> Split:
@@ -130,7 +131,8 @@ class Split(NamedTuple):
         smallest = int(index["width"].min()), int(index["height"].min())
         (checksum,) = (file.xxh3_128 for file in manifest.files if file.name == INDEX)
         size = manifest.width, manifest.height
-        return cls(len(data_set), manifest.num_classes, manifest.channels, *size, smallest, checksum)
+        classes = tuple(manifest.classes)
+        return cls(len(data_set), manifest.num_classes, manifest.channels, *size, smallest, checksum, classes)
 
 
 class Budget:
@@ -159,13 +161,14 @@ class Budget:
 class Loader(ABC):
     """Iterable once per epoch. Backends only turn positions into images.
 
-    Attributes: `options`, `num_samples` (of the whole data set), `num_classes` (None: not known), `channels` (1 or 3),
-    `size` (pixels), `wait_s` (seconds that the consumer has waited for batches in all).
+    Attributes: `options`, `num_samples` (of the whole data set), `num_classes` and `classes` (their names; None: not
+    known), `channels` (1 or 3), `size` (pixels), `wait_s` (seconds that the consumer has waited for batches in all).
     """
 
     def __init__(self, split: Split, options: LoaderOptions) -> None:
         self.options = options
         self.num_samples, self.num_classes, self.channels = split.num_samples, split.num_classes, split.channels
+        self.classes = split.classes
         self.size = options.size
         self._checksum = split.checksum
         self._augment = options.augment.resolve(split.width, split.height, options.size)

@@ -274,7 +274,7 @@ def _described(path: str, options: LoaderOptions) -> tuple[list[str], list[int],
         size = manifest.width, manifest.height
         smallest = size if None not in size else None
         split = Split(sum(counts), manifest.num_classes, manifest.channels, *size, smallest, _checksum(urls, counts))
-        return urls, counts, split
+        return urls, counts, split._replace(classes=tuple(manifest.classes))
     if folder.is_dir():
         urls = sorted(str(file) for file in folder.iterdir() if file.suffix == SUFFIX)
     else:

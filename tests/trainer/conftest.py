@@ -95,7 +95,8 @@ def start(tmp_path: Path):
         command = [*prefix, sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
         pipe = subprocess.PIPE
         environment = _environment(env or {})
-        children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True))
+        streams = {"stdout": pipe, "stderr": pipe, "text": True, "errors": "surrogateescape"}
+        children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, **streams))
         return children[-1]
 
     yield _start

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
 import os
+import zipfile
 
 import pytest
 import torch
@@ -45,6 +46,16 @@ def test_one_flipped_bit_in_the_weights(path):
     data[at] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="checksum"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(("at", "bit"), [(10, 8), (45, 64)])  # how it is compressed, and where it lies
+def test_one_flipped_bit_in_the_directory(path, at, bit):
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        data[archive.start_dir + at] ^= bit
+    path.write_bytes(data)
+    with pytest.raises((CheckpointError, OSError), match=r"checkpoint\.pt"):
         load_checkpoint(path)
 
 

@@ -120,6 +120,7 @@ def test_status():
 def test_metrics_are_cut_to_what_the_checkpoint_knew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
+    first.open()
     first.write("run", format=1)
     length = first.sync()
     first.write("train", loss=float("inf"), time_s={"wait": float("nan")})
@@ -128,7 +129,8 @@ def test_metrics_are_cut_to_what_the_checkpoint_knew(tmp_path):
     assert later == {"event": "train", "loss": None, "time_s": {"wait": None}}
     with path.open("a") as file:
         file.write('{"event": "tra')  # killed while writing
-    second = MetricsFile(path, keep_bytes=length)
+    second = MetricsFile(path)
+    second.open(keep_bytes=length)
     assert not second.is_empty
     second.write("resume", step=2)
     second.close()

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import random
 import signal
 import subprocess
@@ -202,6 +203,17 @@ def test_two_ranks_keep_the_checkpoint_before_they_lost_themselves(train, port, 
         assert "error: parameters or running statistics are no longer finite after step 2" in err
         assert "checkpoint.pt is still that of epoch 1, step 1" in err
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"] == 1
+
+
+def test_a_name_that_is_no_utf8(train, start, tmp_path, metrics):
+    name = os.fsdecode(b"run\xe9")
+    env = {"PYTHONIOENCODING": "utf-8:strict"}  # of a terminal; a pipe may be more tolerant
+    code, out, err = finish(train(name, "--set", "train.epochs=1", env=env))
+    assert code == 0 and "Traceback" not in err, err
+    assert metrics(tmp_path / name)[0]["command"][-3].endswith(name)
+    assert f"{name}/report.html" in out
+    code, _, err = finish(start("-m", "trainer", "report", tmp_path / name, env=env))
+    assert code == 0, err
 
 
 def test_world_size_that_does_not_divide_is_refused_without_waiting(train, tmp_path):

@@ -15,6 +15,7 @@ import trainer.loop
 import trainer.report
 from datapipe.errors import DatapipeError, DecodeError, SettingError
 from datapipe.fsio import locked
+from datapipe.manifest import find_data_sets
 from datapipe.packing import PackOptions, pack
 from datapipe.verifying import verify
 from trainer.checkpoint import load_checkpoint
@@ -289,6 +290,88 @@ def test_resuming_on_another_data_set_is_refused(go, packed, tmp_path, no_report
     pack(packed.parent / "raw", tmp_path / "other", PackOptions(workers=1, seed=1))
     with pytest.raises(CheckpointError, match="another data set"):
         go("train.epochs=2", resume=True, data=tmp_path / "other")
+
+
+def test_a_resume_that_is_refused_changes_nothing(go, packed, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    pack(packed.parent / "raw", tmp_path / "other", PackOptions(workers=1, seed=1))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert before.count(b'"end"') == 1
+    with pytest.raises(CheckpointError, match="another data set"):
+        go("train.epochs=2", resume=True, data=tmp_path / "other")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def without(part, key):
+    return lambda content: content[part].pop(key)
+
+
+UNFIT = {  # how a whole checkpoint is changed, and what its error says
+    **{f"no {key}": (lambda content, key=key: content.pop(key), f"KeyError: '{key}'")
+       for key in ("random", "data_sets", "state", "clock", "loader", "model", "optimizer", "scaler", "metrics_bytes")},
+    "no recipe": (lambda content: content.pop("recipe"), "no recipe"),
+    "recipe of text": (lambda content: content.update(recipe="x"), "no recipe"),
+    "no step": (without("state", "step"), "KeyError: 'step'"),
+    "no elapsed time": (without("clock", "elapsed_s"), "KeyError: 'elapsed_s'"),
+    "no parameter": (without("model", "fc.bias"), "Missing key.*fc.bias"),
+    "other shape": (lambda content: content["model"].update({"fc.bias": torch.zeros(9)}), "size mismatch for fc.bias"),
+    "other kind": (lambda content: content.update(model=[1]), "cannot be continued from: TypeError"),
+    "other groups": (lambda content: content["optimizer"]["param_groups"].clear(), "ValueError"),
+    "other random numbers": (lambda content: content["random"].update(cpu=torch.zeros(3)), "TypeError"),
+}  # fmt: skip
+
+
+def test_whole_checkpoints_that_do_not_fit(go, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    path = tmp_path / "run" / "checkpoint.pt"
+    whole, before = path.read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for name, (change, words) in UNFIT.items():
+        path.write_bytes(whole)
+        content = torch.load(path, weights_only=True)
+        change(content)
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.pt: .*{words}") as caught:
+            go("train.epochs=2", resume=True)
+        assert "\n" not in str(caught.value), name
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_without_their_checkpoint_are_kept(go, tmp_path, metrics, no_report, caplog):
+    run, kept = tmp_path / "run", []
+    for number in (1, 2):
+        assert go("train.epochs=1", resume=True) == 0
+        kept.append((run / "metrics.jsonl").read_bytes())
+        (run / "checkpoint.pt").unlink()
+        assert go("train.epochs=1", resume=True) == 0
+        assert f"kept as metrics-{number}.jsonl" in caplog.text
+        assert [line["event"] for line in metrics(run)].count("run") == 1
+    assert [(run / f"metrics-{number}.jsonl").read_bytes() for number in (1, 2)] == kept
+
+
+def test_metrics_that_are_too_few_for_their_checkpoint_are_kept(go, tmp_path, metrics, no_report):
+    run = tmp_path / "run"
+    assert go("train.epochs=1") == 0
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:5]))
+    assert go("train.epochs=2", resume=True) == 0
+    assert (run / "metrics-1.jsonl").read_bytes() == b"".join(lines[:5])
+    assert [line["event"] for line in metrics(run)][:2] == ["run", "resume"]
+
+
+def test_validation_images_of_other_classes(go, tmp_path):
+    for split, names in (("train", ("cat", "dog", "emu")), ("val", ("cat", "emu", "zoo"))):
+        for name in names:
+            (tmp_path / "raw" / split / name).mkdir(parents=True)
+            for i in range(4):
+                Image.fromarray(np.full((16, 16), i, np.uint8)).save(tmp_path / "raw" / split / name / f"{i}.png")
+    for split in ("train", "val"):
+        pack(tmp_path / "raw" / split, tmp_path / split, PackOptions(workers=1))
+        shutil.copytree(*find_data_sets(tmp_path / split), tmp_path / "packed" / split)
+    words = "class 1 is 'dog' in the training set and 'emu' in the validation set"
+    for backend in ("cpu", "webdataset"):
+        with pytest.raises(SettingError, match=words):
+            go("train.batch_size=4", f"data.backend={backend}", data=tmp_path / "packed")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_trainings_in_one_folder_are_refused(go, tmp_path):
