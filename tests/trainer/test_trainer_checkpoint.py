@@ -49,13 +49,12 @@ def test_one_flipped_bit_in_the_weights(path):
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize(("at", "bit"), [(10, 8), (45, 64)])  # how it is compressed, and where it lies
-def test_one_flipped_bit_in_the_directory(path, at, bit):
+def test_one_flipped_bit_in_the_directory(path):
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
-        data[archive.start_dir + at] ^= bit
+        data[archive.start_dir + 10] ^= 8  # how the first part is compressed: not at all becomes deflate
     path.write_bytes(data)
-    with pytest.raises((CheckpointError, OSError), match=r"checkpoint\.pt"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt"):
         load_checkpoint(path)
 
 
