@@ -344,6 +344,10 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
     for number, shard in enumerate(shards):
         shard.records["shard"] = number
     records = np.concatenate([shard.records for shard in shards])
+    width, height = _common(records["width"]), _common(records["height"])
+    if plan.settings["format"] == "npy" and None in (width, height):  # each shard has one size, but not the same
+        message = "holds images of differing sizes, and npy shards hold one size: choose --size, or another format"
+        raise SourceError(message, path=plan.settings["source"])
     write_index(folder, records)
     write_keys(folder, keys)
     names = [INDEX, KEYS]
@@ -359,8 +363,8 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
         num_samples=len(records),
         classes=plan.classes,
         channels=3 if any(shard.channels == 3 for shard in shards) else 1,
-        width=_common(records["width"]),
-        height=_common(records["height"]),
+        width=width,
+        height=height,
         seed=plan.settings["seed"],
         shard_mib=plan.settings["shard_mib"],
         recode=plan.settings["recode"],

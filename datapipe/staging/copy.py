@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..console import Progress
-from ..errors import SettingError, ShardCorruptError, StagingError
-from ..fsio import checksum, copy_verified, free_bytes, locked, make_folder, partial_path
-from ..manifest import MANIFEST, FileInfo, Manifest, find_data_sets
+from ..errors import ManifestError, SettingError, ShardCorruptError, StagingError
+from ..fsio import atomic_write, checksum, copy_verified, free_bytes, locked, make_folder, partial_path
+from ..manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from .plan import StagePlan, plan_stage
+
+logger = logging.getLogger(__name__)
 
 # Files copied at a time: a parallel filesystem serves several streams better than one.
 STREAMS = 4
@@ -26,30 +29,28 @@ class Staged:
     kept_bytes: int
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One data set to be copied to `target`. `content`: its manifest's bytes, read once, which go there as they are."""
+
+    source: Path
+    target: Path
+    content: bytes
+    manifest: Manifest
+
+
 def stage(source: Path, local: Path) -> list[Staged]:
     """Copy the data set at `source`, or each of its splits, to `local`; one result a data set.
 
-    What is there already is kept if it has the manifest's checksum, and copied anew if not; a file that an
+    What is there already is kept if it has the manifest's checksum, and copied again if not; a file that an
     interrupted call left half-copied is continued. Every byte is checked. A second process waits for the
-    first, and then finds all in place. Raises SettingError (`local` lies in `source`), ManifestError,
+    first, and then finds all in place. Where all is in place, nothing is locked or written: `local` may be on a
+    read-only filesystem, or another user's. Raises SettingError (`local` lies in `source`), ManifestError,
     StagingError (no space, `local` holds another data set), ShardCorruptError (the source is damaged), OSError.
     """
     source, local = Path(source), Path(local)
-    if local.resolve().is_relative_to(source.resolve()):
-        raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
-    if local.exists() and not local.is_dir():
-        raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
     folders = {path: local if path == source else local / path.name for path in find_data_sets(source)}
-    with ExitStack() as stack, ThreadPoolExecutor(STREAMS) as pool:
-        plans = []
-        for folder, target in folders.items():
-            make_folder(target)
-            stack.enter_context(locked(target, wait=True))
-            plans.append(_plan(folder, target, pool))
-        needed, free = sum(plan.needed_bytes for plan in plans), free_bytes(local)
-        if needed > free:
-            raise StagingError(f"needs {needed:,} bytes, {free:,} are free", path=local)
-        return [_copy(*pair, plan, pool) for pair, plan in zip(folders.items(), plans, strict=True)]
+    return _stage(source, local, [_job(path, target, read_content(path)) for path, target in folders.items()])
 
 
 def stage_once(source: Path, cache: Path) -> Path:
@@ -57,34 +58,69 @@ def stage_once(source: Path, cache: Path) -> Path:
 
     The folder is named by the manifest's content, so that another version never takes its place.
     """
-    content = Manifest.read(source).model_dump_json().encode()
-    folder = Path(cache) / f"{Path(source).resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
-    stage(source, folder)
+    source = Path(source)
+    content = read_content(source)
+    folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
+    _stage(source, folder, [_job(source, folder, content)])
     return folder
 
 
-def _plan(source: Path, target: Path, pool: ThreadPoolExecutor) -> StagePlan:
-    manifest = Manifest.read(source)
-    if (target / MANIFEST).exists() and Manifest.read(target) != manifest:
-        raise StagingError(f"holds another data set than {source}; remove it or choose another folder", path=target)
-    files = list(manifest.all_files())
-    there = [file.name for file in files if (target / file.name).is_file()]
-    present = dict(zip(there, pool.map(lambda name: checksum(target / name), there), strict=True))
-    halves = {file.name: partial_path(target / file.name) for file in files}
-    return plan_stage(manifest, present, {name: path.stat().st_size for name, path in halves.items() if path.is_file()})
+def _job(source: Path, target: Path, content: bytes) -> _Job:
+    return _Job(source, target, content, Manifest.parse(content, source / MANIFEST))
 
 
-def _copy(source: Path, target: Path, plan: StagePlan, pool: ThreadPoolExecutor) -> Staged:
-    manifest = Manifest.read(source)
+def _stage(source: Path, local: Path, jobs: list[_Job]) -> list[Staged]:
+    if local.resolve().is_relative_to(source.resolve()):
+        raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
+    if local.exists() and not local.is_dir():
+        raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
+    with ExitStack() as stack, ThreadPoolExecutor(STREAMS) as pool:
+        plans = []
+        for job in jobs:
+            plan = _plan(job, pool) if _has_manifest(job) else None
+            if plan is None or plan.copy:
+                make_folder(job.target)
+                stack.enter_context(locked(job.target, wait=True))
+                _has_manifest(job)  # it may be another data set's now
+                plan = _plan(job, pool)
+            plans.append(plan)
+        needed = sum(plan.needed_bytes for plan in plans)
+        if needed and needed > (free := free_bytes(local)):
+            raise StagingError(f"needs {needed:,} bytes, {free:,} are free", path=local)
+        return [_copy(job, plan, pool) for job, plan in zip(jobs, plans, strict=True)]
 
+
+def _has_manifest(job: _Job) -> bool:
+    """Is the manifest in place? Not where it is missing or damaged. Raises StagingError: it is another data set's."""
+    try:
+        content = read_content(job.target)
+        is_other = content != job.content and Manifest.parse(content, job.target / MANIFEST) != job.manifest
+    except ManifestError:
+        return False
+    if is_other:
+        message = f"holds another data set than {job.source}; remove it or choose another folder"
+        raise StagingError(message, path=job.target)
+    return content == job.content
+
+
+def _plan(job: _Job, pool: ThreadPoolExecutor) -> StagePlan:
+    paths = {file.name: job.target / file.name for file in job.manifest.all_files()}
+    there = [name for name, path in paths.items() if path.is_file()]
+    present = dict(zip(there, pool.map(lambda name: checksum(paths[name]), there), strict=True))
+    halves = {name: partial_path(path) for name, path in paths.items()}
+    partial = {name: path.stat().st_size for name, path in halves.items() if path.is_file()}
+    return plan_stage(job.manifest, present, partial)
+
+
+def _copy(job: _Job, plan: StagePlan, pool: ThreadPoolExecutor) -> Staged:
     def copy(file: FileInfo) -> int:
         try:
-            return copy_verified(source / file.name, target / file.name, file.size_bytes, file.xxh3_128)
+            return copy_verified(job.source / file.name, job.target / file.name, file.size_bytes, file.xxh3_128)
         except ValueError as error:
-            raise ShardCorruptError(str(error), path=source, shard=file.name) from error
+            raise ShardCorruptError(str(error), path=job.source, shard=file.name) from error
 
     copied = 0
-    with Progress(f"staging {source}", sum(file.size_bytes for file in plan.copy), "B") as progress:
+    with Progress(f"staging {job.source}", sum(file.size_bytes for file in plan.copy), "B") as progress:
         try:
             for file, count in zip(plan.copy, pool.map(copy, plan.copy), strict=True):
                 copied += count
@@ -92,5 +128,10 @@ def _copy(source: Path, target: Path, plan: StagePlan, pool: ThreadPoolExecutor)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    manifest.write(target)
-    return Staged(target, manifest.num_samples, copied, sum(file.size_bytes for file in plan.keep))
+    if not _has_manifest(job):
+        path = job.target / MANIFEST
+        if path.exists():
+            logger.warning("%s is damaged: writing it again", path)
+        with atomic_write(path) as file:
+            file.write(job.content)
+    return Staged(job.target, job.manifest.num_samples, copied, sum(file.size_bytes for file in plan.keep))

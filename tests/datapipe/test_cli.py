@@ -98,14 +98,18 @@ def test_info_of_an_index_as_large_as_imagenets(command, tmp_path):
     """1.28 million samples: the answer's figures are right, and nothing but the index is looked at."""
     n = 1_281_167
     records = np.zeros(n, RECORD)
-    records["size"] = np.arange(n) % 200_000
+    records["size"] = 1 + np.arange(n) % 200_000
+    ends = records["size"].cumsum(dtype=np.uint64)
+    records["offset"] = ends - records["size"]
+    records["label"] = np.arange(n) % 1000
+    records["width"], records["height"] = 500, 375
     write_index(tmp_path, records)
     write_keys(tmp_path, [f"{i}" for i in range(n)])
     files = [
         FileInfo(name=name, size_bytes=(tmp_path / name).stat().st_size, xxh3_128=checksum(tmp_path / name))
         for name in ("index.npy", "keys.txt")
     ]
-    shard = ShardInfo(name="shard-000000.tar", size_bytes=1, xxh3_128="0" * 32, num_samples=n)
+    shard = ShardInfo(name="shard-000000.tar", size_bytes=int(ends[-1]), xxh3_128="0" * 32, num_samples=n)
     Manifest(
         format="tar", kind="imagefolder", split="train", num_samples=n, classes=[f"n{i:08}" for i in range(1000)],
         channels=3, width=None, height=None, seed=0, shard_mib=256, shards=[shard], files=files,

@@ -1,0 +1,198 @@
+"""The index: what it says is possible, whoever wrote it and whatever its checksum."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datapipe.dataset import DataSet
+from datapipe.errors import DatapipeError, ManifestError, SettingError
+from datapipe.fsio import checksum
+from datapipe.index import INDEX, PART, RECORD, check_records, write_index
+from datapipe.loaders import open_loader
+from datapipe.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
+from datapipe.packing import PackOptions, pack
+from datapipe.recode import RecodeOptions
+from datapipe.verifying import verify
+
+
+@pytest.fixture(scope="module")
+def same_size(tmp_path_factory, encoded, photo):
+    """A data set whose images all have 64×48 pixels."""
+    root = tmp_path_factory.mktemp("same")
+    for label in ("cat", "dog"):
+        (root / "raw" / label).mkdir(parents=True)
+        for i in range(6):
+            (root / "raw" / label / f"{i}.jpg").write_bytes(encoded(photo(64, 48, i)))
+    pack(root / "raw", root / "tar", PackOptions(workers=1))
+    pack(root / "raw", root / "npy", PackOptions(format="npy", recode=RecodeOptions(store="raw"), workers=1))
+    return root
+
+
+def reseal(folder: Path) -> None:
+    """Make the manifest right for the index as it is now: as a faulty or hostile writer would."""
+    info = {"size_bytes": (folder / INDEX).stat().st_size, "xxh3_128": checksum(folder / INDEX)}
+    manifest = Manifest.read(folder)
+    files = [file.model_copy(update=info) if file.name == INDEX else file for file in manifest.files]
+    manifest.model_copy(update={"files": files}).write(folder)
+
+
+def forge(source: Path, target: Path, **fields: int) -> Path:
+    shutil.copytree(source, target)
+    records = np.load(target / INDEX)
+    for field, value in fields.items():
+        records[field][5] = value
+    write_index(target, records)
+    reseal(target)
+    return target
+
+
+FORGED = [
+    ("tar", {"label": 4_000_000_000}, "label is 4000000000, expected 0 to 1"),
+    ("tar", {"label": 2}, "label is 2"),
+    ("tar", {"shard": 7}, "shard is 7, expected 0"),
+    ("tar", {"width": 6000, "height": 6000}, "height is 6000, expected 48"),
+    ("tar", {"width": 10}, "width is 10, expected 64"),
+    ("tar", {"height": 0}, "height is 0"),
+    ("tar", {"offset": 2**63 + 5}, "offset is 9223372036854775813"),
+    ("tar", {"offset": 2**64 - 1}, "offset is 18446744073709551615"),
+    ("tar", {"size": 0}, "size is 0"),
+    ("tar", {"size": 2**32 - 1}, "its 4294967295 bytes end beyond the"),
+    ("tar", {"encoding": 77}, "encoding is 77"),
+    ("tar", {"encoding": 5}, "encoding is 5"),
+    ("npy", {"encoding": 0}, "encoding is 0, expected 5"),
+    ("npy", {"size": 9215}, "size is 9215, expected 9216"),
+    ("npy", {"width": 48, "height": 64}, "height is 64, expected 48"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), FORGED)
+def test_impossible_records_are_refused(same_size, tmp_path, command, kind, fields, message):
+    assert verify(same_size / kind / "train", deep=True) == []
+    forged = forge(same_size / kind / "train", tmp_path / "forged", **fields)
+    (problem,) = verify(forged)
+    assert problem.file == INDEX and "sample 5: " in problem.reason and message in problem.reason
+    for order in ("full", "blocks"):
+        with pytest.raises(ManifestError, match="sample 5: "):
+            open_loader(forged, 2, size=16, order=order)
+    done = command("datapipe", "info", forged)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sides_may_differ_but_are_some(packed_folders, tmp_path):
+    forged = forge(packed_folders["lmdb"] / "train", tmp_path / "forged", width=0)
+    with pytest.raises(ManifestError, match="sample 5: width is 0, expected 1 to 65535"):
+        DataSet(forged)
+
+
+def test_what_a_shard_holds_is_counted(packed_folders, tmp_path):
+    folder = shutil.copytree(packed_folders["tar"] / "train", tmp_path / "forged")
+    records = np.load(folder / INDEX)
+    first = Manifest.read(folder).shards[0]
+    last = int(np.flatnonzero(records["shard"] == 0)[-1])
+    records["shard"][last], records["offset"][last], records["size"][last] = 1, 0, 1
+    write_index(folder, records)
+    reseal(folder)
+    message = f"has {first.num_samples - 1} samples in {first.name}, expected {first.num_samples}"
+    assert [problem.reason for problem in verify(folder)] == [message]
+
+
+def large(count: int) -> tuple[np.ndarray, Manifest]:
+    """Records of several parts, and their manifest."""
+    records = np.zeros(count, RECORD)
+    records["size"], records["width"], records["height"] = 10, 4, 5
+    records["offset"], records["shard"] = np.arange(count) // 3 * 10, np.arange(count) % 3
+    shards = [
+        ShardInfo(name=f"{i}", size_bytes=count // 3 * 10, xxh3_128="0" * 32, num_samples=count // 3) for i in range(3)
+    ]
+    manifest = Manifest(
+        format="tar", kind="idx", split="train", num_samples=count, classes=["0"], channels=1, width=None, height=None,
+        seed=0, shard_mib=1, shards=shards, files=[FileInfo(name=INDEX, size_bytes=0, xxh3_128="0" * 32)],
+    )  # fmt: skip
+    return records, manifest
+
+
+@pytest.mark.parametrize("number", [0, PART - 1, PART, 3 * PART - 1])
+@pytest.mark.parametrize("field", ["label", "shard", "size", "offset", "width", "height", "encoding"])
+def test_the_first_bad_sample_of_any_part_is_named(field, number):
+    records, manifest = large(3 * PART)
+    check_records(records, manifest, Path(INDEX))
+    records[field][[number, -1]] = {"size": 0, "width": 0, "height": 0, "offset": 10**9}.get(field, 999)
+    with pytest.raises(ManifestError, match=rf"{INDEX}: sample {number}: {field} is "):
+        check_records(records, manifest, Path(INDEX))
+
+
+def harmless(folder: Path) -> None:
+    """Open and go through a data set in every way: nothing but our own errors may come of it."""
+    verify(folder, deep=True)
+    for order in ("full", "blocks"):
+        try:
+            with open_loader(folder, 2, size=16, order=order, threads=1, retries=0, max_bad=100) as loader:
+                for _ in loader:
+                    pass
+        except (DatapipeError, SettingError):
+            pass
+
+
+HEADS = [
+    b"{'descr': [('offset', '<u8'), 'fortran_order': False, 'shape': (61,), }",
+    b"{'descr': '<u8', 'fortran_order': False, 'shape': (99999999999999999999,), }",
+    b"{'descr': '<u8', 'fortran_order': False, 'shape': (-1,), }",
+    b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }",
+    b"{'descr': 'nonsense', 'fortran_order': False, 'shape': (1,), }",
+    b"(" * 110 + b")" * 8,
+    b"{'descr'\0: 1}",
+    b"{" + b"-" * 100 + b"1}",
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_that_numpy_stumbles_over(same_size, tmp_path, head):
+    folder = shutil.copytree(same_size / "tar" / "train", tmp_path / "copy")
+    content = (folder / INDEX).read_bytes()
+    length = int.from_bytes(content[8:10], "little")
+    (folder / INDEX).write_bytes(content[:10] + head.ljust(length - 1)[: length - 1] + b"\n" + content[10 + length :])
+    reseal(folder)
+    with pytest.raises(ManifestError, match=rf"{INDEX}: (cannot be read|holds)"):
+        DataSet(folder)
+    assert [problem.file for problem in verify(folder)] == [INDEX]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK\x05\x06" + bytes(18), b"\x80\x04N."])
+def test_what_is_not_an_array(same_size, tmp_path, content):
+    folder = shutil.copytree(same_size / "tar" / "train", tmp_path / "copy")
+    (folder / INDEX).write_bytes(content)
+    reseal(folder)
+    with pytest.raises(ManifestError, match=rf"{INDEX}: cannot be read"):
+        DataSet(folder)
+
+
+@pytest.mark.parametrize("kind", ["tar", "npy"])
+def test_changed_bytes_of_the_index_do_no_harm(same_size, tmp_path, kind):
+    """With a checksum that is right for them."""
+    folder = shutil.copytree(same_size / kind / "train", tmp_path / "copy")
+    content, place = (folder / INDEX).read_bytes(), random.Random(1)
+    for _ in range(60):
+        changed = bytearray(content)
+        for _ in range(place.randint(1, 3)):
+            changed[place.randrange(len(changed))] = place.choice((0, 1, 0x7F, 0x80, 0xFF, place.randrange(256)))
+        (folder / INDEX).write_bytes(changed[: place.choice((None, None, None, place.randrange(len(changed))))])
+        reseal(folder)
+        harmless(folder)
+
+
+def test_changed_values_of_the_manifest_do_no_harm(same_size, tmp_path):
+    """In format 2, which has no checksum of itself."""
+    folder = shutil.copytree(same_size / "tar" / "train", tmp_path / "copy")
+    fields = json.loads((folder / MANIFEST).read_bytes()) | {"version": 2}
+    del fields["xxh3_128"]
+    content, place = json.dumps(fields).encode(), random.Random(2)
+    for _ in range(150):
+        changed = bytearray(content)
+        changed[place.randrange(len(changed))] = place.choice(b'019-aE."[]{},: \\\xff\0')
+        (folder / MANIFEST).write_bytes(changed)
+        harmless(folder)
