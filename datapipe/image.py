@@ -93,6 +93,16 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
     return _decode_pillow(data, channels)
 
 
+def check_image(data: Buffer) -> ImageHeader:
+    """Decode an image strictly, a JPEG at an eighth of its size (which looks at all of its data); return its header.
+
+    Raises ValueError for whatever a decoder warns of, MissingBackendError.
+    """
+    header = read_header(data)
+    decode(data, header.channels, smallest=(1, 1), strict=True)
+    return header
+
+
 def decode_jpeg(
     data: Buffer,
     channels: int,

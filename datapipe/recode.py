@@ -10,7 +10,7 @@ import numpy as np
 
 from . import jpeg, pnm, transcode
 from .errors import SettingError
-from .image import Buffer, ImageHeader, decode, encode_jpeg, png_bits, read_header
+from .image import Buffer, ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
 from .resample import decoded_size, resize
 
 CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
@@ -116,9 +116,7 @@ class Recoder:
         any more: "png", "progressive", "multi-scan", "arithmetic", "cmyk", "16-bit", "rotated", "damaged" (decoders
         make the best of it). Raises ValueError for a bad image.
         """
-        header = read_header(data)
-        if self.options.check == "decode":
-            decode(data, header.channels, smallest=(1, 1), strict=True)
+        header = check_image(data) if self.options.check == "decode" else read_header(data)
         if self._as_it_is:
             return data, header, ()
         image = _Image(data, header)

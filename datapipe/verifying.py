@@ -14,7 +14,7 @@ from .console import Progress
 from .dataset import DataSet
 from .errors import DatapipeError, ManifestError
 from .fsio import checksum
-from .image import read_header
+from .image import check_image
 from .index import ENCODINGS
 from .manifest import FileInfo
 
@@ -36,8 +36,9 @@ class Problem:
 def verify(folder: Path, deep: bool = False) -> list[Problem]:
     """All that is wrong with one data set: none means that every file has its checksum.
 
-    A file that has not is searched for the samples that are damaged. `deep` also decodes every image
-    and compares its size with the index. When manifest or index cannot be read, that is all it says.
+    A file that has not is searched for the samples that are damaged. `deep` also decodes every image, as strictly as
+    `pack` with `check="decode"`, and compares its header with the index. When manifest or index cannot be read, that
+    is all it says.
     """
     try:
         data_set = DataSet(folder)
@@ -100,12 +101,13 @@ def _decode(data_set: DataSet, group: range) -> list[Problem]:
         record = data_set.index[sample]
         try:
             data = data_set.read(sample)
-            encoding = "raw" if data_set.raw_shape else read_header(data).encoding
-            height, width, _ = data_set.pixels(sample, data).shape
-            found = width, height, encoding
+            if data_set.raw_shape:  # any bytes are pixels
+                continue
+            header = check_image(data)
+            actual = header.width, header.height, header.encoding
             expected = int(record["width"]), int(record["height"]), ENCODINGS[record["encoding"]]
-            if found != expected:
-                raise ValueError(f"is {found}, the index says {expected}")
+            if actual != expected:
+                raise ValueError(f"is {actual}, the index says {expected}")
         except (DatapipeError, ValueError, OSError) as error:
             shard = data_set.manifest.shards[record["shard"]].name
             reason = error.message if isinstance(error, DatapipeError) else str(error)
