@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -19,8 +20,12 @@ LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
 def run(command: Callable[[], object]) -> int:
     """Run a command line and return its exit code: 0 good, 1 data or check failed, 2 usage.
 
-    SIGTERM unwinds like Ctrl-C, so that nothing half-finished is left under any name.
+    SIGTERM unwinds like Ctrl-C, so that nothing half-finished is left under any name. What the terminal's encoding
+    cannot hold (a × in ASCII, a file's name that is not UTF-8) is printed escaped.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(
         level=logging.INFO if rank == "0" else logging.WARNING,

@@ -168,14 +168,15 @@ def _written(folder: Path) -> Path:
     path = folder / f".doctor-{os.getpid()}"
     try:
         with open(path, "xb") as file:
-            block = random.Random(0).randbytes(1 << 20)
-            for _ in range(FILE_BYTES >> 20):
-                file.write(block)
-            os.fsync(file.fileno())
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
+            try:
+                block = random.Random(0).randbytes(1 << 20)
+                for _ in range(FILE_BYTES >> 20):
+                    file.write(block)
+                os.fsync(file.fileno())
+            except BaseException:
+                path.unlink()
+                raise
+    except OSError as error:
         message = f"cannot be written to, and holds no large file to read: {error.strerror}"
         raise DatapipeError(message, path=folder) from error
     return path

@@ -120,6 +120,21 @@ def test_info_of_an_index_as_large_as_imagenets(command, tmp_path):
     assert row["image_bytes_mean"] == pytest.approx(records["size"].mean())
 
 
+def test_info_in_an_ascii_locale(command, packed_folders, tmp_path, image_folder, encoded, photo):
+    """Where nothing makes UTF-8 of it: a × is no reason to fail, nor is a name that cannot be printed."""
+    (tmp_path / "raw" / "é").mkdir(parents=True)
+    (tmp_path / "raw" / "é" / "0.png").write_bytes(encoded(photo(12, 8, 1), "PNG"))
+    out = tmp_path / os.fsdecode(b"out\xe9")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for arguments in (["pack", tmp_path / "raw", out], ["info", out], ["verify", out], ["verify", out / "no"]):
+        for env in (environment, None):
+            done = command("datapipe", *arguments, *(["--overwrite"] if arguments[0] == "pack" else []), env=env)
+            assert "Traceback" not in done.stderr and r"out\udce9" in done.stdout + done.stderr
+            assert done.returncode == (arguments[-1] == out / "no")
+            if arguments[0] == "info":
+                assert (r"12\xd78" if env else "12×8") in done.stdout
+
+
 def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(image_folder, tmp_path):
     import pty
 

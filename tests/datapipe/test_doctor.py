@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_doctor_of_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
         file.truncate(FILE_BYTES)
     filesystem = doctor(tmp_path)["filesystem"]
     assert filesystem["metadata_per_s"] is None and filesystem["sequential_mb_per_s"] > 0
+
+
+READ_ONLY = {"read-only": "ro", "full": "size=1m"}
+
+
+@pytest.mark.parametrize("kind", READ_ONLY)
+def test_doctor_where_nothing_large_can_be_written(tmp_path, command, kind):
+    """On filesystems of their own, not on one that says so."""
+    mount = f"mount -t tmpfs -o {READ_ONLY[kind]} tmpfs {tmp_path} && \"$@\"; code=$?; ls -A {tmp_path}; exit $code"
+    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if os.geteuid() != 0 or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("needs root, and the right to mount")
+    done = command("datapipe", "doctor", tmp_path, prefix=prefix)
+    why = {"read-only": "Read-only file system", "full": "No space left on device"}[kind]
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"{tmp_path}: cannot be written to, and holds no large file to read: {why}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_bench_names_the_stage(packed_folders):
