@@ -3,11 +3,13 @@
 import json
 import random
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from datapipe.cli import info
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError, ManifestError, SettingError
 from datapipe.fsio import checksum
@@ -128,13 +130,13 @@ def test_the_first_bad_sample_of_any_part_is_named(field, number):
 def harmless(folder: Path) -> None:
     """Open and go through a data set in every way: nothing but our own errors may come of it."""
     verify(folder, deep=True)
+    with suppress(DatapipeError):
+        info(folder)
     for order in ("full", "blocks"):
-        try:
-            with open_loader(folder, 2, size=16, order=order, threads=1, retries=0, max_bad=100) as loader:
-                for _ in loader:
-                    pass
-        except (DatapipeError, SettingError):
-            pass
+        settings = {"size": 16, "order": order, "threads": 1, "retries": 0, "max_bad": 100}
+        with suppress(DatapipeError, SettingError), open_loader(folder, 2, **settings) as loader:
+            for _ in loader:
+                pass
 
 
 HEADS = [
