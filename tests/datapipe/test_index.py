@@ -127,6 +127,17 @@ def test_the_first_bad_sample_of_any_part_is_named(field, number):
         check_records(records, manifest, Path(INDEX))
 
 
+@pytest.mark.parametrize(("more", "is_inside"), [(0, True), (1, False), (10, False), (11, False)])
+def test_a_sample_ends_where_its_shard_ends_at_the_latest(more, is_inside):
+    records, manifest = large(30)
+    records["offset"][7] = manifest.shards[0].size_bytes - 10 + more
+    if is_inside:
+        check_records(records, manifest, Path(INDEX))
+    else:
+        with pytest.raises(ManifestError, match="sample 7: offset is .* its 10 bytes end beyond the 100 of its shard"):
+            check_records(records, manifest, Path(INDEX))
+
+
 def harmless(folder: Path) -> None:
     """Open and go through a data set in every way: nothing but our own errors may come of it."""
     verify(folder, deep=True)
