@@ -100,14 +100,13 @@ class DaliLoader(FillingLoader):
             start, shape = (fn.external_source(name=name, ndim=1, dtype=types.INT32) for name in ("start", "shape"))
             flip = fn.external_source(name="flip", ndim=0, dtype=types.INT32)
             kind = types.RGB if self.channels == 3 else types.GRAY
-            device = "mixed" if on_gpu else "cpu"
+            # Windows are those of the image as it is stored, which no other backend turns by its EXIF orientation.
+            decoding = {"device": "mixed" if on_gpu else "cpu", "output_type": kind, "adjust_orientation": False}
             if self._pads:
-                images = fn.decoders.image(data, device=device, output_type=kind)
+                images = fn.decoders.image(data, **decoding)
                 images = fn.slice(images, start=start, shape=shape, axes=[0, 1], out_of_bounds_policy="pad")
             else:
-                images = fn.decoders.image_slice(
-                    data, start=start, shape=shape, axes=[0, 1], device=device, output_type=kind
-                )
+                images = fn.decoders.image_slice(data, start=start, shape=shape, axes=[0, 1], **decoding)
                 images = fn.resize(images, size=[self.size, self.size], interp_type=types.INTERP_LINEAR, antialias=True)
             pipeline.set_outputs(fn.flip(images, horizontal=flip))
         pipeline.build()

@@ -79,6 +79,7 @@ class NativeLoader(Loader):
                 data,
                 device="mixed" if on_gpu else "cpu",
                 output_type=types.RGB if self.channels == 3 else types.GRAY,
+                adjust_orientation=False,  # as all other backends
                 random_area=self._augment.scale,
                 random_aspect_ratio=self._augment.ratio,
                 num_attempts=TRIES,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from datapipe.augment import Augment, eval_windows, train_windows
 from datapipe.dataset import DataSet
@@ -149,6 +150,49 @@ def test_pad_crop_pixels(tmp_path, sample_dir, backend):
         for i, sample in enumerate(samples.tolist()):
             pixels = data_set.pixels(sample, data_set.read(sample))
             np.testing.assert_array_equal(images[i], reference(pixels, windows.boxes[i], windows.flips[i], 28))
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory, photo):
+    """Photographs, wider than high, whose EXIF says to turn them; that of class `i` in the i-th of the eight ways."""
+    root = tmp_path_factory.mktemp("turned")
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        folder = root / "raw" / "train" / str(orientation)
+        folder.mkdir(parents=True)
+        Image.fromarray(photo(90, 60, orientation)).save(folder / "a.jpg", quality=95, exif=exif)
+    pack(root / "raw", root / "packed", PackOptions(workers=1))
+    with DataSet(root / "packed" / "train") as data_set:
+        assert all(b"Exif\0\0" in data_set.read(i) for i in range(8))
+    return root / "packed" / "train"
+
+
+@pytest.mark.parametrize("crop", ["random_resized", "pad", "none"])
+@pytest.mark.parametrize("train", [True, False])
+def test_no_backend_turns_images_by_exif(turned, crop, train):
+    pytest.importorskip("nvidia.dali")
+    augment, batches = Augment(crop), []
+    for backend in ("cpu", "dali"):
+        with open_loader(turned, 8, backend=backend, size=48, train=train, augment=augment, seed=1) as loader:
+            for number in range(3):
+                loader.set_epoch(number)
+                batches.append(next(iter(loader)))
+    for cpu, dali in zip(batches[:3], batches[3:], strict=True):
+        assert torch.equal(cpu.samples, dali.samples) and dali.valid.all()
+        for i in range(8):
+            check(dali.images[i].numpy(), cpu.images[i].numpy(), "dali", False)
+
+
+def test_dali_s_own_reader_does_not_turn_images_by_exif(turned):
+    pytest.importorskip("nvidia.dali")
+    whole, images = Augment("random_resized", flip=False, scale=(1, 1), ratio=(1.5, 1.5)), []
+    for settings in ({"backend": "cpu"}, {"backend": "dali", "reader": "native"}):
+        with open_loader(turned, 8, size=48, augment=whole, **settings) as loader:
+            batch = next(iter(loader))
+            images.append(batch.images.numpy()[np.argsort(batch.labels.numpy())])
+    for i in range(8):
+        check(images[1][i], images[0][i], "dali", False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
