@@ -10,7 +10,7 @@ from .errors import DecodeError, ManifestError, ShardCorruptError, ShardReadErro
 from .image import decode
 from .index import ENCODINGS, open_index, read_keys, sample_checksum
 from .manifest import Manifest
-from .reading import Data, Io, ShardReader
+from .reading import Data, Io, ShardReader, release
 
 
 class DataSet:
@@ -82,7 +82,9 @@ class DataSet:
 
     def close(self) -> None:
         """Release all files, the index's too. May be called twice."""
+        index = [self.index]
         self.index = self.index[:0].copy()
+        release(index)
         self.reader.close()
 
     def __enter__(self) -> DataSet:

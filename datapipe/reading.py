@@ -21,6 +21,7 @@ Io = Literal["cached", "mmap", "direct"]
 IOS = ("cached", "mmap", "direct")
 ALIGNMENT = 4096  # of O_DIRECT: no disk in use asks for more (open(2))
 FIRST_WAIT_S = 0.1  # before the first retry; doubled before each further one
+CLOSE_S = 0.5  # how long closing files is waited for
 SPARE_FILES = 256  # descriptors for all else
 
 Data = bytes | memoryview
@@ -32,14 +33,16 @@ class Read(NamedTuple):
     since: float  # time.monotonic()
     path: Path
     offset: int
+    problem: str  # why it is about to be tried again; empty while it has not failed
 
 
 class ShardReader:
     """Reads parts of shards. Thread-safe.
 
-    `io`: "cached" (pread), "mmap" (without a copy; but a shard that is cut short while it is mapped ends the process)
-    or "direct" (past the page cache, which is left to others). A shard is opened when it is first read. A read that
-    fails or falls short is tried `retries` times again, with the shard opened anew.
+    `io`: "cached" (pread), "mmap" (without a copy; but a shard that is cut short while it is mapped ends the process,
+    and a filesystem that hangs stops it as a whole) or "direct" (past the page cache, which is left to others). A shard
+    is opened when it is first read. An open or a read that fails, or a read that falls short, is tried `retries` times
+    again, with the shard opened once more, after pauses of 0.1 s, 0.2 s, 0.4 s and so on.
     """
 
     def __init__(self, paths: list[Path], io: Io = "cached", retries: int = 0) -> None:
@@ -49,10 +52,14 @@ class ShardReader:
             raise SettingError(f"retries: {retries!r} is out of range; allowed: whole numbers from 0")
         self._paths, self._retries = paths, retries
         self._kind = {"cached": _File, "mmap": _Map, "direct": _Direct}[io]
-        self._lock = threading.Lock()
-        self._files: list[_File | None] = [None] * len(paths)
-        self._under_way: dict[int, tuple[float, int, int]] = {}
+        self._begin()
         _allow_open_files(len(paths))
+
+    def _begin(self) -> None:
+        """Start with no shard open, and with locks that nobody holds, also not a thread before a fork."""
+        self._closed = threading.Event()
+        self._shards = [_Shard(path, self._kind, self._closed) for path in self._paths]
+        self._under_way: dict[int, tuple[float, int, int, str]] = {}
 
     def read(self, shard: int, offset: int, size: int, into: memoryview | None = None) -> Data:
         """The bytes are put `into` memory, if any is given: on whole pages, and of `room_for(size)` bytes. Not with
@@ -60,14 +67,15 @@ class ShardReader:
 
         Raises ShardReadError, naming path and offset, when the bytes cannot be had.
         """
-        thread = threading.get_ident()
-        self._under_way[thread] = time.monotonic(), shard, offset
+        thread, since, under_way, its = threading.get_ident(), time.monotonic(), self._under_way, self._shards[shard]
+        under_way[thread] = since, shard, offset, ""
+        failed = 0
         try:
-            file = self._files[shard]
-            for attempt in range(self._retries + 1):
+            while True:
+                file = its.file
                 try:
                     if file is None:
-                        file = self._open(shard)
+                        file = its.open()
                     data = file.read(offset, size, into)
                     if len(data) == size:
                         return data
@@ -76,18 +84,24 @@ class ShardReader:
                     problem = f"is missing, and with it {size} bytes at {offset}"
                 except OSError as error:
                     problem = f"{size} bytes at {offset} cannot be read: {error.strerror} (errno {error.errno})"
-                if attempt < self._retries:
-                    logger.warning("%s: %s; trying again", self._paths[shard], problem)
-                    time.sleep(FIRST_WAIT_S * 2**attempt)
-                    file = self._drop(shard, file)
+                its.drop(file)
+                file = None
+                failed += 1
+                under_way[thread] = since, shard, offset, problem
+                if failed > self._retries or its.pause(problem, failed, self._retries + 1):
+                    break
         finally:
-            del self._under_way[thread]
-        tried = f" (tried {self._retries + 1} times)" if self._retries else ""
-        raise ShardReadError(problem + tried, path=self._paths[shard].parent, shard=self._paths[shard].name)
+            file = None  # an error's traceback keeps this frame, and would keep the file open
+            del under_way[thread]
+        tried = f" (tried {failed} times)" if failed > 1 else ""
+        raise ShardReadError(problem + tried, path=its.path.parent, shard=its.path.name)
 
     def will_read(self, shard: int, offset: int, size: int) -> None:
-        """Tell the kernel: it may read ahead (posix_fadvise(2)). Nothing for shards that were not read yet."""
-        file = self._files[shard]
+        """Tell the kernel: it may read ahead (posix_fadvise(2)). Nothing for shards that were not read yet.
+
+        May take as long as a read: some filesystems ask their server first.
+        """
+        file = self._shards[shard].file
         if file is not None and file.hints:
             with suppress(OSError):
                 os.posix_fadvise(file.fd, offset, size, os.POSIX_FADV_WILLNEED)
@@ -97,34 +111,79 @@ class ShardReader:
         reads = list(self._under_way.values())
         if not reads:
             return None
-        since, shard, offset = min(reads)
-        return Read(since, self._paths[shard], offset)
+        since, shard, offset, problem = min(reads)
+        return Read(since, self._paths[shard], offset, problem)
 
     def close(self) -> None:
-        """Release all files. May be called twice; reading opens them again."""
-        with self._lock:
-            files = [file for file in self._files if file]
-            self._files = [None] * len(self._files)
-        for file in files:
-            file.close()
+        """Release all files, and end the pauses before further tries. May be called twice; reading opens files again.
 
-    def _open(self, shard: int) -> _File:
-        with self._lock:
-            if self._files[shard] is None:
-                self._files[shard] = self._kind(self._paths[shard])
-            return self._files[shard]
-
-    def _drop(self, shard: int, file: _File | None) -> None:
-        """Have the shard opened anew (ESTALE lasts as long as the descriptor), unless another thread did it.
-
-        The file is closed when the last thread that reads it has let go of it.
+        A file that is being read is closed by the thread that reads it. No lock is waited for, since the thread that
+        holds it may hang in a system call.
         """
-        with self._lock:
-            if file is not None and self._files[shard] is file:
-                self._files[shard] = None
+        files = []
+        for shard in self._shards:
+            files.append(shard.file)
+            shard.file = None
+        self._closed.set()
+        self._begin()
+        release(files)
+
+
+class _Shard:
+    """A shard that is opened once, by the first thread that needs it, while the others wait."""
+
+    def __init__(self, path: Path, kind: type[_File], closed: threading.Event) -> None:
+        self.path, self._kind, self._closed = path, kind, closed
+        self.file: _File | None = None
+        self._opening = threading.Lock()  # held while the system opens: only `open` may wait for it
+        self._quiet_until = 0.0
+
+    def open(self) -> _File:
+        with self._opening:
+            file = self.file
+            if file is None:
+                file = self.file = self._kind(self.path)
+            return file
+
+    def drop(self, file: _File | None) -> None:
+        """Have the shard opened once more (ESTALE lasts as long as the descriptor), unless another thread did it.
+
+        The file is closed when the last thread that reads it has let go of it. No lock: should another thread open the
+        shard between these two lines, it is opened once more than needed.
+        """
+        if self.file is file:
+            self.file = None
+
+    def pause(self, problem: str, failed: int, tries: int) -> bool:
+        """Wait before the next try. Returns whether the reader was closed meanwhile.
+
+        Of all threads that fail on this shard, one logs it, until its pause is over.
+        """
+        pause_s = FIRST_WAIT_S * 2 ** (failed - 1)
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + pause_s
+            logger.warning("%s: %s; try %d of %d, trying again in %g s", self.path, problem, failed, tries, pause_s)
+        return self._closed.wait(pause_s)
+
+
+def release(things: list) -> None:
+    """Empty a list of what is closed with the last reference to it, such as files and maps of them.
+
+    A filesystem that does not answer hangs who closes a file, too: a thread does it, and is waited for only a moment.
+    """
+    closing = threading.Thread(target=things.clear, name="datapipe-close", daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # the interpreter goes down, and starts no more threads
+        things.clear()
+    else:
+        closing.join(CLOSE_S)
 
 
 class _File:
+    """An open file, closed when nothing refers to it any more: never under a thread that reads it."""
+
     flags = os.O_RDONLY | os.O_CLOEXEC
     hints = True
     fd = -1
@@ -143,31 +202,22 @@ class _File:
             data += more  # a read may return less than was asked for before the end of the file
         return data
 
-    def close(self) -> None:
-        """May be called twice."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:  # of a reader that nobody closed
-        self.close()
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            with suppress(OSError):  # nothing was written
+                os.close(self.fd)
 
 
 class _Map(_File):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self._view = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))
-        except (OSError, ValueError) as error:  # ValueError: an empty file
-            super().close()
-            raise error if isinstance(error, OSError) else OSError(0, "an empty file") from error
+            self._view = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))  # it goes with the last view of it
+        except ValueError as error:
+            raise OSError(0, "an empty file") from error
 
     def read(self, offset: int, size: int, into: memoryview | None) -> Data:
         return self._view[offset : offset + size]
-
-    def close(self) -> None:
-        super().close()
-        self._view = memoryview(b"")  # the map goes with the last view
 
 
 class _Direct(_File):

@@ -19,6 +19,7 @@ from ..window import Box, Decoded, Window, decode_window
 from .base import Batch, LoaderOptions, device_of
 from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
+from .pool import in_time
 
 PIXEL_BYTES = 8 << 20  # of memory for decoded pixels a thread: about 16 windows
 WINDOW_BYTES = 1 << 20  # of memory for one of them, cut out
@@ -27,7 +28,7 @@ WINDOW_BYTES = 1 << 20  # of memory for one of them, cut out
 def open(path: Path | str, options: LoaderOptions, device: object) -> FillingLoader:
     from . import raw
 
-    data_set = DataSet(path, options.io, options.retries)
+    data_set = in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
     device = device_of(device)
     try:
         if device.type != "cpu" and raw.fits(data_set):

@@ -26,13 +26,14 @@ from ..window import Box, cut
 from .base import Batch, LoaderOptions, device_of
 from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
+from .pool import in_time, wait_for
 
 DEPTH = 2  # batches that DALI works on
 DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
 def open(path: Path | str, options: LoaderOptions, device: object) -> DaliLoader:
-    data_set = DataSet(path, options.io, options.retries)
+    data_set = in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
     try:
         return DaliLoader(data_set, options, device_of(device))
     except BaseException:
@@ -193,19 +194,25 @@ class DaliLoader(FillingLoader):
     def _begin_anew(self, slots: _Encoded, error: Exception) -> None:
         """DALI cannot decode a batch, and says no more: find the bad images with our own decoder, and go on without."""
         self._pipelines[:] = [self._built()]  # the old one takes no more batches
-        scheduled, found = list(self._scheduled), False
+        scheduled = list(self._scheduled)
         self._scheduled.clear()
+        searching = self._pool.submit(self._take_undecodable, slots)  # in a thread: it reads again
+        if not wait_for(searching, self.options.timeout_s, self._tell):
+            raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self.data_set.folder) from error
+        for begun in scheduled:
+            self._begin(begun)
+
+    def _take_undecodable(self, slots: _Encoded) -> bool:
+        """In a thread: take for bad what our own decoder refuses as a whole. Returns whether there is any."""
+        found_any = False
         for slot in np.flatnonzero(slots.valid).tolist():
             sample = int(slots.samples[slot])
             try:
                 self.data_set.pixels(sample, self.data_set.read(sample))
             except DecodeError as bad:
                 self._take_bad(slots, slot, bad)
-                found = True
-        if not found:
-            raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self.data_set.folder) from error
-        for begun in scheduled:
-            self._begin(begun)
+                found_any = True
+        return found_any
 
 
 def _window(data: Data, box: Box) -> tuple[Data, Box]:

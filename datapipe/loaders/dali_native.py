@@ -17,13 +17,14 @@ import torch
 from ..dataset import DataSet
 from ..errors import MissingBackendError, SettingError
 from .base import Batch, Loader, LoaderOptions, Split, device_of
+from .pool import in_time
 
 SHUFFLED = 1024  # samples that the next one is drawn from: DALI's default
 TRIES = 10  # as in augment.TRIES
 
 
 def open(path: Path | str, options: LoaderOptions, device: object) -> NativeLoader:
-    with DataSet(path) as data_set:
+    with in_time(options.timeout_s, path, "opening the data set", DataSet, path) as data_set:
         return NativeLoader(data_set, options, device_of(device))
 
 

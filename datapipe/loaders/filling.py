@@ -93,7 +93,8 @@ class FillingLoader(Loader):
         self.stage_s: Counter[str] = Counter()
         self.read_bytes = 0
         self._pool: Pool | None = None
-        self._readers: Pool | None = None
+        self._readers: Pool | None = None  # that read ahead: runs, or else only tell the kernel to
+        self._hints: list[Future] = []
         self._process = os.getpid()
         self._budget = Budget(options.max_bad, options.rank)
         if self._in_blocks():
@@ -102,6 +103,7 @@ class FillingLoader(Loader):
 
     def close(self) -> None:
         super().close()
+        self.data_set.reader.close()  # first: a thread may pause there for long before it reads again
         self._end_pool()
         self.data_set.close()
 
@@ -175,18 +177,18 @@ class FillingLoader(Loader):
         """Threads do not survive a fork, and files are better not shared over it."""
         if self._process != os.getpid():
             self._pool = self._readers = None
+            self._hints = []
             self._process = os.getpid()
             self.data_set.reader.close()
         if self._pool is None:
             self._pool = Pool(self.options.num_threads())
-            self._readers = Pool(READERS) if self._in_blocks() else None
+            self._readers = Pool(READERS if self._in_blocks() else 1)
 
     def _end_pool(self) -> None:
         if self._pool is not None and self._process == os.getpid():
             self.stage_s["queue_full"] += self._pool.idle_s()
             self._pool.close()
-            if self._readers is not None:
-                self._readers.close()
+            self._readers.close()
         self._pool = self._readers = None
 
     def _plan(self, epoch: int, steps: range) -> tuple[Order, Runs | None]:
@@ -205,9 +207,9 @@ class FillingLoader(Loader):
         if runs is None:
             slots = self._new_slots(positions, order[inside])
             if self._reads_slowly():
-                slots.planned = self._planned(epoch, slots)
-                for _, shard, offset, size, _ in slots.planned.fields:
-                    self.data_set.reader.will_read(shard, offset, size)
+                self._hints = [hint for hint in self._hints if not hint.done()]
+                if len(self._hints) < AHEAD:  # a hint that comes too late is of no use, and would keep a batch's memory
+                    self._hints.append(self._readers.submit(self._hint, epoch, slots))
         else:
             samples, numbers = order.at(inside)
             slots = self._new_slots(positions, samples)
@@ -227,7 +229,9 @@ class FillingLoader(Loader):
     def _tell(self, waited_s: float, is_over: bool) -> None:
         read = self.data_set.reader.oldest()
         what = f"waiting for a batch for {waited_s:.0f} s"
-        if read is not None:
+        if read is not None and read.problem:
+            what += f"; {read.problem}; it is being tried again"
+        elif read is not None:
             what += f"; a read at {read.offset} has not answered for {time.monotonic() - read.since:.0f} s"
         path, shard = (read.path.parent, read.path.name) if read else (self.data_set.folder, None)
         if is_over:
@@ -239,10 +243,7 @@ class FillingLoader(Loader):
     def _fill(self, epoch: int, slots: Slots, chunk: slice, runs: Runs | None) -> Done | None:
         """Fill the slots of a chunk."""
         clock, began = time.perf_counter, time.perf_counter()
-        with slots.lock:  # by the first chunk for all: numpy takes as long for 256 samples as for 32
-            if slots.planned is None:
-                slots.planned = self._planned(epoch, slots)
-        fields, boxes, scale, flips = (column[chunk] for column in slots.planned)
+        fields, boxes, scale, flips = (column[chunk] for column in self._planned_once(epoch, slots))
         first, count = chunk.start, len(fields)
         if count < chunk.stop - first:  # padding lies behind the last position
             self._put_nothing(slots, slice(first + count, min(chunk.stop, len(slots.valid))))
@@ -261,6 +262,21 @@ class FillingLoader(Loader):
         stages = {"read": clock() - started, **self._put(slots, wanted)}
         stages["other"] = clock() - began - sum(stages.values())
         return Done(stages, sum(record[3] for record in fields))
+
+    def _hint(self, epoch: int, slots: Slots) -> None:
+        """Tell the kernel what will be read. It may ask the filesystem's server first, and so must not be asked by the
+        consumer.
+        """
+        for _, shard, offset, size, _ in self._planned_once(epoch, slots).fields:
+            if slots.abandoned:
+                return
+            self.data_set.reader.will_read(shard, offset, size)
+
+    def _planned_once(self, epoch: int, slots: Slots) -> Planned:
+        with slots.lock:  # by the first thread for all: numpy takes as long for 256 samples as for 32
+            if slots.planned is None:
+                slots.planned = self._planned(epoch, slots)
+            return slots.planned
 
     def _planned(self, epoch: int, slots: Slots) -> Planned:
         count = int(slots.valid.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -9,9 +10,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..errors import DatapipeError
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 0.5  # for what a thread is doing when it is to end
 TELL_S = 10.0  # how often somebody who waits is told what for
@@ -28,6 +34,26 @@ def wait_for(future: Future, limit_s: float, tell: Callable[[float, bool], None]
             if future.done():  # meanwhile, or the task itself raised a TimeoutError
                 return future.result()
             tell(time.monotonic() - asked, left <= 0)
+
+
+def in_time(limit_s: float, path: Path | str, doing: str, function: Callable, *arguments) -> Any:
+    """Call a function that reads at `path`, in a thread, and return what it returns.
+
+    Each 10 s it is logged that `doing` takes so long. Raises DatapipeError after `limit_s` seconds, naming `path`, and
+    what the function raises.
+    """
+
+    def tell(waited_s: float, is_over: bool) -> None:
+        message = f"{doing} has not been answered for {waited_s:.0f} s"
+        if is_over:
+            raise DatapipeError(f"{message} (timeout_s={limit_s:g})", path=path)
+        logger.warning("%s: %s", path, message)
+
+    pool = Pool(1)
+    try:
+        return wait_for(pool.submit(function, *arguments), limit_s, tell)
+    finally:
+        pool.close()
 
 
 class Pool:

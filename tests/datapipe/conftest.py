@@ -25,6 +25,7 @@ class SlowFS:
 
     def __init__(self, folder: Path) -> None:
         self.backing, self.path = folder / "backing", folder / "mount"
+        self.daemon = 0  # its process
 
     def calm(self) -> None:
         self.set(**CALM)
@@ -56,7 +57,7 @@ def mounted() -> Iterator[SlowFS]:
         done = subprocess.run([MOUNT, slow.backing, slow.path], capture_output=True, text=True, timeout=300)
         if done.returncode:
             pytest.skip(f"slowfs cannot be mounted: {done.stderr.strip()[-300:]}")
-        daemon = int(done.stdout.split()[-1])
+        slow.daemon = daemon = int(done.stdout.split()[-1])
         try:
             yield slow
         finally:

@@ -132,19 +132,24 @@ def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, cap
     assert sum("trying again" in record.getMessage() for record in caplog.records) >= 2
 
 
-def test_a_fault_that_passes_is_not_an_error(slow, monkeypatch):
+@pytest.mark.parametrize("fault", ["read:*/{shard}:@{place}:EIO", "read:*/{shard}:@{place}:ESTALE",
+                                   "open:*/{shard}:1+:ESTALE", "open:*/{shard}:1+:EIO"])  # fmt: skip
+def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
+    """As long as a file server's failover, by default; and whoever waits is told what for."""
+    monkeypatch.setattr(pool, "TELL_S", 0.5)
     shard, offset, size, _ = place(slow.backing / "data", 30)
-    waits = []
-
-    def wait(seconds):
-        waits.append(seconds)
-        slow.calm()
-
     with open_loader(slow.path / "data", 61, size=24) as loader:
-        slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:EIO"])
-        monkeypatch.setattr(reading.time, "sleep", wait)
+        slow.set(faults=[fault.format(shard=shard, place=offset + size // 2)])
+        passing = threading.Timer(2.0, slow.calm)
+        passing.start()
         ((batch),) = loader
-    assert batch.valid.all() and waits and waits[0] == reading.FIRST_WAIT_S
+        passing.join()
+    assert batch.valid.all()
+    said = [record.getMessage() for record in caplog.records]
+    pauses = [line for line in said if "trying again in" in line]
+    assert str(slow.path / "data" / shard) in pauses[0] and pauses[0].endswith("try 1 of 10, trying again in 0.1 s")
+    assert 4 <= len(pauses) <= 7, pauses  # 0.1, 0.2, 0.4, 0.8 and 1.6 s
+    assert any("it is being tried again" in line and shard in line for line in said)
 
 
 def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypatch):
@@ -183,22 +188,23 @@ def test_hints_do_no_harm(tmp_path):
 
 
 def test_a_shard_that_is_cut_short_in_mid_epoch_is_named(copied, monkeypatch):
-    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0.001)
     with open_loader(copied, 4, size=24, train=False) as loader:
         batches = iter(loader)
         next(batches)
         for path in copied.glob("*.tar"):
             os.truncate(path, 600)
-        with pytest.raises(ShardReadError, match=r"\.tar.*truncated: \d+ bytes at \d+ end after \d+ \(tried 4 times\)"):
+        message = r"\.tar.*truncated: \d+ bytes at \d+ end after \d+ \(tried 10 times\)"
+        with pytest.raises(ShardReadError, match=message):
             list(batches)
 
 
 def test_a_shard_that_disappears_is_named(copied, monkeypatch):
-    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0.001)
     with open_loader(copied, 4, size=24) as loader:
         for path in copied.glob("*.tar"):
             path.unlink()
-        with pytest.raises(ShardReadError, match=r"\.tar.*is missing, and with it \d+ bytes at \d+ \(tried 4 times\)"):
+        with pytest.raises(ShardReadError, match=r"\.tar.*is missing, and with it \d+ bytes at \d+ \(tried 10 times\)"):
             list(loader)
 
 
