@@ -1,10 +1,13 @@
 """The backend that streams: equal steps, every sample once, also of shards that are not ours."""
 
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +123,37 @@ def test_urls(foreign, way):
     }[way]
     (batches,) = epochs(path, train=False)
     assert torch.cat([batch.labels[batch.valid] for batch in batches]).tolist() == list(range(sum(SIZES)))
+
+
+NAMES = ["pipe:touch PWNED; cat plain.tar #.tar", "http:localhost.tar", "s3:bucket.tar", "gs:bucket.tar", "file:a.tar",
+         "a::b.tar", "{0..3}.tar", "-.tar"]  # fmt: skip
+
+
+def test_names_of_files_are_not_urls(foreign, tmp_path, monkeypatch):
+    """Also in the folder ".", whose files are named without a slash."""
+    for name in ("plain.tar", *NAMES):
+        (tmp_path / name).write_bytes((foreign / "part-000.tar").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", Path("."), tmp_path):
+        (batches,) = epochs(folder, train=False)
+        assert sum(int(batch.valid.sum()) for batch in batches) == SIZES[0] * (len(NAMES) + 1)
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_names_in_a_manifest_are_not_urls(packed_folders, tmp_path, monkeypatch, cached):
+    folder = shutil.copytree(packed_folders["tar"] / "train", tmp_path / "copy")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    first = manifest["shards"][0]["name"]
+    name = manifest["shards"][0]["name"] = f"pipe:touch PWNED; cat {manifest['shards'][1]['name']}"
+    (folder / first).rename(folder / name)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.chdir(folder)
+    cache = {"cache": tmp_path / "cache"} if cached else {}
+    with suppress(ManifestError):  # if such a name is not allowed at all
+        (batches,) = epochs(".", train=False, **cache)
+        assert sum(int(batch.valid.sum()) for batch in batches) == 61
+    assert not list(tmp_path.rglob("PWNED"))
 
 
 def test_epochs_repeat_and_resume(foreign):
