@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..formats import Buffer
-from .opening import FOLDER_FLAGS, LEAVES, Descriptors, is_inside, open_file, own_memory, real_path, real_path_of
+from .opening import (
+    FOLDER_FLAGS,
+    LEAVES,
+    Descriptors,
+    is_inside,
+    open_file,
+    own_memory,
+    read_at,
+    real_path,
+    real_path_of,
+)
 
 
 @dataclass(eq=False)
@@ -55,7 +65,10 @@ class Files:
             return 0
 
     def read(self, i: int, buffer: memoryview) -> Buffer:
-        """One open, one read, one close: opened from its folder's descriptor, so that only its name is looked up."""
+        """One open, one read (and one that finds the end), one close.
+
+        Opened from its folder's descriptor, so that only its name is looked up.
+        """
         number = self._folder[i]
         folder = self._folders.kept[number]
         if folder is not None:
@@ -64,8 +77,14 @@ class Files:
             with self._folders.borrow(number) as folder:
                 fd = open_file(self.files[i], self._real_bounds, folder)
         try:
-            count = os.readv(fd, [buffer])
-            return buffer[:count] if count < len(buffer) else _read_on(fd, buffer)
+            size = os.readv(fd, [buffer])
+            # Fewer bytes than fit are not the end yet: Linux gives those before an error, and that when asked again.
+            while size < len(buffer):
+                count = os.readv(fd, [buffer[size:]])
+                if not count:
+                    return buffer[:size]
+                size += count
+            return _read_on(fd, buffer)
         finally:
             os.close(fd)
 
@@ -93,7 +112,7 @@ def _read_on(fd: int, buffer: memoryview) -> Buffer:
     data = own_memory(status.st_size)
     data[:at] = buffer
     with memoryview(data) as view:
-        while at < len(view) and (count := os.preadv(fd, [view[at:]], at)):
-            at += count
-    del data[at:]
+        at += read_at(fd, view[at:], at)
+    if at < len(data):
+        raise ValueError(f"is truncated: it ends after {at} of its {len(data)} bytes")
     return data

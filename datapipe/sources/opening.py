@@ -84,13 +84,32 @@ def check_inside(path: str, bounds: str | None) -> None:
 
 @contextmanager
 def opened(path: str, bounds: str | None) -> Iterator[int]:
-    """A descriptor of a folder or large file to be listed: its path is checked whole. Raises SourceError."""
+    """A descriptor of a folder or large file to be listed: its path is checked whole.
+
+    Raises SourceError, also in place of an OSError while the descriptor is used.
+    """
     with refused(path):
         fd = os.open(follow(path, bounds and real_path(bounds)), FLAGS)
     try:
         yield fd
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror or error}", path=path) from error
     finally:
         os.close(fd)
+
+
+def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
+    """Fill `buffer` from `offset` of a file; return how many bytes there are: fewer only where the file ends.
+
+    A read may give less than there is: before an error (which only the next read tells), or at a signal.
+    """
+    size = os.preadv(fd, [buffer], offset)
+    while size < len(buffer):
+        count = os.preadv(fd, [memoryview(buffer)[size:]], offset + size)
+        if not count:
+            break
+        size += count
+    return size
 
 
 def own_memory(size: int) -> bytearray:

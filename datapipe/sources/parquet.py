@@ -200,8 +200,15 @@ class Rows:
         parquet = _import_parquet(path)
         from pyarrow import compute
 
-        with parquet.ParquetFile(path) as file:
-            table = file.read_row_group(int(self.group[block]), columns=[self.column], use_threads=False)
+        group = int(self.group[block])
+        try:
+            with parquet.ParquetFile(path) as file:
+                table = file.read_row_group(group, columns=[self.column], use_threads=False)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, NotImplementedError, IndexError) as error:  # Arrow's errors are these, too
+            # That is never one image's fault: a disk that fails, or a file that was cut off since it was listed.
+            raise SourceError(f"row group {group} cannot be read: {error}", path=path) from error
         images = table.column(0)
         return compute.struct_field(images, "bytes") if self.column.endswith(".bytes") else images
 

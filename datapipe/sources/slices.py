@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..formats import Buffer
-from .opening import FLAGS, Descriptors, own_memory
+from .opening import FLAGS, Descriptors, own_memory, read_at
 from .tarwalk import Member
 
 
@@ -45,10 +45,10 @@ class Slices:
         data = buffer[:size] if size <= len(buffer) else own_memory(size)
         fd = self._descriptors.kept[number]
         if fd is not None:
-            count = os.preadv(fd, [data], int(self.offset[i]))
+            count = read_at(fd, data, int(self.offset[i]))
         else:
             with self._descriptors.borrow(number) as fd:
-                count = os.preadv(fd, [data], int(self.offset[i]))
+                count = read_at(fd, data, int(self.offset[i]))
         if count < size:
             raise ValueError(f"is truncated: the archive ends after {count} of its {size} bytes")
         return data

@@ -77,11 +77,17 @@ class _Window(io.RawIOBase):
         self._data, self._start, self._position = b"", begin, 0
 
     def at(self, position: int, size: int) -> bytes:
-        """Fewer bytes than `size` at the end."""
+        """Fewer bytes than `size` at the end. Raises ReadError where the file is shorter than it was when opened."""
         offset = position - self._start
         if offset < 0 or offset + size > len(self._data):
             count = max(0, min(max(size, WINDOW), self.end - position))
-            self._data, self._start, offset = os.pread(self.fd, count, position), position, 0
+            data = os.pread(self.fd, count, position)
+            while len(data) < count:  # less than there is, as before an error that only the next read tells
+                more = os.pread(self.fd, count - len(data), position + len(data))
+                if not more:
+                    raise tarfile.ReadError(f"it ends after {position + len(data)} bytes, and had {self.end}")
+                data += more
+            self._data, self._start, offset = data, position, 0
         return self._data[offset : offset + size]
 
     def read(self, size: int = -1) -> bytes:

@@ -7,13 +7,16 @@ The filesystem (slowfs) comes from a testbed beside the checkout; without that, 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -344,3 +347,162 @@ def test_requests_a_file(slow, raw, whole):
     assert run(raw, out, "--resume", workers=4).returncode == 0
     assert slow.calls() == [NUM_IMAGES, NUM_IMAGES, NUM_IMAGES, 3 * NUM_IMAGES, 0]
     assert contents(slow.behind(out)) == contents(whole)
+
+
+# In a mount namespace of its own: a disk whose backing file has ended where the middle of a file lies. A read gives
+# what comes before, and only the next one gives the kernel's own EIO.
+FAILING_DISK = """
+import fcntl, os, struct, subprocess, sys
+from pathlib import Path
+source, name, *command = sys.argv[1:]
+source, disk, mount = Path(source), Path("disk.img").resolve(), Path("mount").resolve()
+BLOCK, KEPT = 4096, 262_144
+
+def run(*line):
+    subprocess.run([str(word) for word in line], check=True, stdout=subprocess.DEVNULL)
+
+def blocks(path):
+    with open(path, "rb") as file:
+        count = -(-os.fstat(file.fileno()).st_size // BLOCK)
+        return [struct.unpack("i", fcntl.ioctl(file, 1, struct.pack("i", i)))[0] for i in range(count)]  # FIBMAP
+
+mount.mkdir()
+with open(disk, "wb") as file:
+    file.truncate(24 << 20)
+run("mkfs.ext2", "-q", "-b", BLOCK, disk)
+run("mount", "-o", "loop", disk, mount)
+run("cp", "-r", source, mount / "raw")
+whole, path = (source / name).read_bytes(), mount / "raw" / name
+tail = len(whole) // BLOCK * BLOCK - 16 * BLOCK
+os.unlink(path)
+with open(path, "wb") as file:
+    file.write(whole[:KEPT])
+    file.seek(tail)
+    file.write(whole[tail:])
+filler = mount / "filler"  # all that is free, but at the disk's end: so the middle lies behind all else
+filler.mkdir()
+for i in range(1000):
+    try:
+        (filler / str(i)).write_bytes(bytes(16 * BLOCK))
+    except OSError:
+        (filler / str(i)).unlink()
+        break
+os.sync()
+highest = sorted(filler.iterdir(), key=lambda file: -min(blocks(file)))
+for file in highest[: (tail - KEPT) // BLOCK // 16 + 4]:
+    file.unlink()
+with open(path, "r+b") as file:
+    file.seek(KEPT)
+    file.write(whole[KEPT:tail])
+assert path.read_bytes() == whole
+os.sync()
+middle = blocks(path)[KEPT // BLOCK : tail // BLOCK]
+others = [block for file in (mount / "raw").rglob("*.*") if file != path for block in blocks(file)]
+assert max([0, *others]) < min(middle), "the disk is laid out otherwise"
+run("umount", mount)
+run("mount", "-o", "loop,ro", disk, mount)
+os.truncate(disk, min(middle) * BLOCK)
+Path("/proc/sys/vm/drop_caches").write_text("3")
+sys.exit(subprocess.run([*command[:4], mount / "raw", *command[4:]]).returncode)
+"""
+
+
+@pytest.mark.parametrize("max_bad", ["0", "100%"])
+@pytest.mark.parametrize("kind", ["files", "tar"])
+def test_a_disk_that_fails_in_the_middle_of_a_large_file(tmp_path, photo, encoded, kind, max_bad):
+    """The kernel gives what it could read, and the error only when asked again: that is not the end of a file."""
+    if os.geteuid() != 0 or not Path("/dev/loop-control").exists() or not shutil.which("mkfs.ext2"):
+        pytest.skip("needs root, loop devices and mkfs.ext2")
+    small, large = encoded(photo(64, 64, 1)), encoded(np.tile(photo(400, 400, 2), (4, 4, 1)), quality=98)
+    assert len(large) > 1 << 20  # beyond one readahead
+    source = tmp_path / "source"
+    (source / "class").mkdir(parents=True)
+    if kind == "files":
+        name = "class/large.jpg"
+        (source / "class" / "small.jpg").write_bytes(small)
+        (source / name).write_bytes(large)
+    else:
+        name = "train.tar"
+        (source / "class").rmdir()
+        with tarfile.open(source / name, "w") as archive:
+            for member, data in (("1.jpg", small), ("1.cls", b"0"), ("2.jpg", large), ("2.cls", b"1"), ("3.jpg", small),
+                                 ("3.cls", b"0")):  # fmt: skip
+                archive.addfile(tarinfo(member, len(data)), io.BytesIO(data))
+            archive.addfile(tarinfo("pad.txt", 1 << 17), io.BytesIO(bytes(1 << 17)))
+    program, rest = [sys.executable, "-m", "datapipe", "pack"], [tmp_path / "out", "--max-bad", max_bad]
+    line = ["unshare", "-m", sys.executable, "-c", FAILING_DISK, source, name, *program, *rest]
+    done = subprocess.run([str(word) for word in line], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    check_failed(done.returncode, done.stderr, SAYS["EIO"], name if kind == "files" else "train.tar, member 2")
+
+
+def tarinfo(name: str, size: int) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info
+
+
+@pytest.mark.parametrize("kind", ["imagefolder", "webdataset", "csv", "idx", "cifar10", "parquet"])
+@pytest.mark.parametrize("where", ["first", "middle"])
+def test_a_source_that_cannot_be_read_to_its_end(slow, tmp_path, photo, encoded, kind, where):
+    """Whatever lies there: it is neither a bad image nor a truncated file, also with --max-bad."""
+    pytest.importorskip("pyarrow" if kind == "parquet" else "numpy")
+    path = SOURCES[kind](slow.backing / "out-source", encoded(photo(900, 900, 3), quality=97))
+    at = {"first": 0, "middle": path.stat().st_size // 2}[where]
+    seen = slow.path / path.relative_to(slow.backing)
+    slow.set(faults=[f"read:{pattern(seen, slow)}:@{at}:EIO"])
+    done = run(slow.path / "out-source", slow.path / "out", "--max-bad", "100%")
+    check_failed(done.returncode, done.stderr, SAYS["EIO"], seen)
+
+
+def a_folder(folder: Path, image: bytes) -> Path:
+    (folder / "class").mkdir(parents=True)
+    for name in ("1.jpg", "2.jpg"):
+        (folder / "class" / name).write_bytes(image)
+    return folder / "class" / "2.jpg"
+
+
+def a_tar(folder: Path, image: bytes) -> Path:
+    folder.mkdir()
+    with tarfile.open(folder / "train.tar", "w") as archive:
+        for member, data in (("1.jpg", image), ("1.cls", b"0")):
+            archive.addfile(tarinfo(member, len(data)), io.BytesIO(data))
+    return folder / "train.tar"
+
+
+def a_table(folder: Path, image: bytes) -> Path:
+    folder.mkdir()
+    (folder / "1.jpg").write_bytes(image)
+    (folder / "train.csv").write_text("path,label\n" + "1.jpg,a\n" * 50_000)
+    return folder / "train.csv"
+
+
+def some_idx(folder: Path, image: bytes) -> Path:
+    folder.mkdir()
+    for split in ("train", "t10k"):
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 0x803, 500, 28, 28) + bytes(500 * 784))
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, 500) + bytes(500))
+    return folder / "train-images-idx3-ubyte"
+
+
+def some_cifar(folder: Path, image: bytes) -> Path:
+    folder.mkdir()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        (folder / f"{name}.bin").write_bytes(bytes(100 * 3073))
+    (folder / "batches.meta.txt").write_text("\n".join("abcdefghij"))
+    return folder / "data_batch_3.bin"
+
+
+def some_parquet(folder: Path, image: bytes) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir()
+    table = pyarrow.table({"image": [image] * 4, "label": [0, 1, 0, 1]})
+    parquet.write_table(table, folder / "train.parquet", row_group_size=2, compression="none", use_dictionary=False)
+    return folder / "train.parquet"
+
+
+SOURCES = {
+    "imagefolder": a_folder, "webdataset": a_tar, "csv": a_table, "idx": some_idx, "cifar10": some_cifar,
+    "parquet": some_parquet,
+}  # fmt: skip
