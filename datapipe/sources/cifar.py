@@ -5,13 +5,7 @@ The formats are described at https://www.cs.toronto.edu/~kriz/cifar.html.
 
 from __future__ import annotations
 
-import gzip
-import io
-import lzma
-import pickle
-import tarfile
-import zlib
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +13,8 @@ import numpy as np
 
 from ..errors import SourceError
 from . import Source, numbered
+from .pickled import Array, read_pickle
+from .unpacked import members, read_file
 
 SIDE = 32
 IMAGE_BYTES = 3 * SIDE * SIDE
@@ -31,14 +27,7 @@ LAYOUTS = {
     ("cifar100", "binary"): (("train.bin",), ("test.bin",), "fine_label_names.txt"),
 }
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
-# All that the pickles of CIFAR need: numpy arrays, as pickled by Python 2 (or, re-made, by 3).
-ALLOWED = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-}
+MAX_BYTES = 1 << 30  # of all files together, which have 180 MB
 
 
 def detect(path: Path) -> str | None:
@@ -82,54 +71,46 @@ class _Archive:
     def names(self) -> Set[str]:
         if self.path.is_dir():
             return {entry.name for entry in self._folder().iterdir()}
-        return {Path(member.name).name for member, _ in self._members(())}
+        return {Path(name).name for name, _ in members(str(self.path), None, set(), 0)}
 
     def read(self, names: Set[str]) -> dict[str, bytes]:
         if self.path.is_dir():
             folder = self._folder()
-            return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-        return {Path(member.name).name: data for member, data in self._members(names) if data is not None}
+            there = (folder / name for name in names if (folder / name).is_file())
+            return {path.name: read_file(str(path), None, MAX_BYTES) for path in there}
+        inside = members(str(self.path), None, names, MAX_BYTES)
+        return {Path(name).name: data for name, data in inside if data is not None}
 
     def _folder(self) -> Path:
         """A folder that only holds the archive's folder stands for it."""
         inner = [path for path in self.path.iterdir() if path.name.startswith("cifar-") and path.is_dir()]
         return inner[0] if len(inner) == 1 else self.path
 
-    def _members(self, wanted: Set[str]) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
-        """Every file of the archive, with the content of those whose base name is wanted."""
-        try:
-            with tarfile.open(self.path) as archive:
-                for member in filter(tarfile.TarInfo.isfile, archive):
-                    read = Path(member.name).name in wanted
-                    yield member, archive.extractfile(member).read() if read else None
-        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=self.path) from error
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"asks for {module}.{name}, which no CIFAR file needs")
-        return super().find_class(module, name)
-
 
 def _unpickle(where: str, data: bytes) -> dict:
     try:
-        content = _Unpickler(io.BytesIO(data), encoding="latin1").load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise SourceError(f"is no CIFAR pickle: {error}", path=where) from error
+        content = read_pickle(data)
+    except ValueError as error:
+        raise SourceError(f"is not a CIFAR pickle: {error}", path=where) from error
     if not isinstance(content, dict):
-        raise SourceError("is no CIFAR pickle: holds no dictionary", path=where)
+        raise SourceError("is not a CIFAR pickle: holds no dictionary", path=where)
     return content
 
 
 def _parse_python(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
     content = _unpickle(where, data)
+    rows, labels = content.get("data"), content.get("labels" if kind == "cifar10" else "fine_labels", [])
     try:
-        labels = np.asarray(content.get("labels" if kind == "cifar10" else "fine_labels", ()))
+        rows, labels = (value.array() if isinstance(value, Array) else value for value in (rows, labels))
     except ValueError as error:
-        raise SourceError(f"holds labels of differing lengths: {error}", path=where) from error
-    return _checked(where, kind, labels, content.get("data"))
+        raise SourceError(f"is not a CIFAR pickle: {error}", path=where) from error
+    if isinstance(labels, list):
+        if not all(type(label) is int and 0 <= label < NUM_CLASSES[kind] for label in labels):
+            raise SourceError(f"holds labels out of 0 to {NUM_CLASSES[kind] - 1}", path=where)
+        labels = np.array(labels, np.int64)
+    if not isinstance(labels, np.ndarray):
+        raise SourceError("holds no labels", path=where)
+    return _checked(where, kind, labels, rows)
 
 
 def _parse_binary(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -157,6 +138,7 @@ def _class_names(path: Path, kind: str, version: str, data: bytes) -> list[str]:
         names = _unpickle(f"{path}: meta", data).get(field, [])
     else:
         names = data.decode("latin1").split()
-    if not isinstance(names, list) or len(names) != NUM_CLASSES[kind]:
+    is_list = isinstance(names, list) and all(type(name) is str for name in names)
+    if not is_list or len(names) != NUM_CLASSES[kind]:
         raise SourceError(f"does not name the {NUM_CLASSES[kind]} classes of {kind}", path=path)
-    return [str(name) for name in names]
+    return names

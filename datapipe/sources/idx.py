@@ -6,17 +6,23 @@ The format is described at the end of http://yann.lecun.com/exdb/mnist/.
 from __future__ import annotations
 
 import gzip
+import math
+import os
 import re
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from ..errors import SourceError
+from ..memory import allowed_bytes
 from . import SPLITS, Samples, Source, numbered
+from .opening import opened
 
 IMAGES = re.compile(r"(.+)-images[-.]idx3-ubyte(\.gz)?")
 UNSIGNED_BYTE = 0x08
+MAX_GZIP_RATIO = 1032  # deflate: 258 bytes for 2 bits
 
 
 def detect(path: Path) -> str | None:
@@ -57,18 +63,32 @@ def _labels_of(images_path: Path) -> Path:
 
 def _read(path: Path, num_dimensions: int) -> np.ndarray:
     """uint8 of the shape that the file's header gives."""
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            data = file.read()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SourceError(f"is truncated or corrupt: {error}", path=path) from error
+    gzipped = path.suffix == ".gz"
+    with opened(str(path), None) as fd, open(fd, "rb", closefd=False) as plain:
+        file_bytes = os.fstat(fd).st_size
+        try:
+            with gzip.open(plain) if gzipped else plain as file:
+                return _read_array(path, file, num_dimensions, file_bytes * (MAX_GZIP_RATIO if gzipped else 1))
+        except (EOFError, zlib.error, gzip.BadGzipFile, MemoryError) as error:
+            raise SourceError(f"is truncated or corrupt: {error}", path=path) from error
+
+
+def _read_array(path: Path, file: BinaryIO, num_dimensions: int, max_bytes: int) -> np.ndarray:
+    """No more is read than the header announces, and one byte to see that there is nothing behind."""
     header_bytes = 4 + 4 * num_dimensions
-    if len(data) < header_bytes or data[:4] != bytes((0, 0, UNSIGNED_BYTE, num_dimensions)):
+    header = file.read(header_bytes)
+    if len(header) < header_bytes or header[:4] != bytes((0, 0, UNSIGNED_BYTE, num_dimensions)):
         raise SourceError(f"is no IDX file of unsigned bytes in {num_dimensions} dimensions", path=path)
-    shape = np.frombuffer(data, ">u4", num_dimensions, 4).tolist()
+    shape = np.frombuffer(header, ">u4", num_dimensions, 4).tolist()
     if 0 in shape:
         raise SourceError(f"is empty: its shape is {shape}", path=path)
-    expected = header_bytes + int(np.prod(shape, dtype=object))
+    expected = math.prod(shape)
+    if expected > max_bytes:
+        raise SourceError(f"is truncated or corrupt: its header announces {expected} bytes of pixels", path=path)
+    if expected > (allowed := allowed_bytes()):
+        raise SourceError(f"holds {expected} bytes, and this process may have {allowed}", path=path)
+    data = file.read(expected + 1)
     if len(data) != expected:
-        raise SourceError(f"is truncated or corrupt: {len(data)} bytes, its header says {expected}", path=path)
-    return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
+        size = f"{len(data)} bytes" if len(data) < expected else "more bytes"
+        raise SourceError(f"is truncated or corrupt: {size} of pixels, its header says {expected}", path=path)
+    return np.frombuffer(data, np.uint8).reshape(shape)

@@ -19,6 +19,7 @@ from .splits import EXTENSIONS, is_hidden, is_image, pick_splits
 logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
+MAX_DEPTH = 100  # of folders in a class folder
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -140,10 +141,13 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
 def _walk(fd: int, folder: str, found: _Class) -> None:
     """List a folder, given open, and close it. Relative to it the folders below are opened: one look-up, not a path's.
 
-    A class folder may be a link, and so may a file; links to folders below are not followed (they may loop).
+    A class folder may be a link, and so may a file; links to folders below are not followed (they may loop). Raises
+    ValueError for folders that lie too deep: a descriptor of each above stays open.
     """
     images, folders = [], []
     try:
+        if folder.count("/") > MAX_DEPTH:
+            raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
         with os.scandir(fd) as entries:
             for entry in entries:
                 name = entry.name

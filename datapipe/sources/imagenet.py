@@ -10,14 +10,11 @@ Classes are the synsets (WordNet ids) in their order, as everywhere in the field
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import re
-import tarfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +26,7 @@ from .opening import opened
 from .slices import Part, Slices, join
 from .splits import is_image
 from .tarwalk import Member, walk, warn_of_others
+from .unpacked import members, read_file
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKITS = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz")
@@ -36,6 +34,7 @@ GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.m
 CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 NUM_CLASSES = 1000
+MAX_DEVKIT_BYTES = 64 << 20  # of its two files that are read, which have 1 MB
 LISTERS = 32  # class tars walked at once: hides a shared filesystem's latency
 
 
@@ -185,22 +184,13 @@ def _read_devkit(path: Path, bounds: str | None) -> _Devkit:
 
 def _devkit_files(path: Path, bounds: str | None) -> tuple[bytes, bytes]:
     """The labels of the val images, and the classes, of an unpacked devkit or its archive."""
-    found: dict[str, bytes] = {}
+    names = {GROUND_TRUTH, META}
     if path.is_dir():
-        for name in (GROUND_TRUTH, META):
-            with opened(str(path / name), bounds) as fd, open(fd, "rb", closefd=False) as file:
-                found[name] = file.read()
+        found = {name: read_file(str(path / name), bounds, MAX_DEVKIT_BYTES) for name in names}
     else:
-        with opened(str(path), bounds) as fd, open(fd, "rb", closefd=False) as file:
-            try:
-                with tarfile.open(fileobj=file) as archive:
-                    for member in filter(tarfile.TarInfo.isreg, archive):
-                        name = "/".join(PurePosixPath(member.name).parts[-2:])
-                        if name in (GROUND_TRUTH, META):
-                            found[name] = archive.extractfile(member).read()
-            except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=path) from error
-    if missing := {GROUND_TRUTH, META} - found.keys():
+        inside = members(str(path), bounds, names, MAX_DEVKIT_BYTES)
+        found = {"/".join(name.split("/")[-2:]): data for name, data in inside if data is not None}
+    if missing := names - found.keys():
         raise SourceError(f"lacks {' and '.join(sorted(missing))}", path=path)
     return found[GROUND_TRUTH], found[META]
 
