@@ -18,15 +18,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
+from .budget import Budget
 from .errors import DatapipeError, SourceError
 from .formats import Buffer
 from .image import ImageHeader
 from .index import sample_checksum
 from .journal import BadSample, PackedShard
+from .memory import return_free_bytes
 from .shards import Good, Shard, ShardTask, Stopped
 from .sources import Samples
 
@@ -38,20 +40,52 @@ OPEN_SHARDS = 2  # written at the same time: a kernel lets only one thread write
 # Of each chunk's memory, beside twice its expected bytes: a file that does not fit is read in two pieces.
 SLACK_BYTES = 256 << 10
 CHUNKS_A_THREAD = 3  # that it works on, or that wait for one that is slow
+LARGE_BYTES = 64 << 20  # decoded: worth a call that makes sure that it is free
 # What a file can do wrong by itself, unlike the filesystem under it.
 BAD_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
             errno.ENOTDIR}  # fmt: skip
 SLOW_WAIT_S = 0.25  # between looks at progress and at what hangs
 GRACE_S = 2.0  # for threads to end, before they are left to themselves
 
-Prepare = Callable[[Buffer], tuple[Buffer, ImageHeader, Sequence[str]]]
+# An image's bytes, and what to call with the memory that it takes before that is used.
+Prepare = Callable[[Buffer, Callable[[int], None]], tuple[Buffer, ImageHeader, Sequence[str]]]
 
 
-class _Chunk(NamedTuple):
-    shard: Shard
-    which: range  # of the shard's samples
-    memory: memoryview
-    images: list[Good | BadSample]
+class _Chunk:
+    def __init__(self, budget: Budget, shard: Shard, which: range, memory: memoryview) -> None:
+        self.shard, self.which, self.memory = shard, which, memory  # which of the shard's samples
+        self.images: list[Good | BadSample] = []
+        self._budget = budget
+        self._claimed = self._held = 0
+
+    def is_awaited(self) -> bool:
+        """Is it the one whose turn it is?"""
+        return self.which.start == self.shard.head
+
+    def claim(self, size: int) -> None:
+        """Wait until an image may be decoded. Raises MemoryError, Stopped."""
+        if not self._budget.claim(size, self.is_awaited):
+            raise Stopped
+        self._claimed = size
+
+    def end_claim(self, hold: int) -> None:
+        """The image has been decoded, if it had to be; of its memory so much is used until it is written."""
+        if self._claimed:
+            if self._claimed >= LARGE_BYTES:
+                return_free_bytes()
+            self._budget.release(self._claimed, hold)
+            self._claimed, self._held = 0, self._held + hold
+
+    def hold(self, size: int) -> None:
+        """Count memory beside the chunk's own."""
+        self._budget.hold(size)
+        self._held += size
+
+    def let_go(self) -> None:
+        """All is written."""
+        self.images.clear()
+        if self._held:
+            self._budget.let_go(self._held)
 
 
 _Doing = tuple[float, str, Samples | None, int]
@@ -61,15 +95,23 @@ class Assembly:
     """Writes shards with up to `workers` threads. `prepare` checks an image's bytes and gives what is stored.
 
     `max_bad`: how many samples may be bad, of which `num_bad` were found before; `timeout_s`: a single read or write
-    that takes longer is an error; `mean_bytes`: of an image, about.
+    that takes longer is an error; `mean_bytes`: of an image, about; `memory_bytes`: for images in all threads.
     """
 
     def __init__(
-        self, prepare: Prepare, workers: int, max_bad: int, timeout_s: float, mean_bytes: float, num_bad: int = 0
+        self,
+        prepare: Prepare,
+        workers: int,
+        max_bad: int,
+        timeout_s: float,
+        mean_bytes: float,
+        memory_bytes: int,
+        num_bad: int = 0,
     ) -> None:
         self._prepare, self._workers, self._max_bad, self._timeout_s = prepare, workers, max_bad, timeout_s
         self._chunk = int(np.clip(CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
         self._memory_bytes = int(2 * self._chunk * mean_bytes) + SLACK_BYTES
+        self._budget = Budget(memory_bytes, len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
         self._num_bad, self._num_done = num_bad, 0
         self._stop = threading.Event()
@@ -101,11 +143,12 @@ class Assembly:
                 done = self._num_done
                 on_progress(done - told)
                 told = done
-                if len(threads) < self._workers and pace.is_idle():
+                if len(threads) < self._workers and pace.is_idle(threads, self._doing):
                     self._add_threads(threads, min(3 * len(threads), self._workers - len(threads)))
                 self._look_for_hangs()
         finally:
             self._stop.set()
+            self._budget.close()
             for _ in threads:
                 self._free.put(None)
             deadline = time.monotonic() + GRACE_S
@@ -129,6 +172,10 @@ class Assembly:
 
     def _add_threads(self, threads: list[threading.Thread], count: int) -> None:
         for _ in range(count):
+            # The first one cannot be done without.
+            if not self._budget.reserve(CHUNKS_A_THREAD * self._memory_bytes, needed=not threads):
+                self._workers = len(threads)
+                return
             for _ in range(CHUNKS_A_THREAD):
                 self._free.put(memoryview(mmap.mmap(-1, self._memory_bytes)))  # of which only what is used costs
             self._doing.append(None)
@@ -139,13 +186,13 @@ class Assembly:
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
-        for doing in self._doing:
-            if doing and now - doing[0] > self._timeout_s:
-                since, shard, samples, sample = doing
-                what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
-                raise DatapipeError(
-                    f"{what} has not answered for {now - since:.0f} s (--timeout)", path=path, shard=shard.name
-                )
+        first = min((doing for doing in self._doing if doing), key=lambda doing: doing[0], default=None)
+        if first and now - first[0] > self._timeout_s:
+            since, shard, samples, sample = first
+            what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
+            raise DatapipeError(
+                f"{what} has not answered for {now - since:.0f} s (--timeout)", path=path, shard=shard.name
+            )
 
     # --- in the threads ---
 
@@ -157,7 +204,7 @@ class Assembly:
                     work = next(self._chunks, None)
                 if work is None:
                     return
-                chunk = _Chunk(*work, memory, [])
+                chunk = _Chunk(self._budget, *work, memory)
                 self._read(me, chunk)
                 with self._lock:
                     chunk.shard.ready[chunk.which.start] = chunk
@@ -183,15 +230,21 @@ class Assembly:
                 data = samples.read(sample, memory[at:])
                 if isinstance(data, memoryview):
                     at += len(data)
+                elif len(data) > SLACK_BYTES:
+                    chunk.hold(len(data))
                 images.append(data)
             except (ValueError, OSError) as error:
                 images.append(error)
         self._doing[me] = None
         for i, sample, data in zip(chunk.which, numbers, images, strict=True):
+            hold = 0
             try:
                 if isinstance(data, Exception):
                     raise data
-                stored, header, converted = self._prepare(data)
+                stored, header, converted = self._prepare(data, chunk.claim)
+            except MemoryError as error:
+                reason = f"cannot be packed: {error or 'there is not enough memory for it; allow less with --memory'}"
+                raise SourceError(reason, path=samples.where(sample), shard=shard.name) from error
             except ValueError as error:
                 chunk.images.append(self._bad(task, i, sample, str(error), error))
             except OSError as error:
@@ -200,7 +253,9 @@ class Assembly:
                     raise SourceError(message, path=samples.where(sample), shard=shard.name) from error
                 chunk.images.append(self._bad(task, i, sample, error.strerror, error))
             else:
+                hold = 0 if stored is data else len(stored)
                 chunk.images.append(Good(sample, stored, header, len(data), converted, sample_checksum(stored)))
+            chunk.end_claim(hold)
 
     def _bad(self, task: ShardTask, i: int, sample: int, reason: str, error: Exception) -> BadSample:
         path = task.samples.where(sample)
@@ -221,21 +276,29 @@ class Assembly:
                     return
                 shard.placing = True
             count = len(chunk.images)
-            self._doing[me] = (time.monotonic(), shard.task.path, None, -1)
+            self._begin_write(me, shard)
             position, pieces = shard.place(chunk.images)
             with self._lock:
                 shard.placing = False
                 shard.head = chunk.which.stop
+            self._budget.look_again()
+            self._begin_write(me, shard)
             shard.write(position, pieces)
-            chunk.images.clear()
+            pieces.clear()
+            chunk.let_go()
             self._free.put(chunk.memory)
             with self._lock:
                 self._num_done += count
                 shard.left -= count
                 last = not shard.left
             if last:
-                self._events.put((shard.task, shard.finish(self._stop)))
+                begin = partial(self._begin_write, me, shard)
+                begin()
+                self._events.put((shard.task, shard.finish(self._stop, begin)))
             self._doing[me] = None
+
+    def _begin_write(self, me: int, shard: Shard) -> None:
+        self._doing[me] = (time.monotonic(), shard.task.path, None, -1)
 
 
 def _abandon(shards: Sequence[Shard], close: bool) -> None:
@@ -244,20 +307,38 @@ def _abandon(shards: Sequence[Shard], close: bool) -> None:
 
 
 class _Pace:
-    """Is the processor idle? Then more readers help: all wait for the filesystem. Else they only hinder each other."""
+    """Do the threads wait for the filesystem, while the processor is idle? Then more of them help."""
 
     WAIT_S = 0.01  # between looks
     IDLE = 0.4  # of all cores' time
+    WAITING = 0.5  # of the threads
+    LOOKS = 3  # one after the other that must show it
 
     def __init__(self) -> None:
         self.cores = len(os.sched_getaffinity(0))
-        self._wall, self._cpu = time.monotonic(), time.process_time()
+        self._wall, self._cpu, self._looks = time.monotonic(), time.process_time(), 0
 
-    def is_idle(self) -> bool:
+    def is_idle(self, threads: Sequence[threading.Thread], doing: Sequence[_Doing | None]) -> bool:
         wall, cpu = time.monotonic(), time.process_time()
         since = wall - self._wall
         if since < self.WAIT_S:
             return False
         used = (cpu - self._cpu) / since
         self._wall, self._cpu = wall, cpu
-        return used < self.IDLE * self.cores
+        # A processor that is used little may also be busy with other jobs: then these threads do not sleep.
+        reading = [thread for thread, what in zip(threads, doing, strict=True) if what and what[2] is not None]
+        waits = used < self.IDLE * self.cores and sum(map(_sleeps, reading)) >= self.WAITING * len(threads)
+        self._looks = self._looks + 1 if waits else 0
+        if self._looks < self.LOOKS:
+            return False
+        self._looks = 0
+        return True
+
+
+def _sleeps(thread: threading.Thread) -> bool:
+    """Does a thread wait, rather than run, or for a processor? (proc(5), /proc/pid/task/tid/stat, field 3)"""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] != b"R"
+    except (OSError, IndexError):
+        return True

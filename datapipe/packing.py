@@ -31,6 +31,7 @@ from .fsio import atomic_write, checksum, locked, make_folder
 from .index import write_index, write_keys
 from .journal import Journal, PackedShard
 from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest, find_data_sets
+from .memory import allowed_bytes
 from .plan import Plan, SplitPlan, make_plan, save_plan
 from .recode import RecodeOptions, Recoder
 from .shards import ShardTask, file_info
@@ -49,7 +50,8 @@ NUMBER_OR_SHARE = re.compile(r"([0-9]{1,18})|([0-9]{1,18}(?:\.[0-9]{1,18})?)%")
 class PackOptions:
     """`shard_mib`: aimed size of a shard in MiB (None, to convert: as it was); `workers`: files read at once, at most;
     `max_bad`: "3" or "0.1%" of all samples; `outside`: follow links and paths that lead out of the source; `timeout_s`:
-    a read or write that takes longer is an error; `task`: the part of the plan to pack here.
+    a read or write that takes longer is an error; `memory_bytes`: for images, all threads together (None: half of what
+    the machine or the control group has); `task`: the part of the plan to pack here.
     """
 
     format: str = "tar"
@@ -62,13 +64,14 @@ class PackOptions:
     max_bad: str = "0"
     outside: bool = False
     timeout_s: float = 300.0
+    memory_bytes: int | None = None
     recode: RecodeOptions = field(default_factory=RecodeOptions)
     task: Task = field(default_factory=lambda: Task(0, 1, ""))
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise SettingError(f"format: {self.format!r} is not one of {', '.join(FORMATS)}")
-        for name, low in (("shard_mib", 1), ("workers", 1), ("seed", 0)):
+        for name, low in (("shard_mib", 1), ("workers", 1), ("seed", 0), ("memory_bytes", 1)):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise SettingError(f"{name}: {value} is out of range; allowed: {low} and more")
@@ -281,7 +284,9 @@ class _Pack:
         allowed = options.bad_allowed(plan.num_samples)
         mean_bytes = max(split.mean_bytes for split in plan.splits)
         recoder = _recoder(plan, options)
-        assembly = Assembly(recoder, options.workers or READERS, allowed, options.timeout_s, mean_bytes, num_bad)
+        memory_bytes = options.memory_bytes or allowed_bytes() // 2
+        workers = options.workers or READERS
+        assembly = Assembly(recoder, workers, allowed, options.timeout_s, mean_bytes, memory_bytes, num_bad)
         with Progress("packing", sum(len(shard.which) for shard in journals)) as progress:
             for shard, packed in assembly.run(list(journals), progress.advance):
                 journals[shard].add(packed)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from . import jpeg, pnm, transcode
-from .errors import SettingError
+from .errors import MissingBackendError, SettingError
 from .image import Buffer, ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
 from .resample import decoded_size, resize
 
@@ -18,6 +19,9 @@ RESIZE = re.compile(r"(short|max)=([1-9]\d{0,4})")
 DEFAULT_QUALITY = 90
 MAX_SIDE = 0xFFFF
 Recoded = tuple[Buffer, ImageHeader, tuple[str, ...]]
+# Memory that decoding takes, bytes for each pixel (measured; Pillow holds 4 for each of RGB, and copies). A JPEG's are
+# its coefficients, where it is progressive.
+PNG_BYTES, GREY_PNG_BYTES, JPEG_BYTES = 14, 7, 6
 
 
 @dataclass(frozen=True)
@@ -111,15 +115,47 @@ class Recoder:
         if options.compress:
             self._compress = pnm.compressor(options.compress)
 
-    def __call__(self, data: Buffer) -> Recoded:
+    def __call__(self, data: Buffer, claim: Callable[[int], None] = lambda size: None) -> Recoded:
         """What is stored (`data` itself where nothing is to be done), its header, and what of it was unusual and is not
         any more: "png", "progressive", "multi-scan", "arithmetic", "cmyk", "16-bit", "rotated", "damaged" (decoders
         make the best of it). Raises ValueError for a bad image.
+
+        `claim` is called before anything is decoded, with about the memory in bytes that it takes until this returns.
         """
-        header = check_image(data) if self.options.check == "decode" else read_header(data)
+        try:
+            header = read_header(data)
+            if self._as_it_is and self.options.check == "header":
+                return data, header, ()
+            claim(self._memory_bytes(header))
+            if self.options.check == "decode":
+                check_image(data)
+        except MissingBackendError as error:  # of a kind that hardly anybody has: the other images need nothing
+            raise ValueError(error.message) from error
         if self._as_it_is:
             return data, header, ()
-        image = _Image(data, header)
+        return self._recode(_Image(data, header))
+
+    def _memory_bytes(self, header: ImageHeader) -> int:
+        width, height, channels = header.width, header.height, self.options.channels or header.channels
+        pixels = decoded = width * height
+        target = self.options.target(width, height)
+        least = decoded_size(*target)
+        if header.encoding == "jpeg":
+            opening = JPEG_BYTES * pixels
+            if 2 * max(least) <= min(width, height) or self._as_it_is:
+                decoded //= 4
+        elif header.encoding == "png":
+            opening = (GREY_PNG_BYTES if header.channels == 1 else PNG_BYTES) * pixels
+        else:
+            opening = 2 * header.channels * pixels
+        if self._as_it_is:
+            return opening
+        resized = target != (width, height)
+        made = target[0] * target[1]
+        between = 4 * target[1] * width if resized else 0  # float32, scaled in height only
+        return max(opening, channels * (2 * decoded + between + (5 if resized else 2) * made))
+
+    def _recode(self, image: _Image) -> Recoded:
         if self.options.store == "raw":
             return self._raw(image)
         data, unusual = self._encoded(image)

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,8 +116,11 @@ class Shard:
         with named(self._partial):
             write_at(self._fd, position, pieces)
 
-    def finish(self, stop: threading.Event) -> PackedShard:
-        """Complete the file and give it its name. Called once, when everything is written."""
+    def finish(self, stop: threading.Event, begin: Callable[[], None] = lambda: None) -> PackedShard:
+        """Complete the file and give it its name. Called once, when everything is written.
+
+        `begin` is called before each step that may take long on a slow disk, but must not hang.
+        """
         path, sidecars, info = self.task.path, [], None
         records = np.frombuffer(bytearray(self._records), RECORD)
         if len(records):
@@ -128,13 +131,16 @@ class Shard:
                 write_at(self._fd, self._position, [finished.tail])
                 for position, content in finished.patches.items():
                     write_at(self._fd, position, [content])
+                begin()
                 os.fsync(self._fd)
+                begin()
                 self._digest.update(finished.tail)
                 digest = checksum(self._partial) if finished.patches else self._digest.hexdigest()
                 if os.fstat(self._fd).st_size != size:
                     raise OSError(errno.EIO, f"the file does not have the {size} bytes that were written")
                 if stop.is_set():
                     raise Stopped
+                begin()
                 os.replace(self._partial, path)
                 sync_folder(path.parent)
             info = ShardInfo(name=path.name, num_samples=len(records), size_bytes=size, xxh3_128=digest)

@@ -131,12 +131,14 @@ class Descriptors:
         self._open = open
         self._room = _allow(count)
         self._counting = threading.Lock()
-        self._opening = [threading.Lock() for _ in range(64)]  # by number: several at once, but none twice
+        self._opening: dict[int, threading.Lock] = {}  # by number: several at once, but none twice
 
     @contextmanager
     def borrow(self, i: int) -> Iterator[int]:
         """A descriptor that is there as long as the context. Raises what opening it raises."""
-        with self._opening[i % len(self._opening)]:
+        with self._counting:
+            mine = self._opening.setdefault(i, threading.Lock())
+        with mine:  # opening may hang: then only those wait that need the same
             fd = self.kept[i]
             if fd is None:
                 fd = self._open(i)

@@ -1,6 +1,7 @@
 """What is stored of an image, against Pillow, float64 arithmetic and the coefficients' own pixels."""
 
 import io
+import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -450,3 +451,19 @@ def test_a_missing_compression_is_said_at_once(monkeypatch, compress):
     monkeypatch.setitem(pnm.MODULES, compress, "no_such_package")
     with pytest.raises(MissingBackendError, match="compress"):
         Recoder(RecodeOptions(store="raw", compress=compress))
+
+
+def test_an_image_for_which_nothing_is_installed_is_a_bad_image(tmp_path, photo, encoded, command):
+    """Any file may begin with zstd's magic. In a process of its own, where the package cannot be imported."""
+    folder = tmp_path / "raw" / "class"
+    folder.mkdir(parents=True)
+    (folder / "1.jpg").write_bytes(encoded(photo(40, 40, 1)))
+    (folder / "2.jpg").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(100))
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "zstandard.py").write_text("raise ImportError")
+    environment = os.environ | {"PYTHONPATH": f"{without}:{os.environ.get('PYTHONPATH', '')}"}
+    done = command("datapipe", "pack", tmp_path / "raw", tmp_path / "out", env=environment)
+    assert done.returncode == 1 and "2.jpg" in done.stderr and "pip install datapipe-trainer[compress]" in done.stderr
+    done = command("datapipe", "pack", tmp_path / "raw", tmp_path / "out", "--max-bad", "1", env=environment)
+    assert done.returncode == 0 and "zstandard is not installed" in done.stderr, done.stderr
