@@ -120,8 +120,11 @@ FormatOption = Annotated[Format, typer.Option("--format", help="Format of the sh
 Workers = Annotated[
     int | None, typer.Option("--workers", metavar="N", help="Files read at once, where that helps (default: 32).")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the data set in OUT.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what is in OUT, and be content if it is complete.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace the data set in OUT, once the new one is whole: needs room for both."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in OUT, and be content if it is complete.")]
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="A read or write that takes longer is an error.")
 ]
@@ -245,13 +248,15 @@ def convert(
     _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json)
 
 
-def _tell_packed(out: Path, manifests: dict, task, seconds: float, as_json: bool) -> None:
+def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool) -> None:
     splits = {split: _summary(out / split, manifest) for split, manifest in manifests.items()}
     if as_json:
-        print(json.dumps({"seconds": seconds, "complete": bool(splits), "splits": splits}))
+        missing = manifests.num_missing
+        print(json.dumps({"seconds": seconds, "complete": bool(splits), "missing_shards": missing, "splits": splits}))
         return
     if not splits:
-        print(f"task {task.index} of {task.count} is done; the last task writes the manifests (or --finish)")
+        waits = f"{manifests.num_missing} shards of other tasks are not there yet"
+        print(f"task {task.index} of {task.count} is done; {waits}, and the last task writes the manifests")
         return
     for split, row in splits.items():
         print(_line(row))

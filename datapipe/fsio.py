@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,22 +23,26 @@ logger = logging.getLogger(__name__)
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # what numpy.load raises, or a part missing
 PROBED = 4  # items whose time tells whether the filesystem makes us wait
 AT_ONCE = 32  # requests to a filesystem that does
+_warned: set[Path] = set()  # folders that cannot be locked, as the user knows by now
 BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
 
 
-def partial_path(path: Path) -> Path:
-    """The name under which `path` is written until it is complete."""
-    return path.with_name(f".{path.name}.partial")
+def partial_path(path: Path, alone: bool = True) -> Path:
+    """The name under which `path` is written until it is complete.
+
+    Not `alone`: a name of this call's own, since another process may be writing the same file.
+    """
+    return path.with_name(f".{path.name}.partial" if alone else f".{path.name}.{uuid.uuid4().hex}.partial")
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, alone: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on leaving, sync it and rename it to `path`.
 
     On any exception the temporary file is removed and `path` stays as it was. What an earlier,
-    killed run left under the temporary name is overwritten.
+    killed run left under the temporary name is overwritten, unless it was not `alone`.
     """
-    partial = partial_path(path)
+    partial = partial_path(path, alone)
     partial.unlink(missing_ok=True)
     try:
         with named(partial):
@@ -52,9 +57,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, alone: bool = True) -> Iterator[BinaryIO]:
     """Like `atomic_path`, but yields the temporary file opened for binary writing."""
-    with atomic_path(path) as partial, open(partial, "wb") as file:
+    with atomic_path(path, alone) as partial, open(partial, "wb") as file:
         yield file
 
 
@@ -72,7 +77,9 @@ def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
         except BlockingIOError:
             raise
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
+            if folder not in _warned:
+                _warned.add(folder)
+                logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
             held = False
         yield held
     finally:

@@ -1,4 +1,4 @@
-"""What is known of the shards that are finished: a small file each, so that a pack goes on where it was."""
+"""What is known of the shards that are finished: a small file each, so that a pack continues where it was."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Journal:
             "converted": shard.converted,
             "bad": [vars(bad) for bad in shard.bad],
         }
-        with atomic_write(self._path(shard.number)) as file:
+        with atomic_write(self._path(shard.number), alone=False) as file:
             np.savez(file, records=shard.records, head=np.frombuffer(json.dumps(head).encode(), np.uint8))
 
     def read(self, number: int) -> PackedShard | None:
@@ -61,7 +61,7 @@ class Journal:
             with np.load(path, allow_pickle=False) as content:
                 head, records = json.loads(content["head"].tobytes()), content["records"]
             if records.dtype != RECORD:
-                raise ManifestError("was written by another version; --overwrite begins anew", path=path)
+                raise ManifestError("was written by another version; --overwrite begins again", path=path)
             head["info"] = head["info"] and ShardInfo(**head["info"])
             head["sidecars"] = [FileInfo(**sidecar) for sidecar in head["sidecars"]]
             head["bad"] = [BadSample(**bad) for bad in head["bad"]]

@@ -18,6 +18,9 @@ MANIFEST = "manifest.json"
 INDEX = "index.npy"
 KEYS = "keys.txt"
 QUARANTINE = "quarantine.jsonl"
+# A pack writes below OUT/.pack/new, and puts its splits in place when all are whole (see `target`). In these folders
+# those lie that are not yet, or no longer, in place: for a moment, or until the next pack if it was killed meanwhile.
+MOVED_OUT, MOVING_IN = ".pack/old", ".pack-done/new"
 FORMAT_VERSION = 3
 UNSEALED_VERSIONS = (1, 2)  # these have no checksum of their own content
 SEAL = "xxh3_128"  # the field with that checksum
@@ -187,7 +190,8 @@ def find_data_sets(folder: Path) -> list[Path]:
     folder = Path(folder)
     if (folder / MANIFEST).exists():
         return [folder]
-    splits = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    places = folder, folder / MOVED_OUT, folder / MOVING_IN
+    splits = [path.parent for place in places for path in place.glob(f"*/{MANIFEST}")]
     if not splits:
         raise ManifestError("no data set here (an unfinished pack has none)", path=folder / MANIFEST)
-    return splits
+    return sorted(splits, key=lambda path: path.name)

@@ -2,16 +2,20 @@
 
 The same source, seed and options give the same bytes, whatever the number of threads, tasks and nodes. Several tasks
 (a Slurm job's, say) need no communication: the plan in OUT/.pack says which shard is whose, a small file
-beside it tells of each finished one, and the last task to end finds all of them and writes the manifests.
+beside it tells of each finished one, and the last task to end finds all of them, writes the manifests, and puts the
+whole in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
+import os
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,12 +31,12 @@ from .cluster import Task
 from .console import Progress
 from .errors import DatapipeError, SettingError, SourceError
 from .formats import FORMATS, shard_format
-from .fsio import atomic_write, checksum, locked, make_folder
+from .fsio import atomic_write, checksum, locked, make_folder, sync_folder
 from .index import write_index, write_keys
 from .journal import Journal, PackedShard
 from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest, find_data_sets
 from .memory import allowed_bytes
-from .plan import Plan, SplitPlan, make_plan, save_plan
+from .plan import Plan, SplitPlan, make_plan, save_plan, source_changes
 from .recode import RecodeOptions, Recoder
 from .shards import ShardTask, file_info
 from .sources import SPLITS, Pixels, Source, open_source
@@ -40,10 +44,16 @@ from .target import SETTINGS, Target
 
 logger = logging.getLogger(__name__)
 
-PLAN_WAIT_S = 0.5
+WAIT_S = 0.5  # between looks at what another task does
 PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
 READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
 NUMBER_OR_SHARE = re.compile(r"([0-9]{1,18})|([0-9]{1,18}(?:\.[0-9]{1,18})?)%")
+
+
+class PackResult(dict[str, Manifest]):
+    """Manifests by split; none while `num_missing` shards of other tasks are not there."""
+
+    num_missing = 0
 
 
 @dataclass(frozen=True)
@@ -92,13 +102,14 @@ class PackOptions:
         return dict(zip(SETTINGS, (self.format, self.seed, self.shard_mib, self.recode.settings()), strict=True))
 
 
-def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
+def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
     """Pack each split of a raw data set into `out/<split>`; return the manifests by split.
 
-    Returns nothing while other tasks have shards to write. What an interrupted call left in `out` is completed;
-    finished shards stay. Raises SourceError (unusable source, too many bad samples; nothing is written for a
-    source that cannot be listed), SettingError (`out` holds something else and `overwrite` is not set, lies in the
-    source, or another process packs there), DatapipeError (a read that hangs), OSError.
+    Returns none while other tasks have shards to write. What an interrupted call left in `out` is completed;
+    finished shards stay, and with `overwrite` the old data set stays until the new one is whole. Raises SourceError
+    (unusable source, too many bad samples; nothing is written for a source that cannot be listed), SettingError (`out`
+    holds something else and `overwrite` is not set, lies in the source, or another process packs there; an unfinished
+    pack is of a source that has changed since), DatapipeError (a read that hangs), OSError.
     """
     if source_path.is_dir() and (packed := _packed(source_path)):
         raise SettingError(f"SOURCE: {packed} is packed already; datapipe convert puts it into another format")
@@ -107,7 +118,7 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manife
     return _pack_of(source_path, out, options).run()
 
 
-def convert(folder: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
+def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
     """Put packed data sets into another format: the same images, keys, labels and order. Like `pack` otherwise."""
     from .sources import packed
 
@@ -124,7 +135,7 @@ def convert(folder: Path, out: Path, options: PackOptions) -> dict[str, Manifest
     return _Pack(Target(out, folder), options, listed, lambda: packed.load(folder)).run()
 
 
-def finish(source_path: Path, out: Path, options: PackOptions) -> dict[str, Manifest]:
+def finish(source_path: Path, out: Path, options: PackOptions) -> PackResult:
     """Write the manifests of a pack whose shards are all there.
 
     Raises SettingError (no unfinished pack in `out`, one of another source or with other options, or tasks are at work
@@ -134,7 +145,12 @@ def finish(source_path: Path, out: Path, options: PackOptions) -> dict[str, Mani
 
 
 def _pack_of(source_path: Path, out: Path, options: PackOptions) -> _Pack:
-    listed = {"source": str(source_path.resolve()), "kind": options.kind, "outside": options.outside}
+    listed = {
+        "source": str(source_path.resolve()),
+        "kind": options.kind,
+        "outside": options.outside,
+        "check": options.recode.check,
+    }
     source = partial(open_source, source_path, options.kind, options.outside)
     return _Pack(Target(out, source_path), options, listed, source)
 
@@ -158,17 +174,19 @@ class _Pack:
     def settings(self) -> dict[str, Any]:
         return {**self.options.settings(), **self.listed}
 
-    def run(self) -> dict[str, Manifest]:
+    def run(self) -> PackResult:
+        target = self.target
         if self.options.task.count > 1:
             return self._run_part()
-        with self.target.alone():
+        with target.alone():
+            target.settle()
             plan = self._plan()
             if plan is None:
-                return self.target.manifests()
+                return PackResult(target.manifests())
             self._write(plan)
-            return _finish(plan, self.target, self.options)
+            return _finish(plan, target, self.options)
 
-    def _run_part(self) -> dict[str, Manifest]:
+    def _run_part(self) -> PackResult:
         """Be one of several tasks: one plans, all write, and one of those who find everything written finishes.
 
         Where nodes see no locks of each other (Lustre and NFS may be mounted so), several may plan: the same.
@@ -176,36 +194,60 @@ class _Pack:
         target, task = self.target, self.options.task
         make_folder(target.folder)
         deadline = time.monotonic() + self.options.timeout_s
+        checked = task.index > 0  # one lists a source of millions of files, and compares it with the plan
         while True:
             with locked(target.folder, wait=True, shared=True):  # waits for who has it alone
                 plan = target.plan()
                 if plan is not None:
                     target.check_unfinished(plan, self.settings)
-                    self._write(plan)
-                    return self._finish_if_last(plan)
+                    if not checked:
+                        self._check_source(plan)
+                    try:
+                        self._write(plan)
+                        return self._finish_if_last(plan)
+                    except FileNotFoundError:
+                        if target.state.exists():
+                            raise
+                        continue  # another task has finished all of it meanwhile
+                target.settle()
             if target.is_whole():
                 return self._whole(look=task.index == 0)
             with contextlib.suppress(BlockingIOError), locked(target.folder, wait=False) as held:
                 if held or task.index == 0:
                     self._plan()
+                    checked = True
                     continue
             if time.monotonic() > deadline:
                 message = f"no task has planned for {self.options.timeout_s:.0f} s (--timeout): is task 0 running?"
                 raise DatapipeError(message, path=target.folder)
-            time.sleep(PLAN_WAIT_S)
+            time.sleep(WAIT_S)
 
-    def _finish_if_last(self, plan: Plan) -> dict[str, Manifest]:
-        target = self.target
-        if not target.missing(plan):
-            with target.turn_to_finish() as mine:
-                if mine:
+    def _finish_if_last(self, plan: Plan) -> PackResult:
+        """Finish if all shards are there, in turn: wait for another task that does, but not if it dies or hangs."""
+        target, patience_s, said = self.target, self.options.timeout_s, ""
+        missing = target.missing(plan)
+        if missing:
+            result = PackResult()
+            result.num_missing = len(missing)
+            return result
+        deadline = time.monotonic() + patience_s
+        while True:
+            with contextlib.ExitStack() as turn:
+                try:
+                    is_mine, other = turn.enter_context(locked(target.state, wait=False)), target.finisher(patience_s)
+                except BlockingIOError:
+                    is_mine, other = False, target.finisher(patience_s) or "another task"
+                if is_mine or not other or time.monotonic() > deadline:  # two at once do no harm
                     return _finish(plan, target, self.options)
-            logger.info("all is packed; another task writes the manifests, or was killed at it: then --task 0/1 does")
-        return target.manifests() if target.is_whole() else {}
+            if other != said:
+                logger.info("all is packed; waiting for %s, which writes the manifests", other)
+                said = other
+            time.sleep(WAIT_S)
 
-    def finish(self) -> dict[str, Manifest]:
+    def finish(self) -> PackResult:
         target = self.target
         with target.alone():
+            target.settle()
             plan = target.plan()
             if plan is None and target.is_whole():
                 return self._whole()
@@ -219,17 +261,28 @@ class _Pack:
                     "the tasks again that failed (of N tasks, number i packs the shards i, i + N, i + 2 N, …)"
                 )
                 raise DatapipeError(message, path=target.folder)
+            self._check_source(plan)
             return _finish(plan, target, self.options)
 
-    def _whole(self, look: bool = True) -> dict[str, Manifest]:
+    def _check_source(self, plan: Plan) -> None:
+        """Raises SettingError when the source is not what was planned. Shards that are all there need it no more."""
+        target = self.target
+        if not Path(self.listed["source"]).exists() and not target.missing(plan):
+            return
+        changes = source_changes(plan, self.source())
+        if changes:
+            way_out = f"put that back, or begin again with --overwrite (of several tasks: remove {target.state} first)"
+            message = f"OUT: {target.folder} holds an unfinished pack, and since it was planned SOURCE has {changes}"
+            raise SettingError(f"{message}; {way_out}")
+
+    def _whole(self, look: bool = True) -> PackResult:
         """The manifests of a pack that is complete. Raises SettingError when it is not what is asked for.
 
         `look`: at the source, if it is still there.
         """
         target = self.target
         target.check_whole(self.settings)
-        target.forget()
-        manifests = target.manifests()
+        manifests = PackResult(target.manifests())
         if look and Path(self.listed["source"]).exists():
             source = self.source()
             was = {split: (manifest.num_samples + manifest.num_bad) for split, manifest in manifests.items()}
@@ -251,6 +304,8 @@ class _Pack:
             plan = target.plan()
             if plan is not None:
                 target.check_unfinished(plan, self.settings)
+                if options.task.index == 0:
+                    self._check_source(plan)
                 return plan
             if target.is_whole():
                 if not (options.resume or options.task.count > 1):
@@ -271,7 +326,7 @@ class _Pack:
         journals: dict[ShardTask, Journal] = {}
         first = num_bad = 0
         for split in plan.splits:
-            folder, journal = self.target.folder / split.split, self.target.journal(split)
+            folder, journal = self.target.place(split), self.target.journal(split)
             mine = [i for i in range(len(split.shards)) if (first + i) % task.count == task.index]
             first += len(split.shards)
             finished = journal.finished(mine, folder)
@@ -319,12 +374,40 @@ def _stored_share(source: Source, options: RecodeOptions) -> float:
     return after / before if before else 1.0
 
 
-def _finish(plan: Plan, target: Target, options: PackOptions) -> dict[str, Manifest]:
-    """Write index, keys and manifest of each split, from what the journals hold."""
-    packed = {}
+def _finish(plan: Plan, target: Target, options: PackOptions) -> PackResult:
+    """Write index, keys and manifest of each split, from what the journals hold, and put the splits in their place."""
+    try:
+        with target.finishing():
+            packed = _finished_shards(plan, target)
+            _check_finished(plan, packed, options)
+            for split in plan.splits:
+                # In a folder of our own: should another task do the same, whole files replace whole files.
+                with tempfile.TemporaryDirectory(prefix="manifest-", dir=target.state) as folder:
+                    _write_manifest(plan, split, packed[split.split], Path(folder))
+                    for name in os.listdir(folder):
+                        os.replace(Path(folder, name), target.place(split) / name)
+                sync_folder(target.place(split))
+            target.end()
+    except FileNotFoundError:
+        target.settle()
+        if not target.is_whole():
+            raise
+    return PackResult(target.manifests())
+
+
+def _finished_shards(plan: Plan, target: Target) -> dict[str, list[PackedShard]]:
+    """What the journals hold of each split. Raises FileNotFoundError."""
+    packed: dict[str, list[PackedShard]] = {}
     for split in plan.splits:
         journal = target.journal(split)
-        packed[split.split] = [journal.read(number) for number in range(len(split.shards))]
+        packed[split.split] = [shard for i in range(len(split.shards)) if (shard := journal.read(i))]
+        if len(packed[split.split]) < len(split.shards):
+            raise FileNotFoundError(errno.ENOENT, "finished shards are no longer known", str(journal.folder))
+    return packed
+
+
+def _check_finished(plan: Plan, packed: dict[str, list[PackedShard]], options: PackOptions) -> None:
+    """Raises SourceError: too many samples are bad, or all of a split."""
     bad = [bad for shards in packed.values() for shard in shards for bad in shard.bad]
     allowed = options.bad_allowed(plan.num_samples)
     if len(bad) > allowed:  # each task had only its own before its eyes
@@ -333,10 +416,6 @@ def _finish(plan: Plan, target: Target, options: PackOptions) -> dict[str, Manif
     for split, shards in packed.items():
         if not any(shard.info for shard in shards):
             raise SourceError(f"split {split} holds no image that can be packed", path=plan.settings["source"])
-    for split in plan.splits:
-        _write_manifest(plan, split, packed[split.split], target.folder / split.split)
-    target.end()
-    return target.manifests()
 
 
 def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:

@@ -1,18 +1,17 @@
 """What a pack will write, decided before anything is written: every sample's key, and the samples of each shard.
 
 A plan depends only on the source, the seed and the options. It is saved in the pack's folder, so that the source
-is listed once, by whichever task comes first, and a resumed pack goes on with the same plan.
+is listed by whichever task comes first, and a resumed pack continues with the same plan.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
 import unicodedata
-import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,14 @@ import numpy as np
 from .errors import ManifestError
 from .fsio import UNREADABLE, atomic_write, side_by_side
 from .order import PACK, permutation
-from .sources import Samples, Source
+from .sources import Samples, Source, samples_class, samples_name
 
 # Tar headers hold names of 100 bytes (POSIX ustar); an extension and a counter must fit too.
 MAX_KEY_BYTES = 80
 PROBED_SAMPLES = 96  # whose mean size stands for all when shards are planned: no stat a file
 PLAN = "plan.npz"
+PLAN_VERSION = 2  # of the file, and of what else lies in its folder
+NAMED = 3  # samples that a message names
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,30 @@ def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share
         order = np.arange(len(samples)) if source.ordered else shuffle(len(samples), samples.blocks, seed)
         splits.append(SplitPlan(split, samples, keys, cut(order, mean * share + overhead, shard_bytes), mean))
     return Plan(settings, source.kind, source.classes, splits)
+
+
+def source_changes(plan: Plan, source: Source) -> str:
+    """Say what a source has gained and lost since it was planned, by the samples' names and classes; "" for nothing."""
+    planned = {split.split: split.samples for split in plan.splits}
+    if plan.classes == source.classes and planned.keys() == source.splits.keys():
+        pairs = [(samples, source.splits[split]) for split, samples in planned.items()]
+        if all(was.names == now.names and np.array_equal(was.labels, now.labels) for was, now in pairs):
+            return ""
+    before, after = _listed(planned, plan.classes), _listed(source.splits, source.classes)
+    changes = []
+    for what, samples in (("gained", after - before), ("lost", before - after)):
+        if samples:
+            names = [f"{name} of class {label}" for name, label in sorted(samples)[:NAMED]]
+            changes.append(f"{what} {samples.total()} images ({', '.join(names)}{', …' * (len(samples) > NAMED)})")
+    return " and ".join(changes) or "another order of its images, or other classes"
+
+
+def _listed(splits: Mapping[str, Samples], classes: Sequence[str]) -> Counter[tuple[str, str]]:
+    return Counter(
+        (f"{split}/{name}", classes[label])
+        for split, samples in splits.items()
+        for name, label in zip(samples.names, samples.labels.tolist(), strict=True)
+    )
 
 
 SAFE = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
@@ -150,22 +175,20 @@ def save_plan(plan: Plan, folder: Path) -> None:
             arrays[f"{number}.{field}"] = _pack_strings(value) if isinstance(value, list) else value
         arrays[f"{number}.keys"] = _pack_strings(split.keys)
         arrays[f"{number}.order"] = np.concatenate(split.shards)
-        kind = type(split.samples)
         splits.append(
             {
                 "split": split.split,
-                "type": [kind.__module__, kind.__name__],
+                "samples": samples_name(split.samples),
                 "fields": names,
                 "counts": [len(shard) for shard in split.shards],
                 "mean_bytes": split.mean_bytes,
             }
         )
     head = {"settings": plan.settings, "kind": plan.kind, "classes": plan.classes, "splits": splits}
+    head["version"] = PLAN_VERSION
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-    mine = folder / f"{uuid.uuid4()}.npz"  # another task may be writing the same plan
-    with atomic_write(mine) as file:
+    with atomic_write(folder / PLAN, alone=False) as file:  # another task may be writing the same plan
         np.savez(file, **arrays)
-    mine.replace(folder / PLAN)
 
 
 def load_plan(folder: Path) -> Plan | None:
@@ -174,26 +197,26 @@ def load_plan(folder: Path) -> Plan | None:
     try:
         with np.load(path, allow_pickle=False) as content:
             head = json.loads(content["head"].tobytes())
+            if head.get("version") != PLAN_VERSION:
+                message = "was made by another version of datapipe: let that one finish the pack, or begin again with"
+                raise ManifestError(f"{message} --overwrite (of several tasks: remove {folder} first)", path=path)
             splits = [_load_split(content, number, of) for number, of in enumerate(head["splits"])]
             return Plan(head["settings"], head["kind"], head["classes"], splits)
     except FileNotFoundError:
         return None
-    except (*UNREADABLE, TypeError, AttributeError, ImportError) as error:
-        message = f"is no plan that this version can read ({error}); --overwrite begins anew"
+    except (*UNREADABLE, TypeError, AttributeError) as error:
+        message = f"is not a plan that this version can read ({error}); --overwrite begins again"
         raise ManifestError(message, path=path) from error
 
 
 def _load_split(content, number: int, of: dict) -> SplitPlan:
-    module, name = of["type"]
-    if not module.startswith(f"{__package__}.sources"):
-        raise ValueError(f"{module}.{name} is no kind of samples")
     values = {}
     for field, value in of["fields"].items():
         if isinstance(value, list):
             array, stored = content[value[0]], value[1]
             value = _unpack_strings(array) if stored == "list" else array
         values[field] = value
-    samples = getattr(importlib.import_module(module), name)(**values)
+    samples = samples_class(of["samples"])(**values)
     shards = np.split(content[f"{number}.order"], np.cumsum(of["counts"])[:-1])
     return SplitPlan(of["split"], samples, _unpack_strings(content[f"{number}.keys"]), shards, of["mean_bytes"])
 

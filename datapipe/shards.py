@@ -83,7 +83,7 @@ class Shard:
         if self._fd < 0:
             self._writer = shard_format(self.task.format).Writer()
             with named(self._partial):
-                self._fd = _open_alone(self._partial)
+                self._fd, self._partial = _open_alone(self._partial)
             pieces.append(self._writer.head)
         samples, keys = self.task.samples, self.task.keys
         for image in images:
@@ -145,7 +145,7 @@ class Shard:
                 sync_folder(path.parent)
             info = ShardInfo(name=path.name, num_samples=len(records), size_bytes=size, xxh3_128=digest)
             for suffix, content in finished.sidecars.items():
-                with atomic_write(path.with_suffix(suffix)) as file:
+                with atomic_write(path.with_suffix(suffix), alone=self._partial == partial_path(path)) as file:
                     file.write(content)
                 sidecars.append(file_info(path.with_suffix(suffix)))
         else:
@@ -188,8 +188,12 @@ def file_info(path: Path) -> FileInfo:
     return FileInfo(name=path.name, size_bytes=path.stat().st_size, xxh3_128=checksum(path))
 
 
-def _open_alone(path: Path) -> int:
-    """Open a temporary file for writing, empty, and for this process only. Raises SettingError when another has it."""
+def _open_alone(path: Path) -> tuple[int, Path]:
+    """Open a temporary file for writing, empty, and for this process only; return its descriptor and its path.
+
+    Where files cannot be locked, that is one beside `path`, which no other process knows. Raises SettingError when
+    another process has it.
+    """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -197,9 +201,12 @@ def _open_alone(path: Path) -> int:
         except BlockingIOError as error:
             os.close(fd)
             raise SettingError(f"OUT: another process is writing {path}; is a task running twice?") from error
-        except OSError:
-            pass  # a filesystem without locks: `locked` has warned
+        except OSError:  # a filesystem without locks: `locked` has warned
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            path = partial_path(path.with_name(path.name[1:].removesuffix(".partial")), alone=False)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), path
         if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
             os.ftruncate(fd, 0)
-            return fd
+            return fd, path
         os.close(fd)  # in between the other process gave the file its final name

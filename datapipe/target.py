@@ -1,25 +1,39 @@
-"""The folder that a pack fills: what is in it, and what may be removed from it."""
+"""The folder that a pack fills: what is in it, what may be removed from it, and how the new takes the place of the old.
+
+    OUT/.pack/plan.npz, OUT/.pack/<split>    the plan, and what is known of finished shards
+    OUT/.pack/new/<split>                    where the shards are written
+    OUT/.pack/old/<split>                    what was OUT/<split>, on its way out
+    OUT/.pack-done                           what .pack becomes when all is whole
+
+When all is written, the old splits move to .pack/old, .pack is renamed to .pack-done, the splits in .pack-done/new move
+to OUT, and .pack-done is removed. Killed at any moment: where .pack is, the splits outside .pack/new are the old data
+set; where .pack-done is, those outside .pack-done/old are the new one. Two processes may do this at once: a late one,
+which still moves old splits out, finds no .pack to move them to.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import SettingError
-from .fsio import locked, make_folder
+from .errors import ManifestError, SettingError
+from .fsio import atomic_write, locked, make_folder, sync_folder
 from .journal import Journal
-from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest
+from .manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, Manifest
 from .plan import PLAN, Plan, SplitPlan, load_plan
 from .sources import SPLITS
 
-STATE = ".pack"  # in the folder while it is unfinished: the plan, and what is known of finished shards
-FINISHING = "finishing"  # in STATE: a task is writing the manifests
-DONE = ".pack-done"  # what STATE becomes, to be removed
+STATE, DONE = Path(MOVED_OUT).parent.name, Path(MOVING_IN).parent.name
+NEW = Path(MOVING_IN).name  # in STATE, then in DONE
+FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
 # And what NFS makes of a file that is removed while it is open.
 OUR_FILES = re.compile(rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?|\.nfs\w+")
@@ -29,7 +43,7 @@ class Target:
     """`folder`: one data set a split will be in it. Raises SettingError when that is no place for one."""
 
     def __init__(self, folder: Path, source: Path) -> None:
-        self.folder, self.state = folder, folder / STATE
+        self.folder, self.state, self.old = folder, folder / STATE, folder / MOVED_OUT
         self.splits = [folder / split for split in dict.fromkeys(SPLITS.values())]
         place = folder.resolve()
         if place.is_relative_to(source.resolve()):
@@ -60,38 +74,61 @@ class Target:
             raise SettingError(message) from error
 
     def plan(self) -> Plan | None:
-        """Of an unfinished pack."""
-        return load_plan(self.state)
+        """The plan of an unfinished pack, or None. Raises ManifestError: shards are finished, but the plan is lost."""
+        journal = next(self.state.glob("*/[0-9]*.npz"), None)  # looked for first: the plan is there before it
+        plan = load_plan(self.state)
+        with contextlib.suppress(FileNotFoundError):  # all was finished meanwhile
+            if plan is None and journal and PLAN not in os.listdir(self.state):
+                message = "is missing, but finished shards are here: restore it, or begin again with --overwrite"
+                raise ManifestError(message, path=self.state / PLAN)
+        return plan
+
+    def place(self, split: SplitPlan) -> Path:
+        """Where a split's files are until all are whole."""
+        return self.state / NEW / split.split
 
     def journal(self, split: SplitPlan) -> Journal:
         return Journal(self.state / split.split)
 
     def is_whole(self) -> bool:
-        return not self.state.exists() and any((folder / MANIFEST).exists() for folder in self.splits)
+        return not (self.state / PLAN).exists() and any((folder / MANIFEST).exists() for folder in self.splits)
 
     def manifests(self) -> dict[str, Manifest]:
         return {folder.name: Manifest.read(folder) for folder in self.splits if (folder / MANIFEST).exists()}
 
     @contextlib.contextmanager
-    def turn_to_finish(self) -> Iterator[bool]:
-        """Of several tasks that find all shards written, whether this one writes the manifests."""
-        marker = self.state / FINISHING
+    def finishing(self) -> Iterator[None]:
+        """Leave a note for other tasks, meanwhile, that this one writes the manifests."""
+        note = self.state / FINISHING
+        with atomic_write(note, alone=False) as file:
+            file.write(json.dumps(_this_process()).encode())
         try:
-            os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        except (FileExistsError, FileNotFoundError):  # another does it, or has done it
-            yield False
-            return
-        try:
-            yield True
+            yield
         finally:
-            marker.unlink(missing_ok=True)
+            note.unlink(missing_ok=True)
+
+    def finisher(self, patience_s: float) -> str:
+        """Name the process that writes the manifests, as its note says; "" when there is none, or no longer.
+
+        On another host it may be alive for `patience_s` from when it began.
+        """
+        note = self.state / FINISHING
+        try:
+            began, process = note.stat().st_mtime, json.loads(note.read_bytes())
+            host, boot, number, started = process["host"], process["boot"], int(process["pid"]), process["started"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+        here = _this_process(number)
+        if host == here["host"] and (boot, started) != (here["boot"], here["started"]):
+            return ""
+        return f"process {number} on {host}" if time.time() - began < patience_s else ""
 
     def missing(self, plan: Plan) -> list[int]:
         """Numbers of the shards that nobody has finished yet, counted over all splits."""
         missing, first = [], 0
         for split in plan.splits:
             numbers = range(len(split.shards))
-            finished = self.journal(split).finished(numbers, self.folder / split.split)
+            finished = self.journal(split).finished(numbers, self.place(split))
             missing += [first + number for number in numbers if number not in finished]
             first += len(split.shards)
         return missing
@@ -104,8 +141,8 @@ class Target:
             foreign += [path for path in folder.iterdir() if not OUR_FILES.fullmatch(path.name)]
         foreign += links
         if foreign:
-            message = f"OUT: {self.folder} holds what is no packed data set, such as {foreign[0].name}; choose another"
-            raise SettingError(message)
+            message = f"OUT: {self.folder} holds what is not a packed data set, such as {foreign[0].name}"
+            raise SettingError(f"{message}; choose another")
 
     def check_unfinished(self, plan: Plan, settings: dict[str, Any]) -> None:
         """Raises SettingError when an unfinished pack is of another source, or made in another way."""
@@ -124,34 +161,69 @@ class Target:
             raise SettingError(f"OUT: {self.folder} {what} with another {name}: {was}, not {asked}; {way_out}")
 
     def begin(self, plan: Plan, alone: bool) -> None:
-        """Make the folders of a new pack, and remove what is here if we are `alone`.
+        """Make the folders of a new pack, and remove an unfinished one if we are `alone`.
 
         Else another task may have begun. Raises SettingError when there are remains, and nothing says that they are of
         a pack: they may only be named like one's.
         """
         remains = [path for folder in self.splits for path in folder.glob("*")]
-        ours = alone and (self.is_whole() or self.state.exists() or (self.folder / DONE).exists())
+        ours = alone and (self.is_whole() or self.state.exists())
         if remains and not ours and self.plan() is None:  # which is there before the first shard
             raise SettingError(f"OUT: {self.folder} holds remains such as {remains[0]}; remove it, or choose another")
-        self.state.mkdir(exist_ok=True)  # first: from here on it is no data set
-        if alone:
-            for path in (*(folder / MANIFEST for folder in self.splits), self.state / PLAN):
-                path.unlink(missing_ok=True)
-            for folder in (self.folder / DONE, *self.splits, *self.state.iterdir()):
-                if folder.is_dir():
-                    shutil.rmtree(folder)
+        if alone and self.state.exists():
+            self._discard()
+        make_folder(self.old)
         for split in plan.splits:
-            (self.folder / split.split).mkdir(exist_ok=True)
-            (self.state / split.split).mkdir(exist_ok=True)
+            make_folder(self.place(split))
+            make_folder(self.state / split.split)
+
+    def _discard(self) -> None:
+        """Remove what an unfinished pack has written; what it was about to replace is put back."""
+        _move_all(self.old, self.folder)
+        for path in self.state.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+        (self.state / PLAN).unlink(missing_ok=True)  # last: a plan without shards is an unfinished pack, too
+        sync_folder(self.state)
 
     def end(self) -> None:
-        """Everything is complete."""
-        for path in self.folder.glob("*/.*.partial"):  # of a task that was killed
-            path.unlink(missing_ok=True)
-        self.forget()
-        self.state.replace(self.folder / DONE)  # at once: a task that begins now finds a plan with its journal, or none
-        self.forget()
+        """Put the new splits, which are whole, in place of the old ones, and remove those.
 
-    def forget(self) -> None:
-        """Remove what an end leaves when it is killed, or was about to remove. Several tasks may do so at once."""
-        shutil.rmtree(self.folder / DONE, ignore_errors=True)
+        Raises FileNotFoundError when another task does it.
+        """
+        for path in (self.state / NEW).glob("*/.*.partial"):  # of a task that was killed
+            path.unlink(missing_ok=True)
+        for folder in self.splits:
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(self.old / folder.name)
+        sync_folder(self.old)
+        sync_folder(self.folder)
+        self.state.rename(self.folder / DONE)
+        sync_folder(self.folder)
+        self.settle()
+
+    def settle(self) -> None:
+        """Complete `end`, where a task was killed at it or is about it. Several tasks may do so at once."""
+        done = self.folder / DONE
+        if done.exists():
+            _move_all(self.folder / MOVING_IN, self.folder)
+            shutil.rmtree(done, ignore_errors=True)
+
+
+def _move_all(origin: Path, to: Path) -> None:
+    """Move all that is in a folder, if it is there, unless another task moves it first."""
+    for name in os.listdir(origin) if origin.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            (origin / name).rename(to / name)
+    sync_folder(to)
+
+
+def _this_process(number: int | None = None) -> dict[str, Any]:
+    """Tell a process of this host, or this one itself, from all others, also from later ones of the same number."""
+    number = os.getpid() if number is None else number
+    started = ""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()  # proc(5)
+        started = fields[19] if fields[0] not in "ZX" else ""  # dead, and only its parent has not asked yet
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host": socket.gethostname(), "boot": boot, "pid": number, "started": started}

@@ -32,6 +32,14 @@ KINDS = {
     "parquet": "parquet",
     "csv": "csv",
 }
+# The classes of samples by the names that saved plans have for them: nothing is imported by a name from a file.
+SAMPLES = {
+    "files": ("files", "Files"),
+    "slices": ("slices", "Slices"),
+    "rows": ("parquet", "Rows"),
+    "pixels": ("", "Pixels"),
+    "packed": ("packed", "Packed"),
+}
 # A split by its folder's name or the name the data set's authors gave it.
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val", "t10k": "val"}
 
@@ -124,6 +132,21 @@ def open_source(path: Path, kind: str = "auto", outside: bool = False) -> Source
         if not len(samples):
             raise SourceError(f"split {name} holds no images", path=path)
     return source
+
+
+def samples_class(name: str) -> type:
+    """The class of samples that is registered under `name`. Raises ValueError when none is."""
+    if name not in SAMPLES:
+        raise ValueError(f"{name!r} is not a kind of samples")
+    module, kind = SAMPLES[name]
+    return getattr(_module(module), kind)
+
+
+def samples_name(samples: Samples) -> str:
+    """The name under which the class of `samples` is registered."""
+    kind = type(samples)
+    module = kind.__module__.removeprefix(__name__).lstrip(".")
+    return next(name for name, place in SAMPLES.items() if place == (module, kind.__name__))
 
 
 def _module(name: str):

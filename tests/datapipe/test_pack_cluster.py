@@ -28,6 +28,7 @@ from datapipe.cluster import Task, detect
 from datapipe.errors import SettingError
 from datapipe.index import read_keys
 from datapipe.manifest import Manifest
+from datapipe.target import NEW, STATE
 
 ROOT = Path(__file__).parents[2]
 TESTBED = ROOT.parent / "shared" / "testbed"
@@ -235,8 +236,9 @@ class TestSlurm:
             job = cluster.submit("-N4", ROOT / "tools/slurm/pack.sbatch", shared_raw, out, "--shard-mib", 1)
             wait_until(lambda: finished(out) >= set(range(NUM_SHARDS)) - {10, 14})
             cluster.run("scontrol", "requeue", job)
-        paths = [path for path in out.glob("*/shard-*") if path.stem not in ("shard-000010", "shard-000014")]
-        before = {path: path.stat().st_mtime_ns for path in paths}
+        new = out / STATE / NEW
+        paths = [path for path in new.glob("*/shard-*") if path.stem not in ("shard-000010", "shard-000014")]
+        before = {out / path.relative_to(new): path.stat().st_mtime_ns for path in paths}
         assert len(before) == 2 * (NUM_SHARDS - 2)
         wait_until(lambda: "PENDING" in cluster.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")

@@ -24,7 +24,7 @@ from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.recode import RecodeOptions
-from datapipe.target import FINISHING, STATE
+from datapipe.target import NEW, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
 
@@ -181,13 +181,15 @@ def test_interrupted_pack_is_completed_and_no_finished_shard_is_written_again(im
         pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=8))
         with stop_after(3), pytest.raises(KeyboardInterrupt):
             pack(image_folder, out, PackOptions(shard_mib=8))
-        assert not list(out.rglob(MANIFEST)) and not list(out.glob("*/.*.partial"))
+        assert not list(out.rglob(MANIFEST)) and not list(out.rglob(".*.partial"))
         finished = [path.stem for path in (out / STATE).rglob("0*.npz")]
-        kept = {path: path.stat() for number in finished for path in out.rglob(f"shard-{number}.*")}
+        new = out / STATE / NEW  # from where shards come to OUT as they are
+        paths = [path for number in finished for path in new.rglob(f"shard-{number}.*")]
+        kept = {out / path.relative_to(new): path.stat() for path in paths}
         assert len(finished) >= 3 and kept
         with pytest.raises(SettingError, match="another seed: 0, not 1"):
             pack(image_folder, out, PackOptions(shard_mib=8, seed=1))
-        (out / "train" / ".shard-000001.tar.partial").write_bytes(b"half")
+        (new / "train" / ".shard-000001.tar.partial").write_bytes(b"half")
         pack(image_folder, out, PackOptions(shard_mib=8, resume=True))
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
     again = [
@@ -276,7 +278,7 @@ def test_too_many_bad_samples_stop_the_pack_which_can_go_on(tmp_path, photo, enc
     with small_shards():
         with pytest.raises(SourceError, match=r"train/a/0[789]\.jpg.*cannot be packed"):
             pack(raw, out, PackOptions(shard_mib=4, max_bad=max_bad))
-        assert not list(out.rglob(MANIFEST)) and not list(out.glob("*/.*.partial"))
+        assert not list(out.rglob(MANIFEST)) and not list(out.rglob(".*.partial"))
         pack(raw, out, PackOptions(shard_mib=4, max_bad="3"))
         assert Manifest.read(out / "train").num_samples == 37
 
@@ -384,7 +386,7 @@ def test_stopped_pack_leaves_nothing_half_finished_and_goes_on(image_folder, tmp
     assert child.wait(30) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert not workers_of(str(tmp_path))
     if number != signal.SIGKILL:
-        assert not list(out.glob("*/.*.partial"))
+        assert not list(out.rglob(".*.partial"))
     assert not list(out.rglob(MANIFEST))
     assert subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)]).returncode == 0
     assert not list(out.rglob("*.partial")) and not (out / STATE).exists()
@@ -421,13 +423,13 @@ def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, photo, enco
         kills += killed_after(random.uniform(0.2, 1.5), arguments)
         now = {path: path.stat() for path in (out / STATE).rglob("0*.npz")}
         for journal, was in finished.items():
-            shard = out / "train" / f"shard-{journal.stem}.tar"
+            shard = out / STATE / NEW / "train" / f"shard-{journal.stem}.tar"
             if (out / STATE).exists():
                 assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == was
         finished = {
             journal: (stat.st_ino, stat.st_mtime_ns)
             for journal in now
-            if (stat := (out / "train" / f"shard-{journal.stem}.tar").stat())
+            if (stat := (out / STATE / NEW / "train" / f"shard-{journal.stem}.tar").stat())
         }
     assert subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)]).returncode == 0
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
@@ -581,16 +583,6 @@ def test_tasks_need_no_locks(image_folder, tmp_path, locks):
         assert [task.returncode for task in tasks] == [0] * 4, said
         assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "alone")
         shutil.rmtree(tmp_path / "out")
-
-
-def test_an_elected_task_that_was_killed(image_folder, tmp_path):
-    """It leaves a mark, so that the other tasks do not finish; `finish` does."""
-    with small_shards():
-        for index in (1, 0):
-            assert pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(index, 2, ""))) == {}
-            (tmp_path / STATE / FINISHING).touch()
-        assert not (tmp_path / "train" / MANIFEST).exists()
-        assert finish(image_folder, tmp_path, PackOptions(shard_mib=8))["train"].num_samples
 
 
 def test_remains_of_another_pack_are_no_place_for_tasks(image_folder, tmp_path):

@@ -1,5 +1,6 @@
 """The plan of a pack: safe keys, every sample once, and the same plan when it is read again."""
 
+import json
 import re
 from dataclasses import fields
 
@@ -9,8 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import ManifestError
-from datapipe.plan import MAX_KEY_BYTES, PLAN, cut, load_plan, make_keys, make_plan, save_plan, shuffle
-from datapipe.sources import Pixels, Source, open_source
+from datapipe.plan import (
+    MAX_KEY_BYTES,
+    PLAN,
+    cut,
+    load_plan,
+    make_keys,
+    make_plan,
+    save_plan,
+    shuffle,
+    source_changes,
+)
+from datapipe.sources import SAMPLES, Pixels, Source, open_source, samples_class
 
 WEBDATASET_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # how it cuts a name into key and extension
 SETTINGS = {"seed": 3, "shard_mib": 1, "source": "/raw/é"}
@@ -120,8 +131,53 @@ def test_a_plan_makes_nothing_but_samples(tmp_path):
     save_plan(plan, tmp_path)
     content = dict(np.load(tmp_path / PLAN))
     content["head"] = np.frombuffer(
-        content["head"].tobytes().replace(b'"datapipe.sources", "Pixels"', b'"subprocess", "Popen"'), np.uint8
+        content["head"].tobytes().replace(b'"samples": "pixels"', b'"samples": "subprocess"'), np.uint8
     )
     np.savez(tmp_path / PLAN, **content)
-    with pytest.raises(ManifestError, match="no kind of samples"):
+    with pytest.raises(ManifestError, match="'subprocess' is not a kind of samples"):
         load_plan(tmp_path)
+
+
+def test_every_registered_class_of_samples_is_there():
+    assert [samples_class(name).__name__ for name in SAMPLES] == ["Files", "Slices", "Rows", "Pixels", "Packed"]
+
+
+def test_a_plan_of_another_version_is_refused(tmp_path):
+    save_plan(plan_of(source_of(["a"], {"train": [("x", 0)]})), tmp_path)
+    content = dict(np.load(tmp_path / PLAN))
+    head = json.loads(content["head"].tobytes())
+    del head["version"]  # as it was at first
+    content["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    np.savez(tmp_path / PLAN, **content)
+    with pytest.raises(ManifestError, match=r"another version of datapipe: .*--overwrite .*remove"):
+        load_plan(tmp_path)
+
+
+def source_of(classes, splits):
+    """A source of splits of (name, label)."""
+    return Source("idx", classes, {
+        split: Pixels("/raw", [name for name, _ in samples], np.array([label for _, label in samples], np.uint32),
+                      np.zeros((len(samples), 2, 2), np.uint8))
+        for split, samples in splits.items()
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("classes", "splits", "changes"),
+    [
+        ("ab", {"train": [("x", 0), ("y", 1)]}, ""),
+        ("ab", {"train": [("x", 0), ("y", 1), ("z", 1)]}, "gained 1 images (train/z of class b)"),
+        ("ab", {"train": [("y", 1)]}, "lost 1 images (train/x of class a)"),
+        ("ab", {"train": [("x", 1), ("y", 1)]},
+         "gained 1 images (train/x of class b) and lost 1 images (train/x of class a)"),
+        ("cab", {"train": [("x", 1), ("y", 2), *((f"{i}", 0) for i in range(5))]},
+         "gained 5 images (train/0 of class c, train/1 of class c, train/2 of class c, …)"),
+        ("ab", {"train": [("x", 0), ("y", 1)], "val": [("x", 0)]}, "gained 1 images (val/x of class a)"),
+        ("ab", {"train": [("x", 0), ("x", 0), ("y", 1)]}, "gained 1 images (train/x of class a)"),
+        ("ab", {"train": [("y", 1), ("x", 0)]}, "another order of its images, or other classes"),
+        ("abc", {"train": [("x", 0), ("y", 1)]}, "another order of its images, or other classes"),
+    ],
+)  # fmt: skip
+def test_changes_of_a_source_are_named(classes, splits, changes):
+    plan = plan_of(source_of(["a", "b"], {"train": [("x", 0), ("y", 1)]}))
+    assert source_changes(plan, source_of(list(classes), splits)) == changes
