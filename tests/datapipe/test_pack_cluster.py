@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from datapipe.cluster import Task, detect
 from datapipe.errors import SettingError
 from datapipe.index import read_keys
 from datapipe.manifest import Manifest
-from datapipe.target import NEW, STATE
+from datapipe.target import FINISHING, NEW, STATE
 
 ROOT = Path(__file__).parents[2]
 TESTBED = ROOT.parent / "shared" / "testbed"
@@ -52,7 +53,8 @@ AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 def environ(tmp_path_factory) -> dict[str, str]:
     """Ours, with this checkout's `datapipe` first on PATH and without what may have launched the tests."""
     bin = tmp_path_factory.mktemp("bin")
-    script = f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} exec {shlex.quote(sys.executable)} -m datapipe "$@"\n'
+    script = f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH '
+    script += f'exec {shlex.quote(sys.executable)} -m datapipe "$@"\n'
     (bin / "datapipe").write_text(script)
     (bin / "datapipe").chmod(0o755)
     foreign = ("SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -247,6 +249,23 @@ class TestSlurm:
         assert contents(out) == alone["tar"]
         assert all(path.stat().st_mtime_ns == then for path, then in before.items())  # packed once
 
+    def test_job_requeued_while_it_finishes(self, cluster, shared_raw, alone):
+        """All shards are there, and the task that writes the manifests is killed at it."""
+        out, control = cluster.shared / "finisher", cluster.shared / ".slowfs"
+        control.write_text(json.dumps({"faults": [f"mkdir:*/finisher/.pack/manifest-*:1+:stall={STALL_S}"]}))
+        try:
+            job = cluster.submit("-N4", ROOT / "tools/slurm/pack.sbatch", shared_raw, out, "--shard-mib", 1)
+            wait_until((cluster.backing / "finisher" / STATE / FINISHING).exists)
+            cluster.run("scontrol", "requeue", job)
+        finally:
+            control.write_text(json.dumps({"faults": []}))
+        assert finished(out) == set(range(NUM_SHARDS))
+        wait_until(lambda: "PENDING" in cluster.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        wait_until(lambda: "COMPLETED" in cluster.run("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={job}"))
+        assert cluster.exit_code(job) == "0:0"
+        assert contents(out) == alone["tar"]
+
     def test_job_array(self, cluster, shared_raw, alone):
         out = cluster.shared / "array"
         script = ROOT / "tools/slurm/pack-array.sbatch"
@@ -330,7 +349,8 @@ class TestSlurm:
         line = shlex.join(["bash", str(ROOT / "tools/mpi/pack.sh"), *AS_ROOT, "--", str(shared_raw), str(out)])
         job = cluster.submit("-N2", "--ntasks-per-node=2", f"--wrap={line} --shard-mib 1", check=0)
         assert contents(out) == alone["tar"]
-        assert cluster.logs(job).count("of 4 is done") == 3
+        # Who finds all packed says what is there: the last, and those that waited for it; and then --finish.
+        assert cluster.logs(job).count("of 4 is done") + cluster.logs(job).count("300 images in") == 5
 
 
 # --- one machine ------------------------------------------------------------------------------------
@@ -338,9 +358,10 @@ class TestSlurm:
 
 def test_tasks_one_after_the_other(raw, alone, tmp_path, run):
     pack = ["datapipe", "pack", raw, tmp_path / "out", "--shard-mib", 1]
-    assert "task 0 of 3 is done" in run(*pack, "--task", "0/3").stdout
+    assert "task 0 of 3 is done; 12 shards of other tasks are not there yet" in run(*pack, "--task", "0/3").stdout
     assert f"12 of {NUM_SHARDS} shards are missing, the first is number 1:" in run(*pack, "--finish", check=1).stderr
-    assert "task 1 of 3 is done" in run(*pack, "--task", "1/3").stdout
+    said = json.loads(run(*pack, "--task", "1/3", "--json").stdout)
+    assert (said["complete"], said["missing_shards"]) == (False, 6)
     assert "300 images" in run(*pack, "--task", "2/3").stdout
     assert contents(tmp_path / "out") == alone["tar"]
 
@@ -354,12 +375,38 @@ def test_tasks_all_at_once(raw, alone, tmp_path, environ):
     assert contents(tmp_path / "out") == alone["tar"]
 
 
+def test_a_requeued_task_of_slurm_finishes(raw, alone, tmp_path, run, environ):
+    """As its variables say, after the task that finished was killed at it: `finishing` is what that leaves."""
+    out = tmp_path / "out"
+    pack = ["datapipe", "pack", raw, out, "--shard-mib", 1, "--resume"]
+    for task in ("0", "1"):
+        step = {"SLURM_PROCID": task, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+        if task == "1":
+            run(*pack, env=environ | step | {"PYTHONPATH": kill_at_the_manifest(tmp_path)}, check=-signal.SIGKILL)
+            assert (out / STATE / FINISHING).exists() and finished(out) == set(range(NUM_SHARDS))
+        run(*pack, env=environ | step)
+    assert contents(out) == alone["tar"]
+
+
+def kill_at_the_manifest(folder: Path) -> str:
+    """A folder for PYTHONPATH: a process with it is killed when it makes the first manifest."""
+    (folder / "kill").mkdir()
+    (folder / "kill" / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "def count(event, arguments):\n"
+        "    if event == 'os.rename' and str(arguments[0]).endswith('.manifest.json.partial'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.addaudithook(count)\n"
+    )
+    return str(folder / "kill")
+
+
 @needs_open_mpi
 def test_mpirun(raw, alone, tmp_path, run):
     launch = ["bash", ROOT / "tools/mpi/pack.sh", *AS_ROOT, "--oversubscribe", "-n", 3, "--"]
     done = run(*launch, raw, tmp_path / "out", "--shard-mib", 1)
     assert contents(tmp_path / "out") == alone["tar"]
-    assert done.stdout.count("of 3 is done") == 2
+    assert done.stdout.count("of 3 is done") + done.stdout.count("300 images in") == 4  # and --finish
 
 
 @needs_open_mpi

@@ -359,7 +359,7 @@ def test_a_finisher_that_was_killed_is_replaced(image_folder, parts, tmp_path, e
         assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {at}"
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_finishers_do_no_harm(image_folder, parts, tmp_path, every):
     """One stops anywhere, the other finishes all, and then the first continues."""
     for at in finishing_changes(image_folder, parts, tmp_path)[::every]:
@@ -376,6 +376,33 @@ def test_two_finishers_do_no_harm(image_folder, parts, tmp_path, every):
         finally:
             child.kill()
             child.communicate()
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_two_finishers_in_turns_do_no_harm(image_folder, parts, tmp_path, times):
+    """One stops anywhere, the second too, and then each does the rest, the first first."""
+    random = np.random.default_rng(times)
+    moments = finishing_changes(image_folder, parts, tmp_path)
+    for attempt in range(times):
+        out = shutil.copytree(parts, tmp_path / f"turns-{attempt}")
+        ats = [int(random.choice(moments)), int(random.integers(2, len(moments) // 2))]
+        children = []
+        try:
+            for at in ats:
+                children.append(last_task(image_folder, out, signal.SIGSTOP, at, timeout_s=0.2))
+                deadline = time.monotonic() + 60
+                while children[-1].poll() is None and not is_stopped(children[-1]):  # the second may find little to do
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+            for child in children:
+                child.send_signal(signal.SIGCONT)
+                errors = child.communicate(timeout=60)[1]
+                assert child.returncode == 0, f"stopped before changes {ats}: {errors}"
+            assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before changes {ats}"
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
 
 
 @pytest.mark.parametrize("locks", [True, False])
