@@ -50,14 +50,14 @@ plan = make_plan(open_source(Path(sys.argv[1])), options.settings(), options.see
 from pathlib import Path
 import json, sys, time
 from datapipe import packing
-finish = packing._finish
+finish = packing.complete
 def timed(*arguments):
     start = time.process_time()
     try:
         return finish(*arguments)
     finally:
         print(json.dumps({"index_cpu_s": time.process_time() - start}))
-packing._finish = timed
+packing.complete = timed
 packing.pack(Path(sys.argv[1]), Path(sys.argv[2]), packing.PackOptions())
 """,
 }

@@ -120,10 +120,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="Format of the sh
 Workers = Annotated[
     int | None, typer.Option("--workers", metavar="N", help="Files read at once, where that helps (default: 32).")
 ]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace the data set in OUT, once the new one is whole: needs room for both."),
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new is whole (room for both).")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in OUT, and be content if it is complete.")]
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="A read or write that takes longer is an error.")
@@ -251,12 +248,11 @@ def convert(
 def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool) -> None:
     splits = {split: _summary(out / split, manifest) for split, manifest in manifests.items()}
     if as_json:
-        missing = manifests.num_missing
-        print(json.dumps({"seconds": seconds, "complete": bool(splits), "missing_shards": missing, "splits": splits}))
+        row = {"seconds": seconds, "missing_shards": manifests.num_missing, "splits": splits}
+        print(json.dumps({"complete": bool(splits), **row}))
         return
     if not splits:
-        waits = f"{manifests.num_missing} shards of other tasks are not there yet"
-        print(f"task {task.index} of {task.count} is done; {waits}, and the last task writes the manifests")
+        print(f"task {task.index} of {task.count} is done; {manifests.num_missing} shards of other tasks are missing")
         return
     for split, row in splits.items():
         print(_line(row))

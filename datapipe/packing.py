@@ -9,15 +9,10 @@ whole in its place.
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import math
-import os
 import re
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,16 +24,16 @@ import numpy as np
 from .assembly import Assembly
 from .cluster import Task
 from .console import Progress
-from .errors import DatapipeError, SettingError, SourceError
+from .errors import DatapipeError, SettingError
+from .finishing import complete
 from .formats import FORMATS, shard_format
-from .fsio import atomic_write, checksum, locked, make_folder, sync_folder
-from .index import write_index, write_keys
-from .journal import Journal, PackedShard
-from .manifest import INDEX, KEYS, MANIFEST, QUARANTINE, Manifest, find_data_sets
+from .fsio import checksum, locked, make_folder
+from .journal import Journal
+from .manifest import MANIFEST, Manifest, find_data_sets
 from .memory import allowed_bytes
-from .plan import Plan, SplitPlan, make_plan, save_plan, source_changes
+from .plan import Plan, make_plan, save_plan, source_changes
 from .recode import RecodeOptions, Recoder
-from .shards import ShardTask, file_info
+from .shards import ShardTask
 from .sources import SPLITS, Pixels, Source, open_source
 from .target import SETTINGS, Target
 
@@ -184,7 +179,7 @@ class _Pack:
             if plan is None:
                 return PackResult(target.manifests())
             self._write(plan)
-            return _finish(plan, target, self.options)
+            return self._complete(plan)
 
     def _run_part(self) -> PackResult:
         """Be one of several tasks: one plans, all write, and one of those who find everything written finishes.
@@ -238,7 +233,7 @@ class _Pack:
                 except BlockingIOError:
                     is_mine, other = False, target.finisher(patience_s) or "another task"
                 if is_mine or not other or time.monotonic() > deadline:  # two at once do no harm
-                    return _finish(plan, target, self.options)
+                    return self._complete(plan)
             if other != said:
                 logger.info("all is packed; waiting for %s, which writes the manifests", other)
                 said = other
@@ -262,7 +257,10 @@ class _Pack:
                 )
                 raise DatapipeError(message, path=target.folder)
             self._check_source(plan)
-            return _finish(plan, target, self.options)
+            return self._complete(plan)
+
+    def _complete(self, plan: Plan) -> PackResult:
+        return PackResult(complete(plan, self.target, self.options.bad_allowed(plan.num_samples)))
 
     def _check_source(self, plan: Plan) -> None:
         """Raises SettingError when the source is not what was planned. Shards that are all there need it no more."""
@@ -372,95 +370,3 @@ def _stored_share(source: Source, options: RecodeOptions) -> float:
             after += len(recode(data)[0])
             before += len(data)
     return after / before if before else 1.0
-
-
-def _finish(plan: Plan, target: Target, options: PackOptions) -> PackResult:
-    """Write index, keys and manifest of each split, from what the journals hold, and put the splits in their place."""
-    try:
-        with target.finishing():
-            packed = _finished_shards(plan, target)
-            _check_finished(plan, packed, options)
-            for split in plan.splits:
-                # In a folder of our own: should another task do the same, whole files replace whole files.
-                with tempfile.TemporaryDirectory(prefix="manifest-", dir=target.state) as folder:
-                    _write_manifest(plan, split, packed[split.split], Path(folder))
-                    for name in os.listdir(folder):
-                        os.replace(Path(folder, name), target.place(split) / name)
-                sync_folder(target.place(split))
-            target.end()
-    except FileNotFoundError:
-        target.settle()
-        if not target.is_whole():
-            raise
-    return PackResult(target.manifests())
-
-
-def _finished_shards(plan: Plan, target: Target) -> dict[str, list[PackedShard]]:
-    """What the journals hold of each split. Raises FileNotFoundError."""
-    packed: dict[str, list[PackedShard]] = {}
-    for split in plan.splits:
-        journal = target.journal(split)
-        packed[split.split] = [shard for i in range(len(split.shards)) if (shard := journal.read(i))]
-        if len(packed[split.split]) < len(split.shards):
-            raise FileNotFoundError(errno.ENOENT, "finished shards are no longer known", str(journal.folder))
-    return packed
-
-
-def _check_finished(plan: Plan, packed: dict[str, list[PackedShard]], options: PackOptions) -> None:
-    """Raises SourceError: too many samples are bad, or all of a split."""
-    bad = [bad for shards in packed.values() for shard in shards for bad in shard.bad]
-    allowed = options.bad_allowed(plan.num_samples)
-    if len(bad) > allowed:  # each task had only its own before its eyes
-        message = f"cannot be packed: {bad[0].reason}; {len(bad)} samples are bad, and --max-bad allows {allowed}"
-        raise SourceError(message, path=bad[0].path)
-    for split, shards in packed.items():
-        if not any(shard.info for shard in shards):
-            raise SourceError(f"split {split} holds no image that can be packed", path=plan.settings["source"])
-
-
-def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:
-    lines, keys = [], []
-    for shard, which in zip(packed, split.shards, strict=True):
-        bad = {bad.number for bad in shard.bad}
-        keys += [split.keys[i] for place, i in enumerate(which.tolist()) if place not in bad]
-        lines += [{"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason} for b in shard.bad]
-    shards = [shard for shard in packed if shard.info]
-    for number, shard in enumerate(shards):
-        shard.records["shard"] = number
-    records = np.concatenate([shard.records for shard in shards])
-    width, height = _common(records["width"]), _common(records["height"])
-    if plan.settings["format"] == "npy" and None in (width, height):  # each shard has one size, but not the same
-        message = "holds images of differing sizes, and npy shards hold one size: choose --size, or another format"
-        raise SourceError(message, path=plan.settings["source"])
-    write_index(folder, records)
-    write_keys(folder, keys)
-    names = [INDEX, KEYS]
-    if lines:
-        with atomic_write(folder / QUARANTINE) as file:
-            file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
-        names.append(QUARANTINE)
-    converted = sum((Counter(shard.converted) for shard in shards), Counter())
-    manifest = Manifest(
-        format=plan.settings["format"],
-        kind=plan.kind,
-        split=split.split,
-        num_samples=len(records),
-        classes=plan.classes,
-        channels=3 if any(shard.channels == 3 for shard in shards) else 1,
-        width=width,
-        height=height,
-        seed=plan.settings["seed"],
-        shard_mib=plan.settings["shard_mib"],
-        recode=plan.settings["recode"],
-        converted=dict(sorted(converted.items())),
-        source_bytes=sum(shard.source_bytes for shard in shards),
-        image_bytes=int(records["size"].sum(dtype=np.int64)),
-        num_bad=len(lines),
-        shards=[shard.info for shard in shards],
-        files=[file for shard in shards for file in shard.sidecars] + [file_info(folder / name) for name in names],
-    )
-    manifest.write(folder)
-
-
-def _common(sizes: np.ndarray) -> int | None:
-    return int(sizes[0]) if (sizes == sizes[0]).all() else None

@@ -37,6 +37,7 @@ FULL_MB = 3.5  # a disk that fills up in the fourth shard
 NEVER = 10**9  # a fault that only counts the calls it matches
 SAYS = {error: os.strerror(getattr(errno, error)) for error in ("EIO", "ESTALE", "ENOSPC", "ENOENT")}
 
+
 def wait_until(condition: Callable[[], bool], limit_s: float = 30) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -55,8 +55,6 @@ def test_a_split_that_is_a_link_is_refused_before_anything_is_removed(image_fold
     assert not list(verify(tmp_path / "elsewhere"))
 
 
-
-
 def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_path):
     """Behind a pack that holds the folder and replaces the plan."""
     small = mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000)
@@ -497,7 +495,7 @@ def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
 
 def test_a_source_that_is_gone_is_not_missed_when_all_shards_are_there(image_folder, tmp_path):
     source, out = shutil.copytree(image_folder, tmp_path / "source"), tmp_path / "out"
-    with mock.patch("datapipe.packing._finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch("datapipe.packing.complete", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         pack(source, out, PackOptions())
     shutil.rmtree(source)
     assert finish(source, out, PackOptions()) and seed_of(out) == 0
