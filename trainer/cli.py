@@ -99,7 +99,20 @@ def main() -> int:
     """Run the command line; return its exit code, which the installed script exits with."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph in a report's PDF
     sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
-    return console.run(app)
+    try:
+        code = console.run(app)
+    except BaseException as error:  # SystemExit: of a SIGTERM that came while a message was being written
+        _leave(int(error.code) if isinstance(error, SystemExit) else 1, error)
+        raise
+    _leave(code)
+    return code
+
+
+def _leave(code: int, error: BaseException | None = None) -> None:
+    if "trainer.distributed" in sys.modules:  # else torch need not be imported for it
+        from .distributed import leave
+
+        leave(code, error)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -100,6 +102,9 @@ def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
 def connected(world: World) -> Iterator[None]:
     """Connect the ranks for as long as the block runs. Alone, there is nothing to do.
 
+    When the block fails, the ranks stay connected: under NCCL, taking the connections down waits for the other ranks,
+    and these wait in a collective for this one. The command says what went wrong and then calls `leave`.
+
     A model that `wrap` wrapped keeps the connections' threads; leave nothing outside the block that refers to it.
     """
     if world.device.type == "cuda":
@@ -121,9 +126,25 @@ def connected(world: World) -> Iterator[None]:
             message = "lost contact with another rank; its message, further up or in its log, says why"
             raise TrainingError(message) from error
         raise
-    finally:
-        gc.collect()  # cycles that refer to DDP
-        dist.destroy_process_group()
+    gc.collect()  # cycles that refer to DDP
+    dist.destroy_process_group()
+
+
+def leave(code: int, error: BaseException | None = None) -> None:
+    """End this process at once if its ranks are still connected, as they are after a failure; else do nothing.
+
+    Neither destructors nor other threads get in the way: those of the connections would wait for ranks that wait for
+    this one. `error`: what nobody has written a message about yet; it is written as Python would.
+    """
+    if not dist.is_initialized():
+        return
+    if error is not None and not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:

@@ -6,6 +6,9 @@ On a machine with a GPU: `bash tools/test.sh tests/gpu`.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
 import subprocess
 import sys
 
@@ -182,3 +185,32 @@ def test_training_reaches_a_target(sample, tmp_path, device, precision):
     assert sum(sections.values()) == pytest.approx(lines[-1]["elapsed_s"], rel=0.05)
     again = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert again.returncode == 0 and "accuracy" in again.stdout
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here, and NCCL gives each rank one of its own")
+def test_a_rank_that_fails_is_gone_while_the_other_waits_in_nccl(sample, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(sample, damaged)
+    for shard in (damaged / "train").glob("*.tar"):
+        content = bytearray(shard.read_bytes())
+        content[512 : len(content) // 2] = bytes(len(content) // 2 - 512)
+        shard.write_bytes(content)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    try:
+        for rank, folder in enumerate((sample, damaged)):
+            command = [
+                sys.executable, "-m", "trainer", "train", "fashion-mnist-resnet8", "--data", str(folder),
+                "--out", str(tmp_path / "run"), "--set", "train.batch_size=64",
+            ]  # fmt: skip
+            env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+        _, err = ranks[1].communicate(timeout=120)
+        assert ranks[1].returncode == 1 and "error: " in err and str(damaged) in err, err
+    finally:
+        for child in ranks:  # NCCL does not tell the other one; a launcher would end it
+            child.kill()
+            child.communicate()
