@@ -67,7 +67,9 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     elif gpus:
         lines.append("backend: cpu; with DALI (pip install 'datapipe-trainer[dali]') the GPU would decode")
     else:
-        lines.append("backend: cpu (no GPU here)")
+        lines.append(f"backend: cpu ({'torch sees no GPU' if node['unseen_gpus'] else 'no GPU here'})")
+    if node["unseen_gpus"]:
+        lines.append(f"GPUs: {node['unseen_gpus']}")
     ranks = max(1, gpus)
     each = "" if ranks == 1 else f" for each of {ranks} ranks"
     lines.append(
@@ -206,6 +208,7 @@ def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 
 
 def _node() -> dict:
     from .loaders.base import gpu_names
+    from .loaders.nvidia import explain_unseen_gpus
 
     shm = Path("/dev/shm")
     return {
@@ -213,6 +216,7 @@ def _node() -> dict:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else 0,
         "gpus": gpu_names(),
+        "unseen_gpus": explain_unseen_gpus(),
     }
 
 

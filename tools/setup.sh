@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv at the top of the checkout and installs this project there; with the argument `dev` what its tests need,
 # too: DALI, Lightning and others, 1 GB.
+# TORCH_INDEX_URL: where torch comes from in place of pip's own index, such as
+# https://download.pytorch.org/whl/cu126 for drivers older than 580; remembered, so it need be given only once.
 # Does nothing when that is done and neither pyproject.toml nor tools/constraints.txt has changed since.
 # A .venv that somebody else made is installed into, and nothing of it is deleted.
 set -euo pipefail
@@ -8,10 +10,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 extras=${1:-}
 stamp=.venv/installed # "PLACE: STATE [dev]"; the place, because a virtual environment breaks when moved or copied
+index=.venv/torch-index # of torch, where it is not pip's own
 state=$(cat pyproject.toml tools/constraints.txt | cksum)
 was=
 if [[ -e $stamp ]]; then
     was=$(<"$stamp")
+fi
+torch_from=
+if [[ -e $index ]]; then
+    torch_from=$(<"$index")
 fi
 
 works() {
@@ -46,6 +53,10 @@ make_venv() {
     "$python" -m venv .venv
 }
 
+if [[ -n ${TORCH_INDEX_URL:-} && $TORCH_INDEX_URL != "$torch_from" ]]; then # pip would keep the torch that is there
+    torch_from=$TORCH_INDEX_URL
+    was=${was:+"$PWD: unfinished"}
+fi
 if [[ $was == "$PWD: $state dev" || ($was == "$PWD: $state " && -z $extras) ]] && works; then
     exit 0
 fi
@@ -55,5 +66,12 @@ if [[ -e .venv && -z $was ]]; then
 elif [[ $was != "$PWD: "* || $was == "$PWD: unfinished" ]] || ! works; then
     make_venv
 fi
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e ".${extras:+[$extras]}"
+pip_install() {
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt "$@"
+}
+if [[ -n $torch_from ]]; then
+    pip_install --index-url "$torch_from" torch
+    echo "$torch_from" >"$index"
+fi
+pip_install -e ".${extras:+[$extras]}"
 echo "$PWD: $state $extras" >"$stamp"

@@ -33,6 +33,7 @@ def train(
         typer.Option("--set", metavar="section.key=value", help="Change a setting; repeatable."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    device: Annotated[str, typer.Option(help="auto: GPUs where there are any; cpu; cuda.")] = "auto",
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
@@ -56,7 +57,7 @@ def train(
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     from .run import run
 
-    raise typer.Exit(run(loaded, data, out, resume))
+    raise typer.Exit(run(loaded, data, out, resume, device))
 
 
 @app.command()

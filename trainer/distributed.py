@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.errors import DatapipeError, SettingError
+from datapipe.loaders.nvidia import explain_unseen_gpus
 
 from .errors import TrainingError
 
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 # Longer than a checkpoint takes on a loaded filesystem; the launcher notices a rank that is gone sooner.
 TIMEOUT = timedelta(minutes=30)
+
+DEVICES = "auto", "cpu", "cuda"
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,18 @@ class World:
         return global_batch_size // self.world_size
 
 
-def world_from_environment(environ: Mapping[str, str] = os.environ) -> World:
+def world_from_environment(environ: Mapping[str, str] = os.environ, device: str = "auto") -> World:
     """The World that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; alone where there are none.
 
-    The device is the GPU numbered `local_rank` where there are GPUs, else the CPU. Raises SettingError if
-    some are set and others not, or a node has fewer GPUs than ranks.
+    `device`: "cuda" is the GPU numbered `local_rank`, "cpu" the processor, "auto" a GPU where there are any. Raises
+    SettingError if some are set and others not, if a node has fewer GPUs than ranks, for "cuda" without a GPU, and
+    for "auto" where the driver has GPUs and torch sees none: it would train on the processor, for hours and unasked.
     """
+    kind = _device_type(device)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     missing = [name for name in names if name not in environ]
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return World(device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+        return World(device=torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
     if missing:
         # Guessing would make each process its own world, all writing to the same run.
         raise SettingError(f"{', '.join(missing)} not set, unlike others of {', '.join(names)}: use torchrun")
@@ -78,14 +83,28 @@ def world_from_environment(environ: Mapping[str, str] = os.environ) -> World:
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
     except ValueError as error:
         raise SettingError(f"one of {', '.join(names)}, LOCAL_WORLD_SIZE is no number: {error}") from error
-    device = torch.device("cpu")
+    if kind == "cpu":
+        return World(rank, local_rank, world_size, local_world_size)
+    if local_rank >= torch.cuda.device_count():
+        raise SettingError(
+            f"LOCAL_RANK = {local_rank}: this node has {torch.cuda.device_count()} GPUs; a rank needs one"
+        )
+    return World(rank, local_rank, world_size, local_world_size, torch.device("cuda", local_rank))
+
+
+def _device_type(device: str) -> str:
+    if device not in DEVICES:
+        raise SettingError(f"--device {device}: allowed: {', '.join(DEVICES)}")
+    if device == "cpu":
+        return device
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise SettingError(
-                f"LOCAL_RANK = {local_rank}: this node has {torch.cuda.device_count()} GPUs; a rank needs one"
-            )
-        device = torch.device("cuda", local_rank)
-    return World(rank, local_rank, world_size, local_world_size, device)
+        return "cuda"
+    unseen = explain_unseen_gpus()
+    if unseen is not None:
+        raise SettingError(f"--device {device}: {unseen}. Use --device cpu to train on the processor")
+    if device == "cuda":
+        raise SettingError("--device cuda: there is no GPU here; allowed: auto, cpu")
+    return "cpu"
 
 
 def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:

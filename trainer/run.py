@@ -28,15 +28,15 @@ from .timing import wait_share
 logger = logging.getLogger(__name__)
 
 
-def run(recipe: Recipe, data: Path, out: Path, resume: bool) -> int:
-    """Train `recipe` on the data set `data`, writing to `out`; return the exit code.
+def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto") -> int:
+    """Train `recipe` on the data set `data`, writing to `out`; return the exit code. `device`: see distributed.py.
 
     0: target reached, or none set; 1: target missed (on the first rank: a launcher would end it, while it
     writes the report, if another failed before); 128 + number: stopped by that signal, after a checkpoint.
 
     Raises SettingError and DatapipeError; with several ranks, on all of them.
     """
-    world = world_from_environment()
+    world = world_from_environment(device=device)
     world.batch_size(recipe.train.batch_size)
     precision = choose_precision(recipe.train.precision, world.device)
     set_threads(world)

@@ -13,7 +13,7 @@ from datapipe.errors import DatapipeError
 
 FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
               "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip
-NODE = {"cores": 16, "memory_bytes": 1, "shm_bytes": 0, "gpus": []}
+NODE = {"cores": 16, "memory_bytes": 1, "shm_bytes": 0, "gpus": [], "unseen_gpus": None}
 DECODERS = {"simplejpeg": "1.9", "dali": None}
 
 
@@ -29,6 +29,7 @@ DECODERS = {"simplejpeg": "1.9", "dali": None}
         ({"metadata_per_s": None}, {}, {}, ["stage: no"]),
         ({}, {"gpus": ["H100"] * 4}, {"dali": "2.4"}, ["backend: dali (GPU and DALI 2.4", "4 threads for each of 4"]),
         ({}, {"gpus": ["H100"]}, {}, ["backend: cpu; with DALI"]),
+        ({}, {"unseen_gpus": "why"}, {}, ["backend: cpu (torch sees no GPU)", "GPUs: why"]),
     ],
 )  # fmt: skip
 def test_advice(filesystem, node, decoders, says):

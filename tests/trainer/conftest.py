@@ -44,6 +44,12 @@ log_every = 1
 """
 
 
+@pytest.fixture(autouse=True)
+def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch, as from the children below; else a run is refused where a driver has GPUs that torch does not see."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def _write_idx(folder: Path, stem: str, images: np.ndarray, labels: np.ndarray) -> None:
     header = struct.pack(">HBB3I", 0, 8, 3, *images.shape)
     (folder / f"{stem}-images-idx3-ubyte").write_bytes(header + images.tobytes())
