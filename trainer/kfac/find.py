@@ -74,9 +74,23 @@ def find(model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False
 
 
 def require_whole(name: str, parameters: Iterable[nn.Parameter]) -> None:
-    """Raises ValueError for what FSDP2 (its DTensor) or FSDP1 has sharded."""
-    if any(hasattr(of, "device_mesh") or hasattr(of, "_fsdp_flattened") for of in parameters):
-        raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
+    """Raises ValueError for what FSDP2 (its DTensor), FSDP1 or DeepSpeed has sharded, if only the gradients."""
+    for parameter in parameters:
+        if hasattr(parameter, "device_mesh") or hasattr(parameter, "_fsdp_flattened"):
+            raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
+        # DeepSpeed's own mark of a ZeRO-3 parameter: zero/utils.py, is_zero_param.
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"{name}: its parameters are sharded (DeepSpeed, ZeRO stage 3), and K-FAC needs whole layers; use "
+                "ZeRO stage 0, or DDP"
+            )
+        # What ZeRO 1 and 2 and DeepSpeed's bfloat16 optimizer add (utils/mixed_precision_linkage.py). They take the
+        # gradients out of the parameters in the backward pass.
+        if hasattr(parameter, "_hp_mapping"):
+            raise ValueError(
+                f"{name}: DeepSpeed takes its gradients away (ZeRO stage 1 or 2, or bfloat16 with an optimizer of "
+                "DeepSpeed's), and K-FAC needs them in the parameters; use ZeRO stage 0, or DDP"
+            )
 
 
 def _is_skipped(name: str, module: nn.Module, patterns: list[re.Pattern | type]) -> bool:

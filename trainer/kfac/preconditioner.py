@@ -17,6 +17,7 @@ from .block import Block, cost
 from .capture import Capture
 from .exchange import Exchange, Part, agreed, num_ranks, require_same
 from .find import Skip, find, unwrapped
+from .launch import require_connected
 from .layers import Layer, Norm
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
@@ -55,7 +56,8 @@ class KFAC:
     nothing but factors and solutions is sent) to 1 / world size (each its own; least memory). `local_factors`: a
     layer's factors come from its owner's part of the batch, and are not sent; layers of several owners then have their
     turns in the same steps. Ranks must have the same model and settings, and step together; they need not use the same
-    layers in a step.
+    layers in a step. Processes that a launcher or Horovod started together must be connected by torch.distributed
+    before (else ValueError), unless each trains a network of its own: say so with `independent`.
 
     `unsupported`: the modules and parameters that keep their gradients, as K-FAC does not know them. Raises ValueError
     for a setting out of range, for a model without a layer to take or with layers on several devices, and where ranks
@@ -68,12 +70,14 @@ class KFAC:
         *,
         skip: Skip = (),
         grad_scaler: torch.amp.GradScaler | None = None,
+        independent: bool = False,
         **settings: object,
     ) -> None:
         self.steps = self._first_step = 0
         self.model, self._grad_scaler = unwrapped(model), grad_scaler
         self._watch = Watch(self.model)
         with agreed():
+            require_connected(independent)
             names = [field.name for field in fields(KFACSettings)]
             unknown = sorted(settings.keys() - set(names))
             if unknown:

@@ -55,11 +55,13 @@ class Watch:
     def before_step(self, layers: Mapping[str, Sequence[nn.Parameter]]) -> None:
         """Raises RuntimeError where there are no gradients, or where none has changed since the last step; warns where
         some have not, if it can tell: a gradient that was written to through NumPy or `data` seems the same. Raises
-        ValueError where parameters have been sharded.
+        ValueError where parameters or gradients have been sharded, since which there may be none.
         """
         for name, parameters in layers.items():
             require_whole(name, parameters)
         if not layers:
+            for name, parameter in self._model.named_parameters():
+                require_whole(name, [parameter])
             raise RuntimeError("no layer has a gradient: call loss.backward() before step()")
         stale = [name for name, parameters in layers.items() if all(map(self._is_left, parameters))]
         if len(stale) == len(layers):
