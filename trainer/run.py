@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto") -> int:
-    """Train `recipe` on the data set `data`, writing to `out`; return the exit code. `device`: see distributed.py.
+    """Train `recipe` on the data set `data`, writing to `out`; return the exit code. `device`: auto, cpu or cuda.
 
     0: target reached, or none set; 1: target missed (on the first rank: a launcher would end it, while it
     writes the report, if another failed before); 128 + number: stopped by that signal, after a checkpoint.
