@@ -16,7 +16,7 @@ ALLOWED = {
     "tfrecord": ["datapipe/formats/tfrecord.py"],
     "pyarrow": ["datapipe/sources/parquet.py"],
     "scipy": ["datapipe/sources/imagenet.py"],
-    "webdataset": ["datapipe/loaders/webdataset.py"],
+    "webdataset": ["datapipe/loaders/tar_streams.py"],
     "nvidia": ["datapipe/loaders/dali.py", "datapipe/loaders/dali_native.py"],
     "mpi4py": ["datapipe/cluster.py"],
     "simplejpeg": ["datapipe/image.py"],

@@ -134,7 +134,7 @@ def test_a_sample_ends_where_its_shard_ends_at_the_latest(more, is_inside):
     if is_inside:
         check_records(records, manifest, Path(INDEX))
     else:
-        with pytest.raises(ManifestError, match="sample 7: offset is .* its 10 bytes end beyond the 100 of its shard"):
+        with pytest.raises(ManifestError, match=r"sample 7: offset is .* its 10 bytes end beyond the 100 of its shard"):
             check_records(records, manifest, Path(INDEX))
 
 

@@ -190,7 +190,7 @@ def test_noted_counts_are_taken(foreign, tmp_path, note, monkeypatch):
             (tmp_path / f"part-{i:03}.idx").write_text(f"v1.2 {size}\n")
     if note == "sizes.json":
         (tmp_path / note).write_text("{" + ", ".join(f'"part-{i:03}.tar": {n}' for i, n in enumerate(SIZES)) + "}")
-    monkeypatch.setattr("datapipe.loaders.webdataset.samples_of", lambda url: pytest.fail("it was read"))
+    monkeypatch.setattr("datapipe.loaders.tar_streams.samples_of", lambda url: pytest.fail("it was read"))
     with open_loader(tmp_path, 4, backend="webdataset", size=16) as loader:
         assert loader.num_samples == sum(SIZES)
 

@@ -1,0 +1,215 @@
+"""Tar shards as streams of samples, through the webdataset library, and how many each of them holds.
+
+A shard is a file (a Path) or a URL (a str). Only what the user himself gave is ever a URL, which the library opens and
+may run as a command: what a folder or a manifest names is a file, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+import xxhash
+
+from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, ShardReadError
+from ..manifest import MANIFEST, Manifest
+from ..sources.webdataset import IMAGES, LABELS, label_of
+from .base import LoaderOptions, Split
+from .pool import in_time
+
+logger = logging.getLogger(__name__)
+
+COUNTED = 100  # samples counted at a time: that takes less than `timeout_s`, where the whole shard may not
+SUFFIX = ".tar"
+NUMBER = re.compile(r"\d{1,18}")  # fits into 64 bits
+
+Shard = Path | str
+
+
+class Sample(NamedTuple):
+    number: int  # in the stream of shards as they are named: unique
+    shard: Shard
+    key: str
+    label: int
+    data: bytes
+    error: DatapipeError | None = None  # why it is none
+
+
+def samples_of(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
+    """A shard's samples, through the webdataset library. What they are read from is among the `streams` meanwhile.
+
+    Raises ShardReadError.
+    """
+    tar = _backend().tariterators
+    stream, after = None, ""
+    try:
+        stream = shard.open("rb") if isinstance(shard, Path) else tar.gopen.gopen(shard)
+        streams.append(stream)
+        members = tar.tar_file_expander([{"url": str(shard), "stream": stream}], handler=tar.reraise_exception)
+        for parts in tar.group_by_keys(members, handler=tar.reraise_exception):
+            after = f" after key {parts['__key__']}"
+            try:
+                sample = _sample(shard, parts)
+            except DatapipeError as error:
+                sample = Sample(-1, shard, parts["__key__"], 0, b"", error)
+            yield sample
+    except Exception as error:  # of tarfile, of the command, of the filesystem
+        raise ShardReadError(f"cannot be read{after}: {error}", **place(shard)) from error
+    finally:
+        if stream is not None:
+            with suppress(Exception):  # a command that has more to say fails here
+                stream.close()
+            streams.remove(stream)
+
+
+def _sample(shard: Shard, parts: dict) -> Sample:
+    key = parts["__key__"]
+    image = next((parts[name] for name in IMAGES if name in parts), None)
+    if image is None:
+        found = ", ".join(name for name in parts if not name.startswith("__"))
+        raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {found}", **place(shard), key=key)
+    label = label_of(str(shard), key, {name: {key: parts[name]} if name in parts else {} for name in LABELS})
+    if not NUMBER.fullmatch(label):
+        message = f"its label is no number of a class, {label!r}: `datapipe pack` numbers names"
+        raise DecodeError(message, **place(shard), key=key)
+    return Sample(-1, shard, key, int(label), image)
+
+
+def place(shard: Shard) -> dict[str, Path | str]:
+    """Where an error of the shard is, for DatapipeError."""
+    return {"path": shard.parent, "shard": shard.name} if isinstance(shard, Path) else {"path": shard}
+
+
+def end_commands(streams: Iterable[BinaryIO]) -> None:
+    """End the commands behind URLs: one that hangs would outlive this process, and keep its standard error open."""
+    for stream in list(streams):
+        command = getattr(stream, "proc", None)
+        if command is not None and command.poll() is None:
+            for process in _descendants(command.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
+
+
+def _descendants(process: int) -> list[int]:
+    """A process, and all that it and its children began: what a shell runs does not end with the shell."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # it has ended, or the kernel does not list them
+        children = []
+    return [process, *(each for child in children for each in _descendants(int(child)))]
+
+
+def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], Split]:
+    """List the shards at `path`, count their samples, and tell what is known of their images. Raises ManifestError."""
+    _backend()
+    shards, manifest = in_time(options.timeout_s, path, "opening the data set", _listed, path)
+    if manifest is not None:
+        counts = [shard.num_samples for shard in manifest.shards]
+        size = manifest.width, manifest.height
+        smallest = size if None not in size else None
+        split = Split(sum(counts), manifest.num_classes, manifest.channels, *size, smallest, _checksum(shards, counts))
+        return shards, counts, split._replace(classes=tuple(manifest.classes))
+    if not shards:
+        raise ManifestError("holds no tar shards", path=path)
+    counts = _counted(shards, options)
+    if not sum(counts):
+        raise ManifestError("its tar shards hold no samples", path=path)
+    return shards, counts, Split(sum(counts), None, 3, None, None, None, _checksum(shards, counts))
+
+
+def _listed(path: str) -> tuple[list[Shard], Manifest | None]:
+    folder = Path(path)
+    if not folder.is_dir():
+        import braceexpand
+
+        return [url for part in path.split("::") for url in braceexpand.braceexpand(part)], None
+    if not (folder / MANIFEST).exists():
+        return sorted(file for file in folder.iterdir() if file.suffix == SUFFIX), None
+    manifest = Manifest.read(folder)
+    if manifest.format != "tar":
+        raise ManifestError(f"holds {manifest.format} shards; backend webdataset reads tar", path=folder)
+    return [folder / shard.name for shard in manifest.shards], manifest
+
+
+def _checksum(shards: list[Shard], counts: list[int]) -> str:
+    names = [(str(shard).rpartition("/")[2], count) for shard, count in zip(shards, counts, strict=True)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(names).encode())
+
+
+def _counted(shards: list[Shard], options: LoaderOptions) -> list[int]:
+    """Samples in each shard. Ranks that can talk to each other share the work."""
+    distributed = torch.distributed
+    shared = options.world_size > 1 and distributed.is_available() and distributed.is_initialized()
+    if not shared:
+        return [_count(shard, options.timeout_s) for shard in shards]
+    counts, error = {}, None
+    try:
+        mine = range(options.rank, len(shards), options.world_size)
+        counts = {i: _count(shards[i], options.timeout_s) for i in mine}
+    except DatapipeError as caught:  # all ranks take part in what follows, or those that do would wait for ever
+        error = caught
+    gathered: list = [None] * options.world_size
+    distributed.all_gather_object(gathered, (counts, error))
+    for of_rank, failed in gathered:
+        if failed is not None:
+            raise failed
+        counts |= of_rank
+    return [counts[i] for i in range(len(shards))]
+
+
+def _count(shard: Shard, timeout_s: float) -> int:
+    noted = in_time(timeout_s, shard, "counting its samples", _noted, shard)
+    if noted is not None:
+        return noted
+    logger.info("counting the samples of %s, once", shard)
+    streams: list[BinaryIO] = []
+    samples, count = samples_of(shard, streams), 0
+    try:
+        while more := in_time(timeout_s, shard, "counting its samples", _count_some, samples):
+            count += more
+    except BaseException:
+        end_commands(streams)
+        raise
+    return count
+
+
+def _count_some(samples: Iterator[Sample]) -> int:
+    return sum(1 for _ in islice(samples, COUNTED))
+
+
+def _noted(shard: Shard) -> int | None:
+    """What a file beside a shard says of its samples."""
+    beside = Path(shard)
+    sizes, index = beside.with_name("sizes.json"), beside.with_suffix(".idx")
+    try:
+        if index.exists():
+            with index.open() as file:
+                count = int(file.readline().split()[1])
+        elif sizes.exists():
+            count = int(json.loads(sizes.read_text())[beside.name])
+        else:
+            return None
+        if count >= 0:
+            return count
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        pass
+    logger.warning("%s: the number of samples beside it cannot be read", shard)
+    return None
+
+
+def _backend():
+    try:
+        import webdataset
+
+        return webdataset
+    except ImportError as error:
+        raise MissingBackendError("webdataset is not installed: pip install datapipe-trainer[webdataset]") from error
