@@ -125,10 +125,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in OUT,
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="A read or write that takes longer is an error.")
 ]
-Memory = Annotated[
-    str | None,
-    typer.Option("--memory", metavar="SIZE", help="For images, such as 8GiB (default: half of what is there)."),
-]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="For images: such as 8GiB (default: half of all).")]
 TaskOption = Annotated[
     str | None,
     typer.Option("--task", metavar="I/N", help="Write part I (from 0) of N (default: as Slurm, MPI or torchrun say)."),
@@ -177,7 +174,6 @@ def pack(
     """Pack raw images into shards, shuffled once. Without options that say otherwise, files go in untouched."""
     from . import packing
     from .cluster import detect
-    from .memory import parse_bytes
     from .recode import RecodeOptions
 
     recode = RecodeOptions(
@@ -200,7 +196,7 @@ def pack(
         max_bad=max_bad,
         outside=outside,
         timeout_s=timeout,
-        memory_bytes=memory and parse_bytes("memory", memory),
+        memory=memory,
         recode=recode,
         task=detect(os.environ, task),
     )
@@ -219,7 +215,6 @@ def convert(
     ] = None,
     workers: Workers = None,
     timeout: Timeout = 300.0,
-    memory: Memory = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
     task: TaskOption = None,
@@ -228,7 +223,6 @@ def convert(
     """Put a packed data set into another format: the same image bytes, keys, labels and order."""
     from . import packing
     from .cluster import detect
-    from .memory import parse_bytes
 
     options = packing.PackOptions(
         format=format.value,
@@ -237,7 +231,6 @@ def convert(
         overwrite=overwrite,
         resume=resume,
         timeout_s=timeout,
-        memory_bytes=memory and parse_bytes("memory", memory),
         task=detect(os.environ, task),
     )
     started = time.perf_counter()

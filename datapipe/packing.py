@@ -30,7 +30,7 @@ from .formats import FORMATS, shard_format
 from .fsio import checksum, locked, make_folder
 from .journal import Journal
 from .manifest import MANIFEST, Manifest, find_data_sets
-from .memory import allowed_bytes
+from .memory import allowed_bytes, parse_bytes
 from .plan import Plan, make_plan, save_plan, source_changes
 from .recode import RecodeOptions, Recoder
 from .shards import ShardTask
@@ -55,8 +55,8 @@ class PackResult(dict[str, Manifest]):
 class PackOptions:
     """`shard_mib`: aimed size of a shard in MiB (None, to convert: as it was); `workers`: files read at once, at most;
     `max_bad`: "3" or "0.1%" of all samples; `outside`: follow links and paths that lead out of the source; `timeout_s`:
-    a read or write that takes longer is an error; `memory_bytes`: for images, all threads together (None: half of what
-    the machine or the control group has); `task`: the part of the plan to pack here.
+    a read or write that takes longer is an error; `memory`: "8GiB", for images in all threads together (None: half of
+    what the machine or the control group has); `task`: the part of the plan to pack here.
     """
 
     format: str = "tar"
@@ -69,22 +69,26 @@ class PackOptions:
     max_bad: str = "0"
     outside: bool = False
     timeout_s: float = 300.0
-    memory_bytes: int | None = None
+    memory: str | None = None
     recode: RecodeOptions = field(default_factory=RecodeOptions)
     task: Task = field(default_factory=lambda: Task(0, 1, ""))
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise SettingError(f"format: {self.format!r} is not one of {', '.join(FORMATS)}")
-        for name, low in (("shard_mib", 1), ("workers", 1), ("seed", 0), ("memory_bytes", 1)):
+        for name, low in (("shard_mib", 1), ("workers", 1), ("seed", 0)):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise SettingError(f"{name}: {value} is out of range; allowed: {low} and more")
         if not 0 < self.timeout_s < math.inf:
             raise SettingError(f"timeout: {self.timeout_s} is out of range; allowed: seconds, above 0")
         self.bad_allowed(1)
+        self.memory_bytes()
         if self.overwrite and self.task.count > 1:
             raise SettingError("overwrite: one of several tasks would remove what another writes; remove OUT first")
+
+    def memory_bytes(self) -> int:
+        return allowed_bytes() // 2 if self.memory is None else parse_bytes("memory", self.memory)
 
     def bad_allowed(self, num_samples: int) -> int:
         match = NUMBER_OR_SHARE.fullmatch(self.max_bad)
@@ -337,9 +341,8 @@ class _Pack:
         allowed = options.bad_allowed(plan.num_samples)
         mean_bytes = max(split.mean_bytes for split in plan.splits)
         recoder = _recoder(plan, options)
-        memory_bytes = options.memory_bytes or allowed_bytes() // 2
         workers = options.workers or READERS
-        assembly = Assembly(recoder, workers, allowed, options.timeout_s, mean_bytes, memory_bytes, num_bad)
+        assembly = Assembly(recoder, workers, allowed, options.timeout_s, mean_bytes, options.memory_bytes(), num_bad)
         with Progress("packing", sum(len(shard.which) for shard in journals)) as progress:
             for shard, packed in assembly.run(list(journals), progress.advance):
                 journals[shard].add(packed)

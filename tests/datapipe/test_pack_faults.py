@@ -433,7 +433,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_large_file(tmp_path, photo, encode
             for member, data in (("1.jpg", small), ("1.cls", b"0"), ("2.jpg", large), ("2.cls", b"1"), ("3.jpg", small),
                                  ("3.cls", b"0")):  # fmt: skip
                 archive.addfile(tarinfo(member, len(data)), io.BytesIO(data))
-            archive.addfile(tarinfo("pad.txt", 1 << 17), io.BytesIO(bytes(1 << 17)))
+            archive.addfile(tarinfo("pad.txt", 1 << 13), io.BytesIO(bytes(1 << 13)))
     program, rest = [sys.executable, "-m", "datapipe", "pack"], [tmp_path / "out", "--max-bad", max_bad]
     line = ["unshare", "-m", sys.executable, "-c", FAILING_DISK, source, name, *program, *rest]
     done = subprocess.run([str(word) for word in line], cwd=tmp_path, capture_output=True, text=True, timeout=120)
