@@ -23,69 +23,16 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-
-class Format(StrEnum):
-    tar = "tar"
-    hdf5 = "hdf5"
-    lmdb = "lmdb"
-    zip = "zip"
-    tfrecord = "tfrecord"
-    npy = "npy"
-
-
-class Kind(StrEnum):
-    auto = "auto"
-    imagefolder = "imagefolder"
-    imagenet = "imagenet"
-    cifar10 = "cifar10"
-    cifar100 = "cifar100"
-    idx = "idx"
-    webdataset = "webdataset"
-    parquet = "parquet"
-    csv = "csv"
-
-
-class Check(StrEnum):
-    header = "header"
-    decode = "decode"
-
-
-class Store(StrEnum):
-    encoded = "encoded"
-    raw = "raw"
-
-
-class Compress(StrEnum):
-    lz4 = "lz4"
-    zstd = "zstd"
-
-
-class Name(StrEnum):
-    fashion_mnist = "fashion-mnist"
-    cifar10 = "cifar10"
-    cifar100 = "cifar100"
-
-
-class Backend(StrEnum):
-    cpu = "cpu"
-    dali = "dali"
-
-
-class Order(StrEnum):
-    full = "full"
-    blocks = "blocks"
-
-
-class Io(StrEnum):
-    cached = "cached"
-    mmap = "mmap"
-    direct = "direct"
-
-
-class Reader(StrEnum):
-    indexed = "indexed"
-    native = "native"
-
+Format = StrEnum("Format", "tar hdf5 lmdb zip tfrecord npy")
+Kind = StrEnum("Kind", "auto imagefolder imagenet cifar10 cifar100 idx webdataset parquet csv")
+Check = StrEnum("Check", "header decode")
+Store = StrEnum("Store", "encoded raw")
+Compress = StrEnum("Compress", "lz4 zstd")
+Name = StrEnum("Name", [(name.replace("-", "_"), name) for name in ("fashion-mnist", "cifar10", "cifar100")])
+Backend = StrEnum("Backend", "cpu dali")
+Order = StrEnum("Order", "full blocks")
+Io = StrEnum("Io", "cached mmap direct")
+Reader = StrEnum("Reader", "indexed native")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataSetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed data set, or the folder of its splits.")]
