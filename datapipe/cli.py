@@ -64,9 +64,7 @@ def fetch(
 # What packing and converting share.
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder: one data set a split is put in it.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="Format of the shards.")]
-Workers = Annotated[
-    int | None, typer.Option("--workers", metavar="N", help="Files read at once, where that helps (default: 32).")
-]
+Workers = Annotated[int | None, typer.Option(metavar="N", help="Files read at once, where that helps (default: 32).")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new is whole (room for both).")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in OUT, and be content if it is complete.")]
 Timeout = Annotated[

@@ -32,7 +32,7 @@ def pack(source: Path, out: Path, *options: object, prefix: tuple = ()) -> tuple
         num_threads, code = 0, None
         while code is None:
             with suppress(FileNotFoundError, StopIteration):
-                next(out.glob("train/.shard*"))  # listing has threads of its own
+                next(out.rglob(".shard-*.partial"))  # listing has threads of its own
                 num_threads = max(num_threads, len(os.listdir(f"/proc/{child.pid}/task")))
             process, status, usage = os.wait4(child.pid, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status) if process else None
@@ -148,7 +148,7 @@ def test_a_starved_processor_is_not_an_idle_one(tmp_path):
             other.kill()
             other.wait()
     assert code == 0, said
-    assert threads <= 6, "threads were added"
+    assert 2 <= threads <= 6, "threads were added"
 
 
 def test_a_slow_filesystem_is_read_by_many_threads(mounted, photo, encoded):
