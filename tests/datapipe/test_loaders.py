@@ -483,10 +483,11 @@ def test_one_flipped_byte_is_named(copied, backend):
 def test_truncated_shard_is_named(copied, backend, length):
     name = sorted(path.name for path in copied.glob("shard-*") if path.suffix != ".idx")[-1]
     os.truncate(copied / name, length)
-    with open_loader(copied, 61, backend=backend, size=24) as loader, pytest.raises(ShardCorruptError, match=name):
+    settings = {"backend": backend, "size": 24, "retries": 1}
+    with open_loader(copied, 61, **settings) as loader, pytest.raises(ShardCorruptError, match=name):
         epoch(loader)
     (copied / name).unlink()
-    with open_loader(copied, 61, backend=backend, size=24) as loader, pytest.raises(ShardCorruptError, match="missing"):
+    with open_loader(copied, 61, **settings) as loader, pytest.raises(ShardCorruptError, match="missing"):
         epoch(loader)
 
 
