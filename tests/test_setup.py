@@ -54,8 +54,20 @@ def test_torch_from_elsewhere_is_remembered(setup):
     """And replaces one that is there, which pip would keep."""
     first, second = "https://example.org/cu126", "https://example.org/cu130"
     assert setup() == ["-e ."]
-    assert setup(TORCH_INDEX_URL=first) == [f"--index-url {first} torch", "-e ."]
+    assert setup(TORCH_INDEX_URL=first) == [f"--force-reinstall --index-url {first} torch", "-e ."]
     assert setup(TORCH_INDEX_URL=first) == setup() == []
     assert setup("dev") == [f"--index-url {first} torch", "-e .[dev]"]
-    assert setup(TORCH_INDEX_URL=second) == [f"--index-url {second} torch", "-e ."]
+    assert setup(TORCH_INDEX_URL=second) == [f"--force-reinstall --index-url {second} torch", "-e ."]
     assert setup() == []
+
+
+def test_nothing_is_deleted_from_a_venv_that_somebody_else_made(setup, tmp_path):
+    """Not later either, when it has been installed into before."""
+    venv = tmp_path / "checkout/.venv"
+    (venv / "bin").mkdir(parents=True)
+    shutil.copy(tmp_path / "bin/python3", venv / "bin/python")
+    (venv / "theirs").touch()
+    assert setup() == ["-e ."]
+    url = "https://example.org/cu126"
+    assert setup(TORCH_INDEX_URL=url) == [f"--force-reinstall --index-url {url} torch", "-e ."]
+    assert (venv / "theirs").exists()

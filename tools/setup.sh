@@ -53,11 +53,11 @@ make_venv() {
     "$python" -m venv .venv
 }
 
-if [[ -n ${TORCH_INDEX_URL:-} && $TORCH_INDEX_URL != "$torch_from" ]]; then # pip would keep the torch that is there
+again=()
+if [[ -n ${TORCH_INDEX_URL:-} && $TORCH_INDEX_URL != "$torch_from" ]]; then
     torch_from=$TORCH_INDEX_URL
-    was=${was:+"$PWD: unfinished"}
-fi
-if [[ $was == "$PWD: $state dev" || ($was == "$PWD: $state " && -z $extras) ]] && works; then
+    again=(--force-reinstall) # pip would keep the torch that is there
+elif [[ $was == "$PWD: $state dev" || ($was == "$PWD: $state " && -z $extras) ]] && works; then
     exit 0
 fi
 echo "==> Setting up .venv (takes minutes the first time)"
@@ -70,7 +70,7 @@ pip_install() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt "$@"
 }
 if [[ -n $torch_from ]]; then
-    pip_install --index-url "$torch_from" torch
+    pip_install ${again[@]+"${again[@]}"} --index-url "$torch_from" torch
     echo "$torch_from" >"$index"
 fi
 pip_install -e ".${extras:+[$extras]}"

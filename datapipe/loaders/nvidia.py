@@ -80,7 +80,8 @@ def _build_for(major: int, version: str) -> str:
         return f"no build works with a driver as old as this one; have it updated to {oldest} or newer"
     # For an unknown driver the build for old ones: newer drivers run it as well.
     build = builds[0] if major else builds[-1]
-    return f"install one for this driver: pip install torch=={version.partition('+')[0]} --index-url {WHEELS}/{build}"
+    wheel = f"torch=={version.partition('+')[0]}+{build}"  # without the build, pip keeps a torch of the same version
+    return f"install one for this driver: pip install {wheel} --index-url {WHEELS}/{build}"
 
 
 def _error() -> str:

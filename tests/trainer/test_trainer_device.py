@@ -62,10 +62,10 @@ def test_what_the_driver_shows(tmp_path, shown, expected):
 @pytest.mark.parametrize(
     ("driver", "version", "cuda", "says"),
     [
-        ("535.104.05", "2.13.0+cpu", None, ["without CUDA", "torch==2.13.0 ", "/whl/cu126"]),
+        ("535.104.05", "2.13.0+cpu", None, ["without CUDA", "torch==2.13.0+cu126 ", "/whl/cu126"]),
         ("580.82.07", "2.13.0+cpu", None, ["without CUDA", "/whl/cu130"]),
         ("", "2.13.0+cpu", None, ["without CUDA", "/whl/cu126"]),
-        ("535.104.05", "2.13.0+cu130", "13.0", ["CUDA 13.0", "needs driver 580", "torch==2.13.0 ", "/whl/cu126"]),
+        ("535.104.05", "2.13.0+cu130", "13.0", ["CUDA 13.0", "needs driver 580", "torch==2.13.0+cu126 ", "/whl/cu126"]),
         ("575.57", "2.14.0+cu132", "13.2", ["CUDA 13.2", "needs driver 580", "/whl/cu126"]),
         ("470.199.02", "2.13.0+cu126", "12.6", ["needs driver 525", "no build works", "525 or newer"]),
         ("470.199.02", "2.13.0+cpu", None, ["without CUDA", "no build works"]),
@@ -78,6 +78,16 @@ def test_what_to_install(driver, version, cuda, says):
     reason = nvidia._reason(Driver(driver, 1), version, cuda)
     assert [part for part in says if part not in reason] == [], reason
     assert ("pip install" in reason) == ("/whl/" in "".join(says))
+
+
+@pytest.mark.skipif(not WITHOUT_CUDA, reason="a build with CUDA is installed")
+def test_pip_does_what_the_message_says():
+    """Without the build in its name, pip takes the torch that is installed for the one that is asked for."""
+    reason = nvidia._reason(Driver("535.104.05", 1), torch.__version__, None)
+    words = reason.partition("pip install ")[2].split()
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", words[0]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "already satisfied" not in done.stdout and "No matching distribution" in done.stderr, done.stdout
 
 
 def test_gpus_that_were_hidden_are_none(tmp_path, no_gpu):
