@@ -210,11 +210,14 @@ def read_loss(job: Job, state: State) -> None:
 
 def check_finite(job: Job, state: State) -> None:
     """Raise DivergedError on all ranks, which must all call this, if a parameter or a buffer is not finite on any."""
-    tensors = [tensor for tensor in job.module.state_dict().values() if tensor.is_floating_point()]
-    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum().item()  # one wait for the device
-    (bad,) = sum_over_ranks(job.world, [float(bad)])
+    (bad,) = sum_over_ranks(job.world, [float(not _is_finite(job.module))])
     if bad:
         raise DivergedError(f"parameters or running statistics are no longer finite after step {state.step}")
+
+
+def _is_finite(module: nn.Module) -> bool:
+    tensors = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())  # one wait for the device
 
 
 def save(job: Job, state: State) -> None:
@@ -282,16 +285,21 @@ def read_checkpoint(run: Path, recipe: Recipe) -> dict | None:
 def restore(job: Job, state: State, content: dict) -> int:
     """Put everything back to where it was; return how many bytes of the metrics the checkpoint knows.
 
-    Raises CheckpointError if the data set is another one, or something is missing or of another shape.
+    Raises CheckpointError if the data set is another one, if something is missing or of another shape, and if the
+    network is not finite, which earlier versions saved.
     """
     try:
         _put_back(job, state, content)
-        return content["metrics_bytes"]
+        metrics_bytes = content["metrics_bytes"]
     except SettingError:
         raise
     except UNFIT as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(f"cannot be continued from: {reason}", path=job.run / CHECKPOINT) from error
+    if not _is_finite(job.module):
+        reason = "holds a network that is not finite, so no training can continue from it; start a new run"
+        raise CheckpointError(reason, path=job.run / CHECKPOINT)
+    return metrics_bytes
 
 
 def _put_back(job: Job, state: State, content: dict) -> None:
