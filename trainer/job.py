@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from datapipe.augment import Augment
 from datapipe.errors import SettingError
-from datapipe.fsio import locked, make_folder
 from datapipe.loaders import normalise, open_loader
 from datapipe.loaders.base import Loader
 
@@ -171,13 +170,6 @@ def open_job(
     module, model = build_network(recipe, world, train_loader)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)
-    with together(world):
-        if world.is_main:
-            make_folder(run)
-            try:
-                stack.enter_context(locked(run, wait=False))
-            except BlockingIOError as error:
-                raise SettingError(f"--out {run}: another process trains there; use another folder") from error
     metrics = MetricsFile(run / METRICS if world.is_main else None)
     stack.callback(metrics.close)
     return Job(

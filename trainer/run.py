@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from datapipe.errors import DatapipeError, SettingError
+from datapipe.fsio import locked, make_folder
 
 from . import metrics
 from .checkpoint import NAME as CHECKPOINT
@@ -55,7 +56,7 @@ def _run(
 ) -> dict:
     """Train; return the "end" line. The job ends here, while the ranks are still connected."""
     with ExitStack() as stack:
-        checkpoint = _open_run(recipe, out, resume, world)
+        checkpoint = _open_run(recipe, out, resume, world, stack)
         job = open_job(recipe, data, out, world, precision, stack)
         state, metrics_bytes = State(MeanLoss(world.device)), 0
         with together(world):
@@ -70,13 +71,16 @@ def _run(
         return _train_and_record(job, state, stop)
 
 
-def _open_run(recipe: Recipe, out: Path, resume: bool, world: World) -> dict | None:
-    """The checkpoint to go on from, None to begin; by the first rank, as shared folders may lag on others."""
+def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: ExitStack) -> dict | None:
+    """The checkpoint to go on from, None to begin; by the first rank, as shared folders may lag on others.
+
+    No other process may train in `out` until `stack` closes: nor before the checkpoint is read, which may be an older
+    one by the time that the data are there.
+    """
     checkpoint = None
     with together(world):
         if world.is_main:
-            if out.exists() and not out.is_dir():
-                raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
+            _lock(out, stack)
             begun = any((out / name).exists() for name in (CHECKPOINT, metrics.NAME))
             if begun and not resume:
                 raise SettingError(f"--out {out}: holds a run; use --resume to go on, or another folder")
@@ -84,6 +88,25 @@ def _open_run(recipe: Recipe, out: Path, resume: bool, world: World) -> dict | N
             if resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
     return broadcast(world, checkpoint)
+
+
+def _lock(out: Path, stack: ExitStack) -> None:
+    """Make the folder of the run and keep others out of it; one that was new and is empty goes when `stack` closes."""
+    if out.exists() and not out.is_dir():
+        raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
+    is_new = not out.exists()
+    make_folder(out)
+    try:
+        stack.enter_context(locked(out, wait=False))
+    except BlockingIOError as error:
+        raise SettingError(f"--out {out}: another process trains there; use another folder") from error
+    if is_new:
+        stack.callback(_remove_if_empty, out)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _write_start(job: Job, state: State, resumed: bool) -> None:

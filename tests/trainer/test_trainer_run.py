@@ -19,7 +19,7 @@ from datapipe.manifest import find_data_sets
 from datapipe.packing import PackOptions, pack
 from datapipe.verifying import verify
 from trainer.checkpoint import load_checkpoint
-from trainer.errors import CheckpointError, DivergedError, TrainingError
+from trainer.errors import CheckpointError, DivergedError
 from trainer.recipe import load_recipe
 from trainer.run import run
 
@@ -311,7 +311,7 @@ UNFIT = {  # how a whole checkpoint is changed, and what its error says
     "other kind": (lambda content: content.update(model=[1]), "cannot be continued from: TypeError"),
     "other groups": (lambda content: content["optimizer"]["param_groups"].clear(), "ValueError"),
     "other random numbers": (lambda content: content["random"].update(cpu=torch.zeros(3)), "TypeError"),
-    "a lost network": (lambda content: content["model"]["fc.weight"].fill_(torch.nan), "not finite, .* start a new run"),
+    "a lost network": (lambda content: content["model"]["fc.weight"].fill_(torch.nan), "not finite.* start a new run"),
     "lost statistics": (lambda content: content["model"]["bn1.running_var"].fill_(torch.inf), "not finite"),
 }  # fmt: skip
 
@@ -373,6 +373,26 @@ def test_two_trainings_in_one_folder_are_refused(go, tmp_path):
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run", wait=False), pytest.raises(SettingError, match="another process trains there"):
         go()
+
+
+def test_a_training_that_waits_for_its_data_keeps_others_out(go, start, packed, recipe_file, tmp_path, metrics):
+    """It has read the checkpoint by then: when another one could train meanwhile, that one's epochs would be lost."""
+    assert go("train.epochs=1", "schedule={name='constant'}") == 0
+    slow = shutil.copytree(packed, tmp_path / "slow")
+    manifest = slow / "train" / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    os.mkfifo(manifest)
+    changes = ["train.epochs=2", "schedule={name='constant'}"]
+    words = [word for change in changes for word in ("--set", change)]
+    first = start("-m", "trainer", "train", recipe_file, "--data", slow, "--out", tmp_path / "run", "--resume", *words)
+    with open(manifest, "wb") as pipe:  # as soon as it reads
+        with pytest.raises(SettingError, match="another process trains there"):
+            go(*changes, resume=True)
+        pipe.write(content)
+    _, err = first.communicate(timeout=120)
+    assert first.returncode == 0, err
+    assert [line["epoch"] for line in metrics(tmp_path / "run") if line["event"] == "epoch"] == [1, 2]
 
 
 def test_metrics_cut_short_do_not_hinder_the_report(go, tmp_path, metrics):
