@@ -28,7 +28,7 @@ def save_checkpoint(path: Path, content: dict) -> None:
     Adds "format" and the state of torch's random numbers. Raises OSError; what was there then stays.
     """
     random = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on the processor begins nothing on a GPU that may be somebody else's
         random["cuda"] = torch.cuda.get_rng_state()
     with atomic_write(path) as file:
         writer = _Writer(file)
@@ -88,5 +88,5 @@ def load_checkpoint(path: Path) -> dict:
 def restore_random(content: dict) -> None:
     """Set torch's random numbers to where they were."""
     torch.set_rng_state(content["random"]["cpu"])
-    if "cuda" in content["random"] and torch.cuda.is_available():
+    if "cuda" in content["random"] and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(content["random"]["cuda"])

@@ -45,9 +45,12 @@ def read_driver(root: Path = Path("/")) -> Driver | None:
 def explain_unseen_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
     """Say why torch sees no GPU where the driver has some, and what helps.
 
-    None where torch sees one, where there is none, and where CUDA_VISIBLE_DEVICES hides all ("" or -1).
+    None where torch sees one, where there is none, and where CUDA_VISIBLE_DEVICES hides all: CUDA ends its list at the
+    first item that is neither a number nor a UUID, such as -1, or Slurm's NoDevFiles for a job without GPUs.
     """
-    if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+    if hidden or torch.cuda.is_available():
         return None
     driver = read_driver(root)
     if driver is None:

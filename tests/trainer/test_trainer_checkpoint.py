@@ -32,6 +32,17 @@ def test_random_numbers_go_on_where_they_were(path):
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_run_on_the_processor_leaves_the_gpus_alone(path, monkeypatch):
+    """They may be somebody else's, or busy: with this build of torch, asking one for its state is an error as well."""
+    if torch.cuda.is_initialized():
+        pytest.skip("this process uses a GPU already")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    save_checkpoint(path, {})
+    assert list(load_checkpoint(path)["random"]) == ["cpu"]
+    restore_random({"random": {"cpu": torch.get_rng_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}})
+    assert not torch.cuda.is_initialized()
+
+
 @pytest.mark.parametrize("keep", [0, 1, 100, 20_000, -1])
 def test_truncated(path, keep):
     data = path.read_bytes()

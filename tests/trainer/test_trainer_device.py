@@ -93,8 +93,9 @@ def test_pip_does_what_the_message_says():
 def test_gpus_that_were_hidden_are_none(tmp_path, no_gpu):
     root = tree(tmp_path)
     assert "535.104.05 has 2 GPU(s) here, and torch sees none" in explain_unseen_gpus({}, root)
-    assert explain_unseen_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, root) is not None
-    for value in ("", "-1", " "):
+    for value in ("0,1", " 1", "0,-1", "GPU-8932f937-d72c", "MIG-GPU-8932f937-d72c/1/2"):
+        assert explain_unseen_gpus({"CUDA_VISIBLE_DEVICES": value}, root) is not None
+    for value in ("", "-1", " ", "-1,0", "NoDevFiles", "none"):
         assert explain_unseen_gpus({"CUDA_VISIBLE_DEVICES": value}, root) is None
     assert explain_unseen_gpus({}, tmp_path / "nowhere") is None
 
