@@ -88,11 +88,13 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
 
 
 def _loss(job: Job, batch: Batch) -> Tensor:
-    """The batch's mean loss on this rank."""
+    """The batch's mean loss on this rank. A bad sample, whose image is black, has none."""
     with job.precision.autocast():
         logits_BK = job.model(job.prepare(batch.images))
     smoothing = job.recipe.train.label_smoothing
-    return F.cross_entropy(logits_BK.float(), batch.labels, label_smoothing=smoothing)
+    loss_B = F.cross_entropy(logits_BK.float(), batch.labels, label_smoothing=smoothing, reduction="none")
+    # Still a mean over all slots: so the others weigh the same on each rank, and as much as K-FAC takes them to.
+    return loss_B.where(batch.valid, 0).mean()
 
 
 def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:

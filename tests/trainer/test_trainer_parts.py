@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from datapipe.errors import SettingError
+from datapipe.loaders import Batch
 from trainer.distributed import World, set_threads, together, world_from_environment
 from trainer.errors import TrainingError
 from trainer.evaluate import evaluate
+from trainer.loop import _loss
 from trainer.metrics import MetricsFile
 from trainer.precision import choose_precision
+from trainer.recipe import load_recipe
 from trainer.state import MeanLoss, State
 from trainer.summary import summary
 from trainer.timing import Clock, wait_share
@@ -194,6 +197,25 @@ def test_a_bad_sample_is_a_wrong_answer_and_no_loss():
     assert result.loss == evaluated(batches_of([0, 1], [True, True]), 2).loss
     with pytest.raises(TrainingError, match="saw 0 samples of a set of 1, and 1 bad ones"):
         evaluated(batches_of([0], [False], bad=[0]), 1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_bad_sample_teaches_nothing_whatever_its_label(recipe_file, smoothing):
+    """And the others as much as without it: they are 3 of 4, of which the loss is a mean."""
+    recipe = load_recipe(str(recipe_file), [f"train.label_smoothing={smoothing}"])
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    job = SimpleNamespace(recipe=recipe, model=model, prepare=lambda x: x, precision=choose_precision("off", CPU))
+    images, samples = torch.rand(4, 1, 2, 2), torch.arange(4)
+
+    def gradient(label, valid, kept=slice(None)):
+        tensors = images, torch.tensor([0, label, 1, 2]), samples, torch.tensor(valid)
+        batch = Batch(*(tensor[kept] for tensor in tensors))
+        return torch.autograd.grad(_loss(job, batch), model[1].weight)[0]
+
+    expected = gradient(0, [True] * 4, kept=torch.tensor([0, 2, 3])) * 3 / 4
+    for label in range(3):
+        assert torch.allclose(gradient(label, [True, False, True, True]), expected, atol=1e-7)
+    assert not torch.allclose(gradient(1, [True] * 4), expected, atol=1e-3)
 
 
 def test_evaluation_must_see_every_sample():
