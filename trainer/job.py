@@ -127,7 +127,10 @@ def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
             f"class {number} is {names[0]!r} in the training set and {names[1]!r} in the validation set; they must "
             "have the same classes, in the same order"
         )
-    if (recipe.model.num_classes or train.num_classes) < train.num_classes:
+    num_classes = recipe.model.num_classes or train.num_classes
+    if num_classes is None:
+        raise SettingError("model.num_classes is missing: without a manifest nothing says how many classes there are")
+    if num_classes < (train.num_classes or 1):
         raise SettingError(
             f"model.num_classes = {recipe.model.num_classes}: must be at least {train.num_classes}, the "
             "number of classes of the data set"

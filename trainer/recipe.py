@@ -34,6 +34,7 @@ BUILT_IN = Path(__file__).parent / "recipes"
 
 
 _FromZero = Annotated[int, Field(ge=0)]
+_Folder = Annotated[str, Field(min_length=1)]  # not what an unset variable leaves, which is the current one
 
 
 class Data(Section):
@@ -52,7 +53,7 @@ class Data(Section):
     threads: Annotated[Count | None, or_none()] = None
     backend: str = "cpu"
     order: str = "full"
-    cache: Annotated[str | None, or_none()] = None
+    cache: Annotated[_Folder | None, or_none()] = None
     io: Annotated[Io | None, or_none()] = None
     block_mib: Annotated[Count | None, or_none()] = None
     max_bad: Annotated[_FromZero | None, or_none()] = None

@@ -69,6 +69,7 @@ def test_set_values():
         ("schedule.gamma=0.1", ["schedule.gamma", "0.1", "peak_at"]),
         ("data.mean=[0.1, 0.2]", ["data", "mean has 2", "std 1"]),
         ("data.mean=[7]", ["data.mean[0]", "7", "less than or equal to 1"]),
+        ("data.cache=", ["data.cache = ''", "at least 1 character"]),
         ("data.max_bad=-1", ["data.max_bad", "-1", "greater than or equal to 0"]),
         ("data.timeout_s=0", ["data.timeout_s", "0", "greater than 0"]),
         ("data.io=fast", ["data.io", "'fast'", "'cached', 'mmap' or 'direct'"]),

@@ -375,6 +375,18 @@ def test_two_trainings_in_one_folder_are_refused(go, tmp_path):
         go()
 
 
+def test_tars_without_a_manifest_need_a_number_of_classes(go, packed, tmp_path, no_report):
+    pytest.importorskip("webdataset")
+    for split in ("train", "val"):
+        (tmp_path / "tars" / split).mkdir(parents=True)
+        for shard in (packed / split).glob("shard-*.tar"):
+            shutil.copy(shard, tmp_path / "tars" / split)
+    changes = ["train.epochs=1", "data.backend=webdataset", "data.mean=[0.3, 0.3, 0.3]", "data.std=[0.3, 0.3, 0.3]"]
+    with pytest.raises(SettingError, match=r"model\.num_classes is missing"):
+        go(*changes, data=tmp_path / "tars")
+    assert go(*changes, "model.num_classes=4", data=tmp_path / "tars") == 0
+
+
 def test_a_training_that_waits_for_its_data_keeps_others_out(go, start, packed, recipe_file, tmp_path, metrics):
     """It has read the checkpoint by then: when another one could train meanwhile, that one's epochs would be lost."""
     assert go("train.epochs=1", "schedule={name='constant'}") == 0
