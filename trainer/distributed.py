@@ -10,6 +10,7 @@ import gc
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from datapipe.loaders.nvidia import explain_unseen_gpus
 
 from .errors import TrainingError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Longer than a checkpoint takes on a loaded filesystem; the launcher notices a rank that is gone sooner.
@@ -118,6 +120,17 @@ def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
 
 
 @contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end the process at once: Python's handlers run only when torch has done waiting."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def connected(world: World) -> Iterator[None]:
     """Connect the ranks for as long as the block runs. Alone, there is nothing to do.
 
@@ -133,8 +146,10 @@ def connected(world: World) -> Iterator[None]:
         return
     # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    logger.info("waiting for %d ranks, where MASTER_ADDR and MASTER_PORT say", world.world_size)
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT, rank=world.rank, world_size=world.world_size)
+        with _ended_by_signals():
+            dist.init_process_group(backend, timeout=TIMEOUT, rank=world.rank, world_size=world.world_size)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {world.rank} could not reach the other ranks: {error}") from error
     try:

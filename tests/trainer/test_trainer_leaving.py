@@ -1,7 +1,10 @@
 """How a rank ends: the ranks' connections are taken down after a training that worked, and only then."""
 
 import shutil
+import signal
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,6 +110,21 @@ def test_other_ways_out(two_ranks, raised, expected, says):
     assert code == expected
     assert says in err and ("Traceback" in err) == (expected == 1) and "destroying" not in out
     assert finish(first)[0] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(start, recipe_file, packed, port, tmp_path, number):
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    child = start("-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", env=env)
+    limit = threading.Timer(TIMEOUT_S, child.kill)
+    limit.start()
+    assert any("waiting for 2 ranks" in line for line in child.stderr)
+    time.sleep(1)  # it is in torch by then
+    child.send_signal(number)
+    child.communicate()
+    limit.cancel()
+    assert child.returncode == -number
+    assert not (tmp_path / "run").exists()
 
 
 def test_success_takes_the_connections_down(two_ranks):
