@@ -57,7 +57,7 @@ fi
 status=0
 trainer train fashion-mnist-resnet8 --data "$work/local" --out "$work/run" \
     ${settings[@]+"${settings[@]}"} || status=$?
-if [[ $status == 2 && -e $work/run ]]; then # the recipe or the data have changed since
-    say "To begin anew: rm -r '$work/run', and run this again"
+if [[ $status == 2 && -e $work/run ]]; then
+    say "If the recipe or the data have changed since, remove the run (rm -r '$work/run'), and run this again"
 fi
 exit $status
