@@ -99,7 +99,6 @@ def recipes() -> None:
 def main() -> int:
     """Run the command line; return its exit code, which the installed script exits with."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph in a report's PDF
-    sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
     try:
         code = console.run(app)
     except BaseException as error:  # SystemExit: of a SIGTERM that came while a message was being written
