@@ -206,7 +206,7 @@ def _decode_plain_png(data: Buffer, channels: int) -> np.ndarray | None:
         return None
     width, height = struct.unpack_from(">II", data, 16)
     (length,) = struct.unpack_from(">I", data, 33)
-    if 41 + length + 4 + 12 != len(data):
+    if 41 + length + 4 + 12 != len(data) or width * height > MAX_PIXELS:
         return None
     size = height * (1 + width * channels)
     unpacker = zlib.decompressobj()

@@ -40,13 +40,22 @@ class Decoded(NamedTuple):
     box: Box  # where the box that was asked for lies in them
 
 
-def cut(data: Buffer, box: Box) -> Window:
+def check_size(width: int, height: int, expected: tuple[int, int]) -> None:
+    """Raise ValueError unless an image has the width and height (pixels) that its window was drawn for."""
+    if (width, height) != expected:
+        raise ValueError(f"has {width}×{height} pixels, and the index says {expected[0]}×{expected[1]}")
+
+
+def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
     """The least that can be cut out of a JPEG without decoding, and covers what of `box` lies in the image.
 
     Without usable restart markers that is, of a baseline JPEG, all but the rows of MCUs below the box; anything else
-    stays whole. Raises ValueError when the header is damaged.
+    stays whole. `size`: the image's width and height, for which `box` was drawn. Raises ValueError when the header is
+    damaged, or gives another size.
     """
     header = jpeg.read_header(data)
+    if size is not None:
+        check_size(header.width, header.height, size)
     if header.width * header.height > MAX_PIXELS:
         raise ValueError(f"{header.width}×{header.height} pixels are out of range (1 to {MAX_PIXELS})")
     mcu_width, mcu_height = header.mcu_size()

@@ -15,7 +15,7 @@ from .. import window
 from ..dataset import DataSet
 from ..errors import DecodeError
 from ..jpeg import is_jpeg
-from ..window import Box, Decoded, Window, decode_window
+from ..window import Box, Decoded, Window, check_size, decode_window
 from .base import Batch, LoaderOptions, device_of
 from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
@@ -46,10 +46,15 @@ class Images(Slots):
 
 
 class Painter:
-    """Decodes images into the slots of a batch. `bad(slots, slot, error)` is called for what cannot be decoded."""
+    """Decodes images into the slots of a batch. `bad(slots, slot, error)` is called for what cannot be decoded.
 
-    def __init__(self, channels: int, pixels: Callable[[Wanted], np.ndarray], bad: Callable) -> None:
-        self._channels, self._pixels, self._bad = channels, pixels, bad
+    `plain`: the images are nothing but pixels, which may look like the first bytes of a JPEG.
+    """
+
+    def __init__(
+        self, channels: int, pixels: Callable[[Wanted], np.ndarray], bad: Callable, plain: bool = False
+    ) -> None:
+        self._channels, self._pixels, self._bad, self._plain = channels, pixels, bad, plain
         self._local = threading.local()
 
     def put(self, slots: Images, wanted: list[Wanted]) -> dict[str, float]:
@@ -81,7 +86,8 @@ class Painter:
         found = []
         for one in wanted:
             try:
-                found.append((one, window.cut(one.data, one.box) if is_jpeg(one.data) else None))
+                cuttable = not self._plain and is_jpeg(one.data)
+                found.append((one, window.cut(one.data, one.box, one.size) if cuttable else None))
             except ValueError as error:
                 self._bad(slots, one.slot, error)
         return found
@@ -94,7 +100,9 @@ class Painter:
                 return []
             try:
                 if found is None:
-                    decoded.append((one, Decoded(self._pixels(one), one.box)))
+                    pixels = self._pixels(one)
+                    check_size(pixels.shape[1], pixels.shape[0], one.size)
+                    decoded.append((one, Decoded(pixels, one.box)))
                 else:
                     decoded.append((one, decode_window(one.data, found, one.box, self._channels, one.scale, room)))
                     room = room[decoded[-1][1].pixels.size :]
@@ -141,7 +149,8 @@ class CpuLoader(FillingLoader):
     def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
         super().__init__(data_set, options)
         self._delivery = Delivery((options.batch_size, self.size, self.size, self.channels), device)
-        self._painter = Painter(self.channels, lambda one: data_set.pixels(one.sample, one.data), self._take_bad)
+        plain = data_set.raw_shape is not None
+        self._painter = Painter(self.channels, lambda one: data_set.pixels(one.sample, one.data), self._take_bad, plain)
 
     def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> Images:
         slots = Images(positions, samples)

@@ -18,11 +18,11 @@ import torch
 
 from ..dataset import DataSet
 from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingError
-from ..image import encode_png
+from ..image import encode_png, read_header
 from ..index import ENCODINGS
 from ..jpeg import is_jpeg
 from ..reading import Data
-from ..window import Box, cut
+from ..window import Box, check_size, cut
 from .base import Batch, LoaderOptions, device_of
 from .filling import FillingLoader, Slots, Wanted
 from .memory import BatchMemory
@@ -119,7 +119,7 @@ class DaliLoader(FillingLoader):
         began = time.perf_counter()
         for one in wanted:
             try:
-                data, box = _window(one.data, one.box)
+                data, box = _window(one)
             except ValueError as error:
                 self._take_bad(slots, one.slot, error)
                 continue
@@ -215,8 +215,11 @@ class DaliLoader(FillingLoader):
         return found_any
 
 
-def _window(data: Data, box: Box) -> tuple[Data, Box]:
+def _window(wanted: Wanted) -> tuple[Data, Box]:
+    data, box = wanted.data, wanted.box
     if not is_jpeg(data):
+        header = read_header(data)
+        check_size(header.width, header.height, wanted.size)
         return data, box
-    window = cut(data, box)
+    window = cut(data, box, wanted.size)
     return window.data, (box[0] - window.left, box[1] - window.top, box[2], box[3])

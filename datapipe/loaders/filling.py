@@ -61,6 +61,7 @@ class Planned(NamedTuple):
     """Of each valid slot of a batch, in order."""
 
     fields: list[tuple[int, int, int, int, int]]  # sample, shard, offset, size, checksum
+    sizes: list[tuple[int, int]]  # width and height
     boxes: list[Box]
     scales: list[int]
     flips: list[bool]
@@ -79,6 +80,7 @@ class Wanted(NamedTuple):
     slot: int
     sample: int
     data: Data  # encoded
+    size: tuple[int, int]  # width and height in pixels, for which `box` was drawn
     box: Box
     scale: int  # see `augment.scales`
     flip: bool
@@ -243,7 +245,7 @@ class FillingLoader(Loader):
     def _fill(self, epoch: int, slots: Slots, chunk: slice, runs: Runs | None) -> Done | None:
         """Fill the slots of a chunk."""
         clock, began = time.perf_counter, time.perf_counter()
-        fields, boxes, scale, flips = (column[chunk] for column in self._planned_once(epoch, slots))
+        fields, sizes, boxes, scale, flips = (column[chunk] for column in self._planned_once(epoch, slots))
         first, count = chunk.start, len(fields)
         if count < chunk.stop - first:  # padding lies behind the last position
             self._put_nothing(slots, slice(first + count, min(chunk.stop, len(slots.valid))))
@@ -253,7 +255,8 @@ class FillingLoader(Loader):
             if slots.abandoned:
                 return None
             try:
-                wanted.append(Wanted(first + i, record[0], read(i, record), boxes[i], scale[i], flips[i]))
+                data = read(i, record)
+                wanted.append(Wanted(first + i, record[0], data, sizes[i], boxes[i], scale[i], flips[i]))
             except ShardReadError as error:  # a failing filesystem is no bad sample
                 error.key = error.key or self.data_set.key(record[0])
                 raise
@@ -281,7 +284,7 @@ class FillingLoader(Loader):
     def _planned(self, epoch: int, slots: Slots) -> Planned:
         count = int(slots.valid.sum())
         if not count:
-            return Planned([], [], [], [])
+            return Planned([], [], [], [], [])
         samples, positions = slots.samples[:count], slots.positions[:count]
         records = self.data_set.index[samples]
         slots.labels[:count] = records["label"]
@@ -289,6 +292,7 @@ class FillingLoader(Loader):
         columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
         return Planned(
             list(zip(*columns, strict=True)),
+            list(zip(records["width"].tolist(), records["height"].tolist(), strict=True)),
             windows.boxes.tolist(),
             scales(windows.boxes, self.size).tolist(),
             windows.flips.tolist(),

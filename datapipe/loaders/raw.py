@@ -13,6 +13,7 @@ import torch
 
 from ..dataset import DataSet
 from ..errors import DecodeError
+from ..window import check_size
 from .base import Batch, LoaderOptions
 from .cpu import Delivery, Images
 from .filling import FillingLoader, Slots, Wanted
@@ -45,7 +46,9 @@ class RawLoader(FillingLoader):
         began = time.perf_counter()
         for one in wanted:
             try:
-                slots.images[one.slot] = self.data_set.pixels(one.sample, one.data)
+                pixels = self.data_set.pixels(one.sample, one.data)
+                check_size(pixels.shape[1], pixels.shape[0], one.size)  # numpy would repeat a single row
+                slots.images[one.slot] = pixels
             except (ValueError, DecodeError) as error:
                 self._take_bad(slots, one.slot, error)
                 continue

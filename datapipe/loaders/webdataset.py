@@ -175,8 +175,8 @@ class WebDatasetLoader(Loader):
         windows = self._windows(epoch, slots.positions[list(places)], np.array(widths), np.array(heights))
         scale = scales(windows.boxes, self.size).tolist()
         wanted = [
-            Wanted(slot, sample.number, sample.data, box, n, flip)
-            for (slot, sample, _, _), box, n, flip in zip(
+            Wanted(slot, sample.number, sample.data, (width, height), box, n, flip)
+            for (slot, sample, width, height), box, n, flip in zip(
                 read, windows.boxes.tolist(), scale, windows.flips.tolist(), strict=True
             )
         ]

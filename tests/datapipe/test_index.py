@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from datapipe.augment import Augment
 from datapipe.cli import info
 from datapipe.dataset import DataSet
-from datapipe.errors import DatapipeError, ManifestError, SettingError
+from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError
 from datapipe.fsio import checksum
+from datapipe.image import encode_png
 from datapipe.index import INDEX, PART, RECORD, check_records, write_index
 from datapipe.loaders import open_loader
 from datapipe.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
@@ -88,6 +90,57 @@ def test_sides_may_differ_but_are_some(packed_folders, tmp_path):
     forged = forge(packed_folders["lmdb"] / "train", tmp_path / "forged", width=0)
     with pytest.raises(ManifestError, match="sample 5: width is 0, expected 1 to 65535"):
         DataSet(forged)
+
+
+ENCODED = ["jpg", "png", "pnm"]
+
+
+@pytest.fixture(scope="module")
+def differing(tmp_path_factory, encoded, photo):
+    """Data sets whose images differ in size, by their encoding."""
+    root = tmp_path_factory.mktemp("differing")
+    for kind in ENCODED:
+        folder = root / f"raw-{kind}" / "cat"
+        folder.mkdir(parents=True)
+        for i in range(6):
+            pixels = photo(64 + i, 48 + i, i)
+            data, suffix = (encoded(pixels), "jpg") if kind == "jpg" else (encode_png(pixels), "png")
+            (folder / f"{i}.{suffix}").write_bytes(data)
+        recode = RecodeOptions(store="raw") if kind == "pnm" else RecodeOptions()
+        pack(root / f"raw-{kind}", root / kind, PackOptions(workers=1, recode=recode))
+    return root
+
+
+@pytest.mark.parametrize("backend", ["cpu", "dali"])
+@pytest.mark.parametrize("sides", [(6000, 6000), (70, 52), (20, 20)])
+@pytest.mark.parametrize("kind", ENCODED)
+def test_an_image_of_another_size_than_the_index_says_is_a_bad_sample(differing, tmp_path, kind, sides, backend):
+    if backend == "dali":
+        pytest.importorskip("nvidia.dali")
+    forged = forge(differing / kind / "train", tmp_path / "forged", width=sides[0], height=sides[1])
+    for train in (True, False):
+        settings = {"backend": backend, "size": 24, "threads": 1, "train": train, "augment": Augment("random_resized")}
+        with open_loader(forged, 6, max_bad=1, **settings) as loader:
+            (batch,) = loader
+        assert batch.samples[~batch.valid].tolist() == [5] and not batch.images[~batch.valid].any()
+        assert batch.images[batch.valid].flatten(1).any(1).all()
+        with open_loader(forged, 6, **settings) as loader, pytest.raises(DecodeError) as caught:
+            list(loader)
+        with DataSet(forged) as data_set:
+            shard, key = data_set.manifest.shards[0].name, data_set.key(5)
+        assert (caught.value.path, caught.value.shard, caught.value.key) == (forged, shard, key)
+        assert f"the index says {sides[0]}×{sides[1]}" in str(caught.value)
+
+
+def test_pixels_that_begin_like_a_jpeg(tmp_path):
+    """An npy shard holds nothing but pixels; a light pink one is the first three bytes of a JPEG."""
+    pixels = np.broadcast_to(np.array([0xFF, 0xD8, 0xFF], np.uint8), (24, 24, 3))
+    (tmp_path / "raw" / "pink").mkdir(parents=True)
+    (tmp_path / "raw" / "pink" / "0.png").write_bytes(encode_png(pixels))
+    pack(tmp_path / "raw", tmp_path / "npy", PackOptions(format="npy", recode=RecodeOptions(store="raw"), workers=1))
+    with open_loader(tmp_path / "npy" / "train", 1, size=24, train=False) as loader:
+        (batch,) = loader
+    assert (batch.images[0].permute(1, 2, 0).numpy() == pixels).all()
 
 
 def test_what_a_shard_holds_is_counted(packed_folders, tmp_path):
