@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
@@ -28,6 +29,7 @@ RECORD = np.dtype(
 )
 pack_record = struct.Struct("<Q4I4H").pack  # the same, of one sample: bytes, which the garbage collector passes over
 PART = 1 << 14  # records that are checked at a time: half a megabyte stays in the cache
+KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")  # a name in tar and zip, and never one that leaves a folder
 ENCODINGS = ("jpeg", "png", "pnm", "pnm+lz4", "pnm+zstd", "raw")  # raw: only pixels, in npy shards
 
 
@@ -135,3 +137,15 @@ def read_keys(folder: Path) -> list[str]:
         return (Path(folder) / KEYS).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"cannot be read: {error}", path=Path(folder) / KEYS) from error
+
+
+def check_keys(keys: list[str], manifest: Manifest, path: Path) -> None:
+    """Raise ManifestError unless these are a key for each sample, all different, and of the kind that `pack` makes."""
+    if len(keys) != manifest.num_samples:
+        raise ManifestError(f"holds {len(keys)} keys, expected {manifest.num_samples}", path=path)
+    seen = set()
+    for number, key in enumerate(keys):
+        if key in seen or not KEY.fullmatch(key):
+            problem = "has been there before" if key in seen else "is not a key: letters, digits, _ and -, between /"
+            raise ManifestError(f"line {number + 1}, {key[:80]!r}, {problem}", path=path)
+        seen.add(key)

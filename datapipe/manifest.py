@@ -58,7 +58,7 @@ class Manifest(_Record):
     version: Literal[1, 2, 3] = FORMAT_VERSION
     format: str
     kind: str
-    split: str
+    split: Literal["train", "val"]  # `convert` names a folder by it
     num_samples: int = Field(gt=0, le=MAX_COUNT)
     classes: list[str] = Field(min_length=1)
     channels: Literal[1, 3]
@@ -170,9 +170,10 @@ def compute_checksum(content: bytes, digits: str) -> str:
 
 def _check_seal(content: bytes, version: Any, digits: Any, path: Path) -> None:
     """Raise ManifestError unless `content` is what was written. A flipped bit makes version 2 of 3, too."""
-    if version in UNSEALED_VERSIONS and digits is None:
+    is_unsealed = type(version) is int and version in UNSEALED_VERSIONS  # True and 1.0 are equal to 1, too
+    if is_unsealed and digits is None:
         return
-    if version in UNSEALED_VERSIONS or not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{32}", digits):
+    if is_unsealed or not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{32}", digits):
         problem = f"its version is {version!r}, and its checksum is {digits!r}"
     elif (actual := compute_checksum(content, digits)) != digits:
         problem = f"its checksum is {actual}, and it says {digits}"

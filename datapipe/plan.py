@@ -20,6 +20,7 @@ import numpy as np
 
 from .errors import ManifestError
 from .fsio import UNREADABLE, atomic_write, side_by_side
+from .index import KEY
 from .order import PACK, permutation
 from .sources import Samples, Source, samples_class, samples_name
 
@@ -97,9 +98,6 @@ def _listed(splits: Mapping[str, Samples], classes: Sequence[str]) -> Counter[tu
     )
 
 
-SAFE = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
-
-
 def make_keys(names: Sequence[str]) -> list[str]:
     """Unique keys that WebDataset, tar and LMDB take as they are, from the samples' paths in the source.
 
@@ -109,7 +107,7 @@ def make_keys(names: Sequence[str]) -> list[str]:
     """
     if (
         len(set(names)) == len(names)
-        and all(map(SAFE.fullmatch, names))
+        and all(map(KEY.fullmatch, names))
         and max(map(len, names), default=0) <= MAX_KEY_BYTES
     ):
         return list(names)  # as mostly, and sooner
@@ -127,7 +125,7 @@ def make_keys(names: Sequence[str]) -> list[str]:
 
 
 def _safe(name: str) -> str:
-    if not SAFE.fullmatch(name):
+    if not KEY.fullmatch(name):
         ascii_name = unicodedata.normalize("NFKD", name).encode("ascii", "replace").decode()
         ascii_name = "".join(c for c, plain in zip(unicodedata.normalize("NFKD", name), ascii_name, strict=True)
                              if not unicodedata.combining(c) or plain != "?")  # fmt: skip

@@ -15,8 +15,8 @@ from .dataset import DataSet
 from .errors import DatapipeError, ManifestError
 from .fsio import checksum
 from .image import check_image
-from .index import ENCODINGS
-from .manifest import FileInfo
+from .index import ENCODINGS, check_keys, read_keys
+from .manifest import KEYS, FileInfo
 
 GROUP = 256  # samples decoded per task
 
@@ -51,6 +51,8 @@ def verify(folder: Path, deep: bool = False) -> list[Problem]:
             for file, reason in zip(files, pool.map(lambda file: _check_file(data_set, file), files), strict=True):
                 if reason:
                     problems += _damaged_samples(data_set, file, reason)
+                elif file.name == KEYS:
+                    problems += _wrong_keys(data_set)
                 progress.advance(file.size_bytes)
         if deep:
             known = {problem.key for problem in problems}
@@ -68,6 +70,13 @@ def _check_file(data_set: DataSet, file: FileInfo) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None if found == file.xxh3_128 else f"has checksum {found}, expected {file.xxh3_128}"
+
+
+def _wrong_keys(data_set: DataSet) -> Iterator[Problem]:
+    try:
+        check_keys(read_keys(data_set.folder), data_set.manifest, data_set.folder / KEYS)
+    except ManifestError as error:
+        yield Problem(KEYS, None, error.message)
 
 
 def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator[Problem]:

@@ -11,8 +11,8 @@ import numpy as np
 from .. import pnm
 from ..dataset import DataSet
 from ..errors import SettingError
-from ..index import read_keys
-from ..manifest import find_data_sets
+from ..index import check_keys, read_keys
+from ..manifest import KEYS, find_data_sets
 from . import Source
 
 
@@ -62,9 +62,13 @@ def load(path: Path) -> Source:
     manifests = []
     for folder in find_data_sets(path):
         with DataSet(folder) as data_set:
-            manifests.append(data_set.manifest)
-            labels = data_set.index["label"].copy()
-        splits[manifests[-1].split] = Packed(str(folder.resolve()), read_keys(folder), labels)
+            manifest, labels = data_set.manifest, data_set.index["label"].copy()
+        if manifest.split in splits:
+            raise SettingError(f"DIR: {path} holds two data sets of split {manifest.split!r}; convert each by itself")
+        keys = read_keys(folder)
+        check_keys(keys, manifest, folder / KEYS)
+        manifests.append(manifest)
+        splits[manifest.split] = Packed(str(folder.resolve()), keys, labels)
     first = manifests[0]
     if any(manifest.classes != first.classes for manifest in manifests):
         raise SettingError(f"DIR: the splits in {path} have different classes; convert each by itself")

@@ -17,8 +17,8 @@ from datapipe.fsio import checksum
 from datapipe.image import encode_png
 from datapipe.index import INDEX, PART, RECORD, check_records, write_index
 from datapipe.loaders import open_loader
-from datapipe.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
-from datapipe.packing import PackOptions, pack
+from datapipe.manifest import KEYS, MANIFEST, FileInfo, Manifest, ShardInfo
+from datapipe.packing import PackOptions, convert, pack
 from datapipe.recode import RecodeOptions
 from datapipe.verifying import verify
 
@@ -36,11 +36,11 @@ def same_size(tmp_path_factory, encoded, photo):
     return root
 
 
-def reseal(folder: Path) -> None:
-    """Make the manifest right for the index as it is now: as a faulty or hostile writer would."""
-    info = {"size_bytes": (folder / INDEX).stat().st_size, "xxh3_128": checksum(folder / INDEX)}
+def reseal(folder: Path, name: str = INDEX) -> None:
+    """Make the manifest right for the index (or keys) as it is now: as a faulty or hostile writer would."""
+    info = {"size_bytes": (folder / name).stat().st_size, "xxh3_128": checksum(folder / name)}
     manifest = Manifest.read(folder)
-    files = [file.model_copy(update=info) if file.name == INDEX else file for file in manifest.files]
+    files = [file.model_copy(update=info) if file.name == name else file for file in manifest.files]
     manifest.model_copy(update={"files": files}).write(folder)
 
 
@@ -130,6 +130,37 @@ def test_an_image_of_another_size_than_the_index_says_is_a_bad_sample(differing,
             shard, key = data_set.manifest.shards[0].name, data_set.key(5)
         assert (caught.value.path, caught.value.shard, caught.value.key) == (forged, shard, key)
         assert f"the index says {sides[0]}×{sides[1]}" in str(caught.value)
+
+
+KEYS_OF_OTHERS = [
+    (lambda keys: keys[:-1], "holds 60 keys, expected 61"),
+    (lambda keys: [*keys, "more"], "holds 62 keys, expected 61"),
+    (lambda keys: ["../../elsewhere", *keys[1:]], "line 1, '../../elsewhere', is not a key"),
+    (lambda keys: [*keys[:-1], "/etc/passwd"], "line 61, '/etc/passwd', is not a key"),
+    (lambda keys: [keys[0], "\x1b[2J", *keys[2:]], "line 2, '\\x1b[2J', is not a key"),
+    (lambda keys: [keys[0], keys[0], *keys[2:]], "has been there before"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), KEYS_OF_OTHERS)
+def test_keys_that_pack_does_not_make_are_told_of_and_not_converted(packed_folders, tmp_path, change, message, command):
+    folder = shutil.copytree(packed_folders["tar"] / "train", tmp_path / "forged")
+    keys = (folder / KEYS).read_text().splitlines()
+    (folder / KEYS).write_text("".join(f"{key}\n" for key in change(keys)))
+    reseal(folder, KEYS)
+    (problem,) = verify(folder)
+    assert problem.file == KEYS and message in problem.reason
+    done = command("datapipe", "convert", folder, tmp_path / "out", "--format", "tar")
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("shard-*.tar.partial")) and not (tmp_path / "out" / "train").exists()
+
+
+def test_a_split_that_is_there_twice_is_not_converted(packed_folders, tmp_path):
+    """One of the two would be left out without a word."""
+    for name in ("a", "b"):
+        shutil.copytree(packed_folders["tar"] / "train", tmp_path / "both" / name)
+    with pytest.raises(SettingError, match="two data sets of split 'train'"):
+        convert(tmp_path / "both", tmp_path / "out", PackOptions(format="zip"))
 
 
 def test_pixels_that_begin_like_a_jpeg(tmp_path):

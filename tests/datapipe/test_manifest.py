@@ -97,8 +97,8 @@ def test_data_sets_of_earlier_versions(version, tmp_path):
 @pytest.mark.parametrize("name", ["v1", "v2"])
 def test_an_earlier_version_has_no_checksum(name, tmp_path):
     fields = unsealed(OLD / name)
-    for wrong in ({**fields, "xxh3_128": ZEROS}, {**fields, "version": 3}, {**fields, "version": None}):
-        (tmp_path / MANIFEST).write_text(json.dumps(wrong))
+    for wrong in ({"xxh3_128": ZEROS}, *({"version": version} for version in (3, None, True, 1.0, 2.0, "1"))):
+        (tmp_path / MANIFEST).write_text(json.dumps({**fields, **wrong}))
         with pytest.raises(ManifestError):
             Manifest.read(tmp_path)
 
@@ -112,6 +112,9 @@ LYING = {
     "much newer": lambda m: {**m, "version": 10**400},
     "not in the data set": lambda m: shard(m, name="../../etc/passwd"),
     "a command": lambda m: shard(m, name="pipe:touch PWNED; cat shard-000000.tar"),
+    "a folder elsewhere": lambda m: {**m, "split": "../../elsewhere"},
+    "no folder": lambda m: {**m, "split": ""},
+    "a folder of ours": lambda m: {**m, "split": "new"},
     "hidden": lambda m: shard(m, name=".shard-000000.tar"),
     "an option": lambda m: shard(m, name="-rf"),
     "empty": lambda m: shard(m, name=""),
