@@ -254,13 +254,14 @@ def verify(
 def stage(
     folder: DataSetFolder,
     local: Annotated[Path, typer.Argument(metavar="LOCAL", help="Folder on this node's own disk.")],
+    timeout: Timeout = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Copy a packed data set to local disk, verified. Called again it continues, or finds all in place."""
     from .staging import stage
 
     started = time.perf_counter()
-    results = stage(folder, local)
+    results = stage(folder, local, timeout)
     if as_json:
         rows = [{**vars(result), "folder": str(result.folder)} for result in results]
         print(json.dumps({"seconds": time.perf_counter() - started, "data_sets": rows}))

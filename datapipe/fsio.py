@@ -67,15 +67,19 @@ def atomic_write(path: Path, alone: bool = True) -> Iterator[BinaryIO]:
 def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
     """Hold a folder for this process, or all that share it; the kernel lets go when the process ends, however it ends.
 
-    Raises BlockingIOError when another holds it and `wait` is False. A filesystem that cannot lock folders
-    (NFS, Lustre without `flock`) does without: then it yields False.
+    Raises BlockingIOError when another holds it and `wait` is False; else the wait is logged. A filesystem that cannot
+    lock folders (NFS, Lustre without `flock`) does without: then it yields False.
     """
     fd, held = os.open(folder, os.O_RDONLY), True
     try:
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise
+            if not wait:
+                raise
+            logger.info("%s: waiting for another process that works there", folder)
+            fcntl.flock(fd, kind)
         except OSError as error:
             if folder not in _warned:
                 _warned.add(folder)
@@ -131,32 +135,40 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
-def checksum(path: Path) -> str:
-    """xxh3-128 of a file's bytes, as 32 hexadecimal digits."""
+def _ignore() -> None:
+    """Nobody watches."""
+
+
+def checksum(path: Path, moved: Callable[[], None] = _ignore) -> str:
+    """xxh3-128 of a file's bytes, as 32 hexadecimal digits. `moved` is called after each read."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        update_from(digest, file)
+        update_from(digest, file, moved)
     return digest.hexdigest()
 
 
-def update_from(digest: xxhash.xxh3_128, file: BinaryIO) -> int:
-    """Feed the rest of `file` to `digest`; return the number of bytes."""
+def update_from(digest: xxhash.xxh3_128, file: BinaryIO, moved: Callable[[], None] = _ignore) -> int:
+    """Feed the rest of `file` to `digest`; return the number of bytes. `moved` is called after each read."""
     buffer = memoryview(bytearray(BLOCK_BYTES))
     total = 0
     while count := file.readinto(buffer):
+        moved()
         digest.update(buffer[:count])
         total += count
     return total
 
 
-def copy_verified(source: Path, target: Path, size_bytes: int, expected: str) -> int:
+def copy_verified(
+    source: Path, target: Path, size_bytes: int, expected: str, moved: Callable[[], None] = _ignore
+) -> int:
     """Copy `source` to `target`, resuming what an interrupted call left, and verify it.
 
     The bytes already there under the temporary name are hashed, not trusted: when the checksum of the
     whole is not `expected` (xxh3-128, hexadecimal) and some bytes were there before, the file is
     copied once more from its beginning. Returns the number of bytes read from `source`; raises
     ValueError when even a whole copy has another checksum. Unlike elsewhere, an interrupted copy
-    leaves its temporary file behind: that is what the next call resumes.
+    leaves its temporary file behind: that is what the next call resumes. `moved` is called after each read and write;
+    what it raises interrupts the copy.
     """
     partial = partial_path(target)
     with named(partial), open(source, "rb", buffering=0) as reader, open(partial, "a+b", buffering=0) as writer:
@@ -166,12 +178,14 @@ def copy_verified(source: Path, target: Path, size_bytes: int, expected: str) ->
         while True:
             digest = xxhash.xxh3_128()
             writer.seek(0)
-            resumed = update_from(digest, writer)
+            resumed = update_from(digest, writer, moved)
             reader.seek(resumed)
             buffer = memoryview(bytearray(BLOCK_BYTES))
             while count := reader.readinto(buffer):
+                moved()
                 digest.update(buffer[:count])
                 _write_all(writer, buffer[:count])
+                moved()
                 copied += count
             if digest.hexdigest() == expected:
                 break
@@ -180,6 +194,7 @@ def copy_verified(source: Path, target: Path, size_bytes: int, expected: str) ->
                 partial.unlink()
                 raise ValueError(f"xxh3-128 is {digest.hexdigest()}, expected {expected}")
         os.fsync(writer.fileno())
+        moved()
     os.replace(partial, target)
     sync_folder(target.parent)
     return copied

@@ -60,7 +60,8 @@ def open_loader(
     their slots are black and not `valid`; one more is an error. An open or a read that fails is tried `retries` times
     again, and then an error: with pauses of 0.1 s, 0.2 s, 0.4 s and so on, 51 s in all for 9, as long as a file server
     takes to be replaced. A consumer that waits for a batch is told each 10 s which read does not answer or is being
-    tried again; after `timeout_s` that is an error, too, and so is opening the data set.
+    tried again; after `timeout_s` that is an error, too, and so is opening the data set, and a read or write of
+    staging it.
 
     `backend`: "cpu"; "dali" (NVIDIA DALI, on `device`; `reader="native"` reads with DALI's own tar reader, see
     datapipe/loaders/dali_native.py); "webdataset" (streams tar shards, also from URLs such as
@@ -94,6 +95,6 @@ def open_loader(
             raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
         from ..staging import stage_once
 
-        path = stage_once(Path(path), Path(cache))
+        path = stage_once(Path(path), Path(cache), options.timeout_s)
     module = backend if reader == "indexed" else f"{backend}_{reader}"
     return importlib.import_module(f".{module}", __name__).open(path, options, device)

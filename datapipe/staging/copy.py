@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,10 @@ from ..errors import ManifestError, SettingError, ShardCorruptError, StagingErro
 from ..fsio import atomic_write, checksum, copy_verified, free_bytes, locked, make_folder, partial_path
 from ..manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from .plan import StagePlan, plan_stage
+from .streams import work_on_files
 
 logger = logging.getLogger(__name__)
-
-# Files copied at a time: a parallel filesystem serves several streams better than one.
-STREAMS = 4
+TIMEOUT_S = 300.0  # as packing's
 
 
 @dataclass(frozen=True)
@@ -39,29 +38,31 @@ class _Job:
     manifest: Manifest
 
 
-def stage(source: Path, local: Path) -> list[Staged]:
+def stage(source: Path, local: Path, timeout_s: float = TIMEOUT_S) -> list[Staged]:
     """Copy the data set at `source`, or each of its splits, to `local`; one result a data set.
 
     What is there already is kept if it has the manifest's checksum, and copied again if not; a file that an
     interrupted call left half-copied is continued. Every byte is checked. A second process waits for the
     first, and then finds all in place. Where all is in place, nothing is locked or written: `local` may be on a
     read-only filesystem, or another user's. Raises SettingError (`local` lies in `source`), ManifestError,
-    StagingError (no space, `local` holds another data set), ShardCorruptError (the source is damaged), OSError.
+    StagingError (no space, `local` holds another data set, a read or write that takes longer than `timeout_s`),
+    ShardCorruptError (the source is damaged), OSError.
     """
     source, local = Path(source), Path(local)
     folders = {path: local if path == source else local / path.name for path in find_data_sets(source)}
-    return _stage(source, local, [_job(path, target, read_content(path)) for path, target in folders.items()])
+    jobs = [_job(path, target, read_content(path)) for path, target in folders.items()]
+    return _stage(source, local, jobs, timeout_s)
 
 
-def stage_once(source: Path, cache: Path) -> Path:
+def stage_once(source: Path, cache: Path, timeout_s: float = TIMEOUT_S) -> Path:
     """Stage one data set into a cache that all processes of a node share; return its folder there.
 
-    The folder is named by the manifest's content, so that another version never takes its place.
+    The folder is named by the manifest's content, so that another version never takes its place. Raises like `stage`.
     """
     source = Path(source)
     content = read_content(source)
     folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
-    _stage(source, folder, [_job(source, folder, content)])
+    _stage(source, folder, [_job(source, folder, content)], timeout_s)
     return folder
 
 
@@ -69,25 +70,27 @@ def _job(source: Path, target: Path, content: bytes) -> _Job:
     return _Job(source, target, content, Manifest.parse(content, source / MANIFEST))
 
 
-def _stage(source: Path, local: Path, jobs: list[_Job]) -> list[Staged]:
+def _stage(source: Path, local: Path, jobs: list[_Job], timeout_s: float) -> list[Staged]:
+    if not timeout_s > 0:
+        raise SettingError(f"timeout_s: {timeout_s!r} is out of range; allowed: seconds, above 0")
     if local.resolve().is_relative_to(source.resolve()):
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
     if local.exists() and not local.is_dir():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
-    with ExitStack() as stack, ThreadPoolExecutor(STREAMS) as pool:
+    with ExitStack() as stack:
         plans = []
         for job in jobs:
-            plan = _plan(job, pool) if _has_manifest(job) else None
+            plan = _plan(job, timeout_s) if _has_manifest(job) else None
             if plan is None or plan.copy:
                 make_folder(job.target)
                 stack.enter_context(locked(job.target, wait=True))
                 _has_manifest(job)  # it may be another data set's now
-                plan = _plan(job, pool)
+                plan = _plan(job, timeout_s)
             plans.append(plan)
         needed = sum(plan.needed_bytes for plan in plans)
         if needed and needed > (free := free_bytes(local)):
             raise StagingError(f"needs {needed:,} bytes, {free:,} are free", path=local)
-        return [_copy(job, plan, pool) for job, plan in zip(jobs, plans, strict=True)]
+        return [_copy(job, plan, timeout_s) for job, plan in zip(jobs, plans, strict=True)]
 
 
 def _has_manifest(job: _Job) -> bool:
@@ -103,31 +106,32 @@ def _has_manifest(job: _Job) -> bool:
     return content == job.content
 
 
-def _plan(job: _Job, pool: ThreadPoolExecutor) -> StagePlan:
+def _plan(job: _Job, timeout_s: float) -> StagePlan:
     paths = {file.name: job.target / file.name for file in job.manifest.all_files()}
     there = [name for name, path in paths.items() if path.is_file()]
-    present = dict(zip(there, pool.map(lambda name: checksum(paths[name]), there), strict=True))
+    sums = work_on_files(lambda name, moved: checksum(paths[name], moved), there, paths.__getitem__, timeout_s)
+    with closing(sums):
+        present = dict(zip(there, sums, strict=True))
     halves = {name: partial_path(path) for name, path in paths.items()}
     partial = {name: path.stat().st_size for name, path in halves.items() if path.is_file()}
     return plan_stage(job.manifest, present, partial)
 
 
-def _copy(job: _Job, plan: StagePlan, pool: ThreadPoolExecutor) -> Staged:
-    def copy(file: FileInfo) -> int:
+def _copy(job: _Job, plan: StagePlan, timeout_s: float) -> Staged:
+    def copy(file: FileInfo, moved: Callable[[], None]) -> int:
+        source, target = job.source / file.name, job.target / file.name
         try:
-            return copy_verified(job.source / file.name, job.target / file.name, file.size_bytes, file.xxh3_128)
+            return copy_verified(source, target, file.size_bytes, file.xxh3_128, moved)
         except ValueError as error:
             raise ShardCorruptError(str(error), path=job.source, shard=file.name) from error
 
     copied = 0
-    with Progress(f"staging {job.source}", sum(file.size_bytes for file in plan.copy), "B") as progress:
-        try:
-            for file, count in zip(plan.copy, pool.map(copy, plan.copy), strict=True):
-                copied += count
-                progress.advance(file.size_bytes)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    counts = work_on_files(copy, plan.copy, lambda file: job.source / file.name, timeout_s)
+    total = sum(file.size_bytes for file in plan.copy)
+    with closing(counts), Progress(f"staging {job.source}", total, "B") as progress:
+        for file, count in zip(plan.copy, counts, strict=True):
+            copied += count
+            progress.advance(file.size_bytes)
     if not _has_manifest(job):
         path = job.target / MANIFEST
         if path.exists():
