@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -36,7 +35,9 @@ def work_on_files(work: Work, items: Sequence[Item], name: Callable[[Item], Path
 
     Raises: what `work` raises; StagingError with `name(item)` where nothing moved for `limit_s` seconds.
     """
-    upcoming, answers = deque(range(len(items))), queue.SimpleQueue()
+    upcoming, answers = queue.SimpleQueue(), queue.SimpleQueue()
+    for number in range(len(items)):
+        upcoming.put(number)
     doing: dict[int, tuple[float, Path]] = {}  # since when, by the thread
     ending = threading.Event()
 
@@ -46,9 +47,12 @@ def work_on_files(work: Work, items: Sequence[Item], name: Callable[[Item], Path
                 raise _Ended
             doing[me] = time.monotonic(), path
 
-        while upcoming and not ending.is_set():
+        while not ending.is_set():
             try:
-                number = upcoming.popleft()
+                number = upcoming.get_nowait()
+            except queue.Empty:
+                return
+            try:
                 path = name(items[number])
                 moved()
                 answers.put((number, work(items[number], moved), None))
