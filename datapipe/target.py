@@ -35,8 +35,16 @@ STATE, DONE = Path(MOVED_OUT).parent.name, Path(MOVING_IN).parent.name
 NEW = Path(MOVING_IN).name  # in STATE, then in DONE
 FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
-# And what NFS makes of a file that is removed while it is open.
-OUR_FILES = re.compile(rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?|\.nfs\w+")
+# What packing makes below OUT, and may remove; and what NFS makes of a file that is removed while it is open.
+SPLIT = rf"({'|'.join(dict.fromkeys(SPLITS.values()))})"
+OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # one in another could not be removed at first
+OUR_FOLDERS = re.compile(rf"{SPLIT}|{OURS}(/({SPLIT}|(new|old)(/{SPLIT})?|manifest-\w+))?")
+OUR_FILES = re.compile(
+    rf"({SPLIT}|{OURS}/((new|old)/{SPLIT}|manifest-\w+))/"
+    rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?"
+    rf"|{OURS}/\.?({SPLIT}/\.?\d+\.npz|{PLAN}|{FINISHING})(\.\w+\.partial)?"
+    rf"|({SPLIT}|{OURS})(/.+)?/\.nfs\w+"
+)
 
 
 class Target:
@@ -135,14 +143,26 @@ class Target:
 
     def check_foreign(self) -> None:
         """Raises SettingError when anything here is not ours."""
-        foreign = [path for path in self.folder.iterdir() if path not in (*self.splits, self.state, self.folder / DONE)]
-        links = [path for path in (*self.splits, self.state) if path.is_symlink() or path.is_file()]
-        for folder in () if links else filter(Path.exists, self.splits):
-            foreign += [path for path in folder.iterdir() if not OUR_FILES.fullmatch(path.name)]
-        foreign += links
+        self._refuse_foreign(*self.folder.iterdir())
+
+    def _refuse_foreign(self, *paths: Path) -> None:
+        """Raises SettingError when anything at or below these paths, which lie here, is not ours."""
+        foreign = next(filter(None, map(self._foreign, paths)), None)
         if foreign:
-            message = f"OUT: {self.folder} holds what is not a packed data set, such as {foreign[0].name}"
-            raise SettingError(f"{message}; choose another")
+            message = f"OUT: {self.folder} holds what is not a packed data set, such as {foreign}"
+            raise SettingError(f"{message}; move it away, or choose another")
+
+    def _foreign(self, path: Path) -> Path | None:
+        """What at or below a path is not made by packing, relative to the folder: not named so, or a link."""
+        name = path.relative_to(self.folder)
+        if path.is_symlink() or not path.is_dir():
+            is_ours = OUR_FILES.fullmatch(str(name)) or not os.path.lexists(path)
+            return None if is_ours else name
+        if not OUR_FOLDERS.fullmatch(str(name)):
+            return name
+        with contextlib.suppress(FileNotFoundError):  # another task is at work
+            return next(filter(None, map(self._foreign, path.iterdir())), None)
+        return None
 
     def check_unfinished(self, plan: Plan, settings: dict[str, Any]) -> None:
         """Raises SettingError when an unfinished pack is of another source, or made in another way."""
@@ -167,7 +187,7 @@ class Target:
         a pack: they may only be named like one's.
         """
         remains = [path for folder in self.splits for path in folder.glob("*")]
-        ours = alone and (self.is_whole() or self.state.exists())
+        ours = alone and (self.is_whole() or (self.state / PLAN).exists())
         if remains and not ours and self.plan() is None:  # which is there before the first shard
             raise SettingError(f"OUT: {self.folder} holds remains such as {remains[0]}; remove it, or choose another")
         if alone and self.state.exists():
@@ -189,13 +209,17 @@ class Target:
     def end(self) -> None:
         """Put the new splits, which are whole, in place of the old ones, and remove those.
 
-        Raises FileNotFoundError when another task does it.
+        Raises FileNotFoundError when another task does it, and SettingError when something that is not ours has come
+        into an old one meanwhile.
         """
+        self._refuse_foreign(*filter(Path.exists, self.splits))
         for path in (self.state / NEW).glob("*/.*.partial"):  # of a task that was killed
             path.unlink(missing_ok=True)
         for folder in self.splits:
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(self.old / folder.name)
+        if (self.folder / DONE).exists():  # of the pack before, where a file in use could not be removed (on NFS)
+            (self.folder / DONE).rename(self.old / DONE)
         sync_folder(self.old)
         sync_folder(self.folder)
         self.state.rename(self.folder / DONE)
@@ -203,9 +227,13 @@ class Target:
         self.settle()
 
     def settle(self) -> None:
-        """Complete `end`, where a task was killed at it or is about it. Several tasks may do so at once."""
+        """Complete `end`, where a task was killed at it or is about it. Several tasks may do so at once.
+
+        Raises SettingError when something there is not ours.
+        """
         done = self.folder / DONE
         if done.exists():
+            self._refuse_foreign(done)
             _move_all(self.folder / MOVING_IN, self.folder)
             shutil.rmtree(done, ignore_errors=True)
 

@@ -55,6 +55,65 @@ def test_a_split_that_is_a_link_is_refused_before_anything_is_removed(image_fold
     assert not list(verify(tmp_path / "elsewhere"))
 
 
+@pytest.mark.parametrize("place", [STATE, f"{STATE}/old", f"{STATE}/new/train", DONE, f"{DONE}/new"])
+@pytest.mark.parametrize("link", [False, True])
+def test_what_others_keep_in_folders_named_as_ours_stays(image_folder, tmp_path, place, link):
+    """Also where a link makes one of these folders stand for a folder elsewhere."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    folder = elsewhere if link else out / place
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "b").write_text("precious")
+    if link:
+        (out / place).parent.mkdir(parents=True)
+        (out / place).symlink_to(elsewhere)
+    for overwrite in (False, True):
+        with pytest.raises(SettingError, match=f"holds what is not a packed data set, such as {re.escape(place)}"):
+            pack(image_folder, out, PackOptions(overwrite=overwrite))
+        assert (folder / "a" / "b").read_text() == "precious"
+
+
+def test_what_comes_into_a_split_while_it_is_packed_stays(image_folder, tmp_path):
+    """Between two tasks, say."""
+    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+        pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(0, 2, "")))
+        precious = tmp_path / "val" / "mine"
+        precious.parent.mkdir()
+        precious.write_text("precious")
+        with pytest.raises(SettingError, match="holds what is not a packed data set, such as val/mine; move it away"):
+            pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(1, 2, "")))
+        assert precious.read_text() == "precious"
+        precious.rename(tmp_path.with_name(f"{tmp_path.name}.mine"))
+        assert len(finish(image_folder, tmp_path, PackOptions(shard_mib=8))) == 2
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_written_to(image_folder, tmp_path):
+    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(0, 2, "")))
+        precious, link = tmp_path / "precious", tmp_path / "out" / STATE / NEW / "train" / ".shard-000001.tar.partial"
+        precious.write_text("precious")
+        link.symlink_to(precious)
+        with pytest.raises(OSError, match=r"\.shard-000001\.tar\.partial"):
+            pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(1, 2, "")))
+    assert precious.read_text() == "precious"
+
+
+def test_a_pack_ends_although_the_old_data_set_cannot_be_removed(image_folder, old):
+    """As with NFS, which keeps under another name what is removed while it is open."""
+    kept = old / DONE / "old" / "train" / ".nfs00001"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("in use")
+    if subprocess.run(["chattr", "+i", kept], capture_output=True).returncode:
+        pytest.skip("a file that cannot be removed needs root, and a filesystem that has them")
+    try:
+        for seed in (1, 2):
+            pack(image_folder, old, PackOptions(overwrite=True, seed=seed))
+            assert seed_of(old) == seed
+    finally:
+        subprocess.run(["chattr", "-i", *old.rglob(kept.name)], check=True)
+    pack(image_folder, old, PackOptions(resume=True, seed=2))
+    assert sorted(path.name for path in old.iterdir()) == ["train", "val"]
+
+
 def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_path):
     """Behind a pack that holds the folder and replaces the plan."""
     small = mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000)
