@@ -44,6 +44,8 @@ class Budget:
                 f"{_mb(self._largest)} for an image"
             )
         with self._lock:
+            if self._closed:
+                return False
             if not self._waiting and self._fits(size, False):
                 self._start(size)
                 return True

@@ -9,6 +9,7 @@ import shutil
 import time
 import uuid
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,7 +21,8 @@ import xxhash
 Item, Result = TypeVar("Item"), TypeVar("Result")
 logger = logging.getLogger(__name__)
 
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # what numpy.load raises, or a part missing
+# What numpy.load raises, or json for what is nested too deep, or a part that is missing.
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 PROBED = 4  # items whose time tells whether the filesystem makes us wait
 AT_ONCE = 32  # requests to a filesystem that does
 _warned: set[Path] = set()  # folders that cannot be locked, as the user knows by now

@@ -22,7 +22,7 @@ from .errors import ManifestError
 from .fsio import UNREADABLE, atomic_write, side_by_side
 from .index import KEY
 from .order import PACK, permutation
-from .sources import Samples, Source, samples_class, samples_name
+from .sources import SPLITS, Samples, Source, samples_class, samples_name
 
 # Tar headers hold names of 100 bytes (POSIX ustar); an extension and a counter must fit too.
 MAX_KEY_BYTES = 80
@@ -215,8 +215,12 @@ def _load_split(content, number: int, of: dict) -> SplitPlan:
             value = _unpack_strings(array) if stored == "list" else array
         values[field] = value
     samples = samples_class(of["samples"])(**values)
-    shards = np.split(content[f"{number}.order"], np.cumsum(of["counts"])[:-1])
-    return SplitPlan(of["split"], samples, _unpack_strings(content[f"{number}.keys"]), shards, of["mean_bytes"])
+    keys, order = _unpack_strings(content[f"{number}.keys"]), content[f"{number}.order"]
+    if of["split"] not in SPLITS.values():  # it becomes the name of a folder
+        raise ValueError(f"{of['split']!r} is not a split")
+    if not len(samples) == len(keys) == len(order) == sum(of["counts"]) or order.min() < 0 or order.max() >= len(keys):
+        raise ValueError("its keys, its order and its samples do not belong together")
+    return SplitPlan(of["split"], samples, keys, np.split(order, np.cumsum(of["counts"])[:-1]), of["mean_bytes"])
 
 
 def _fields(samples: Samples) -> Iterator[tuple[str, Any]]:

@@ -166,6 +166,18 @@ def test_a_slow_filesystem_is_read_by_many_threads(mounted, photo, encoded):
     assert threads >= 20
 
 
+def test_a_closed_budget_lets_nobody_wait():
+    """Nor those that ask after it was closed, when others hold what they would need."""
+    budget = Budget(100, 1)
+    budget.hold(90)
+    budget.close()
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(budget.claim(50, lambda: False)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert answers == [False]
+
+
 def test_the_budget_lets_everybody_through():
     """Threads that claim and hold at random: never more than is allowed, unless one is awaited, and all end."""
     budget, lock = Budget(100, 3), threading.Lock()

@@ -138,6 +138,45 @@ def test_a_plan_makes_nothing_but_samples(tmp_path):
         load_plan(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"split": "../../elsewhere"}, "'../../elsewhere' is not a split"),
+        ({"0.order": np.array([0, 2])}, "do not belong together"),
+        ({"0.order": np.array([-1, 1])}, "do not belong together"),
+        ({"0.keys": np.frombuffer(b"a\0", np.uint8)}, "do not belong together"),
+        ({"counts": [3]}, "do not belong together"),
+    ],
+)
+def test_a_plan_that_leads_astray_is_refused(tmp_path, change, says):
+    """Written by somebody else: a split would be a folder anywhere, a sample none that is there."""
+    save_plan(plan_of(source_of(["a"], {"train": [("x", 0), ("y", 0)]})), tmp_path)
+    content = dict(np.load(tmp_path / PLAN))
+    head = json.loads(content["head"].tobytes())
+    head["splits"][0].update({name: value for name, value in change.items() if "." not in name})
+    content.update({name: value for name, value in change.items() if "." in name})
+    content["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    np.savez(tmp_path / PLAN, **content)
+    with pytest.raises(ManifestError, match=says):
+        load_plan(tmp_path)
+
+
+def test_a_plan_with_a_flipped_bit_is_refused_or_read(tmp_path):
+    """Whatever zipfile and numpy make of it, there is one kind of error."""
+    save_plan(plan_of(source_of(["a"], {"train": [("x", 0), ("y", 0)]})), tmp_path)
+    content = (tmp_path / PLAN).read_bytes()
+    refused = 0
+    for at in range(0, 8 * len(content), 3):
+        flipped = bytearray(content)
+        flipped[at // 8] ^= 1 << at % 8
+        (tmp_path / PLAN).write_bytes(flipped)
+        try:
+            load_plan(tmp_path)
+        except ManifestError:
+            refused += 1
+    assert refused > 1000
+
+
 def test_every_registered_class_of_samples_is_there():
     assert [samples_class(name).__name__ for name in SAMPLES] == ["Files", "Slices", "Rows", "Pixels", "Packed"]
 
