@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from .splits import is_hidden, pick_splits
 
 PATHS = ("path", "file", "filename", "image", "image_path")
 LABELS = ("label", "class", "target", "category")
+MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
 
 
 def detect(path: Path) -> str | None:
@@ -119,9 +122,11 @@ class _Listing:
         return path
 
 
-def _lines(table: Path, file: Iterable[bytes]) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
+def _lines(table: Path, file: BinaryIO) -> Iterator[str]:
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
         try:
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"has more than {MAX_LINE_BYTES} bytes")
             if b"\0" in line:
                 raise ValueError("holds NUL bytes, so is no text")
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -79,8 +79,10 @@ class _Name:
     __slots__ = ("name",)
 
     def __init__(self, module: Any, name: Any) -> None:
-        if not (isinstance(module, str) and isinstance(name, str) and (module, name) in NAMES):
-            raise ValueError(f"asks for {str(module)[:100]}.{str(name)[:100]}, which no such file needs")
+        if not (isinstance(module, str) and isinstance(name, str)):  # to show a deep tuple may take for ever
+            raise ValueError("names a function by what is not a string")
+        if (module, name) not in NAMES:
+            raise ValueError(f"asks for {module[:100]}.{name[:100]}, which no such file needs")
         self.name = NAMES[module, name]
 
 

@@ -29,6 +29,7 @@ FILE, FOLDER, PAX = (b"0", b"\0", b"7"), b"5", b"x"
 WITHOUT_BYTES = (b"1", b"2", b"3", b"4", b"6")  # links, devices, pipes
 HARMLESS = re.compile(rb"([0-9]+ (mtime|atime|ctime|uid|gid|uname|gname|comment)=[^\n]*\n)+\0*")
 MAX_CONTENT_BYTES = 1 << 20  # of a label
+MAX_HEADER_BYTES = 1 << 20  # of a long name, or what pax adds to one
 
 
 class Member(NamedTuple):
@@ -91,6 +92,8 @@ class _Window(io.RawIOBase):
         return self._data[offset : offset + size]
 
     def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"it has a header of {size} bytes")
         data = self.at(self.begin + self._position, size)
         self._position += len(data)
         return data
@@ -158,6 +161,8 @@ def _walk_slowly(window: _Window, wanted: Callable[[str], bool]) -> Archive:
     window.seek(0)
     with tarfile.open(fileobj=window, mode="r:") as archive:
         for info in archive:
+            if info.size < 0:  # the next header would be an earlier one, for ever
+                raise tarfile.ReadError(f"it gives {info.name} a size of {info.size} bytes")
             if info.isreg() and not info.issparse():
                 offset = window.begin + info.offset_data
                 if not 0 <= info.size <= window.end - offset:

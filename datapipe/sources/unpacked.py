@@ -17,11 +17,11 @@ from typing import BinaryIO
 
 from ..errors import SourceError
 from .opening import opened
+from .tarwalk import MAX_HEADER_BYTES
 
 MAGIC = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}
 DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 MAX_MEMBERS = 10_000  # the archives that are read so have about a hundred
-MAX_HEADER_BYTES = 1 << 20  # of a long name, or what pax adds to one
 
 
 def read_file(path: str, bounds: str | None, max_bytes: int) -> bytes:
@@ -48,6 +48,8 @@ def members(path: str, bounds: str | None, wanted: Set[str], max_bytes: int) -> 
                 for number, member in enumerate(archive):
                     if number == MAX_MEMBERS:
                         raise tarfile.ReadError(f"it has more than {MAX_MEMBERS} members")
+                    if member.size < 0:  # the next header would be an earlier one, and all is unpacked once more
+                        raise tarfile.ReadError(f"it gives {member.name} a size of {member.size} bytes")
                     if not member.isreg():
                         continue
                     data = None
@@ -78,6 +80,6 @@ class _Stream:
         self.seek, self.tell, self._file = file.seek, file.tell, file
 
     def read(self, size: int) -> bytes:
-        if size > self.max_bytes:
+        if not 0 <= size <= self.max_bytes:
             raise tarfile.ReadError(f"it has a header of {size} bytes")
         return self._file.read(size)

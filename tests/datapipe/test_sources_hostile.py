@@ -52,6 +52,8 @@ HARMFUL = {
     "empty": b"",
     "only end": b".",
     "mark below": b"\x80\x02}(00e.",
+    "name of a deep tuple": DEEP + b"U\x01a\x93.",
+    "name of a tuple of tuples": b"\x80\x02)" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(100)) + b"U\x01a\x93.",
     "itself": b"\x80\x02]q\x00h\x00a.",
 }  # fmt: skip
 
@@ -91,6 +93,13 @@ def test_a_harmful_pickle_fills_no_memory(tmp_path):
     source = cifar(tmp_path / "cifar", test_batch=HARMFUL["far memo"])
     with pytest.raises(SourceError, match=r"test_batch: does not hold 0 images"):
         open_source(source)
+
+
+def test_a_message_shows_no_tuple_that_it_takes_for_ever_to_write(tmp_path):
+    """A hundred tuples, each of the one before it twice: written out they fill any memory."""
+    source = cifar(tmp_path / "cifar", data_batch_2=HARMFUL["name of a tuple of tuples"])
+    done = limited("-m", "datapipe", "pack", source, tmp_path / "out")
+    assert "names a function by what is not a string" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -224,6 +233,41 @@ def test_a_small_cifar_archive_that_unpacks_to_gigabytes(tmp_path, name):
     done = limited("-m", "datapipe", "pack", path, tmp_path / "out", limit=600 * MIB)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"error: {path}"), done.stderr
+
+
+def tar_header(kind: bytes, size: int) -> bytes:
+    """A header of GNU tar, which has room for any size."""
+    header = bytearray(tarfile.TarInfo("name").tobuf(tarfile.GNU_FORMAT))
+    header[156:157] = kind
+    header[124:136] = (size % 256**12).to_bytes(12, "big") if size < 0 else b"\x80" + size.to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+@pytest.mark.parametrize("name", ["shards/0.tar", "cifar.tar"])
+@pytest.mark.parametrize(("kind", "size"), [(b"L", 5 << 30), (b"x", 5 << 30), (b"Z", -512), (b"x", -512)])
+def test_a_tar_header_of_a_harmful_size(tmp_path, name, kind, size):
+    """Read whole, it would fill the memory; backwards, one header would follow itself for ever."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(tarfile.TarInfo("first").tobuf() + tar_header(kind, size))
+        file.truncate(6 << 30)  # sparse: it takes no disk
+    source = path if name == "cifar.tar" else path.parent
+    done = limited("-m", "datapipe", "pack", source, tmp_path / "out")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: {path}"), done.stderr
+
+
+def test_a_table_whose_line_does_not_end(tmp_path):
+    table = tmp_path / "raw" / "train.csv"
+    table.parent.mkdir()
+    table.write_text("path,label\n")
+    os.truncate(table, 3 << 30)  # sparse: it takes no disk
+    done = limited("-m", "datapipe", "pack", table.parent, tmp_path / "out")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1] == f"error: {table}: line 2: has more than 1048576 bytes"
 
 
 def test_compressed_archives_are_read_in_all_compressions(tmp_path):
