@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -91,7 +92,7 @@ def open_loader(
         timeout_s=timeout_s,
     )
     if cache is not None:
-        if backend == "webdataset" and not (Path(path) / MANIFEST).exists():
+        if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
             raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
         from ..staging import stage_once
 

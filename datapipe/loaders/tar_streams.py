@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 COUNTED = 100  # samples counted at a time: that takes less than `timeout_s`, where the whole shard may not
 SUFFIX = ".tar"
+MAX_SAMPLES = 1 << 32  # in a shard; so that no sum of them passes 64 bits
+LINE_CHARS = 100  # of the first line of DALI's index, which is a version and a number
 NUMBER = re.compile(r"\d{1,18}")  # fits into 64 bits
 
 Shard = Path | str
@@ -127,11 +129,11 @@ def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int],
 
 
 def _listed(path: str) -> tuple[list[Shard], Manifest | None]:
-    folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(path):  # a Path would raise where a command is longer than a name may be
         import braceexpand
 
-        return [url for part in path.split("::") for url in braceexpand.braceexpand(part)], None
+        return [url for part in path.split("::") if part for url in braceexpand.braceexpand(part)], None
+    folder = Path(path)
     if not (folder / MANIFEST).exists():
         return sorted(file for file in folder.iterdir() if file.suffix == SUFFIX), None
     manifest = Manifest.read(folder)
@@ -189,16 +191,16 @@ def _count_some(samples: Iterator[Sample]) -> int:
 def _noted(shard: Shard) -> int | None:
     """What a file beside a shard says of its samples."""
     beside = Path(shard)
-    sizes, index = beside.with_name("sizes.json"), beside.with_suffix(".idx")
     try:
-        if index.exists():
+        sizes, index = beside.with_name("sizes.json"), beside.with_suffix(".idx")
+        if os.path.exists(index):
             with index.open() as file:
-                count = int(file.readline().split()[1])
-        elif sizes.exists():
+                count = int(file.readline(LINE_CHARS).split()[1])
+        elif os.path.exists(sizes):
             count = int(json.loads(sizes.read_text())[beside.name])
         else:
             return None
-        if count >= 0:
+        if 0 <= count <= MAX_SAMPLES:
             return count
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         pass

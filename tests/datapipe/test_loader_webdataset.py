@@ -129,6 +129,29 @@ NAMES = ["pipe:touch PWNED; cat plain.tar #.tar", "http:localhost.tar", "s3:buck
          "a::b.tar", "{0..3}.tar", "-.tar"]  # fmt: skip
 
 
+def test_a_command_may_be_longer_than_a_name(foreign, monkeypatch):
+    """Without a slash it would be one name of a file, and an error of the filesystem."""
+    monkeypatch.chdir(foreign)
+    shard = min(foreign.glob("*.tar")).name
+    command = f"pipe:cat {shard}; true {'x' * 300}::"
+    with open_loader(command, 2, backend="webdataset", size=16, train=False) as loader:
+        assert loader.num_samples > 0 and len(list(loader)) == len(loader)
+    with pytest.raises(SettingError, match="cache: "):
+        open_loader(command, 2, backend="webdataset", size=16, cache="cache")
+
+
+@pytest.mark.parametrize("number", [2**62, 2**63, 10**30])
+def test_a_number_beyond_all_reason_is_not_believed(foreign, tmp_path, number, caplog):
+    shard = min(foreign.glob("*.tar"))
+    for name in ("a.tar", "b.tar"):
+        shutil.copy(shard, tmp_path / name)
+    (tmp_path / "b.idx").write_text(f"v1.2 {number}\n")
+    (tmp_path / "a.idx").write_text(f"v1.2 {number}\n")
+    with open_loader(str(tmp_path), 1, backend="webdataset", size=16, train=False) as loader:
+        assert len(list(loader)) == loader.num_samples < 100
+    assert "the number of samples beside it cannot be read" in caplog.text
+
+
 def test_names_of_files_are_not_urls(foreign, tmp_path, monkeypatch):
     """Also in the folder ".", whose files are named without a slash."""
     for name in ("plain.tar", *NAMES):
