@@ -6,6 +6,7 @@ import importlib.metadata
 import mmap
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -113,9 +114,10 @@ def _filesystem(folder: Path) -> dict:
 def mounted_as(folder: Path) -> str:
     """The kind of filesystem, such as lustre or ext4 (proc(5), mounts)."""
     place, kinds = folder.resolve(), {}
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, kind = line.split()[:3]
-        kinds[Path(mount.replace("\\040", " "))] = kind  # the last mount on a folder is the one that is seen
+    for line in Path("/proc/self/mounts").read_bytes().splitlines():  # names of any bytes
+        _, mount, kind = line.split(b" ")[:3]
+        name = re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8) & 0xFF]), mount)
+        kinds[Path(os.fsdecode(name))] = kind.decode()  # the last mount on a folder is the one that is seen
     return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
 
 

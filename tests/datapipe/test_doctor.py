@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,24 @@ def test_bench_with_bad_settings(packed_folders, command):
     assert done.returncode == 2 and "reader" in done.stderr
     done = command("datapipe", "bench", packed_folders["tar"], "--order", "sorted")
     assert done.returncode == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_mounts_may_have_any_name(tmp_path):
+    names = [b"x\xe9", "a\u00a0b".encode(), b"tab\t", b"back\\slash", b"two words"]
+    script = """
+import os, subprocess, sys
+from pathlib import Path
+from datapipe.doctor import mounted_as
+for name in sys.argv[1:]:
+    os.mkdir(name)
+    subprocess.run(["mount", "-t", "ramfs", "ramfs", name], check=True)
+for name in sys.argv[1:]:
+    print(mounted_as(Path(name)))
+"""
+    prefix = ["unshare", "--mount", "true"]
+    if subprocess.run(prefix, check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    command = [*prefix[:-1], sys.executable, "-c", script, *(os.fsencode(tmp_path) + b"/" + name for name in names)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.stdout.split() == ["ramfs"] * len(names), done.stderr
