@@ -314,3 +314,12 @@ def test_a_palette_png_without_its_palette_cannot_be_decoded():
     for channels in (1, 3):
         with pytest.raises(ValueError, match="cannot be decoded"):
             decode(data, channels)
+
+
+def test_a_png_with_more_pixels_than_any_image_may_have_is_not_unpacked():
+    small = encode_png(np.zeros((1, 1), np.uint8))
+    claims = small[:16] + struct.pack(">II", 60_000, 60_000) + small[24:29]
+    head = claims[12:29]
+    bomb = claims + struct.pack(">I", zlib.crc32(head)) + small[33:]
+    with pytest.raises(ValueError, match="exceeds limit"):
+        decode(bomb, 1)
