@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from .assembly import Assembly
+from .budget import Budget
 from .cluster import Task
 from .console import Progress
 from .errors import DatapipeError, SettingError
@@ -316,7 +317,7 @@ class _Pack:
                 self._whole()
                 return None
         source = self.source()
-        share = _stored_share(source, options.recode)
+        share = _stored_share(source, options)
         plan = make_plan(source, self.settings, shard_format(options.format).OVERHEAD_BYTES, share)
         target.begin(plan, alone=options.task.count == 1)
         save_plan(plan, target.state)
@@ -359,17 +360,18 @@ def _recoder(plan: Plan, options: PackOptions) -> Recoder:
     return Recoder(RecodeOptions(store="raw", size=size, headerless=True, channels=1 if grey else 3))
 
 
-def _stored_share(source: Source, options: RecodeOptions) -> float:
+def _stored_share(source: Source, options: PackOptions) -> float:
     """By how much re-encoding changes the images' sizes: stored bytes for each source byte, from a few images."""
-    recode = Recoder(options)  # before anything is written: it says what is not installed
-    if options == RecodeOptions(check=options.check):
+    recode = Recoder(options.recode)  # before anything is written: it says what is not installed
+    if options.recode == RecodeOptions(check=options.recode.check):
         return 1.0
     samples = next(iter(source.splits.values()))  # a data set's splits are alike
     before = after = 0
     buffer = memoryview(bytearray(1 << 20))
     for i in np.linspace(0, len(samples) - 1, min(len(samples), PROBED_SAMPLES), dtype=int).tolist():
-        with contextlib.suppress(ValueError, OSError):  # packing tells of it
+        budget = Budget(options.memory_bytes(), 1)
+        with contextlib.suppress(ValueError, OSError, MemoryError):  # packing tells of it
             data = samples.read(i, buffer)
-            after += len(recode(data)[0])
+            after += len(recode(data, lambda size, budget=budget: budget.claim(size, lambda: True))[0])
             before += len(data)
     return after / before if before else 1.0

@@ -27,7 +27,7 @@ LAYOUTS = {
     ("cifar100", "binary"): (("train.bin",), ("test.bin",), "fine_label_names.txt"),
 }
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
-MAX_BYTES = 1 << 30  # of all files together, which have 180 MB
+MAX_BYTES = 1 << 30  # of all in an archive, which has 180 MB, or of a file in a folder
 
 
 def detect(path: Path) -> str | None:
