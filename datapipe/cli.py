@@ -234,13 +234,14 @@ def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
 def verify(
     folder: DataSetFolder,
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image as well.")] = False,
+    timeout: Timeout = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Check every file against its checksum; exit with 1 and name each bad shard and key if one differs."""
     from .manifest import find_data_sets
     from .verifying import verify
 
-    found = {str(path): verify(path, deep) for path in find_data_sets(folder)}  # all, before any is told of
+    found = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, before any is told of
     if as_json:
         print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in found.items()}))
     for path, problems in found.items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from .console import Progress
 from .dataset import DataSet
-from .errors import DatapipeError, ManifestError
+from .errors import DatapipeError, ManifestError, SettingError
 from .fsio import checksum
 from .image import check_image
 from .index import ENCODINGS, check_keys, read_keys
 from .manifest import KEYS, FileInfo
+from .streams import TIMEOUT_S, work_on_files
 
 GROUP = 256  # samples decoded per task
 
@@ -33,22 +34,25 @@ class Problem:
         return f"{self.file}: {f'key {self.key}: ' if self.key else ''}{self.reason}"
 
 
-def verify(folder: Path, deep: bool = False) -> list[Problem]:
+def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> list[Problem]:
     """All that is wrong with one data set: none means that every file has its checksum.
 
     A file that has not is searched for the samples that are damaged. `deep` also decodes every image, as strictly as
     `pack` with `check="decode"`, and compares its header with the index. When manifest or index cannot be read, that
-    is all it says.
+    is all it says. Raises DatapipeError when a read takes longer than `timeout_s`.
     """
+    if not timeout_s > 0:
+        raise SettingError(f"timeout_s: {timeout_s!r} is out of range; allowed: seconds, above 0")
     try:
         data_set = DataSet(folder)
     except ManifestError as error:
         return [Problem(error.path.name, None, error.message)]
-    with data_set, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with data_set:
         files = list(data_set.manifest.all_files())
         problems: list[Problem] = []
-        with Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
-            for file, reason in zip(files, pool.map(lambda file: _check_file(data_set, file), files), strict=True):
+        reasons = _work(lambda file, moved: _check_file(data_set, file, moved), files, data_set, timeout_s)
+        with closing(reasons), Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
+            for file, reason in zip(files, reasons, strict=True):
                 if reason:
                     problems += _damaged_samples(data_set, file, reason)
                 elif file.name == KEYS:
@@ -56,17 +60,28 @@ def verify(folder: Path, deep: bool = False) -> list[Problem]:
                 progress.advance(file.size_bytes)
         if deep:
             known = {problem.key for problem in problems}
-            problems += [problem for problem in _decode_all(data_set, pool) if problem.key not in known]
+            problems += [problem for problem in _decode_all(data_set, timeout_s) if problem.key not in known]
     return problems
 
 
-def _check_file(data_set: DataSet, file: FileInfo) -> str | None:
+def _work(work: Callable, items: list, data_set: DataSet, timeout_s: float) -> Iterator:
+    """Work on files, or on groups of samples (range)."""
+
+    def name(item: FileInfo | range) -> Path:
+        if isinstance(item, FileInfo):
+            return data_set.folder / item.name
+        return data_set.folder / data_set.manifest.shards[data_set.index["shard"][item[0]]].name
+
+    return work_on_files(work, items, name, timeout_s, os.cpu_count() or 1)
+
+
+def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) -> str | None:
     path = data_set.folder / file.name
     try:
         size = path.stat().st_size
         if size != file.size_bytes:
             return f"has {size} bytes, expected {file.size_bytes}"
-        found = checksum(path)
+        found = checksum(path, moved)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None if found == file.xxh3_128 else f"has checksum {found}, expected {file.xxh3_128}"
@@ -96,17 +111,19 @@ def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator
         yield Problem(file.name, None, "the damage lies outside the images: all of them can be read")
 
 
-def _decode_all(data_set: DataSet, pool: ThreadPoolExecutor) -> Iterator[Problem]:
+def _decode_all(data_set: DataSet, timeout_s: float) -> Iterator[Problem]:
     groups = [range(i, min(i + GROUP, len(data_set))) for i in range(0, len(data_set), GROUP)]
-    with Progress(f"decoding {data_set.folder}", len(data_set)) as progress:
-        for group, problems in zip(groups, pool.map(lambda group: _decode(data_set, group), groups), strict=True):
+    results = _work(lambda group, moved: _decode(data_set, group, moved), groups, data_set, timeout_s)
+    with closing(results), Progress(f"decoding {data_set.folder}", len(data_set)) as progress:
+        for group, problems in zip(groups, results, strict=True):
             yield from problems
             progress.advance(len(group))
 
 
-def _decode(data_set: DataSet, group: range) -> list[Problem]:
+def _decode(data_set: DataSet, group: range, moved: Callable[[], None]) -> list[Problem]:
     problems = []
     for sample in group:
+        moved()
         record = data_set.index[sample]
         try:
             data = data_set.read(sample)

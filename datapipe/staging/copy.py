@@ -13,11 +13,10 @@ from ..console import Progress
 from ..errors import ManifestError, SettingError, ShardCorruptError, StagingError
 from ..fsio import atomic_write, checksum, copy_verified, free_bytes, locked, make_folder, partial_path
 from ..manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
+from ..streams import TIMEOUT_S, work_on_files
 from .plan import StagePlan, plan_stage
-from .streams import work_on_files
 
 logger = logging.getLogger(__name__)
-TIMEOUT_S = 300.0  # as packing's
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ def stage(source: Path, local: Path, timeout_s: float = TIMEOUT_S) -> list[Stage
     interrupted call left half-copied is continued. Every byte is checked. A second process waits for the
     first, and then finds all in place. Where all is in place, nothing is locked or written: `local` may be on a
     read-only filesystem, or another user's. Raises SettingError (`local` lies in `source`), ManifestError,
-    StagingError (no space, `local` holds another data set, a read or write that takes longer than `timeout_s`),
-    ShardCorruptError (the source is damaged), OSError.
+    StagingError (no space, `local` holds another data set), ShardCorruptError (the source is damaged), OSError;
+    DatapipeError when a read or write takes longer than `timeout_s`.
     """
     source, local = Path(source), Path(local)
     folders = {path: local if path == source else local / path.name for path in find_data_sets(source)}

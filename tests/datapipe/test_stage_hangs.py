@@ -1,4 +1,4 @@
-"""Staging from a filesystem that does not answer: it ends in time or when it is told to, and names the file.
+"""Staging and verifying on a filesystem that does not answer: they end in time or when told to, and name the file.
 
 A FIFO in place of a shard hangs whoever opens it.
 """
@@ -32,8 +32,8 @@ def hung(tmp_path, packed_folders) -> Path:
     return folder
 
 
-def start(*arguments: object) -> subprocess.Popen:
-    command = [sys.executable, "-m", "datapipe", "stage", *map(str, arguments)]
+def start(*arguments: object, verb: str = "stage") -> subprocess.Popen:
+    command = [sys.executable, "-m", "datapipe", verb, *map(str, arguments)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -87,3 +87,16 @@ sys.exit(run(lambda: open_loader(sys.argv[1], 4, size=24, cache=sys.argv[2], tim
     command = [sys.executable, "-c", script, str(hung), str(tmp_path / "cache")]
     code, errors = ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     assert code == 1 and f"error: {max(hung.glob('*.tar'))}: a read or write" in errors and "timeout_s=2" in errors
+
+
+def test_verify_ends_while_a_read_hangs(mounted, packed_folders):
+    mounted.calm()
+    shutil.copytree(packed_folders["tar"] / "train", mounted.backing / "hung")
+    shard = max((mounted.path / "hung").glob("*.tar"))
+    mounted.set(faults=[f"read:*/{shard.name}:1+:stall=30"])
+    process = start(mounted.path / "hung", "--timeout", "2", verb="verify")
+    began, said = time.monotonic(), process.stderr.readline()
+    assert time.monotonic() - began < 25, "it waited for the read"
+    assert said.startswith(f"error: {shard}: a read or write has not been answered for 2 s")
+    mounted.calm()  # FUSE keeps a process that ends until it is answered
+    assert ended(process)[0] == 1

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import StagingError
+from .errors import DatapipeError
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 Work = Callable[[Item, Callable[[], None]], Result]
 logger = logging.getLogger(__name__)
 
-# Files at a time: a parallel filesystem serves several streams better than one.
-STREAMS = 4
+TIMEOUT_S = 300.0  # as packing's
+STREAMS = 4  # files at a time: a parallel filesystem serves several streams better than one
 TELL_S = 10.0  # how often it is told that a filesystem does not answer
 LOOK_S = 1.0
 GRACE_S = 1.0  # for the read or write that a thread is at when it is to end
@@ -27,13 +27,15 @@ class _Ended(Exception):
     """Raised in a thread whose result nobody waits for any more."""
 
 
-def work_on_files(work: Work, items: Sequence[Item], name: Callable[[Item], Path], limit_s: float) -> Iterator[Result]:
-    """Call `work(item, moved)` for each item, in threads, and yield the results in order.
+def work_on_files(
+    work: Work, items: Sequence[Item], name: Callable[[Item], Path], limit_s: float, count: int = STREAMS
+) -> Iterator[Result]:
+    """Call `work(item, moved)` for each item, in `count` threads, and yield the results in order.
 
     `work` has to call `moved` after each read and write. A generator: closing it ends the threads, of which one that
     hangs in the system is left behind, and does no more than what it is at.
 
-    Raises: what `work` raises; StagingError with `name(item)` where nothing moved for `limit_s` seconds.
+    Raises: what `work` raises; DatapipeError with `name(item)` where nothing moved for `limit_s` seconds.
     """
     upcoming, answers = queue.SimpleQueue(), queue.SimpleQueue()
     for number in range(len(items)):
@@ -61,7 +63,7 @@ def work_on_files(work: Work, items: Sequence[Item], name: Callable[[Item], Path
             finally:
                 doing.pop(me, None)
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(min(STREAMS, len(items)))]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(min(count, len(items)))]
     for thread in threads:
         thread.start()
     try:
@@ -81,14 +83,14 @@ def work_on_files(work: Work, items: Sequence[Item], name: Callable[[Item], Path
 
 
 def _answer(answers: queue.SimpleQueue, doing: dict[int, tuple[float, Path]], limit_s: float) -> tuple:
-    """Wait for the next answer of a thread. Raises StagingError."""
+    """Wait for the next answer of a thread. Raises DatapipeError."""
     told = time.monotonic()
     while True:
         now = time.monotonic()
         for since, path in list(doing.values()):
             if now - since > limit_s:
                 message = f"a read or write has not been answered for {now - since:.0f} s (timeout_s={limit_s:g})"
-                raise StagingError(message, path=path)
+                raise DatapipeError(message, path=path)
             if now - since > TELL_S and now - told > TELL_S:
                 told = now
                 logger.warning("%s: a read or write has not been answered for %.0f s", path, now - since)
