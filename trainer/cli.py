@@ -48,16 +48,15 @@ def train(
       torchrun --nproc-per-node 2 -m trainer train imagenet-resnet50 \\
           --data data/imagenet --out runs/imagenet
     """
-    from .recipe import load_recipe
-
-    loaded = load_recipe(recipe, changes or [])  # before torch is imported: a typing mistake is told at once
     # The loader's threads share the cores with torch's, which by default wait for each other by spinning: with
-    # one core taken, two such threads train at half the speed of one. Read when torch is loaded.
+    # one core taken, two such threads train at half the speed of one. Read when torch is loaded, so set before any
+    # import that loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    from .recipe import load_recipe
     from .run import run
 
-    raise typer.Exit(run(loaded, data, out, resume, device))
+    raise typer.Exit(run(load_recipe(recipe, changes or []), data, out, resume, device))
 
 
 @app.command()
