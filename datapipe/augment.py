@@ -23,8 +23,8 @@ class Augment:
 
     `crop`: "random_resized" (Szegedy et al. 2015: `scale` of the area, aspect `ratio`), "pad" (He et
     al. 2016: `pad` black pixels around, then a random crop), "none" (as for evaluation), or "auto":
-    "pad" when every image already has the output's size, else "random_resized". `flip`: mirror every
-    other image, left to right.
+    "pad" when every image already has the output's size, else "random_resized". `flip`: mirror each
+    image, left to right, with a probability of ½.
     """
 
     crop: Literal["auto", "random_resized", "pad", "none"] = "auto"

@@ -49,35 +49,35 @@ def _rebuild(kind, message, path, shard, key):
 
 
 class SourceError(DatapipeError):
-    pass
+    """The raw data set cannot be used as it is."""
 
 
 class FetchError(DatapipeError):
-    pass
+    """A data set could not be downloaded, or is not the one expected."""
 
 
 class ManifestError(DatapipeError):
-    pass
+    """There is no data set here, or one that this version cannot read."""
 
 
 class ShardCorruptError(DatapipeError):
-    pass
+    """A shard does not hold the bytes that were packed."""
 
 
 class ShardReadError(ShardCorruptError):
-    pass
+    """A shard is missing, cut short, or cannot be read."""
 
 
 class StagingError(DatapipeError):
-    pass
+    """A copy to local disk could not be made."""
 
 
 class DecodeError(DatapipeError):
-    pass
+    """A sample's bytes are not a readable image."""
 
 
 class MissingBackendError(DatapipeError):
-    """Names what to install."""
+    """A library or program that this needs is not installed; the message names what to install."""
 
 
 class SettingError(ValueError):

@@ -13,12 +13,12 @@ from datapipe.errors import DatapipeError
 
 
 class TrainingError(DatapipeError):
-    pass
+    """The run cannot continue."""
 
 
 class CheckpointError(TrainingError):
-    pass
+    """A checkpoint cannot be read, or belongs to another run."""
 
 
 class DivergedError(TrainingError):
-    pass
+    """The loss or the network is not finite."""
