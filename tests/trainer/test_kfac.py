@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trainer.kfac import EKFAC, KFAC, reduce_to_owners
@@ -104,6 +105,26 @@ def test_all_layers_are_found_and_the_others_named_once(caplog):
     preconditioner.step()
     assert torch.equal(model[1].scale.grad, raw) and not torch.equal(model[0][3].weight.grad, weight)
     assert set(preconditioner.cosines()) == {"0.1", "0.3", "0.7"}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers that are taken out of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(options or {}))
+
+
+def test_cosines_of_all_layers_wait_for_the_device_once():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    preconditioner = KFAC(model)
+    model(torch.randn(8, 4)).square().mean().backward()
+    preconditioner.step()
+    with Waits() as waits:
+        assert len(preconditioner.cosines()) == 5
+    assert waits.count <= 1
 
 
 def test_it_preconditions():

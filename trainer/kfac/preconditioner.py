@@ -162,9 +162,11 @@ class KFAC:
         """Of the last step: the cosine between the raw and the preconditioned gradient, by the layer's name.
 
         1 means that a layer is not preconditioned, but at most scaled; a gradient of zero has none (NaN). Waits for the
-        device.
+        device, once.
         """
-        return {name: cosine.item() for name, cosine in self._cosines.items()}
+        if not self._cosines:
+            return {}
+        return dict(zip(self._cosines, torch.stack([*self._cosines.values()]).tolist(), strict=True))
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
         """A layer's current (a_factor, g_factor): [G, n, n] (an embedding's [1, n], a diagonal) and [G, m, m]; of a
