@@ -79,6 +79,14 @@ class DecodeError(DatapipeError):
 class MissingBackendError(DatapipeError):
     """A library or program that this needs is not installed; the message names what to install."""
 
+    @classmethod
+    def for_extra(cls, message: str, extra: str, path: Path | str | None = None) -> MissingBackendError:
+        """Make the error for a library of one of the extras in pyproject.toml.
+
+        The command in its message is quoted, as zsh needs it, and installs this project from its checkout.
+        """
+        return cls(f"{message}: in the folder of the project's pyproject.toml, pip install '.[{extra}]'", path=path)
+
 
 class SettingError(ValueError):
     """A setting out of its range: names the field, the value and what is allowed."""

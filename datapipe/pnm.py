@@ -105,4 +105,4 @@ def _backend(name: str) -> ModuleType:
         return importlib.import_module(MODULES[name])
     except ImportError as error:
         package = MODULES[name].split(".")[0]
-        raise MissingBackendError(f"{package} is not installed: pip install datapipe-trainer[compress]") from error
+        raise MissingBackendError.for_extra(f"{package} is not installed", "compress") from error

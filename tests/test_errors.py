@@ -1,6 +1,9 @@
 """What the errors say of themselves."""
 
 import inspect
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +25,14 @@ def test_every_error_has_a_docstring_of_its_own(kind):
 
 def test_there_are_errors():
     assert len(ERRORS) >= 12
+
+
+def test_what_to_install_is_an_extra_and_a_command_that_shells_take():
+    """zsh takes unquoted brackets for a pattern."""
+    root = Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    calls = []
+    for path in sorted((root / "datapipe").rglob("*.py")):
+        calls += re.findall(r'for_extra\((?:[^()]|\([^()]*\))*?"(\w+)"(?:, path)?\)', path.read_text())
+    assert len(calls) >= 7 and set(calls) <= extras.keys()
+    assert "pip install '.[dali]'" in str(datapipe.errors.MissingBackendError.for_extra("DALI is missing", "dali"))

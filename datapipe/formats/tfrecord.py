@@ -125,4 +125,4 @@ def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
 
 
 def _missing(package: str) -> MissingBackendError:
-    return MissingBackendError(f"TFRecord shards need the package {package}: pip install datapipe-trainer[tfrecord]")
+    return MissingBackendError.for_extra(f"TFRecord shards need the package {package}", "tfrecord")

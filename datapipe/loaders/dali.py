@@ -87,7 +87,7 @@ class DaliLoader(FillingLoader):
         try:
             from nvidia.dali import Pipeline, fn, types
         except ImportError as error:
-            raise MissingBackendError("DALI is not installed: pip install datapipe-trainer[dali]") from error
+            raise MissingBackendError.for_extra("DALI is not installed", "dali") from error
         on_gpu = self._device.type == "cuda"
         options = self.options
         pipeline = Pipeline(

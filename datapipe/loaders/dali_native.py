@@ -56,7 +56,7 @@ class NativeLoader(Loader):
         try:
             from nvidia.dali import Pipeline, fn, types
         except ImportError as error:
-            raise MissingBackendError("DALI is not installed: pip install datapipe-trainer[dali]") from error
+            raise MissingBackendError.for_extra("DALI is not installed", "dali") from error
         on_gpu, options = self._device.type == "cuda", self.options
         pipeline = Pipeline(
             batch_size=options.batch_size,

@@ -214,4 +214,4 @@ def _backend():
 
         return webdataset
     except ImportError as error:
-        raise MissingBackendError("webdataset is not installed: pip install datapipe-trainer[webdataset]") from error
+        raise MissingBackendError.for_extra("webdataset is not installed", "webdataset") from error

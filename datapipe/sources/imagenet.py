@@ -200,8 +200,8 @@ def _wnids(path: Path, meta: bytes) -> dict[int, str]:
     try:
         from scipy.io import loadmat
     except ImportError as error:
-        message = "the labels of ImageNet's val images need scipy: pip install datapipe-trainer[imagenet]"
-        raise MissingBackendError(message, path=path) from error
+        message = "the labels of ImageNet's val images need scipy"
+        raise MissingBackendError.for_extra(message, "imagenet", path) from error
     try:
         synsets = np.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
         pairs = [(int(synset["ILSVRC2012_ID"]), str(synset["WNID"])) for synset in synsets]

@@ -55,8 +55,7 @@ def _import_parquet(path: Path | str):
     try:
         import pyarrow.parquet
     except ImportError as error:
-        message = "Parquet files need pyarrow: pip install datapipe-trainer[parquet]"
-        raise MissingBackendError(message, path=path) from error
+        raise MissingBackendError.for_extra("Parquet files need pyarrow", "parquet", path) from error
     return pyarrow.parquet
 
 

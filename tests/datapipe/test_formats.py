@@ -312,7 +312,7 @@ def test_tfrecord_says_what_to_install(monkeypatch, package):
     module = shard_format("tfrecord")
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.reader", None)
-    with pytest.raises(MissingBackendError, match=rf"{package}: pip install datapipe-trainer\[tfrecord\]"):
+    with pytest.raises(MissingBackendError, match=rf"{package}: .* pip install '\.\[tfrecord\]'"):
         module.Writer() if package == "crc32c" else next(module.read("shard"))
 
 

@@ -267,7 +267,7 @@ def test_a_compressed_bomb_is_not_unpacked(name):
 
 def test_a_missing_compression_names_the_extra(monkeypatch):
     monkeypatch.setitem(pnm.MODULES, "lz4", "no_such_package.frame")
-    with pytest.raises(MissingBackendError, match=r"datapipe-trainer\[compress\]"):
+    with pytest.raises(MissingBackendError, match=r"pip install '\.\[compress\]'"):
         pnm.compressor("lz4")
 
 

@@ -464,6 +464,6 @@ def test_an_image_for_which_nothing_is_installed_is_a_bad_image(tmp_path, photo,
     (without / "zstandard.py").write_text("raise ImportError")
     environment = os.environ | {"PYTHONPATH": f"{without}:{os.environ.get('PYTHONPATH', '')}"}
     done = command("datapipe", "pack", tmp_path / "raw", tmp_path / "out", env=environment)
-    assert done.returncode == 1 and "2.jpg" in done.stderr and "pip install datapipe-trainer[compress]" in done.stderr
+    assert done.returncode == 1 and "2.jpg" in done.stderr and "pip install '.[compress]'" in done.stderr
     done = command("datapipe", "pack", tmp_path / "raw", tmp_path / "out", "--max-bad", "1", env=environment)
     assert done.returncode == 0 and "zstandard is not installed" in done.stderr, done.stderr

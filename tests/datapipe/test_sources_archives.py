@@ -352,7 +352,7 @@ def test_val_without_what_it_needs(tmp_path, monkeypatch):
     (tmp_path / DEVKIT / "data" / "meta.mat").write_bytes(b"no matlab")
     refused("data/meta.mat cannot be read")
     monkeypatch.setitem(sys.modules, "scipy.io", None)
-    with pytest.raises(MissingBackendError, match=r"pip install datapipe-trainer\[imagenet\]"):
+    with pytest.raises(MissingBackendError, match=r"pip install '\.\[imagenet\]'"):
         open_source(tmp_path)
 
 

@@ -244,5 +244,5 @@ def test_a_file_that_is_a_link_out_of_the_source(tmp_path):
 def test_without_pyarrow(tmp_path, monkeypatch):
     write(tmp_path / "x.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingBackendError, match=r"pip install datapipe-trainer\[parquet\]"):
+    with pytest.raises(MissingBackendError, match=r"pip install '\.\[parquet\]'"):
         open_source(tmp_path)
