@@ -11,7 +11,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from PIL import Image
+
+settings.register_profile("shared machine", deadline=None)  # a first call may be slow, and says nothing of the code
+settings.load_profile("shared machine")
 
 
 def pytest_configure() -> None:
