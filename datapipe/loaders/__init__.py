@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from ..augment import Augment
+from ..dataset.manifest import MANIFEST
+from ..dataset.shard_reader import Io
 from ..errors import SettingError
-from ..manifest import MANIFEST
-from ..order import Last
-from ..reading import Io
+from ..sampling.augment import Augment
+from ..sampling.order import Last
 from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
@@ -53,9 +53,9 @@ def open_loader(
     delivered (default: the CPU).
 
     `order`: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and each
-    byte once an epoch (see datapipe/blocks.py): for data that are not on a local disk. `io`: "cached", "mmap" or
-    "direct" (see datapipe/reading.py). Loaders that stream (`backend="webdataset"`, `reader="native"`) have neither,
-    and try no read again; `reader="native"` has no time limit, either.
+    byte once an epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk. `io`: "cached",
+    "mmap" or "direct" (see datapipe/dataset/shard_reader.py). Loaders that stream (`backend="webdataset"`,
+    `reader="native"`) have neither, and try no read again; `reader="native"` has no time limit, either.
 
     So many bad samples (damaged, or no readable image) as `max_bad` allows for on a rank are named in the log, and
     their slots are black and not `valid`; one more is an error. An open or a read that fails is tried `retries` times

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapipe.augment import Augment, eval_windows, scales, snapped, train_windows
 from datapipe.errors import SettingError
-from datapipe.order import slice_positions
+from datapipe.sampling.augment import Augment, eval_windows, scales, snapped, train_windows
+from datapipe.sampling.order import slice_positions
 
 RESIZED = Augment("random_resized")
 sizes = st.integers(1, 700)

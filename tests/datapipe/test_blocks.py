@@ -7,12 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datapipe.blocks import MIN_WINDOW, BlockOrder, _lane_lengths, grid, longest, num_lanes, shuffle_quality
+from datapipe.dataset.index import RECORD
+from datapipe.dataset.shard_reader import ShardReader
 from datapipe.errors import SettingError
-from datapipe.index import RECORD
 from datapipe.loaders import open_loader
-from datapipe.order import BLOCKS, WITHIN, num_steps, permutation, uniform
-from datapipe.reading import ShardReader
+from datapipe.sampling.block_order import (
+    MIN_WINDOW,
+    BlockOrder,
+    _lane_lengths,
+    grid,
+    longest,
+    num_lanes,
+    shuffle_quality,
+)
+from datapipe.sampling.order import BLOCKS, WITHIN, num_steps, permutation, uniform
 
 
 def index_of(sizes_by_shard, gap=0):

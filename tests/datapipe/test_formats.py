@@ -21,12 +21,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from datapipe.dataset import DataSet
+from datapipe.dataset.manifest import Manifest
 from datapipe.errors import MissingBackendError
 from datapipe.formats import EXTENSIONS, FORMATS, shard_format
 from datapipe.formats.tar import member_header
-from datapipe.image import ImageHeader
-from datapipe.manifest import Manifest
-from datapipe.plan import make_keys
+from datapipe.images.codec import ImageHeader
+from datapipe.packing.plan import make_keys
 from datapipe.sources import open_source
 
 ENCODED_FORMATS = [name for name in FORMATS if name != "npy"]  # which hold images of different sizes

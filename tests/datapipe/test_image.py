@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
 
-from datapipe import jpeg, pnm
 from datapipe.errors import MissingBackendError
-from datapipe.image import decode, encode_jpeg, encode_png, read_header
+from datapipe.images import jpeg, pnm
+from datapipe.images.codec import decode, encode_jpeg, encode_png, read_header
 
 KINDS = {
     "baseline": {"quality": 90},

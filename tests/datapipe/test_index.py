@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datapipe.augment import Augment
 from datapipe.cli import info
 from datapipe.dataset import DataSet
+from datapipe.dataset.index import INDEX, PART, RECORD, check_records, write_index
+from datapipe.dataset.manifest import KEYS, MANIFEST, FileInfo, Manifest, ShardInfo
+from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError
 from datapipe.fsio import checksum
-from datapipe.image import encode_png
-from datapipe.index import INDEX, PART, RECORD, check_records, write_index
+from datapipe.images.codec import encode_png
+from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import open_loader
-from datapipe.manifest import KEYS, MANIFEST, FileInfo, Manifest, ShardInfo
 from datapipe.packing import PackOptions, convert, pack
-from datapipe.recode import RecodeOptions
-from datapipe.verifying import verify
+from datapipe.sampling.augment import Augment
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datapipe import reading
-from datapipe.dataset import DataSet
+from datapipe.dataset import DataSet, shard_reader
 from datapipe.errors import DatapipeError, DecodeError, SettingError, ShardCorruptError, ShardReadError
-from datapipe.loaders import filling, open_loader, pool
+from datapipe.loaders import open_loader, threaded, threads
 from datapipe.packing import PackOptions, pack
 
 BACKENDS = ["cpu", "dali"]
@@ -120,14 +119,14 @@ def slow(mounted, packed_folders):
 @pytest.mark.parametrize("error", ["EIO", "ESTALE"])
 @pytest.mark.parametrize("order", ["full", "blocks"])
 def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, caplog, monkeypatch):
-    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.01)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     with open_loader(slow.path / "data", 10, size=24, order=order, retries=2) as loader:
         slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:{error}"])
         with pytest.raises(ShardReadError) as caught:
             list(loader)
     message = str(caught.value)
-    assert shard in message and ", key " in message and os.strerror(getattr(reading.errno, error)) in message
+    assert shard in message and ", key " in message and os.strerror(getattr(shard_reader.errno, error)) in message
     assert "bytes at " in message and "tried 3 times" in message and str(slow.path / "data") in message
     assert sum("trying again" in record.getMessage() for record in caplog.records) >= 2
 
@@ -136,7 +135,7 @@ def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, cap
                                    "open:*/{shard}:1+:ESTALE", "open:*/{shard}:1+:EIO"])  # fmt: skip
 def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
     """As long as a file server's failover, by default; and whoever waits is told what for."""
-    monkeypatch.setattr(pool, "TELL_S", 0.5)
+    monkeypatch.setattr(threads, "TELL_S", 0.5)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     with open_loader(slow.path / "data", 61, size=24) as loader:
         slow.set(faults=[fault.format(shard=shard, place=offset + size // 2)])
@@ -154,7 +153,7 @@ def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
 
 def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypatch):
     """Each sample but those of the first batches, before it is read."""
-    told, reads, read = [], [], reading.ShardReader.read
+    told, reads, read = [], [], shard_reader.ShardReader.read
 
     def slowly(reader, shard, offset, size):
         time.sleep(0.05)
@@ -165,10 +164,10 @@ def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypat
         assert size > 0
         told.append((shard, offset))
 
-    monkeypatch.setattr(reading.ShardReader, "read", slowly)
-    monkeypatch.setattr(reading.ShardReader, "will_read", note)
-    for share, fewest, most in ((filling.SLOW_SHARE, 60 - 5 * 4, 60), (1.1, 0, 0)):
-        monkeypatch.setattr(filling, "SLOW_SHARE", share)
+    monkeypatch.setattr(shard_reader.ShardReader, "read", slowly)
+    monkeypatch.setattr(shard_reader.ShardReader, "will_read", note)
+    for share, fewest, most in ((threaded.SLOW_SHARE, 60 - 5 * 4, 60), (1.1, 0, 0)):
+        monkeypatch.setattr(threaded, "SLOW_SHARE", share)
         told.clear()
         reads.clear()
         with open_loader(packed_folders["tar"] / "train", 4, size=64, threads=2) as loader:
@@ -179,8 +178,8 @@ def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypat
 
 def test_hints_do_no_harm(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 9000)
-    for io in reading.IOS:
-        reader = reading.ShardReader([tmp_path / "a"], io)
+    for io in shard_reader.IOS:
+        reader = shard_reader.ShardReader([tmp_path / "a"], io)
         reader.will_read(0, 0, 9000)  # not open yet
         assert bytes(reader.read(0, 10, 5)) == b"xxxxx"
         reader.will_read(0, 100, 1 << 40)
@@ -188,7 +187,7 @@ def test_hints_do_no_harm(tmp_path):
 
 
 def test_a_shard_that_is_cut_short_in_mid_epoch_is_named(copied, monkeypatch):
-    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.001)
     with open_loader(copied, 4, size=24, train=False) as loader:
         batches = iter(loader)
         next(batches)
@@ -200,7 +199,7 @@ def test_a_shard_that_is_cut_short_in_mid_epoch_is_named(copied, monkeypatch):
 
 
 def test_a_shard_that_disappears_is_named(copied, monkeypatch):
-    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.001)
     with open_loader(copied, 4, size=24) as loader:
         for path in copied.glob("*.tar"):
             path.unlink()
@@ -209,7 +208,7 @@ def test_a_shard_that_disappears_is_named(copied, monkeypatch):
 
 
 def test_a_read_that_stalls_is_told_of(slow, caplog, monkeypatch):
-    monkeypatch.setattr(pool, "TELL_S", 0.3)
+    monkeypatch.setattr(threads, "TELL_S", 0.3)
     shard, offset, size, _ = place(slow.backing / "data", 30)
     with open_loader(slow.path / "data", 61, size=24) as loader:
         slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=2"])
@@ -285,12 +284,12 @@ def test_ways_of_reading_give_the_same(packed_folders, io, order):
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("io", reading.IOS)
+@pytest.mark.parametrize("io", shard_reader.IOS)
 def test_a_reader_against_the_file(tmp_path, io):
     content = np.random.default_rng(0).integers(0, 256, 100_001, np.uint8).tobytes()
     (tmp_path / "a").write_bytes(content)
     (tmp_path / "empty").write_bytes(b"")
-    reader = reading.ShardReader([tmp_path / "a", tmp_path / "empty", tmp_path / "none"], io)
+    reader = shard_reader.ShardReader([tmp_path / "a", tmp_path / "empty", tmp_path / "none"], io)
     for offset, size in ((0, 1), (0, 100_001), (4095, 2), (4096, 4096), (99_999, 2), (12_345, 70_000)):
         assert bytes(reader.read(0, offset, size)) == content[offset : offset + size]
     with pytest.raises(ShardReadError, match="truncated: 10 bytes at 99999 end after 2"):
@@ -310,7 +309,7 @@ def test_direct_reads_leave_the_page_cache_alone_or_say_so(tmp_path, caplog):
     path = folder / f"datapipe-test-{os.getpid()}"
     path.write_bytes(b"x" * 5000)
     try:
-        reader = reading.ShardReader([path], "direct")
+        reader = shard_reader.ShardReader([path], "direct")
         assert bytes(reader.read(0, 4000, 1000)) == b"x" * 1000
         reader.close()
     finally:
@@ -365,7 +364,7 @@ def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order
     """Of what was under way when the consumer broke off, idle threads hold nothing."""
     def living():
         gc.collect()
-        return sum(isinstance(thing, filling.FillingLoader) for thing in gc.get_objects())
+        return sum(isinstance(thing, threaded.FillingLoader) for thing in gc.get_objects())
 
     threads, loaders = threading.active_count(), living()
     for _ in range(5):
@@ -397,8 +396,8 @@ def test_a_loader_closed_by_another_thread_says_so(packed_folders, backend):
 def test_shards_that_were_opened_anew_are_closed(tmp_path, monkeypatch):
     path = tmp_path / "shard"
     path.write_bytes(b"x" * 100)
-    monkeypatch.setattr(reading, "FIRST_WAIT_S", 0)
-    reader, failing = reading.ShardReader([path], retries=1), [True]
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0)
+    reader, failing = shard_reader.ShardReader([path], retries=1), [True]
     read = os.pread
 
     def pread(*arguments):
@@ -476,19 +475,19 @@ def test_ctrl_c_ends_it(packed_folders, backend):
 
 def test_a_pool_runs_in_order_and_ends():
     ran = []
-    threads = pool.Pool(1)
-    futures = [threads.submit(ran.append, i) for i in range(5)]
+    pool = threads.Pool(1)
+    futures = [pool.submit(ran.append, i) for i in range(5)]
     with pytest.raises(ZeroDivisionError):
-        threads.submit(lambda: 1 / 0).result(5)
+        pool.submit(lambda: 1 / 0).result(5)
     for future in futures:
         future.result(5)
-    assert ran == list(range(5)) and threads.idle_s() >= 0
-    threads.close()
-    assert not any(thread.is_alive() for thread in threads.threads)
+    assert ran == list(range(5)) and pool.idle_s() >= 0
+    pool.close()
+    assert not any(thread.is_alive() for thread in pool.threads)
 
 
 def test_waiting_has_a_limit():
-    threads, told = pool.Pool(1), []
+    pool, told = threads.Pool(1), []
 
     def tell(waited_s, is_over):
         told.append((waited_s, is_over))
@@ -496,6 +495,6 @@ def test_waiting_has_a_limit():
             raise DatapipeError("over")
 
     with pytest.raises(DatapipeError, match="over"):
-        pool.wait_for(threads.submit(time.sleep, 1.0), 0.2, tell)
+        threads.wait_for(pool.submit(time.sleep, 1.0), 0.2, tell)
     assert told[-1][1] and told[-1][0] >= 0.2
-    threads.close()
+    pool.close()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from datapipe.order import permutation
+from datapipe.sampling.order import permutation
 
 # torch.distributed.nn, and the end of the model: else gloo's threads outlive the group (see trainer/distributed.py).
 DDP = """

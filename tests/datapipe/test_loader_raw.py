@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from datapipe.augment import Augment, train_windows
 from datapipe.dataset import DataSet
+from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import open_loader
 from datapipe.loaders.cpu import cut
-from datapipe.loaders.raw import RawLoader, cut_and_scale, fits
+from datapipe.loaders.gpu_pixels import RawLoader, cut_and_scale, fits
 from datapipe.packing import PackOptions, pack
-from datapipe.recode import RecodeOptions
+from datapipe.sampling.augment import Augment, train_windows
 
 
 def compare(images, boxes, flips, size):

@@ -16,11 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapipe.augment import Augment
 from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError, ShardReadError
 from datapipe.loaders import open_loader
 from datapipe.loaders.base import LoaderOptions
 from datapipe.loaders.webdataset import rank_parts
+from datapipe.sampling.augment import Augment
 
 webdataset = pytest.importorskip("webdataset")
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from datapipe.augment import Augment, eval_windows, train_windows
 from datapipe.dataset import DataSet
+from datapipe.dataset.index import ENCODINGS
 from datapipe.errors import DecodeError, ManifestError, SettingError, ShardCorruptError
-from datapipe.index import ENCODINGS
 from datapipe.loaders import BACKENDS, normalise, open_loader
-from datapipe.order import permutation
 from datapipe.packing import PackOptions, pack
+from datapipe.sampling.augment import Augment, eval_windows, train_windows
+from datapipe.sampling.order import permutation
 
 JPEG = ENCODINGS.index("jpeg")
 

@@ -9,11 +9,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from datapipe.dataset.manifest import MANIFEST, MAX_BYTES, Manifest
+from datapipe.dataset.verify import verify
 from datapipe.errors import ManifestError, StagingError
 from datapipe.loaders import open_loader
-from datapipe.manifest import MANIFEST, MAX_BYTES, Manifest
 from datapipe.staging import stage
-from datapipe.verifying import verify
 
 OLD = Path(__file__).parents[1] / "data" / "packed"  # packed by the versions that wrote formats 1 and 2
 ZEROS = "0" * 32

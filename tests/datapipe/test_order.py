@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
-from datapipe.order import (
+from datapipe.sampling.order import (
     MAX_SORTED,
     KeyedPermutation,
     epoch_order,

@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 
 from datapipe.cluster import Task, detect
+from datapipe.dataset.index import read_keys
+from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
-from datapipe.index import read_keys
-from datapipe.manifest import Manifest
-from datapipe.target import FINISHING, NEW, STATE
+from datapipe.packing.out_folder import FINISHING, NEW, STATE
 
 ROOT = Path(__file__).parents[2]
 TESTBED = ROOT.parent / "shared" / "testbed"

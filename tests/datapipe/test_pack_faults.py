@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datapipe.index import read_keys
-from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
-from datapipe.target import NEW, STATE
+from datapipe.dataset.index import read_keys
+from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
+from datapipe.packing.out_folder import NEW, STATE
 
 ROOT = Path(__file__).parents[2]
 NUM_IMAGES, NUM_SHARDS = 60, 5  # of 1 MiB

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from datapipe.cluster import Task
+from datapipe.dataset.manifest import MANIFEST, Manifest, find_data_sets
+from datapipe.dataset.verify import verify
 from datapipe.errors import ManifestError, SettingError, SourceError
 from datapipe.fsio import locked
-from datapipe.manifest import MANIFEST, Manifest, find_data_sets
+from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, convert, finish, pack
-from datapipe.plan import PLAN
-from datapipe.recode import RecodeOptions
-from datapipe.target import DONE, FINISHING, NEW, STATE
-from datapipe.verifying import verify
+from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE
+from datapipe.packing.plan import PLAN
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -74,7 +74,7 @@ def test_what_others_keep_in_folders_named_as_ours_stays(image_folder, tmp_path,
 
 def test_what_comes_into_a_split_while_it_is_packed_stays(image_folder, tmp_path):
     """Between two tasks, say."""
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
         pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(0, 2, "")))
         precious = tmp_path / "val" / "mine"
         precious.parent.mkdir()
@@ -87,7 +87,7 @@ def test_what_comes_into_a_split_while_it_is_packed_stays(image_folder, tmp_path
 
 
 def test_a_link_in_place_of_a_temporary_file_is_not_written_to(image_folder, tmp_path):
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
         pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(0, 2, "")))
         precious, link = tmp_path / "precious", tmp_path / "out" / STATE / NEW / "train" / ".shard-000001.tar.partial"
         precious.write_text("precious")
@@ -116,7 +116,7 @@ def test_a_pack_ends_although_the_old_data_set_cannot_be_removed(image_folder, o
 
 def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_path):
     """Behind a pack that holds the folder and replaces the plan."""
-    small = mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000)
+    small = mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000)
     with small:
         assert pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(0, 2, ""))) == {}
         errors = []
@@ -132,7 +132,7 @@ def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_pat
             task.start()
             task.join(1)
             assert task.is_alive()
-            with mock.patch("datapipe.target.locked"):  # as the process that has the lock
+            with mock.patch("datapipe.packing.out_folder.locked"):  # as the process that has the lock
                 pack(image_folder, tmp_path, PackOptions(shard_mib=8, seed=7, overwrite=True))
         task.join(60)
     assert errors and "another seed: 7, not 0" in errors[0]
@@ -148,7 +148,7 @@ def test_bad_samples_are_counted_over_all_calls(image_folder, tmp_path):
     num_bad = len(images[::3])
     assert num_bad > 3
     seen = []
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
         for _ in range(3):
             with pytest.raises(SourceError) as error:
                 pack(source, tmp_path / "out", PackOptions(shard_mib=8, workers=1, max_bad="2"))
@@ -169,7 +169,7 @@ def test_no_manifest_where_another_split_has_nothing(image_folder, tmp_path):
 
 def test_a_convert_does_not_go_on_from_another_source(image_folder, tmp_path):
     options = PackOptions(format="hdf5", shard_mib=None, task=Task(0, 2, ""))
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
         pack(image_folder, tmp_path / "one", PackOptions(shard_mib=8))
         convert(tmp_path / "one", tmp_path / "two", options)
         pack(
@@ -355,7 +355,7 @@ def test_an_overwrite_that_is_given_up_is_replaced_by_another(image_folder, old,
 @pytest.fixture
 def parts(image_folder, tmp_path):
     """A pack of two tasks of which the first is done; and that of one process."""
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
         pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=8))
         assert pack(image_folder, tmp_path / "parts", PackOptions(shard_mib=8, task=Task(0, 2, ""))).num_missing == 2
     return tmp_path / "parts"
@@ -523,7 +523,7 @@ def test_the_same_task_twice_without_locks(image_folder, parts, without_locks, t
 @pytest.mark.parametrize("what", ["pack", "task", "finish"])
 def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
     source, out = shutil.copytree(image_folder, tmp_path / "source"), tmp_path / "out"
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
         pack(source, out, PackOptions(shard_mib=8, task=Task(1, 2, "")))
         image = next(path for path in sorted((source / "train").rglob("*")) if path.is_file())
         more = source / "train" / "zebra" / f"new{image.suffix}"
@@ -536,7 +536,7 @@ def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
                 return pack(source, out, PackOptions(shard_mib=8, resume=True))
             if what == "task":
                 return pack(source, out, PackOptions(shard_mib=8, resume=True, task=Task(0, 2, "")))
-            with mock.patch("datapipe.target.Target.missing", lambda *_: []):
+            with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: []):
                 return finish(source, out, PackOptions(shard_mib=8))
 
         message = r"gained 1 images \(train/zebra/new of class zebra\) and lost 1 images .*--overwrite .*remove .*pack"
@@ -554,7 +554,7 @@ def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
 
 def test_a_source_that_is_gone_is_not_missed_when_all_shards_are_there(image_folder, tmp_path):
     source, out = shutil.copytree(image_folder, tmp_path / "source"), tmp_path / "out"
-    with mock.patch("datapipe.packing.complete", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch("datapipe.packing.job.complete", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         pack(source, out, PackOptions())
     shutil.rmtree(source)
     assert finish(source, out, PackOptions()) and seed_of(out) == 0
@@ -562,7 +562,7 @@ def test_a_source_that_is_gone_is_not_missed_when_all_shards_are_there(image_fol
 
 def test_a_pack_is_not_continued_with_another_check(image_folder, tmp_path):
     options = {"shard_mib": 8, "resume": True}
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
         pack(image_folder, tmp_path / "out", PackOptions(task=Task(0, 2, ""), **options))
         with pytest.raises(SettingError, match="unfinished pack with another check: header, not decode"):
             pack(image_folder, tmp_path / "out", PackOptions(recode=RecodeOptions(check="decode"), **options))

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 import datapipe
-from datapipe import transcode
 from datapipe.cluster import Task
 from datapipe.dataset import DataSet
+from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceError
 from datapipe.formats import FORMATS
 from datapipe.fsio import locked
-from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
+from datapipe.images import turbojpeg
+from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, convert, finish, pack
-from datapipe.recode import RecodeOptions
-from datapipe.target import NEW, STATE
+from datapipe.packing.out_folder import NEW, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
 
@@ -35,7 +35,7 @@ def bytes_of(folder):
 
 def small_shards():
     """As if images were large: few to a shard, and one at a time."""
-    return mock.patch("datapipe.plan.mean_bytes", lambda *_: 600_000)
+    return mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000)
 
 
 @pytest.mark.parametrize("name", ENCODED)
@@ -70,7 +70,7 @@ def test_finish_says_what_is_missing(image_folder, tmp_path):
             pack(image_folder, out, PackOptions(shard_mib=8, task=Task(index, 3, "")))
         with pytest.raises(DatapipeError, match=r"2 of 5 shards are missing, the first is number 1"):
             finish(image_folder, out, PackOptions(shard_mib=8))
-        with mock.patch("datapipe.target.Target.missing", lambda *_: [0]):  # as if it were not the last one
+        with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: [0]):  # as if it were not the last one
             assert pack(image_folder, out, PackOptions(shard_mib=8, task=Task(1, 3, ""))) == {}
         finished = finish(image_folder, out, PackOptions(shard_mib=8))
     assert (
@@ -162,7 +162,7 @@ def test_foreign_files_are_never_touched(image_folder, tmp_path):
 
 def stop_after(shards):
     """Fail when so many shards are finished, as if the process were killed there."""
-    from datapipe.journal import Journal
+    from datapipe.packing.journal import Journal
 
     add, count = Journal.add, [0]
 
@@ -296,7 +296,7 @@ def test_the_budget_is_for_all_tasks_together(tmp_path, photo, encoded):
 
 def test_a_shard_of_nothing_but_bad_samples(tmp_path, photo, encoded):
     raw = bad_source(tmp_path / "raw", photo, encoded, count=10)
-    with mock.patch("datapipe.plan.mean_bytes", lambda *_: 1 << 20):  # a shard for each
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 1 << 20):  # a shard for each
         pack(raw, tmp_path / "out", PackOptions(shard_mib=1, max_bad="3"))
     with DataSet(tmp_path / "out" / "train") as data_set:
         assert len(data_set.manifest.shards) == len(data_set) == 7
@@ -552,8 +552,8 @@ def test_two_encoders_do_not_share_a_pack(image_folder, tmp_path, monkeypatch):
     """On one node libturbojpeg, on another Pillow: their bytes differ."""
     options = {"shard_mib": 1, "recode": RecodeOptions(quality=80)}
     assert pack(image_folder, tmp_path / "out", PackOptions(task=Task(0, 2, ""), **options)) == {}
-    other = (lambda: None) if transcode.turbojpeg() else (lambda: SimpleNamespace(restart=None))
-    monkeypatch.setattr(transcode, "turbojpeg", other)
+    other = (lambda: None) if turbojpeg.turbojpeg() else (lambda: SimpleNamespace(restart=None))
+    monkeypatch.setattr(turbojpeg, "turbojpeg", other)
     with pytest.raises(SettingError, match=r"another recode: .*'encoder'.*, not .*'encoder'"):
         pack(image_folder, tmp_path / "out", PackOptions(task=Task(1, 2, ""), **options))
 
@@ -563,8 +563,8 @@ def test_tasks_need_no_locks(image_folder, tmp_path, locks):
     """On a filesystem mounted without `flock`, and on one whose locks other nodes do not see."""
     (tmp_path / "sitecustomize.py").write_text(
         "import errno, fcntl\n"
-        "import datapipe.plan\n"
-        "datapipe.plan.mean_bytes = lambda *_: 600_000\n"
+        "import datapipe.packing.plan\n"
+        "datapipe.packing.plan.mean_bytes = lambda *_: 600_000\n"
         "def flock(fd, how):\n"
         f"    if {locks == 'none'}:\n"
         "        raise OSError(errno.ENOSYS, 'no locks here')\n"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import ManifestError
-from datapipe.plan import (
+from datapipe.packing.plan import (
     MAX_KEY_BYTES,
     PLAN,
     cut,

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from datapipe import reading
+from datapipe.dataset import shard_reader
 from datapipe.errors import ShardReadError
 
 
@@ -38,10 +38,10 @@ def eventually(condition) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("io", reading.IOS)
+@pytest.mark.parametrize("io", shard_reader.IOS)
 def test_a_shard_that_hangs_keeps_no_other_and_not_the_end(tmp_path, fifo, io):
     (tmp_path / "good").write_bytes(b"x" * 5000)
-    reader = reading.ShardReader([fifo, tmp_path / "good"], io)
+    reader = shard_reader.ShardReader([fifo, tmp_path / "good"], io)
     hanging = [begin(reader.read, 0, 0, 10) for _ in range(3)]
     eventually(lambda: len(reader._under_way) == 3)
     reads = begin(lambda: reader.read(1, 100, 10))
@@ -60,7 +60,7 @@ def test_a_file_is_closed_when_its_last_reader_is_done(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 100)
     for io in ("cached", "mmap"):
         before = len(os.listdir("/proc/self/fd"))
-        reader = reading.ShardReader([tmp_path / "a"], io)
+        reader = shard_reader.ShardReader([tmp_path / "a"], io)
         data = reader.read(0, 10, 10)
         reader.close()
         assert bytes(data) == b"x" * 10
@@ -70,7 +70,7 @@ def test_a_file_is_closed_when_its_last_reader_is_done(tmp_path):
 
 def test_a_shard_that_is_missing_for_a_while(tmp_path, caplog):
     path = tmp_path / "later"
-    reader = reading.ShardReader([path], retries=9)
+    reader = shard_reader.ShardReader([path], retries=9)
     (tmp_path / "new").write_bytes(b"x" * 100)
     appears = threading.Timer(2.0, (tmp_path / "new").rename, [path])
     appears.start()
@@ -87,8 +87,8 @@ def test_a_shard_that_is_missing_for_a_while(tmp_path, caplog):
 
 
 def test_a_pause_ends_when_the_reader_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "FIRST_WAIT_S", 60.0)
-    reader, caught = reading.ShardReader([tmp_path / "none"], retries=9), []
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 60.0)
+    reader, caught = shard_reader.ShardReader([tmp_path / "none"], retries=9), []
 
     def read():
         try:

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image, ImageOps
 
-from datapipe import jpeg, pnm, resample, transcode
 from datapipe.errors import MissingBackendError, SettingError
-from datapipe.image import decode, encode_png, read_header
-from datapipe.recode import RecodeOptions, Recoder, upright
+from datapipe.images import jpeg, lanczos, pnm, turbojpeg
+from datapipe.images.codec import decode, encode_png, read_header
+from datapipe.images.recode import RecodeOptions, Recoder, upright
 
 JPEGTRAN = shutil.which("jpegtran")
 LOSSLESS = {
-    "libturbojpeg": lambda: (library := transcode.turbojpeg()) and library.restart,
-    "jpegtran": lambda: JPEGTRAN and transcode.jpegtran(JPEGTRAN),
+    "libturbojpeg": lambda: (library := turbojpeg.turbojpeg()) and library.restart,
+    "jpegtran": lambda: JPEGTRAN and turbojpeg.jpegtran(JPEGTRAN),
 }
 KINDS = {
     "4:2:0": {"subsampling": "4:2:0"},
@@ -39,9 +39,9 @@ KINDS = {
 def restart(request, monkeypatch):
     """Each of the two ways to write restart markers without a loss."""
     restart = LOSSLESS[request.param]()
-    if not restart or (request.param == "libturbojpeg" and transcode.lossless() != restart):
+    if not restart or (request.param == "libturbojpeg" and turbojpeg.lossless() != restart):
         pytest.skip(f"no {request.param} here that does it")
-    monkeypatch.setattr(transcode, "lossless", lambda: restart)
+    monkeypatch.setattr(turbojpeg, "lossless", lambda: restart)
     return restart
 
 
@@ -49,8 +49,8 @@ def restart(request, monkeypatch):
 def library(request, monkeypatch):
     """With and without a libturbojpeg that gives planes."""
     if request.param == "without":
-        monkeypatch.setattr(transcode, "turbojpeg", lambda: None)
-    elif transcode.turbojpeg() is None:
+        monkeypatch.setattr(turbojpeg, "turbojpeg", lambda: None)
+    elif turbojpeg.turbojpeg() is None:
         pytest.skip("no libturbojpeg 3 here")
 
 
@@ -243,19 +243,19 @@ def test_damage_is_counted_where_decoders_make_do(restart, photo, encoded):
 
 
 def test_without_any_backend_that_is_said_at_once(monkeypatch):
-    monkeypatch.setattr(transcode, "lossless", lambda: None)
+    monkeypatch.setattr(turbojpeg, "lossless", lambda: None)
     with pytest.raises(MissingBackendError, match=r"libturbojpeg.*jpegtran"):
         Recoder(RecodeOptions(restart=8))
     Recoder(RecodeOptions(restart=8, resize="short=256"))  # which encodes anew
 
 
 def test_a_jpegtran_that_does_not_work_is_not_used(monkeypatch):
-    monkeypatch.setattr(transcode, "turbojpeg", lambda: None)
+    monkeypatch.setattr(turbojpeg, "turbojpeg", lambda: None)
     for program in (None, "/bin/false", "/bin/cat", "/no/such/program"):
         monkeypatch.setattr(shutil, "which", lambda _, program=program: program)
-        transcode.lossless.cache_clear()
-        assert transcode.lossless() is None
-    transcode.lossless.cache_clear()
+        turbojpeg.lossless.cache_clear()
+        assert turbojpeg.lossless() is None
+    turbojpeg.lossless.cache_clear()
 
 
 # --- other sizes and qualities ------------------------------------------------------------------------
@@ -267,9 +267,9 @@ def test_a_jpegtran_that_does_not_work_is_not_used(monkeypatch):
     st.integers(1, 70),
 )
 def test_resizing_is_lanczos(pixels, width, height):
-    resized = resample.resize(pixels, width, height)
+    resized = lanczos.resize(pixels, width, height)
     assert resized.shape == (height, width, pixels.shape[2]) and resized.dtype == np.uint8
-    wanted = lanczos(pixels, width, height)
+    wanted = lanczos_in_float64(pixels, width, height)
     scale = max(pixels.shape[1] / width, pixels.shape[0] / height)
     # Beyond a quarter there are ever more weights, each of them rounded: JPEGs are not decoded larger than that.
     assert np.abs(resized - wanted.clip(0, 255)).max() <= (1.2 if scale <= 4 else 1.2 + scale / 16)
@@ -277,7 +277,7 @@ def test_resizing_is_lanczos(pixels, width, height):
         assert (resized == pixels[0, 0, 0]).all()
 
 
-def lanczos(pixels, width, height):
+def lanczos_in_float64(pixels, width, height):
     """In float64, from the filter's definition."""
 
     def matrix(num_in, num_out):
@@ -297,7 +297,7 @@ def test_resizing_is_exact_so_that_the_order_of_additions_does_not_matter(photo)
 
     def apply(axis, num_out, bits, values):
         num_in = values.shape[axis]
-        first, weights = resample._taps(num_in, num_out, num_in / num_out, bits)
+        first, weights = lanczos._taps(num_in, num_out, num_in / num_out, bits)
         taken = first[:, None] + np.arange(weights.shape[1])
         return np.einsum("ok,...ok->...o", weights, np.moveaxis(values, axis, -1)[..., taken])
 
@@ -306,9 +306,9 @@ def test_resizing_is_exact_so_that_the_order_of_additions_does_not_matter(photo)
         half = 1 << (bits - 1)
         return whole + ((rest > half) | ((rest == half) & (whole & 1 == 1)))
 
-    columns = rounded(apply(0, height, resample.FIRST_BITS, pixels[:, :, 0].astype(np.int64)), 10).T  # in eighths
-    wanted = rounded(apply(1, width, resample.SECOND_BITS, columns), resample.SECOND_BITS + 3).clip(0, 255)
-    np.testing.assert_array_equal(resample.resize(pixels, width, height)[:, :, 0], wanted)
+    columns = rounded(apply(0, height, lanczos.FIRST_BITS, pixels[:, :, 0].astype(np.int64)), 10).T  # in eighths
+    wanted = rounded(apply(1, width, lanczos.SECOND_BITS, columns), lanczos.SECOND_BITS + 3).clip(0, 255)
+    np.testing.assert_array_equal(lanczos.resize(pixels, width, height)[:, :, 0], wanted)
 
 
 @pytest.mark.parametrize("grey", [False, True])
@@ -321,7 +321,7 @@ def test_resized_images_are_at_least_as_good_as_pillows(library, photo, encoded,
     assert header == ("jpeg", width, height, 1 if grey else 3, interval_of(stored, 8)) and unusual == ()
     found = jpeg.read_header(stored)
     assert found.frame == 0xC0 and found.mcu_size() == ((8, 8) if grey else (16, 16))
-    wanted = lanczos(pixels_of(data), width, height)
+    wanted = lanczos_in_float64(pixels_of(data), width, height)
     buffer = io.BytesIO()
     image = Image.open(io.BytesIO(data)).resize((width, height), Image.Resampling.BILINEAR)
     image.save(buffer, "JPEG", quality=90)
@@ -334,7 +334,7 @@ def test_luma_and_chroma_stay_where_they_are(library, encoded):
     pixels[:150, :201], pixels[150:, 201:] = (250, 30, 30), (30, 30, 250)
     data = encoded(pixels, quality=98, subsampling="4:2:0")
     stored = pixels_of(Recoder(RecodeOptions(resize="short=151", quality=98))(data)[0])
-    wanted = lanczos(pixels_of(data), stored.shape[1], stored.shape[0])
+    wanted = lanczos_in_float64(pixels_of(data), stored.shape[1], stored.shape[0])
     assert psnr(stored, wanted) > 33
     assert psnr(stored[-20:, -20:], wanted[-20:, -20:]) > 40
 
@@ -384,7 +384,7 @@ def unusual_images(photo, encoded):
     "options", [{"resize": "short=30", "restart": 2}, {"quality": 95}, {"store": "raw"}, {"restart": 2}], ids=str
 )
 def test_unusual_images_become_usual_and_are_counted(library, photo, encoded, options):
-    if options == {"restart": 2} and transcode.lossless() is None:
+    if options == {"restart": 2} and turbojpeg.lossless() is None:
         pytest.skip("nothing writes restart markers here")
     for data, said, wanted in unusual_images(photo, encoded):
         stored, header, unusual = Recoder(RecodeOptions(**options))(memoryview(data))
@@ -393,7 +393,7 @@ def test_unusual_images_become_usual_and_are_counted(library, photo, encoded, op
             found = jpeg.read_header(stored)
             assert (found.frame, found.components, found.exif) == (0xC0, header.channels, 0)
         if "resize" in options:
-            wanted = lanczos(wanted, 40, 30)
+            wanted = lanczos_in_float64(wanted, 40, 30)
         assert psnr(pixels_of(stored), wanted) > 30
 
 
@@ -431,7 +431,7 @@ def test_raw_pixels_of_one_size_are_the_middle(photo, encoded, size):
     assert header == ("pnm", 32, 32, 3, 0)
     width, height = RecodeOptions(store="raw", size=32).target(*size)
     left, top = (width - 32) // 2, (height - 32) // 2
-    wanted = lanczos(decode(data, 3), width, height)[top : top + 32, left : left + 32].clip(0, 255)
+    wanted = lanczos_in_float64(decode(data, 3), width, height)[top : top + 32, left : left + 32].clip(0, 255)
     assert np.abs(pixels_of(stored) - wanted).max() <= 1.2
 
 

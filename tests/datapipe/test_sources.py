@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from datapipe.errors import SettingError, SourceError
-from datapipe.image import decode
+from datapipe.images.codec import decode
 from datapipe.sources import open_source
 
 RANDOM = np.random.default_rng(0)

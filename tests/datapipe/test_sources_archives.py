@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from datapipe.errors import MissingBackendError, SourceError
-from datapipe.sources import open_source, tarwalk
-from datapipe.sources.tarwalk import walk
+from datapipe.sources import open_source, tar_listing
+from datapipe.sources.tar_listing import walk
 
 RANDOM = np.random.default_rng(0)
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -61,8 +61,8 @@ def listed(path, begin=0, end=None, **options):
 def counted(monkeypatch):
     """How often an archive was left to tarfile."""
     calls = []
-    slowly = tarwalk._walk_slowly
-    monkeypatch.setattr(tarwalk, "_walk_slowly", lambda *arguments: calls.append(1) or slowly(*arguments))
+    slowly = tar_listing._walk_slowly
+    monkeypatch.setattr(tar_listing, "_walk_slowly", lambda *arguments: calls.append(1) or slowly(*arguments))
     return calls
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from datapipe.dataset.verify import verify
 from datapipe.fsio import locked
 from datapipe.staging import stage
-from datapipe.verifying import verify
 
 ENDS_S = 60  # by then it hangs; it takes about 3 s
 

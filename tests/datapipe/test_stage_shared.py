@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from datapipe.dataset.manifest import MANIFEST
+from datapipe.dataset.verify import verify
 from datapipe.fsio import locked
-from datapipe.manifest import MANIFEST
 from datapipe.staging import stage, stage_once
-from datapipe.verifying import verify
 
 LOCKS = Path("/proc/locks")  # proc(5): who waits has an arrow
 NOBODY = 65534

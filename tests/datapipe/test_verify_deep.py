@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datapipe import pnm
+from datapipe.dataset.verify import verify
 from datapipe.errors import SourceError
+from datapipe.images import pnm
+from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, pack
-from datapipe.recode import RecodeOptions
-from datapipe.verifying import verify
 
 NOISE = np.random.default_rng(1).integers(0, 60, (120, 160, 3), np.uint8) + np.arange(160, dtype=np.uint8)[:, None]
 

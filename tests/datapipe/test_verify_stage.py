@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.dataset import DataSet
+from datapipe.dataset.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
+from datapipe.dataset.verify import verify
 from datapipe.errors import ManifestError, SettingError, ShardCorruptError, StagingError
 from datapipe.fsio import checksum, copy_verified, partial_path
-from datapipe.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
 from datapipe.staging import stage, stage_once
 from datapipe.staging.plan import plan_stage
-from datapipe.verifying import verify
 
 
 @pytest.fixture(params=["tar", "hdf5", "lmdb"])

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from datapipe import transcode, window
-from datapipe.jpeg import note_pieces, piece_ends, read_header, restart_interval
-from datapipe.window import cut, decode_window
+from datapipe.images import turbojpeg, window
+from datapipe.images.jpeg import note_pieces, piece_ends, read_header, restart_interval
+from datapipe.images.window import cut, decode_window
 
 END = b"\xff\xd9"
 SUBSAMPLINGS = ["4:2:0", "4:2:2", "4:4:4", "grey"]
@@ -149,7 +149,7 @@ def test_what_cannot_be_cut_is_decoded_whole(photo, encoded, kind):
 
 
 def test_lossless_markers_of_other_programs(photo, encoded):
-    restart = transcode.lossless()
+    restart = turbojpeg.lossless()
     if restart is None:
         pytest.skip("neither libturbojpeg 3.1 nor jpegtran is installed")
     plain = encoded(photo(500, 375, 3), quality=92)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import connected, world_from_environment
-from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, exchange, reduce_to_owners
+from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, communication, reduce_to_owners
 
 BATCH, STEPS, SAVED_AT, BROKEN_AT = 24, 7, 4, 2
 SETTINGS = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3, "lr": 0.05}
@@ -169,7 +169,7 @@ if __name__ == "__main__":
         P = world.world_size
         alone = torch.load(sys.argv[2], weights_only=True) if P > 1 else None
         for way, options in ways(P, alone).items():
-            exchange.BUCKET_BYTES = 1 if way == "eigen in the background" else 4 << 20
+            communication.BUCKET_BYTES = 1 if way == "eigen in the background" else 4 << 20
             found[way] = train(world.rank, P, **options)
         if P > 1:
             for way, result in found.items():  # the same to the bit on all ranks

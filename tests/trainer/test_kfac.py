@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.kfac import EKFAC, KFAC, reduce_to_owners
 from trainer.kfac.assignment import Place
-from trainer.kfac.capture import Use
-from trainer.kfac.find import layer_of
+from trainer.kfac.hooks import Use
+from trainer.kfac.registration import layer_of
+from trainer.kfac.schedule import Turns
 from trainer.kfac.solvers import Cholesky, damped, unit_solution
-from trainer.kfac.turns import Turns
 from trainer.models import build
 
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1}

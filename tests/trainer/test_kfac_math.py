@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from trainer.kfac import EKFAC, KFAC, moments
+from trainer.kfac import EKFAC, KFAC, factors
 from trainer.kfac.ekfac import squares
-from trainer.kfac.find import layer_of
 from trainer.kfac.layers import Norm
+from trainer.kfac.registration import layer_of
 
 DAMPING = 0.01
 CONVOLUTIONS = {
@@ -308,16 +308,16 @@ def test_offsets_instead_of_patches(size, layout):
     """The same moments, by correlations of the image with itself."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, *size, dtype=torch.float64).to(memory_format=layout)
-    taken = moments.patches(moments.padded(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1), 1)
-    close(moments.of_3x3(x), moments.of_patches(taken, False), 1e-13)
+    taken = factors.patches(factors.padded(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1), 1)
+    close(factors.of_3x3(x), factors.of_patches(taken, False), 1e-13)
 
 
 def test_chunks_of_patches(monkeypatch):
     x = torch.randn(5, 3, 6, 6, dtype=torch.float64)
-    taken = moments.patches(x, (3, 3), (1, 1), (1, 1), 1)
-    whole = moments.of_patches(taken, True)
-    monkeypatch.setattr(moments, "CHUNK_BYTES", 2 * 16 * 27 * 8)
-    close(moments.of_patches(taken, True), whole, 1e-13)
+    taken = factors.patches(x, (3, 3), (1, 1), (1, 1), 1)
+    whole = factors.of_patches(taken, True)
+    monkeypatch.setattr(factors, "CHUNK_BYTES", 2 * 16 * 27 * 8)
+    close(factors.of_patches(taken, True), whole, 1e-13)
 
 
 def test_one_linear_layer_is_the_exact_fisher():

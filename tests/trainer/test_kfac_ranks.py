@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from trainer.kfac import KFAC
 from trainer.kfac.assignment import Cost, grid, place, spread
+from trainer.kfac.communication import Part, pack, unpack
 from trainer.kfac.costs import costs
-from trainer.kfac.exchange import Part, pack, unpack
-from trainer.kfac.triangles import fold, folded_shape, unfold
+from trainer.kfac.symmetric import fold, folded_shape, unfold
 
 CHILD = Path(__file__).with_name("kfac_child.py")
 BOUNDS = {

@@ -12,8 +12,8 @@ from torch import nn
 from datapipe.errors import SettingError
 from trainer import optim
 from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.config.recipe import load_recipe
 from trainer.kfac import KFAC
-from trainer.recipe import load_recipe
 
 LR = {"sgd": 0.2, "lars": 5.0, "lamb": 0.05, "muon": 0.05, "soap": 0.01}
 NAMES = sorted(optim.REGISTRY)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from datapipe.errors import DatapipeError, SettingError
-from trainer.report import MAX_POINTS, PARTS, read_run, write_report
+from trainer.reporting.page import MAX_POINTS, PARTS, read_run, write_report
 
 STEPS = 100  # per epoch
 TIME_S = {
@@ -121,7 +121,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def without_plots(monkeypatch):
     """For what is said in words only: the plots take most of the time."""
-    monkeypatch.setattr("trainer.report._plot", lambda *_: "")
+    monkeypatch.setattr("trainer.reporting.page._plot", lambda *_: "")
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +342,6 @@ def test_no_run_at_all_is_a_setting_error(tmp_path):
 
 
 def test_importing_the_module_brings_neither_torch_nor_matplotlib():
-    code = "import sys, trainer.report; sys.exit(bool({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    code = "import sys, trainer.reporting.page; sys.exit(bool({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0

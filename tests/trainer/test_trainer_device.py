@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from datapipe.errors import SettingError
-from datapipe.loaders import nvidia
-from datapipe.loaders.nvidia import Driver, explain_unseen_gpus, read_driver
+from datapipe.loaders import device
+from datapipe.loaders.device import Driver, explain_unseen_gpus, read_driver
 from trainer.distributed import world_from_environment
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_what_the_driver_shows(tmp_path, shown, expected):
     ],
 )
 def test_what_to_install(driver, version, cuda, says):
-    reason = nvidia._reason(Driver(driver, 1), version, cuda)
+    reason = device._reason(Driver(driver, 1), version, cuda)
     assert [part for part in says if part not in reason] == [], reason
     assert ("pip install" in reason) == ("/whl/" in "".join(says))
 
@@ -83,7 +83,7 @@ def test_what_to_install(driver, version, cuda, says):
 @pytest.mark.skipif(not WITHOUT_CUDA, reason="a build with CUDA is installed")
 def test_pip_does_what_the_message_says():
     """Without the build in its name, pip takes the torch that is installed for the one that is asked for."""
-    reason = nvidia._reason(Driver("535.104.05", 1), torch.__version__, None)
+    reason = device._reason(Driver("535.104.05", 1), torch.__version__, None)
     words = reason.partition("pip install ")[2].split()
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", words[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

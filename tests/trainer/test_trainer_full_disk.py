@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.checkpoint import load_checkpoint
-from trainer.recipe import load_recipe
+from trainer.config.recipe import load_recipe
 from trainer.run import run
 
 TIMEOUT_S = 120

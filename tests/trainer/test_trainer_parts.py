@@ -8,16 +8,16 @@ import torch
 
 from datapipe.errors import SettingError
 from datapipe.loaders import Batch
+from trainer.config.recipe import load_recipe
 from trainer.distributed import World, set_threads, together, world_from_environment
 from trainer.errors import TrainingError
 from trainer.evaluate import evaluate
 from trainer.loop import _loss
-from trainer.metrics import MetricsFile
 from trainer.precision import choose_precision
-from trainer.recipe import load_recipe
+from trainer.reporting.metrics import MetricsFile
+from trainer.reporting.summary import summary
+from trainer.reporting.timing import Clock, wait_share
 from trainer.state import MeanLoss, State
-from trainer.summary import summary
-from trainer.timing import Clock, wait_share
 
 CPU = torch.device("cpu")
 

@@ -166,7 +166,7 @@ def test_two_ranks_learn_and_count_as_one(start, packed, tmp_path):
 THREADS = """
 import sys
 from pathlib import Path
-from trainer.recipe import load_recipe
+from trainer.config.recipe import load_recipe
 from trainer.run import run
 assert run(load_recipe(sys.argv[1], sys.argv[4:]), Path(sys.argv[2]), Path(sys.argv[3]), resume=False) == 0
 print(*sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm")), sep="")
@@ -283,9 +283,8 @@ def test_existing_run_is_refused_by_both_ranks(train, tmp_path):
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"], ["recipes", "--help"]])
 def test_help_has_an_example_and_needs_no_torch(start, arguments):
     probe = "import sys; from trainer.cli import main; code = main(); "
-    probe += (
-        "print([m for m in ('torch', 'numpy', 'matplotlib', 'trainer.recipe') if m in sys.modules]); sys.exit(code)"
-    )
+    probe += "print([m for m in ('torch', 'numpy', 'matplotlib', 'trainer.config.recipe') if m in sys.modules]); "
+    probe += "sys.exit(code)"
     code, out, err = finish(start("-c", probe, *arguments))
     assert code == 0, err
     assert "Example" in out

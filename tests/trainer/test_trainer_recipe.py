@@ -8,8 +8,8 @@ import torch
 
 from datapipe.errors import SettingError
 from datapipe.loaders import open_loader
+from trainer.config.recipe import built_in, check_resumable, load_recipe
 from trainer.optim import kfac
-from trainer.recipe import built_in, check_resumable, load_recipe
 
 NAMES = [
     "cifar10-resnet32", "cifar10-resnet32-kfac", "fashion-mnist-resnet8", "imagenet-resnet50", "imagenet-resnet50-kfac",

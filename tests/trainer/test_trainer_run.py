@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 
 import trainer.loop
-import trainer.report
+import trainer.reporting.page
+from datapipe.dataset.manifest import find_data_sets
+from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, DecodeError, SettingError
 from datapipe.fsio import locked
-from datapipe.manifest import find_data_sets
 from datapipe.packing import PackOptions, pack
-from datapipe.verifying import verify
 from trainer.checkpoint import load_checkpoint
+from trainer.config.recipe import load_recipe
 from trainer.errors import CheckpointError, DivergedError
-from trainer.recipe import load_recipe
 from trainer.run import run
 
 SECTIONS = {"wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
@@ -48,7 +48,7 @@ def go(packed, recipe_file, tmp_path):
 
 @pytest.fixture
 def no_report(monkeypatch):
-    monkeypatch.setattr(trainer.report, "write_report", lambda runs, out: out / "report.html")
+    monkeypatch.setattr(trainer.reporting.page, "write_report", lambda runs, out: out / "report.html")
 
 
 def test_target_reached(go, tmp_path, metrics, capsys):
@@ -87,7 +87,7 @@ def test_a_report_that_fails_hides_nothing(go, monkeypatch, capsys, caplog):
     def broken(runs, out):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(trainer.report, "write_report", broken)
+    monkeypatch.setattr(trainer.reporting.page, "write_report", broken)
     assert go("train.epochs=1") == 0
     assert "accuracy" in capsys.readouterr().out
     assert "no report could be written" in caplog.text
@@ -413,7 +413,7 @@ def test_metrics_cut_short_do_not_hinder_the_report(go, tmp_path, metrics):
     path.write_bytes(path.read_bytes()[:50])
     assert go("train.epochs=2", resume=True) == 0
     assert metrics(tmp_path / "run")[0]["event"] == "run" and metrics(tmp_path / "run")[-1]["status"] == "completed"
-    assert trainer.report.write_report([tmp_path / "run"], tmp_path).exists()
+    assert trainer.reporting.page.write_report([tmp_path / "run"], tmp_path).exists()
 
 
 def test_metrics_hold_no_nan(go, tmp_path, no_report):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from trainer.config.recipe import ConstantSchedule, CosineSchedule, OneCycleSchedule, StepSchedule
 from trainer.optim.schedules import multiplier, scaled_lr
-from trainer.recipe import ConstantSchedule, CosineSchedule, OneCycleSchedule, StepSchedule
 
 STEPS = 10  # an epoch
 
