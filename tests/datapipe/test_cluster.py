@@ -1,7 +1,7 @@
 """Which task of how many: what Slurm, MPI, torchrun and PBS put into a process's environment.
 
 The Slurm, Open MPI, MPICH and torchrun tables are copies of real environments (Slurm 22.05, Open MPI 4.1, MPICH 4.0,
-torch 2.13); test_pack_cluster.py asks the programs themselves. The tables of PALS and PBS are from their manuals.
+torch 2.13); packing/test_cluster.py asks the programs themselves. The tables of PALS and PBS are from their manuals.
 """
 
 from __future__ import annotations

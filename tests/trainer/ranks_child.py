@@ -1,4 +1,4 @@
-"""Run by test_trainer_processes under torchrun: train a network without BN, evaluate it, save both.
+"""Run by test_processes under torchrun: train a network without BN, evaluate it, save both.
 
 Arguments: packed data set, global batch size, file to write.
 """

@@ -18,7 +18,7 @@ from torch import nn
 from trainer.kfac import EKFAC, KFAC
 from trainer.kfac.launch import num_processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Each process learns from batches of its own, and prints the sum of its weights.
 SCRIPT = """
 import os, sys

@@ -29,7 +29,7 @@ from datapipe.dataset.index import read_keys
 from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.packing.out_folder import NEW, STATE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NUM_IMAGES, NUM_SHARDS = 60, 5  # of 1 MiB
 TIMEOUT_S, STALL_S = 2, 9
 LATE_S = 5.0  # beyond --timeout: until it looks (0.25 s), for its other threads (2 s), to end, on a busy machine

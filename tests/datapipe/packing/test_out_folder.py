@@ -374,7 +374,7 @@ def without_locks(tmp_path):
     """The environment of a process for which no file can be locked."""
     (tmp_path / "no").mkdir()
     (tmp_path / "no" / "sitecustomize.py").write_text(NO_LOCKS)
-    return os.environ | {"PYTHONPATH": f"{tmp_path / 'no'}:{Path(__file__).parents[2]}"}
+    return os.environ | {"PYTHONPATH": f"{tmp_path / 'no'}:{Path(__file__).parents[3]}"}
 
 
 def last_task(image_folder, out, number=0, at=-1, env=None, timeout_s=60):

@@ -15,7 +15,7 @@ from datapipe.errors import ManifestError, StagingError
 from datapipe.loaders import open_loader
 from datapipe.staging import stage
 
-OLD = Path(__file__).parents[1] / "data" / "packed"  # packed by the versions that wrote formats 1 and 2
+OLD = Path(__file__).parents[2] / "data" / "packed"  # packed by the versions that wrote formats 1 and 2
 ZEROS = "0" * 32
 
 

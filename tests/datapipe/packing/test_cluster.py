@@ -31,7 +31,7 @@ from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
 from datapipe.packing.out_folder import FINISHING, NEW, STATE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TESTBED = ROOT.parent / "shared" / "testbed"
 NUM_SHARDS = 18  # of 1 MiB: 0 to 15 of train, 16 and 17 of val
 STALL_S = 20  # of the filesystem's answer to a task that is to be killed meanwhile
@@ -300,7 +300,7 @@ class TestSlurm:
         assert not list(out.rglob("*.partial"))
 
     def test_what_processes_find_in_their_environment(self, cluster):
-        """The real thing behind the tables of test_cluster.py."""
+        """The real thing behind the tables of ../test_cluster.py."""
         there = cluster.shared / "environments"
         there.mkdir()
         script = there / "script.sh"
