@@ -23,9 +23,7 @@ class Runs:
     `needs` are those of `order`. `memory` gives room for any run, and `readers` read them ahead.
     """
 
-    def __init__(
-        self, data_set: DataSet, order: BlockOrder, needs: Needs, memory: BatchMemory, readers: Pool
-    ) -> None:
+    def __init__(self, data_set: DataSet, order: BlockOrder, needs: Needs, memory: BatchMemory, readers: Pool) -> None:
         self._index, self._reader, self._memory, self._readers = data_set.index, data_set.reader, memory, readers
         self._order, self._needs = order, needs
         self._runs: dict[int, Run] = {}  # those that were begun and may still be needed, by their number

@@ -109,9 +109,7 @@ def _end(tasks: Tasks, threads: list[threading.Thread], ending: threading.Event)
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(
-    tasks: Tasks, idle_s: list[float], number: int, ending: threading.Event, ready: threading.Barrier
-) -> None:
+def _work(tasks: Tasks, idle_s: list[float], number: int, ending: threading.Event, ready: threading.Barrier) -> None:
     torch.get_num_threads()  # a thread takes over the process's setting when it first asks; then it may differ
     torch.set_num_threads(1)
     ready.wait()

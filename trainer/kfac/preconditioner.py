@@ -1,7 +1,7 @@
 """K-FAC for any training loop and any optimizer:
 
-    preconditioner = KFAC(model, damping=0.003, factor_update_steps=10, inv_update_steps=100)
-    loss.backward(); preconditioner.step(); optimizer.step()
+preconditioner = KFAC(model, damping=0.003, factor_update_steps=10, inv_update_steps=100)
+loss.backward(); preconditioner.step(); optimizer.step()
 """
 
 from __future__ import annotations

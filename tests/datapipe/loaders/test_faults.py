@@ -362,6 +362,7 @@ def test_two_hundred_loaders_leave_nothing_behind(packed_folders):
 @pytest.mark.parametrize("order", ["full", "blocks"])
 def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order):
     """Of what was under way when the consumer broke off, idle threads hold nothing."""
+
     def living():
         gc.collect()
         return sum(isinstance(thing, threaded.FillingLoader) for thing in gc.get_objects())

@@ -82,7 +82,7 @@ def test_users_share_a_cache(public):
 def test_stage_onto_a_read_only_filesystem(public):
     source, local = public / "source", public / "local"
     stage(source, local)
-    mount = f"mount --bind {local} {local} && mount -o remount,bind,ro {local} && exec \"$@\""
+    mount = f'mount --bind {local} {local} && mount -o remount,bind,ro {local} && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")

@@ -1084,7 +1084,9 @@ def test_copies_of_a_model_leave_the_preconditioner_alone():
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
-        (nn.Conv2d(2, 3, 3), (2, 5, 5)), (nn.Conv1d(2, 3, 3), (2, 5)), (nn.Linear(4, 3), (4,)),
+        (nn.Conv2d(2, 3, 3), (2, 5, 5)),
+        (nn.Conv1d(2, 3, 3), (2, 5)),
+        (nn.Linear(4, 3), (4,)),
         (nn.LayerNorm((2, 4)), (2, 4)),
     ],
     ids=str,
