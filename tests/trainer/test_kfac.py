@@ -66,7 +66,7 @@ def close(found, wanted, tolerance=1e-6):
 # --- use ---
 
 
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
 @pytest.mark.parametrize("name", [torch.optim.SGD, torch.optim.AdamW])
 def test_any_optimizer_learns(solver, name):
     model, losses, lr = small(), [], 0.05 if name is torch.optim.SGD else 0.01
@@ -539,7 +539,7 @@ def test_ekfac_in_bfloat16(dtype):
 
 
 @pytest.mark.parametrize("inv_dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton", "EKFAC"])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "EKFAC"])
 def test_a_resumed_run_is_the_same_to_the_bit(solver, inv_dtype, tmp_path):
     kind = EKFAC if solver == "EKFAC" else KFAC
     settings = {"factor_update_steps": 3, "inv_update_steps": 5, "inv_dtype": inv_dtype}
@@ -737,10 +737,9 @@ def test_a_first_decomposition_that_fails_leaves_no_diagonal_behind(monkeypatch)
     close(*found)
 
 
-@pytest.mark.parametrize("solver", ["cholesky", "newton"])
-def test_a_matrix_that_has_no_inverse_leaves_the_one_before(solver, monkeypatch):
+def test_a_matrix_that_has_no_inverse_leaves_the_one_before():
     model = small()
-    preconditioner = KFAC(model, solver=solver, damping=1e-12, **EVERY_STEP)
+    preconditioner = KFAC(model, solver="cholesky", damping=1e-12, **EVERY_STEP)
     run(model, preconditioner, 1)
     before = preconditioner.blocks["3"].state["a_inverse"].clone()
     preconditioner.blocks["3"].averages["a"].value.fill_(-1)
