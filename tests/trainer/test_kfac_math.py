@@ -426,11 +426,15 @@ def test_new_eigenvectors_of_ekfac_keep_the_curvature():
             close(scale[group].flatten(), (now.T @ curvature @ now).diagonal())
 
 
-def test_ekfac_knows_no_uncorrelated_pixels():
-    with pytest.raises(ValueError, match="spatially_uncorrelated: True is out of range; allowed with EKFAC: False"):
-        EKFAC(nn.Sequential(nn.Conv2d(3, 2, 3, bias=False)), spatially_uncorrelated=True)
-
-
-def test_ekfac_needs_eigenvectors():
-    with pytest.raises(ValueError, match="solver: 'cholesky' has no eigenvectors; allowed with EKFAC: eigen"):
-        EKFAC(nn.Sequential(nn.Linear(3, 2)), solver="cholesky")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"spatially_uncorrelated": True}, "spatially_uncorrelated: True is out of range; allowed with EKFAC: False"),
+        ({"solver": "cholesky"}, "solver: 'cholesky' has no eigenvectors; allowed with EKFAC: eigen"),
+    ],
+)
+def test_what_ekfac_refuses_leaves_the_model_as_it_was(setting, message):
+    model = nn.Sequential(nn.Conv2d(3, 2, 3, bias=False))
+    with pytest.raises(ValueError, match=message):
+        EKFAC(model, **setting)
+    assert not model[0]._forward_hooks

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 import torch
 from torch import Tensor, nn
 
-from .assignment import Place, grid, place
+from .assignment import Grid, Place, grid, place
 from .block import Block, cost
 from .capture import Capture
 from .exchange import Exchange, Part, agreed, num_ranks, require_same
@@ -84,6 +84,8 @@ class KFAC:
             if unknown:
                 raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
             self.settings = KFACSettings(**settings)
+            ranks = grid(num_ranks(), self.settings.grad_worker_fraction)
+            self._check_settings(ranks)
             layers = self._find_layers(skip)
             if not layers:
                 raise ValueError("model: it has no layer that K-FAC can precondition")
@@ -95,7 +97,7 @@ class KFAC:
             logger.warning("K-FAC leaves the gradients of these as they are: %s", ", ".join(self.unsupported))
         of_layers = {f"layer {name}": (str(of.module.weight.dtype), of.shapes()) for name, of in layers.items()}
         require_same(asdict(self.settings) | of_layers)
-        self.exchange = Exchange(grid(num_ranks(), self.settings.grad_worker_fraction))
+        self.exchange = Exchange(ranks)
         self.blocks = self._register(layers)
         by_owner = self.settings.local_factors and self.exchange.world_size > 1
         self._turns = Turns(self.settings.stagger, by_owner, self.blocks)
@@ -262,6 +264,9 @@ class KFAC:
             capture = Capture(layer, self._gradient_scale, self.settings.factor_fraction)
             blocks[name] = Block(capture, places.get(name, Place(0, 0)), rank, self.settings.inv_dtype)
         return blocks
+
+    def _check_settings(self, ranks: Grid) -> None:
+        """Raise ValueError for settings that are in range, and impossible for this kind of preconditioner."""
 
     def _find_layers(self, skip: Skip) -> dict[str, Layer]:
         layers, self.unsupported = find(self.model, skip, self.settings.spatially_uncorrelated)
