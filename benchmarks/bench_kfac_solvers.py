@@ -2,10 +2,8 @@
 
     python -m benchmarks.bench_kfac_solvers [--rounds 5] [--device cpu]
 
-Factors are averages of outer products, as in training: one, and the same after ten more updates (`factor_decay` 0.95),
-from whose inverse Newton's iteration starts. Three dampings, in units of the mean eigenvalue: the smaller, the more the
-inverse moves. Then stacks of factors of one size, in one call and one by one. Writes results/kfac-solvers.json, or
-kfac-solvers-gpu.json.
+A factor is an average of outer products, as in training, and damped. First each solver alone, then stacks of factors of
+one size, in one call and one by one. Writes results/kfac-solvers.json, or kfac-solvers-gpu.json.
 """
 
 from __future__ import annotations
@@ -21,29 +19,22 @@ from itertools import product
 import torch
 
 from benchmarks.measure import environment, spread, table, write_record
-from trainer.kfac.solvers import Cholesky, Eigen, Newton
+from trainer.kfac.solvers import Cholesky, Eigen
 
 SIZES = (64, 144, 288, 576, 1152, 2304)
-DAMPINGS = (1.0, 0.1, 0.01)
-DECAY, UPDATES, ROWS = 0.95, 10, 4096
+DAMPING, ROWS = 0.1, 16384
 STACKS = ((64, 16), (144, 16), (288, 8), (576, 4))
 
 
-def factors(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """An average of many updates, and that with ten more: [1, n, n]. Inputs are as correlated as pixels are."""
+def random_factor(n: int, seed: int = 0) -> torch.Tensor:
+    """Return an average of outer products, [1, n, n], of inputs that are as correlated as pixels are; its mean
+    eigenvalue is 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(n, n, generator=generator) * torch.linspace(1, 0.05, n) ** 2
-
-    def moment() -> torch.Tensor:
-        x = torch.randn(ROWS, n, generator=generator) @ mixing.T
-        return (x.T @ x / ROWS)[None]
-
-    first = sum(moment() for _ in range(4)) / 4
-    later = first
-    for _ in range(UPDATES):
-        later = DECAY * later + (1 - DECAY) * moment()
-    scale = first.diagonal(dim1=1, dim2=2).mean()
-    return first / scale, later / scale
+    x = torch.randn(ROWS, n, generator=generator) @ mixing.T
+    factor = (x.T @ x)[None]
+    return factor / factor.diagonal(dim1=1, dim2=2).mean()
 
 
 def seconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
@@ -61,14 +52,14 @@ def seconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
 def compared(rounds: int, device: str) -> list[dict]:
     found = []
     one = torch.eye(1, device=device)[None]  # a g_factor that costs nothing
-    for n, damping in product(SIZES, DAMPINGS):
-        first, later = (factor.to(device) for factor in factors(n))
-        line = {"size": n, "damping": damping}
-        for solver in (Eigen(), Cholesky(), Newton()):
-            before = solver.refresh(first, one, damping, solver.empty(first, one))
-            line[type(solver).__name__.lower()] = seconds(partial(solver.refresh, later, one, damping, before), rounds)
+    for n in SIZES:
+        factor = random_factor(n).to(device)
+        line = {"size": n}
+        for solver in (Eigen(), Cholesky()):
+            refresh = partial(solver.refresh, factor, one, DAMPING, solver.empty(factor, one))
+            line[type(solver).__name__.lower()] = seconds(refresh, rounds)
         found.append(line)
-        print(f"  {n}, {damping}", file=sys.stderr, flush=True)
+        print(f"  {n}", file=sys.stderr, flush=True)
     return found
 
 
@@ -83,7 +74,7 @@ def one_by_one(solve: Callable, stack: torch.Tensor) -> list:
 def stacked(rounds: int, device: str) -> list[dict]:
     found = []
     for (n, count), solve in product(STACKS, (torch.linalg.eigh, cholesky_inverse)):
-        stack = (torch.cat([factors(n, seed)[1] for seed in range(count)]) + 0.1 * torch.eye(n)).to(device)
+        stack = (torch.cat([random_factor(n, seed) for seed in range(count)]) + DAMPING * torch.eye(n)).to(device)
         ways = {"together": partial(solve, stack), "one by one": partial(one_by_one, solve, stack)}
         times = {way: seconds(work, rounds) for way, work in ways.items()}
         found.append({"size": n, "count": count, "solver": solve.__name__} | times)
@@ -102,7 +93,7 @@ def main() -> int:
     arguments = parser.parse_args()
     described = environment()
     solvers, stacks = (work(arguments.rounds, arguments.device) for work in (compared, stacked))
-    print(milliseconds(solvers, ("size", "damping"), ("eigen", "cholesky", "newton")))
+    print(milliseconds(solvers, ("size",), ("eigen", "cholesky")))
     print(milliseconds(stacks, ("size", "count", "solver"), ("together", "one by one")))
     ratios = [line["together"]["median"] / line["one by one"]["median"] for line in stacks]
     print(f"together ÷ one by one: {statistics.median(ratios):.2f} in the median")

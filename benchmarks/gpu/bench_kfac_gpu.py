@@ -8,7 +8,7 @@ operations by formula (factors by im2col, in bfloat16) would take at the speed o
 float32, but bfloat16 solutions) at that of a copy, both measured here. That is no floor: the factors of 3×3
 convolutions take a fifth of im2col's operations, but in float32.
 Then ten more steps of each without a refresh, and ten in which all layers refresh, in which a synchronisation of the
-host is an error (torch.linalg.eigh is one, as it looks whether it converged; so is Newton's iteration). Unattended;
+host is an error (torch.linalg.eigh is one, as it looks whether it converged). Unattended;
 prints one table and writes results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, for a test.
 """
 
@@ -32,7 +32,6 @@ SGD = "SGD"
 OURS = {
     "K-FAC, cholesky": {"solver": "cholesky"},
     "K-FAC, cholesky, bfloat16": {"solver": "cholesky", "inv_dtype": "bfloat16"},
-    "K-FAC, newton": {"solver": "newton"},
     "K-FAC, eigen": {"solver": "eigen"},
 }
 SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
@@ -137,7 +136,7 @@ def main() -> int:
     def formula_ms(name: str) -> float:
         if name not in OURS:
             return 0.0
-        solver = OURS[name]["solver"].replace("newton", "cholesky")
+        solver = OURS[name]["solver"]
         inv_dtype = OURS[name].get("inv_dtype", "float32")
         precondition_s = flops[f"precondition, {solver}"] / ceiling[inv_dtype]
         computing_s = flops["factors"] / ceiling["bfloat16"] + flops[solver] / ceiling["float32"] + precondition_s

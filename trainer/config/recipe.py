@@ -111,7 +111,7 @@ class Kfac(Section):
     factor_fraction: Annotated[Positive, Field(le=1)] = 1.0
     spatially_uncorrelated: bool = False
     inv_dtype: Annotated[Literal["bfloat16"] | None, or_none()] = None
-    solver: Literal["eigen", "cholesky", "newton"] = "eigen"
+    solver: Literal["eigen", "cholesky"] = "eigen"
     stagger: bool = True
     grad_worker_fraction: Fraction = 1.0
     local_factors: bool = False

@@ -13,8 +13,9 @@ N samples, T positions, G groups, n inputs and m outputs of a group
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .assignment import Grid
 from .curvature_block import Block
 from .factors import accumulating
 from .layers import Convolution, Layer, Linear, Sums
@@ -32,20 +33,18 @@ class EKFAC(KFAC):
     Raises ValueError otherwise, for another solver than "eigen", and with `spatially_uncorrelated`.
     """
 
-    def __init__(self, model: nn.Module, **settings: object) -> None:
-        super().__init__(model, **settings)
-        world_size = self.exchange.world_size
-        if world_size > 1 and not (self.settings.local_factors and self.exchange.grid.num_rows == 1):
-            self.remove()
+    def _check_settings(self, ranks: Grid) -> None:
+        if self.settings.solver != "eigen":
+            raise ValueError(f"solver: {self.settings.solver!r} has no eigenvectors; allowed with EKFAC: eigen")
+        if self.settings.spatially_uncorrelated:
+            raise ValueError("spatially_uncorrelated: True is out of range; allowed with EKFAC: False")
+        world_size = ranks.num_rows * ranks.num_columns
+        if world_size > 1 and not (self.settings.local_factors and ranks.num_rows == 1):
             raise ValueError(
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
             )
 
     def _find_layers(self, skip: Skip) -> dict[str, Layer]:
-        if self.settings.solver != "eigen":
-            raise ValueError(f"solver: {self.settings.solver!r} has no eigenvectors; allowed with EKFAC: eigen")
-        if self.settings.spatially_uncorrelated:
-            raise ValueError("spatially_uncorrelated: True is out of range; allowed with EKFAC: False")
         found = super()._find_layers(skip)
         return {n: _Projected(of) if isinstance(of, Linear | Convolution) else of for n, of in found.items()}
 

@@ -7,7 +7,6 @@ from functools import partial
 
 from .communication import Exchange
 from .curvature_block import Block
-from .hooks import Capture
 from .schedule import Turns
 from .settings import KFACSettings
 from .usage_checks import Watch
@@ -40,17 +39,13 @@ class Updates:
         self._wanted = [name for name, block in reversed(self._blocks.items()) if block.capture.wanted]
         self._done.clear()
 
-    def not_sent(self) -> list[Capture]:
-        """Those that may lack micro-batches."""
-        return [self._blocks[name].capture for name in self._wanted]
-
     def _captured(self, name: str, num_micro_batches: int) -> None:
         """In the backward pass: with the last micro-batch a layer's factors may be sent, but in the same order on
         every rank: that in which a backward pass most often comes to the layers.
         """
         block = self._blocks[name]
         if name in self._done:
-            self._watch.too_many(self._settings.accumulation_steps)
+            self._watch.warn_of_more_micro_batches(self._settings.accumulation_steps)
             block.capture.clear()
         elif num_micro_batches == self._settings.accumulation_steps:
             block.begin_update()
@@ -85,4 +80,4 @@ class Updates:
         for block in wanted:
             block.end_update(self._settings.factor_decay)
         if wanted:
-            self._watch.parameters()
+            self._watch.warn_of_new_parameters()

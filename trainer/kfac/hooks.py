@@ -53,11 +53,11 @@ class Capture:
 
     def clear(self) -> None:
         self.moments: dict[str, Tensor] = {}
-        self.num_samples = self.num_rows = self.num_uses = self.num_micro_batches = 0
+        self.num_samples = self.num_rows = self.num_micro_batches = 0
 
     def arm(self, wanted: bool) -> None:
         """For the next step. A forward pass that no backward pass has followed is forgotten."""
-        self.wanted, self._waiting_for, self._counted, self.num_samples_now = wanted, 0, False, 0
+        self.wanted, self._waiting_for, self._counted = wanted, 0, False
         self._may_come_again = False
 
     def remove(self) -> None:
@@ -113,7 +113,6 @@ class Capture:
             self.num_samples += sums.num_samples
             self.num_micro_batches += 1
         self._counted = True
-        self.num_uses += 1
         self.num_rows += sums.num_rows
 
     def _check(self, use: Use) -> None:

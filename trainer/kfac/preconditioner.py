@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 import torch
 from torch import Tensor, nn
 
-from .assignment import Place, grid, place
+from .assignment import Grid, Place, grid, place
 from .communication import Exchange, Part, agreed, num_ranks, require_same
 from .curvature_block import Block, cost
 from .factor_updates import Updates
@@ -46,9 +46,10 @@ class KFAC:
     `solver`: see solvers.py. `kl_clip` bounds the step of a learning rate `lr` in the metric of the Fisher matrix: all
     are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))); None for no bound. These may be set as attributes between
     steps, but for `stagger` and `solver`; `factor_update_steps` counts from the step after the next one.
-    `accumulation_steps`: micro-batches a step; each one's loss was divided by it. `factor_fraction`: of a batch's
-    samples, those that enter the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring
-    pixels are taken to be, in convolutions without groups and bias; far less work and memory where they are wide.
+    `accumulation_steps`: micro-batches per step; each one's loss was divided by it, and its backward pass comes before
+    the next one's forward pass (otherwise factors are wrong). `factor_fraction`: of a batch's samples, those that enter
+    the factors (not norms'), for less work. `spatially_uncorrelated` (SUA): neighbouring pixels are taken to be, in
+    convolutions without groups and bias; far less work and memory where they are wide.
     `inv_dtype="bfloat16"`: solutions in half the memory, faster to apply where the hardware multiplies bfloat16; with
     low damping only for "eigen". `grad_scaler`: that of mixed precision; unscale the gradients before `step`.
 
@@ -83,6 +84,8 @@ class KFAC:
             if unknown:
                 raise TypeError(f"KFAC has no setting {unknown[0]!r}; it has {', '.join(names)}")
             self.settings = KFACSettings(**settings)
+            ranks = grid(num_ranks(), self.settings.grad_worker_fraction)
+            self._check_settings(ranks)
             layers = self._find_layers(skip)
             if not layers:
                 raise ValueError("model: it has no layer that K-FAC can precondition")
@@ -94,7 +97,7 @@ class KFAC:
             logger.warning("K-FAC leaves the gradients of these as they are: %s", ", ".join(self.unsupported))
         of_layers = {f"layer {name}": (str(of.module.weight.dtype), of.shapes()) for name, of in layers.items()}
         require_same(asdict(self.settings) | of_layers)
-        self.exchange = Exchange(grid(num_ranks(), self.settings.grad_worker_fraction))
+        self.exchange = Exchange(ranks)
         self.blocks = self._register(layers)
         by_owner = self.settings.local_factors and self.exchange.world_size > 1
         self._turns = Turns(self.settings.stagger, by_owner, self.blocks)
@@ -130,13 +133,11 @@ class KFAC:
         """
         if self._removed:
             raise RuntimeError("the preconditioner has been taken away with remove()")
-        present = self._watch.present({name: block.layer.module for name, block in self.blocks.items()})
+        present = self._watch.drop_removed({name: block.layer.module for name, block in self.blocks.items()})
         with_gradient = {name: self.blocks[name] for name in present if self.blocks[name].has_gradient()}
-        self._watch.incomplete([name for name in present if self.blocks[name].has_part_of_gradient()])
+        self._watch.warn_of_incomplete([name for name in present if self.blocks[name].has_part_of_gradient()])
         parameters = {name: block.layer.parameters() for name, block in with_gradient.items()}
-        self._watch.before_step(parameters)
-        captures = [block.capture for block in self.blocks.values()]
-        self._watch.captured(captures, self._updates.not_sent(), self.settings.accumulation_steps)
+        self._watch.require_new_gradients(parameters)
         self._updates.average()
         self._warn_of_unused(with_gradient)
         self._refresh()
@@ -144,7 +145,7 @@ class KFAC:
         self._precondition(ready)
         if self.gradients_at_owners:
             self._send_raw([of for name, of in self.blocks.items() if not (of.is_norm or name in ready)])
-        self._watch.after_step(parameters)
+        self._watch.remember_gradients(parameters)
         self.steps += 1
         self._arm()
 
@@ -264,6 +265,9 @@ class KFAC:
             blocks[name] = Block(capture, places.get(name, Place(0, 0)), rank, self.settings.inv_dtype)
         return blocks
 
+    def _check_settings(self, ranks: Grid) -> None:
+        """Raise ValueError for settings that are in range, and impossible for this kind of preconditioner."""
+
     def _find_layers(self, skip: Skip) -> dict[str, Layer]:
         layers, self.unsupported = find(self.model, skip, self.settings.spatially_uncorrelated)
         return layers
@@ -283,7 +287,7 @@ class KFAC:
 
     def _warn_of_unused(self, with_gradient: dict[str, Block]) -> None:
         unused = [name for name, block in with_gradient.items() if block.capture.wanted and not block.has_factors]
-        self._watch.unused(unused)
+        self._watch.warn_of_unused(unused)
 
     def _refresh(self) -> None:
         due: dict[int, list[Part]] = {}

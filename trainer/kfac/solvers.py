@@ -4,7 +4,6 @@ With a_factor A, g_factor G, damping λ and a gradient D (one row an output), th
 
     eigen       G D' A + λ D' = D                                (the damping on the product, exact)
     cholesky    (G + √λ/π I) D' (A + π √λ I) = D                 (on each factor: Martens and Grosse 2015, 6.3)
-    newton      the same, its inverses by Newton's iteration from the ones before
 
 where π² is the ratio of the mean eigenvalues of A and G.
 
@@ -24,7 +23,6 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 State = dict[str, Tensor]  # what is kept of a pair of factors between refreshes, named as in a state_dict
-NEWTON_STEPS = 12
 ROUNDING = 8  # of the smallest pivot, at least, in parts of what is rounded
 
 
@@ -118,24 +116,7 @@ class Cholesky(Solver):
         return torch.where(failed, before, torch.cholesky_inverse(triangle))
 
 
-class Newton(Cholesky):
-    """X ← X (2 I - M X), which converges where the norm of I - M X is below 1; else Cholesky's inverse."""
-
-    def _inverse(self, factor: Tensor, before: Tensor) -> Tensor:
-        if factor.dim() == 3:
-            inverse, identity = before.to(factor.dtype), _identity(factor)
-            for _ in range(NEWTON_STEPS):
-                residual = identity - factor @ inverse
-                size = torch.linalg.matrix_norm(residual).amax()
-                if not size < 1:  # NaN, too
-                    break
-                inverse = inverse + inverse @ residual
-                if size**2 < torch.finfo(factor.dtype).eps ** 0.75:  # the new inverse's is the square of that before
-                    return (inverse + inverse.mT) / 2
-        return super()._inverse(factor, before)
-
-
-SOLVERS: dict[str, type[Solver]] = {"eigen": Eigen, "cholesky": Cholesky, "newton": Newton}
+SOLVERS: dict[str, type[Solver]] = {"eigen": Eigen, "cholesky": Cholesky}
 
 
 def damped(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ def ways(P: int, alone: dict | None) -> dict[str, dict]:
     least, twice = {"grad_worker_fraction": 1 / P}, {"accumulation_steps": 2}
     found = {}
     for name, of in fractions.items():
-        for solver in ("eigen", "cholesky", "newton"):
+        for solver in ("eigen", "cholesky"):
             found[f"{solver} {name}"] = {"solver": solver, **of}
             found[f"{solver} {name} accumulated"] = {"solver": solver, **of, **twice}
             found[f"{solver}-float32 {name}"] = {"solver": solver, **of, "dtype": torch.float32, "steps": 2}

@@ -5,6 +5,7 @@ Arguments: file to write.
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -187,10 +188,15 @@ def refused_by_the_hook(other: bool = False, group: bool = False, **settings: ob
 
 
 def refused(kind: type[KFAC] = KFAC, **settings: object) -> str:
-    try:
-        kind(Branches(), **settings)
-    except ValueError as error:
-        return str(error)
+    """What the construction says, which must have left nothing behind."""
+    model = Branches()
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        try:
+            kind(model, **settings)
+        except ValueError as error:
+            assert not new_group.called
+            assert not any(module._forward_hooks for module in model.modules())
+            return str(error)
     return "nothing"
 
 

@@ -66,7 +66,7 @@ def close(found, wanted, tolerance=1e-6):
 # --- use ---
 
 
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton"])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
 @pytest.mark.parametrize("name", [torch.optim.SGD, torch.optim.AdamW])
 def test_any_optimizer_learns(solver, name):
     model, losses, lr = small(), [], 0.05 if name is torch.optim.SGD else 0.01
@@ -539,7 +539,7 @@ def test_ekfac_in_bfloat16(dtype):
 
 
 @pytest.mark.parametrize("inv_dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton", "EKFAC"])
+@pytest.mark.parametrize("solver", ["eigen", "cholesky", "EKFAC"])
 def test_a_resumed_run_is_the_same_to_the_bit(solver, inv_dtype, tmp_path):
     kind = EKFAC if solver == "EKFAC" else KFAC
     settings = {"factor_update_steps": 3, "inv_update_steps": 5, "inv_dtype": inv_dtype}
@@ -737,10 +737,9 @@ def test_a_first_decomposition_that_fails_leaves_no_diagonal_behind(monkeypatch)
     close(*found)
 
 
-@pytest.mark.parametrize("solver", ["cholesky", "newton"])
-def test_a_matrix_that_has_no_inverse_leaves_the_one_before(solver, monkeypatch):
+def test_a_matrix_that_has_no_inverse_leaves_the_one_before():
     model = small()
-    preconditioner = KFAC(model, solver=solver, damping=1e-12, **EVERY_STEP)
+    preconditioner = KFAC(model, solver="cholesky", damping=1e-12, **EVERY_STEP)
     run(model, preconditioner, 1)
     before = preconditioner.blocks["3"].state["a_inverse"].clone()
     preconditioner.blocks["3"].averages["a"].value.fill_(-1)
@@ -879,16 +878,6 @@ def test_more_micro_batches_than_told_are_warned_of(caplog):
     ]
 
 
-def test_forward_passes_before_the_backward_pass_of_another_micro_batch_are_warned_of(caplog):
-    model = small()
-    preconditioner = KFAC(model, accumulation_steps=2)
-    losses = [F.cross_entropy(model(x), y) / 2 for x, y in (batch(number) for number in range(2))]
-    sum(losses).backward()
-    preconditioner.step()
-    (record,) = caplog.records
-    assert "with accumulation_steps = 2, forward passes came before the backward pass" in record.message
-
-
 def test_a_short_accumulation_is_nothing_to_warn_of(caplog):
     """Nor are layers that see batches of another size in one of its micro-batches."""
     torch.manual_seed(0)
@@ -898,15 +887,6 @@ def test_a_short_accumulation_is_nothing_to_warn_of(caplog):
         (head(body(torch.randn(number, 4))).square().sum(1).mean() / 4).backward()
     preconditioner.step()
     assert not caplog.records
-
-
-def test_other_things_than_samples_along_the_first_dimension_are_warned_of(caplog):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1), nn.Linear(4, 3))
-    preconditioner = KFAC(model)
-    model(torch.randn(5, 6, 4)).square().mean().backward()
-    preconditioner.step()
-    (record,) = caplog.records
-    assert "for different numbers of samples in a step, 5, 30" in record.message
 
 
 def test_a_layer_that_is_taken_out_is_left_alone(caplog):
