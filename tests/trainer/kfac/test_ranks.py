@@ -145,17 +145,8 @@ def test_the_formula_counts_every_byte(start, tmp_path, results, ranks):
         for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
             of = found[f"{way}-bytes {workers / ranks:.2f}"]
             memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))
-            wanted = costs(
-                network,
-                ranks,
-                KFACSettings(
-                    factor_update_steps=1,
-                    inv_update_steps=1,
-                    grad_worker_fraction=workers / ranks,
-                    solver=solver,
-                    **settings,
-                ),
-            )
+            every_step = {"factor_update_steps": 1, "inv_update_steps": 1, "grad_worker_fraction": workers / ranks}
+            wanted = costs(network, ranks, KFACSettings(solver=solver, **every_step, **settings))
             assert max(rank["factors"] for rank in memory) == size * wanted.factor_bytes
             assert max(rank["solutions"] for rank in memory) == size * wanted.solution_bytes
             mean = {kind: sum(rank[kind] for rank in sent) / ranks / size for kind in sent[0]}
