@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from datapipe.bench import CONSUMER, bench, told
-from datapipe.doctor import FILE_BYTES, advice, doctor, mounted_as
+from datapipe.doctor import FILE_BYTES, advice, doctor
 from datapipe.errors import DatapipeError
+from datapipe.fsio import mounted_as
 
 FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
               "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip
@@ -128,7 +129,7 @@ def test_mounts_may_have_any_name(tmp_path):
     script = """
 import os, subprocess, sys
 from pathlib import Path
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 for name in sys.argv[1:]:
     os.mkdir(name)
     subprocess.run(["mount", "-t", "ramfs", "ramfs", name], check=True)
