@@ -10,7 +10,8 @@ from .errors import DecodeError, ManifestError, ShardCorruptError, ShardReadErro
 from .image import decode
 from .index import ENCODINGS, open_index, read_keys, sample_checksum
 from .manifest import Manifest
-from .reading import Data, Io, ShardReader, release
+from .names import Io
+from .reading import Data, ShardReader, release
 
 
 class DataSet:

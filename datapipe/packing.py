@@ -27,11 +27,12 @@ from .cluster import Task
 from .console import Progress
 from .errors import DatapipeError, SettingError
 from .finishing import complete
-from .formats import FORMATS, shard_format
+from .formats import shard_format
 from .fsio import checksum, locked, make_folder
 from .journal import Journal
 from .manifest import MANIFEST, Manifest, find_data_sets
 from .memory import allowed_bytes, parse_bytes
+from .names import FORMATS
 from .plan import Plan, make_plan, save_plan, source_changes
 from .recode import RecodeOptions, Recoder
 from .shards import ShardTask
@@ -124,7 +125,8 @@ def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
 
     manifest = Manifest.read(find_data_sets(folder)[0])
     if options.format == "npy":
-        raise SettingError("format: npy holds nothing but pixels; allowed: tar, hdf5, lmdb, zip and tfrecord")
+        allowed = ", ".join(name for name in FORMATS if name != "npy")
+        raise SettingError(f"format: npy holds nothing but pixels; allowed: {allowed}")
     listed = {
         "source": str(folder.resolve()),
         "manifests": {path.name: checksum(path / MANIFEST) for path in find_data_sets(folder)},

@@ -12,9 +12,9 @@ import numpy as np
 from . import jpeg, pnm, transcode
 from .errors import MissingBackendError, SettingError
 from .image import Buffer, ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
+from .names import CHECKS, COMPRESSIONS, STORES
 from .resample import decoded_size, resize
 
-CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
 RESIZE = re.compile(r"(short|max)=([1-9]\d{0,4})")
 DEFAULT_QUALITY = 90
 MAX_SIDE = 0xFFFF

@@ -1,4 +1,4 @@
-"""Loaders: one file and one line here for each backend."""
+"""Loaders: one file for each backend, and one line in `datapipe/names.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Literal
 from ..augment import Augment
 from ..errors import SettingError
 from ..manifest import MANIFEST
+from ..names import BACKENDS, Io
 from ..order import Last
-from ..reading import Io
 from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
-
-BACKENDS = ("cpu", "dali", "webdataset")
 
 
 def open_loader(

@@ -26,8 +26,8 @@ from ..blocks import num_lanes
 from ..dataset import DataSet
 from ..errors import DatapipeError, SettingError
 from ..manifest import INDEX
+from ..names import ORDERS, Io
 from ..order import KeyedPermutation, Last, epoch_order, num_steps
-from ..reading import Io
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class LoaderOptions:
                 object.__setattr__(self, name, _whole(name, value, low))  # numpy's integers become Python's
         if self.rank >= self.world_size:
             raise SettingError(f"rank: {self.rank} is out of range; allowed: 0 to {self.world_size - 1}")
-        if self.order not in ("full", "blocks"):
-            raise SettingError(f"order: {self.order!r} is not one of full, blocks")
+        if self.order not in ORDERS:
+            raise SettingError(f"order: {self.order!r} is not one of {', '.join(ORDERS)}")
         if not isinstance(self.timeout_s, Real) or isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
             raise SettingError(f"timeout_s: {self.timeout_s!r} is out of range; allowed: seconds, above 0")
         if not isinstance(self.train, bool):

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from datapipe.dataset import DataSet
 from datapipe.errors import MissingBackendError
-from datapipe.formats import EXTENSIONS, FORMATS, shard_format
+from datapipe.formats import EXTENSIONS, shard_format
 from datapipe.formats.tar import member_header
 from datapipe.image import ImageHeader
 from datapipe.manifest import Manifest
+from datapipe.names import FORMATS
 from datapipe.plan import make_keys
 from datapipe.sources import open_source
 

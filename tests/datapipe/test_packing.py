@@ -19,9 +19,9 @@ from datapipe import transcode
 from datapipe.cluster import Task
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceError
-from datapipe.formats import FORMATS
 from datapipe.fsio import locked
 from datapipe.manifest import MANIFEST, QUARANTINE, Manifest
+from datapipe.names import FORMATS
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.recode import RecodeOptions
 from datapipe.target import NEW, STATE
