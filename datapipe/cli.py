@@ -158,7 +158,7 @@ def pack(
         task=detect(os.environ, task),
     )
     started = time.perf_counter()
-    manifests = packing.finish(source, out, options) if only_finish else packing.pack(source, out, options)
+    manifests = (packing.finish if only_finish else packing.pack)(source, out, options)
     _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json)
 
 
@@ -175,9 +175,10 @@ def convert(
     overwrite: Overwrite = False,
     resume: Resume = False,
     task: TaskOption = None,
+    only_finish: Finish = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a packed data set into another format: the same image bytes, keys, labels and order."""
+    """Put a packed data set into another format: the same image bytes, keys, labels, order and quarantine."""
     from . import packing
     from .cluster import detect
 
@@ -191,11 +192,11 @@ def convert(
         task=detect(os.environ, task),
     )
     started = time.perf_counter()
-    manifests = packing.convert(folder, out, options)
-    _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json)
+    manifests = (packing.finish_conversion if only_finish else packing.convert)(folder, out, options)
+    _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json, is_recoded=False)
 
 
-def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool) -> None:
+def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool, is_recoded: bool = True) -> None:
     splits = {split: _summary(out / split, manifest) for split, manifest in manifests.items()}
     if as_json:
         row = {"seconds": seconds, "missing_shards": manifests.num_missing, "splits": splits}
@@ -206,14 +207,15 @@ def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool) -> N
         return
     for split, row in splits.items():
         print(_line(row))
-        for line in _conversions(manifests[split]):
+        for line in _conversions(manifests[split], is_recoded):
             print(f"  {line}")
     images = sum(manifest.num_samples for manifest in manifests.values())
     print(f"{images:,} images in {seconds:.1f} s")
 
 
-def _conversions(manifest) -> Iterator[str]:
-    if manifest.recode and manifest.source_bytes:
+def _conversions(manifest, is_recoded: bool) -> Iterator[str]:
+    """Say what became of the images. `convert` keeps their bytes: the manifest's options are of the pack before."""
+    if is_recoded and manifest.recode and manifest.source_bytes:
         stored = manifest.image_bytes / manifest.source_bytes
         yield f"images had {_mib(manifest.source_bytes)}, have {_mib(manifest.image_bytes)} ({stored:.1%})"
     if manifest.converted:

@@ -37,6 +37,8 @@ from .plan import Plan, make_plan, save_plan, source_changes
 from .recode import RecodeOptions, Recoder
 from .shards import ShardTask
 from .sources import SPLITS, Pixels, Source, open_source
+from .sources.packed import load as open_packed
+from .sources.packed import quarantined
 from .target import SETTINGS, Target
 
 logger = logging.getLogger(__name__)
@@ -120,9 +122,19 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
 
 
 def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
-    """Put packed data sets into another format: the same images, keys, labels and order. Like `pack` otherwise."""
-    from .sources import packed
+    """Put packed data sets into another format: the same images, keys, labels, order and quarantine.
 
+    Like `pack` otherwise.
+    """
+    return _conversion(folder, out, options).run()
+
+
+def finish_conversion(folder: Path, out: Path, options: PackOptions) -> PackResult:
+    """Write the manifests of a `convert` whose shards are all there. Raises what `finish` does."""
+    return _conversion(folder, out, options).finish()
+
+
+def _conversion(folder: Path, out: Path, options: PackOptions) -> _Pack:
     manifest = Manifest.read(find_data_sets(folder)[0])
     if options.format == "npy":
         allowed = ", ".join(name for name in FORMATS if name != "npy")
@@ -134,7 +146,7 @@ def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
         "recode": manifest.recode,
         "shard_mib": options.shard_mib or manifest.shard_mib,
     }
-    return _Pack(Target(out, folder), options, listed, lambda: packed.load(folder)).run()
+    return _Pack(Target(out, folder), options, listed, partial(open_packed, folder))
 
 
 def finish(source_path: Path, out: Path, options: PackOptions) -> PackResult:
@@ -291,7 +303,7 @@ class _Pack:
         if look and Path(self.listed["source"]).exists():
             source = self.source()
             was = {split: (manifest.num_samples + manifest.num_bad) for split, manifest in manifests.items()}
-            now = {split: len(samples) for split, samples in source.splits.items()}
+            now = {split: len(samples) + len(quarantined(samples)) for split, samples in source.splits.items()}
             if was != now or any(manifest.classes != source.classes for manifest in manifests.values()):
                 message = f"OUT: {target.folder} holds another source: {was} images, not {now}, or of other classes"
                 raise SettingError(f"{message}; remove it, or replace it with --overwrite")
