@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from ..augment import Augment
+from ..dataset.manifest import MANIFEST
 from ..errors import SettingError
-from ..manifest import MANIFEST
 from ..names import BACKENDS, Io
-from ..order import Last
+from ..sampling.augment import Augment
+from ..sampling.order import Last
 from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]

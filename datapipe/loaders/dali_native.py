@@ -17,7 +17,7 @@ import torch
 from ..dataset import DataSet
 from ..errors import MissingBackendError, SettingError
 from .base import Batch, Loader, LoaderOptions, Split, device_of
-from .pool import in_time
+from .threads import in_time
 
 SHUFFLED = 1024  # samples that the next one is drawn from: DALI's default
 TRIES = 10  # as in augment.TRIES

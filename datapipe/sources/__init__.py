@@ -18,14 +18,14 @@ import numpy as np
 
 from ..errors import SettingError, SourceError
 from ..formats import Buffer
-from ..image import encode_png
+from ..images.codec import encode_png
 from ..names import KINDS
 
 MODULES = tuple(dict.fromkeys(KINDS.values()))  # in the order in which `auto` asks them
 # The classes of samples by the names that saved plans have for them: nothing is imported by a name from a file.
 SAMPLES = {
     "files": ("files", "Files"),
-    "slices": ("slices", "Slices"),
+    "slices": ("archive_members", "Slices"),
     "rows": ("parquet", "Rows"),
     "pixels": ("", "Pixels"),
     "packed": ("packed", "Packed"),

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import pnm
 from ..dataset import DataSet
+from ..dataset.index import check_keys, read_keys
+from ..dataset.manifest import KEYS, QUARANTINE, Manifest, find_data_sets
 from ..errors import ManifestError, SettingError
 from ..fsio import checksum
-from ..index import check_keys, read_keys
-from ..manifest import KEYS, QUARANTINE, Manifest, find_data_sets
+from ..images import pnm
 from . import Samples, Source
 
 

@@ -14,9 +14,9 @@ import typer.testing
 
 from datapipe import names
 from datapipe.cli import app
+from datapipe.dataset.index import RECORD, write_index, write_keys
+from datapipe.dataset.manifest import FileInfo, Manifest, ShardInfo
 from datapipe.fsio import checksum
-from datapipe.index import RECORD, write_index, write_keys
-from datapipe.manifest import FileInfo, Manifest, ShardInfo
 from datapipe.public_data import DATASETS
 
 COMMANDS = ["fetch", "pack", "convert", "info", "verify", "stage", "bench", "doctor"]

@@ -11,8 +11,8 @@ import pytest
 from datapipe.bench import CONSUMER, bench, told
 from datapipe.doctor import FILE_BYTES, advice, doctor, mounted_as
 from datapipe.errors import DatapipeError
+from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, pack
-from datapipe.recode import RecodeOptions
 
 FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
               "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip
@@ -84,7 +84,7 @@ READ_ONLY = {"read-only": "ro", "full": "size=1m"}
 @pytest.mark.parametrize("kind", READ_ONLY)
 def test_doctor_where_nothing_large_can_be_written(tmp_path, command, kind):
     """On filesystems of their own, not on one that says so."""
-    mount = f"mount -t tmpfs -o {READ_ONLY[kind]} tmpfs {tmp_path} && \"$@\"; code=$?; ls -A {tmp_path}; exit $code"
+    mount = f'mount -t tmpfs -o {READ_ONLY[kind]} tmpfs {tmp_path} && "$@"; code=$?; ls -A {tmp_path}; exit $code'
     prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if os.geteuid() != 0 or subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("needs root, and the right to mount")
