@@ -1,4 +1,4 @@
-"""Loaders: one file and one line here for each backend."""
+"""Loaders: one file for each backend, and one line in `datapipe/names.py`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from ..dataset.manifest import MANIFEST
-from ..dataset.shard_reader import Io
 from ..errors import SettingError
+from ..names import BACKENDS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
 from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
-
-BACKENDS = ("cpu", "dali", "webdataset")
 
 
 def open_loader(

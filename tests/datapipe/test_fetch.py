@@ -25,7 +25,8 @@ import pytest
 
 from datapipe import fetch as fetching
 from datapipe.errors import FetchError, SettingError
-from datapipe.fetch import DATASETS, DebianPackage, RemoteDataSet, RemoteFile, fetch
+from datapipe.fetch import fetch
+from datapipe.public_data import DATASETS, DebianPackage, RemoteDataSet, RemoteFile
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -277,10 +278,10 @@ def test_an_interrupted_download_leaves_nothing(tmp_path, server, number):
     program = f"""
 import signal, sys
 from pathlib import Path
-from datapipe import console, fetch
+from datapipe import console, fetch, public_data
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
-fetch.DATASETS["cifar10"] = fetch.RemoteDataSet(
-    {server.address!r}, (fetch.RemoteFile({ARCHIVE!r}, {sha256(BODY)!r}),)
+public_data.DATASETS["cifar10"] = public_data.RemoteDataSet(
+    {server.address!r}, (public_data.RemoteFile({ARCHIVE!r}, {sha256(BODY)!r}),)
 )
 sys.exit(console.run(lambda: fetch.fetch("cifar10", Path({str(tmp_path)!r}))))
 """
