@@ -32,7 +32,6 @@ Name = StrEnum("Name", [(name.replace("-", "_"), name) for name in ("fashion-mni
 Backend = StrEnum("Backend", "cpu dali")
 Order = StrEnum("Order", "full blocks")
 Io = StrEnum("Io", "cached mmap direct")
-Reader = StrEnum("Reader", "indexed native")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataSetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed data set, or the folder of its splits.")]
@@ -284,7 +283,6 @@ def bench(
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="Default: the cores.")] = None,
     order: Annotated[Order, typer.Option("--order", help="Uniform, or large blocks each read once.")] = Order.full,
     io: Annotated[Io, typer.Option("--io", help="Through the page cache, mapped, or past it.")] = Io.cached,
-    reader: Annotated[Reader, typer.Option("--reader", help="With dali: ours, or DALI's own.")] = Reader.indexed,
     device: Annotated[str, typer.Option("--device", help="Where batches are delivered, such as cuda.")] = "cpu",
     step_ms: Annotated[
         float, typer.Option("--step-ms", metavar="MS", min=0, help="An accelerator's time for a batch, emulated.")
@@ -294,7 +292,7 @@ def bench(
     """Measure how many training images a second a loader delivers, and what limits it."""
     from .bench import bench, told
 
-    settings = {"order": order.value, "io": io.value, "reader": reader.value, "device": device, "threads": threads}
+    settings = {"order": order.value, "io": io.value, "device": device, "threads": threads}
     result = bench(folder, loader.value, batch_size, epochs, size, step_ms / 1000, **settings)
     print(json.dumps(result) if as_json else "\n".join(told(result)))
 
