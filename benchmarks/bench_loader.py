@@ -21,8 +21,8 @@ from benchmarks import corpus
 from benchmarks.measure import ROOT, column, environment, interleaved, shown, table, write_record
 from benchmarks.peers import EVERYWHERE, PEERS, Task
 from benchmarks.peers.packing import PEERS_VENV, missing
+from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions
-from datapipe.recode import RecodeOptions
 
 OURS = "datapipe"
 PHOTOGRAPHS = Task(size=224, channels=3, crop="random_resized")

@@ -19,15 +19,15 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import column, environment, interleaved, out_folder, process, shown, table, write_record
-from datapipe.index import RECORD
+from datapipe.dataset.index import RECORD
 
 IMAGE_BYTES, SHARD_BYTES = 110_000, 1 << 30
 TARGET_S, TARGET_BYTES = 10, 4 << 30  # before the first batch, of 100 million samples
 CODE = """
 import json, sys, time, tracemalloc
 import numpy as np
-from datapipe.blocks import BlockOrder, grid, longest, num_lanes
-from datapipe.order import epoch_order, num_steps, slice_positions
+from datapipe.sampling.block_order import BlockOrder, grid, longest, num_lanes
+from datapipe.sampling.order import epoch_order, num_steps, slice_positions
 order, path, batch, ranks = sys.argv[1], sys.argv[2], 256, 8
 index = np.load(path, mmap_mode="r")
 steps = num_steps(len(index), batch * ranks, "drop")

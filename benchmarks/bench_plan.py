@@ -28,7 +28,7 @@ from benchmarks.measure import (
     write_record,
 )
 from datapipe.doctor import mounted_as
-from datapipe.image import encode_png
+from datapipe.images.codec import encode_png
 
 IMAGENET = 1_281_167  # training images of ILSVRC2012
 TARGET_CPU_S, TARGET_BYTES = 60, 2 << 30  # for ImageNet
@@ -41,7 +41,7 @@ CODE = {
 from pathlib import Path
 import sys
 from datapipe.packing import PackOptions
-from datapipe.plan import make_plan
+from datapipe.packing.plan import make_plan
 from datapipe.sources import open_source
 options = PackOptions()
 plan = make_plan(open_source(Path(sys.argv[1])), options.settings(), options.seed, options.shard_mib << 20)

@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks import corpus
 from benchmarks.measure import WORK, column, environment, interleaved, process, shown, table, write_record
-from datapipe.augment import Augment
 from datapipe.dataset import DataSet
+from datapipe.dataset.index import open_index, write_index
+from datapipe.dataset.manifest import INDEX, KEYS, FileInfo, Manifest
 from datapipe.fsio import checksum
-from datapipe.index import open_index, write_index
 from datapipe.loaders.base import LoaderOptions
-from datapipe.loaders.filling import FillingLoader, Slots
-from datapipe.manifest import INDEX, KEYS, FileInfo, Manifest
+from datapipe.loaders.threaded import FillingLoader, Slots
+from datapipe.sampling.augment import Augment
 
 BATCH, BLOCK_BYTES = 256, 8 << 20
 FORMATS = ("tar", "hdf5", "lmdb")

@@ -27,7 +27,7 @@ from benchmarks.measure import (
     write_record,
 )
 from datapipe.doctor import mounted_as
-from datapipe.recode import RecodeOptions
+from datapipe.images.recode import RecodeOptions
 
 WAYS = {  # the options of `datapipe pack`: as they are, and as RecodeOptions
     "as it is": {},
@@ -45,7 +45,7 @@ import json, os, sys
 from pathlib import Path
 from datapipe.dataset import DataSet
 from datapipe.packing import PackOptions, pack
-from datapipe.recode import RecodeOptions
+from datapipe.images.recode import RecodeOptions
 source, out, recode = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 import PIL.Image, simplejpeg
 cpu_s = lambda: sum(os.times()[:4])  # jpegtran's processes, too

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import corpus
 from benchmarks.measure import WORK, column, environment, interleaved, process, shown, table, write_record
-from trainer.recipe import load_recipe
+from trainer.config.recipe import load_recipe
 
 RECIPE = "fashion-mnist-resnet8"
 OURS = "trainer + datapipe"

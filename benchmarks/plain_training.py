@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from benchmarks.peers import Task, open_peer
 from datapipe.loaders import normalise
 from trainer import models, optim
+from trainer.config.recipe import Recipe, load_recipe
 from trainer.optim.schedules import multiplier
 from trainer.precision import choose_precision
-from trainer.recipe import Recipe, load_recipe
 
 
 def train(peer: str, corpus: Path, recipe: Recipe) -> dict:

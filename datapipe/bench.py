@@ -6,9 +6,9 @@ import resource
 import time
 from pathlib import Path
 
-from .augment import Augment
+from .dataset.manifest import Manifest, find_data_sets
 from .loaders import open_loader
-from .manifest import Manifest, find_data_sets
+from .sampling.augment import Augment
 
 STAGES = ("read", "window", "decode", "resize", "copy", "other")
 WAITED = 0.05  # of the time: less waiting than that is noise

@@ -118,7 +118,7 @@ def pack(
     """Pack raw images into shards, shuffled once. Without options that say otherwise, files go in untouched."""
     from . import packing
     from .cluster import detect
-    from .recode import RecodeOptions
+    from .images.recode import RecodeOptions
 
     recode = RecodeOptions(
         check=check.value,
@@ -212,8 +212,8 @@ def _conversions(manifest) -> Iterator[str]:
 @app.command(epilog="Example:  datapipe info packed/imagenet --json")
 def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
     """Say what a packed data set holds."""
-    from .index import open_index
-    from .manifest import Manifest, find_data_sets
+    from .dataset.index import open_index
+    from .dataset.manifest import Manifest, find_data_sets
 
     splits = []
     for path in find_data_sets(folder):
@@ -237,8 +237,8 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check every file against its checksum; exit with 1 and name each bad shard and key if one differs."""
-    from .manifest import find_data_sets
-    from .verifying import verify
+    from .dataset.manifest import find_data_sets
+    from .dataset.verify import verify
 
     found = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, before any is told of
     if as_json:

@@ -15,8 +15,8 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 
+from .dataset.shard_reader import ALIGNMENT
 from .errors import DatapipeError
-from .reading import ALIGNMENT
 
 SMALL_FILES = 200
 FILE_BYTES = 64 << 20  # written where DIR holds no file that is large enough to read from
@@ -210,7 +210,7 @@ def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 
 
 def _node() -> dict:
     from .loaders.base import gpu_names
-    from .loaders.nvidia import explain_unseen_gpus
+    from .loaders.device import explain_unseen_gpus
 
     shm = Path("/dev/shm")
     return {
@@ -223,7 +223,7 @@ def _node() -> dict:
 
 
 def _decoders() -> dict[str, str | None]:
-    from .transcode import lossless, turbojpeg
+    from .images.turbojpeg import lossless, turbojpeg
 
     versions = {}
     for package in ("simplejpeg", *DALI_PACKAGES):

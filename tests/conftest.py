@@ -90,7 +90,7 @@ def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     root = tmp_path_factory.mktemp("packed")
     formats = [name for name in FORMATS if name != "npy"]
     for name in formats:
-        with mock.patch("datapipe.plan.mean_bytes", lambda *_: 400_000):  # shards of few images
+        with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 400_000):  # shards of few images
             pack(image_folder, root / name, PackOptions(format=name, shard_mib=8, workers=1))
     return {name: root / name for name in formats}
 

@@ -19,9 +19,9 @@ ALLOWED = {
     "webdataset": ["datapipe/loaders/tar_streams.py"],
     "nvidia": ["datapipe/loaders/dali.py"],
     "mpi4py": ["datapipe/cluster.py"],
-    "simplejpeg": ["datapipe/image.py"],
-    "PIL": ["datapipe/image.py"],
-    "matplotlib": ["trainer/report.py"],
+    "simplejpeg": ["datapipe/images/codec.py"],
+    "PIL": ["datapipe/images/codec.py"],
+    "matplotlib": ["trainer/reporting/page.py"],
     "pytorch_optimizer": [f"trainer/optim/{name}.py" for name in ("lamb", "lars", "muon", "soap")],
 }
 FILES = sorted(
@@ -57,7 +57,7 @@ def test_packing_loads_no_torch():
     import subprocess
 
     program = (
-        "import sys, datapipe.packing, datapipe.verifying, datapipe.staging, datapipe.fetch\n"
+        "import sys, datapipe.packing, datapipe.dataset.verify, datapipe.staging, datapipe.fetch\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

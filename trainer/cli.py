@@ -53,7 +53,7 @@ def train(
     # import that loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    from .recipe import load_recipe
+    from .config.recipe import load_recipe
     from .run import run
 
     raise typer.Exit(run(load_recipe(recipe, changes or []), data, out, resume, device))
@@ -74,7 +74,7 @@ def report(
 
     if out is None and len(runs) > 1:
         raise SettingError(f"--out is missing: a report on {len(runs)} runs needs a folder of its own")
-    from .report import write_report
+    from .reporting.page import write_report
 
     print(write_report(runs, out or runs[0]))
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.errors import DatapipeError, SettingError
-from datapipe.loaders.nvidia import explain_unseen_gpus
+from datapipe.loaders.device import explain_unseen_gpus
 
 from .errors import TrainingError
 

@@ -12,25 +12,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from datapipe.augment import Augment
 from datapipe.errors import SettingError
 from datapipe.loaders import normalise, open_loader
 from datapipe.loaders.base import Loader
+from datapipe.sampling.augment import Augment
 
 from . import models, optim
 from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import load_checkpoint, restore_random, save_checkpoint
+from .config.recipe import Recipe, check_resumable, parse
 from .distributed import World, average_buffers, gather, sum_over_ranks, together, wrap
 from .errors import CheckpointError, DivergedError
 from .kfac import KFAC, AdaptiveDamping
-from .metrics import NAME as METRICS
-from .metrics import MetricsFile
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
-from .recipe import Recipe, check_resumable, parse
+from .reporting.metrics import NAME as METRICS
+from .reporting.metrics import MetricsFile
+from .reporting.timing import Clock
 from .state import State
-from .timing import Clock
 
 # What loading a state raises that lacks something, or has another shape.
 UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)

@@ -13,18 +13,18 @@ import torch
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.fsio import locked, make_folder
 
-from . import metrics
 from .checkpoint import NAME as CHECKPOINT
+from .config.recipe import Recipe
 from .distributed import World, broadcast, connected, set_threads, together, world_from_environment
 from .errors import DivergedError, TrainingError
 from .job import Job, open_job, read_checkpoint, restore
 from .loop import train
 from .precision import Precision, choose_precision
-from .recipe import Recipe
+from .reporting import metrics
+from .reporting.summary import summary
+from .reporting.timing import wait_share
 from .state import MeanLoss, State
 from .stop import StopSignal
-from .summary import summary
-from .timing import wait_share
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def _write_end(job: Job, state: State, status: str) -> dict:
 def _write_report(out: Path) -> Path | None:
     """RUN's report; a training that worked is not lost over a plot that did not."""
     try:
-        from .report import write_report
+        from .reporting.page import write_report
 
         return write_report([out], out)
     except (DatapipeError, OSError) as error:

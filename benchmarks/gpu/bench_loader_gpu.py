@@ -23,11 +23,11 @@ from benchmarks import corpus
 from benchmarks.bench_loader import with_our_packs
 from benchmarks.measure import WORK, column, cpu_s, environment, interleaved, shown, table, write_record
 from benchmarks.peers import Task
-from datapipe.augment import Augment, train_windows
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError
 from datapipe.loaders import open_loader
-from datapipe.order import permutation
+from datapipe.sampling.augment import Augment, train_windows
+from datapipe.sampling.order import permutation
 
 SIZE, BATCH = 224, 256
 RANDOM_CROP = Augment("random_resized")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.peers import Epochs, Task
-from datapipe.augment import Augment
 from datapipe.loaders import open_loader
+from datapipe.sampling.augment import Augment
 
 
 def open_epochs(folder: Path, task: Task, backend: str = "cpu") -> Epochs:

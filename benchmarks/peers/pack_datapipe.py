@@ -9,9 +9,9 @@ from pathlib import Path
 from benchmarks.peers.packing import QUALITY, RESTART, SHORT, Job
 from datapipe.dataset import DataSet
 from datapipe.formats import FORMATS, shard_format
+from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions
 from datapipe.packing import pack as pack_data_set
-from datapipe.recode import RecodeOptions
 from datapipe.sources import MODULES
 
 # What it imports only when it needs it. The figures of the packing alone are without imports, the others', too.

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
-from ..image import ImageHeader
+from ..images.codec import ImageHeader
 
 FORMATS = ("tar", "hdf5", "lmdb", "zip", "tfrecord", "npy")
 # Of an image file, by encoding. WebDataset takes the part behind the key's first dot for the kind of content.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from ..image import ImageHeader
+from ..images.codec import ImageHeader
 from . import EXTENSIONS, Buffer, Finished
 
 SUFFIX = ".lmdb"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..image import ImageHeader
+from ..images.codec import ImageHeader
 from . import Buffer, Finished
 
 SUFFIX = ".npy"

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..image import ImageHeader
+from ..images.codec import ImageHeader
 from . import EXTENSIONS, Buffer, Finished
 
 SUFFIX = ".tar"

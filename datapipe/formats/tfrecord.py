@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import MissingBackendError
-from ..image import ImageHeader
+from ..images.codec import ImageHeader
 from . import Buffer, Finished
 
 SUFFIX = ".tfrecord"

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..image import ImageHeader
+from ..images.codec import ImageHeader
 from . import EXTENSIONS, Buffer, Finished
 
 SUFFIX = ".zip"

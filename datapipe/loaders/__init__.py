@@ -6,11 +6,11 @@ import importlib
 import os
 from pathlib import Path
 
-from ..augment import Augment
+from ..dataset.manifest import MANIFEST
+from ..dataset.shard_reader import Io
 from ..errors import SettingError
-from ..manifest import MANIFEST
-from ..order import Last
-from ..reading import Io
+from ..sampling.augment import Augment
+from ..sampling.order import Last
 from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]

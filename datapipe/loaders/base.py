@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..augment import Augment, Windows, eval_windows, train_windows
-from ..blocks import num_lanes
 from ..dataset import DataSet
+from ..dataset.manifest import INDEX
+from ..dataset.shard_reader import Io
 from ..errors import DatapipeError, SettingError
-from ..manifest import INDEX
-from ..order import KeyedPermutation, Last, epoch_order, num_steps
-from ..reading import Io
+from ..sampling.augment import Augment, Windows, eval_windows, train_windows
+from ..sampling.block_order import num_lanes
+from ..sampling.order import KeyedPermutation, Last, epoch_order, num_steps
 
 logger = logging.getLogger(__name__)
 

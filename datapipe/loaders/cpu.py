@@ -11,28 +11,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import window
 from ..dataset import DataSet
 from ..errors import DecodeError
-from ..jpeg import is_jpeg
-from ..window import Box, Decoded, Window, check_size, decode_window
+from ..images import window
+from ..images.jpeg import is_jpeg
+from ..images.window import Box, Decoded, Window, check_size, decode_window
 from .base import Batch, LoaderOptions, device_of
-from .filling import FillingLoader, Slots, Wanted
-from .memory import BatchMemory
-from .pool import in_time
+from .batch_memory import BatchMemory
+from .threaded import FillingLoader, Slots, Wanted
+from .threads import in_time
 
 PIXEL_BYTES = 8 << 20  # of memory for decoded pixels a thread: about 16 windows
 WINDOW_BYTES = 1 << 20  # of memory for one of them, cut out
 
 
 def open(path: Path | str, options: LoaderOptions, device: object) -> FillingLoader:
-    from . import raw
+    from . import gpu_pixels
 
     data_set = in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
     device = device_of(device)
     try:
-        if device.type != "cpu" and raw.fits(data_set):
-            return raw.RawLoader(data_set, options, device)
+        if device.type != "cpu" and gpu_pixels.fits(data_set):
+            return gpu_pixels.RawLoader(data_set, options, device)
         return CpuLoader(data_set, options, device)
     except BaseException:
         data_set.close()

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from ..dataset import DataSet
+from ..dataset.index import ENCODINGS
+from ..dataset.shard_reader import Data
 from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingError
-from ..image import encode_png, read_header
-from ..index import ENCODINGS
-from ..jpeg import is_jpeg
-from ..reading import Data
-from ..window import Box, check_size, cut
+from ..images.codec import encode_png, read_header
+from ..images.jpeg import is_jpeg
+from ..images.window import Box, check_size, cut
 from .base import Batch, LoaderOptions, device_of
-from .filling import FillingLoader, Slots, Wanted
-from .memory import BatchMemory
-from .pool import in_time, wait_for
+from .batch_memory import BatchMemory
+from .threaded import FillingLoader, Slots, Wanted
+from .threads import in_time, wait_for
 
 DEPTH = 2  # batches that DALI works on
 DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes

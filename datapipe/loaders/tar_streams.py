@@ -20,11 +20,11 @@ from typing import BinaryIO, NamedTuple
 import torch
 import xxhash
 
+from ..dataset.manifest import MANIFEST, Manifest
 from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, ShardReadError
-from ..manifest import MANIFEST, Manifest
 from ..sources.webdataset import IMAGES, LABELS, label_of
 from .base import LoaderOptions, Split
-from .pool import in_time
+from .threads import in_time
 
 logger = logging.getLogger(__name__)
 

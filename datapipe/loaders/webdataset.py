@@ -21,15 +21,15 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from ..augment import scales
 from ..errors import DatapipeError, DecodeError, ShardReadError
-from ..image import decode, read_header
-from ..order import BUFFER, permutation, slice_positions, uniform
+from ..images.codec import decode, read_header
+from ..sampling.augment import scales
+from ..sampling.order import BUFFER, permutation, slice_positions, uniform
 from .base import Batch, Budget, Loader, LoaderOptions, Split, device_of
 from .cpu import Delivery, Images, Painter
-from .filling import AHEAD, CHUNK, Wanted
-from .pool import Pool, wait_for
 from .tar_streams import Sample, Shard, describe, end_commands, place, samples_of
+from .threaded import AHEAD, CHUNK, Wanted
+from .threads import Pool, wait_for
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import SettingError, SourceError
 from ..formats import Buffer
-from ..image import encode_png
+from ..images.codec import encode_png
 
 # In the order in which `auto` asks them: an ImageFolder is whatever is nothing else.
 MODULES = ("idx", "cifar", "imagenet", "webdataset", "parquet", "csv", "imagefolder")
@@ -35,7 +35,7 @@ KINDS = {
 # The classes of samples by the names that saved plans have for them: nothing is imported by a name from a file.
 SAMPLES = {
     "files": ("files", "Files"),
-    "slices": ("slices", "Slices"),
+    "slices": ("archive_members", "Slices"),
     "rows": ("parquet", "Rows"),
     "pixels": ("", "Pixels"),
     "packed": ("packed", "Packed"),

@@ -20,7 +20,7 @@ from ..errors import SourceError
 from . import SPLITS, Samples, Source
 from .files import Files
 from .labels import number_labels
-from .opening import is_inside, opened, real_path
+from .paths import is_inside, opened, real_path
 from .splits import is_hidden, pick_splits
 
 PATHS = ("path", "file", "filename", "image", "image_path")

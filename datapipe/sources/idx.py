@@ -16,9 +16,9 @@ from typing import BinaryIO
 import numpy as np
 
 from ..errors import SourceError
-from ..memory import allowed_bytes
+from ..packing.memory import allowed_bytes
 from . import SPLITS, Samples, Source, numbered
-from .opening import opened
+from .paths import opened
 
 IMAGES = re.compile(r"(.+)-images[-.]idx3-ubyte(\.gz)?")
 UNSIGNED_BYTE = 0x08

@@ -13,7 +13,7 @@ from ..errors import SourceError
 from ..fsio import side_by_side
 from . import SPLITS, Source
 from .files import Files
-from .opening import follow, opened, real_path, refused
+from .paths import follow, opened, real_path, refused
 from .splits import EXTENSIONS, is_hidden, is_image, pick_splits
 
 logger = logging.getLogger(__name__)

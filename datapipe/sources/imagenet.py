@@ -21,11 +21,11 @@ import numpy as np
 
 from ..errors import MissingBackendError, SourceError
 from . import Samples, Source
+from .archive_members import Part, Slices, join
 from .imagefolder import ClassTree
-from .opening import opened
-from .slices import Part, Slices, join
+from .paths import opened
 from .splits import is_image
-from .tarwalk import Member, walk, warn_of_others
+from .tar_listing import Member, walk, warn_of_others
 from .unpacked import members, read_file
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import pnm
 from ..dataset import DataSet
+from ..dataset.index import check_keys, read_keys
+from ..dataset.manifest import KEYS, find_data_sets
 from ..errors import SettingError
-from ..index import check_keys, read_keys
-from ..manifest import KEYS, find_data_sets
+from ..images import pnm
 from . import Source
 
 

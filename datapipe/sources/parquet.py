@@ -21,7 +21,7 @@ from ..errors import MissingBackendError, SourceError
 from ..formats import Buffer
 from . import Samples, Source
 from .labels import number_labels
-from .opening import check_inside
+from .paths import check_inside
 from .splits import large_files, pick_splits
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..manifest import MANIFEST
+from ..dataset.manifest import MANIFEST
 from . import SPLITS
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Set
 from typing import BinaryIO
 
 from ..errors import SourceError
-from .opening import opened
-from .tarwalk import MAX_HEADER_BYTES
+from .paths import opened
+from .tar_listing import MAX_HEADER_BYTES
 
 MAGIC = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}
 DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from ..errors import SourceError
 from . import Samples, Source
+from .archive_members import Part, join
 from .labels import number_labels
-from .opening import opened
-from .slices import Part, join
+from .paths import opened
 from .splits import large_files, pick_splits
-from .tarwalk import Member, walk, warn_of_others
+from .tar_listing import Member, walk, warn_of_others
 
 TAR = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")

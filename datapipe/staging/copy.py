@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..console import Progress
+from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..errors import ManifestError, SettingError, ShardCorruptError, StagingError
 from ..fsio import atomic_write, checksum, copy_verified, free_bytes, locked, make_folder, partial_path
-from ..manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..streams import TIMEOUT_S, work_on_files
 from .plan import StagePlan, plan_stage
 

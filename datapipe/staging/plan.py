@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..manifest import FileInfo, Manifest
+from ..dataset.manifest import FileInfo, Manifest
 
 
 @dataclass(frozen=True)

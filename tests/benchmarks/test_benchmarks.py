@@ -27,8 +27,8 @@ from benchmarks.measure import cpu_s, process, spread
 from benchmarks.optimizer_run import Run
 from benchmarks.peers import EVERYWHERE, PEERS, Task, open_peer
 from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
+from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions
-from datapipe.recode import RecodeOptions
 from trainer import models
 from trainer.kfac.costs import costs
 
@@ -50,7 +50,7 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 path = folder / "images" / split / str(label) / f"{i:03}.jpg"
                 Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datapipe.plan.mean_bytes", lambda *_: 1 << 18)  # shards of few images
+        patch.setattr("datapipe.packing.plan.mean_bytes", lambda *_: 1 << 18)  # shards of few images
         corpus._pack(folder / "images", folder, shard_mib=2)
     return folder
 

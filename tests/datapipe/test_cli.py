@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from datapipe.dataset.index import RECORD, write_index, write_keys
+from datapipe.dataset.manifest import FileInfo, Manifest, ShardInfo
 from datapipe.fsio import checksum
-from datapipe.index import RECORD, write_index, write_keys
-from datapipe.manifest import FileInfo, Manifest, ShardInfo
 
 COMMANDS = ["fetch", "pack", "info", "verify", "stage", "bench"]
 

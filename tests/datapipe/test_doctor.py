@@ -82,7 +82,7 @@ READ_ONLY = {"read-only": "ro", "full": "size=1m"}
 @pytest.mark.parametrize("kind", READ_ONLY)
 def test_doctor_where_nothing_large_can_be_written(tmp_path, command, kind):
     """On filesystems of their own, not on one that says so."""
-    mount = f"mount -t tmpfs -o {READ_ONLY[kind]} tmpfs {tmp_path} && \"$@\"; code=$?; ls -A {tmp_path}; exit $code"
+    mount = f'mount -t tmpfs -o {READ_ONLY[kind]} tmpfs {tmp_path} && "$@"; code=$?; ls -A {tmp_path}; exit $code'
     prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if os.geteuid() != 0 or subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("needs root, and the right to mount")

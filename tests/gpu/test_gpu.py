@@ -15,10 +15,10 @@ import sys
 import pytest
 import torch
 
-from datapipe.augment import Augment
+from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import normalise, open_loader
 from datapipe.packing import PackOptions, pack
-from datapipe.recode import RecodeOptions
+from datapipe.sampling.augment import Augment
 
 HAVE_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="no GPU here")

@@ -1,8 +1,8 @@
 """K-FAC: second-order preconditioning of gradients. Needs torch and nothing else."""
 
-from .adaptive import AdaptiveDamping
+from .damping import AdaptiveDamping
+from .ddp_hook import reduce_to_owners
 from .ekfac import EKFAC
-from .owners import reduce_to_owners
 from .preconditioner import KFAC
 
 __all__ = ["EKFAC", "KFAC", "AdaptiveDamping", "reduce_to_owners"]

@@ -24,12 +24,12 @@ from typing import NamedTuple
 from torch import nn
 
 from .assignment import grid, place
-from .block import cost
-from .find import find
+from .curvature_block import cost
 from .layers import Norm
+from .registration import find
 from .settings import KFACSettings
 from .solvers import SOLVERS
-from .triangles import folded_shape
+from .symmetric import folded_shape
 
 
 class Costs(NamedTuple):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .assignment import Grid
-from .block import Block
-from .find import Skip
+from .curvature_block import Block
+from .factors import accumulating
 from .layers import Convolution, Layer, Linear, Sums
-from .moments import accumulating
 from .preconditioner import KFAC
+from .registration import Skip
 from .solvers import Eigen, State
 
 CHUNK_BYTES = 64 << 20  # of samples' rows or gradients at a time

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import moments
+from . import factors
 
 
 class Sums(NamedTuple):
@@ -109,10 +109,10 @@ class Linear(_Matrix):
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         rows_R1n, rows_R1m = (t.reshape(-1, 1, t.shape[-1]) for t in (x, grad_output))
-        a = moments.of_rows(rows_R1n)
+        a = factors.of_rows(rows_R1n)
         if self.has_bias:
-            a = moments.with_ones(a, moments.sum_of_rows(rows_R1n), len(rows_R1n))
-        return Sums({"a": a, "g": moments.of_rows(rows_R1m)}, len(x), len(rows_R1m))
+            a = factors.with_ones(a, factors.sum_of_rows(rows_R1n), len(rows_R1n))
+        return Sums({"a": a, "g": factors.of_rows(rows_R1m)}, len(x), len(rows_R1m))
 
 
 class Convolution(_Matrix):
@@ -149,20 +149,20 @@ class Convolution(_Matrix):
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         x, grad_output = self._pixels(x, grad_output)
         rows_RGm = self._gradient_rows(grad_output)
-        return Sums({"a": self._of_inputs(x), "g": moments.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+        return Sums({"a": self._of_inputs(x), "g": factors.of_rows(rows_RGm)}, len(x), len(rows_RGm))
 
     def _of_inputs(self, x: Tensor) -> Tensor:
-        return moments.of_3x3(x) if self._by_offsets else moments.of_patches(self._patches(x), self.has_bias)
+        return factors.of_3x3(x) if self._by_offsets else factors.of_patches(self._patches(x), self.has_bias)
 
     def _pixels(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """In two dimensions: one is a line of pixels."""
         return (x[:, :, None], grad_output[:, :, None]) if grad_output.dim() == 3 else (x, grad_output)
 
     def _padded(self, x: Tensor) -> Tensor:
-        return moments.padded(x, self._padding, self.module.padding_mode)
+        return factors.padded(x, self._padding, self.module.padding_mode)
 
     def _patches(self, x: Tensor) -> Tensor:
-        return moments.patches(self._padded(x), self._kernel, self._stride, self._dilation, self.groups)
+        return factors.patches(self._padded(x), self._kernel, self._stride, self._dilation, self.groups)
 
     def _gradient_rows(self, grad_output: Tensor) -> Tensor:
         """[R, G, m]"""
@@ -180,7 +180,7 @@ class UncorrelatedConvolution(Convolution):
         return type(layer) is Convolution and prod(layer._kernel) > 1 and layer.groups == 1 and not layer.has_bias
 
     def _of_inputs(self, x: Tensor) -> Tensor:
-        return moments.of_taps(self._padded(x), self._kernel, self._stride, self._dilation)
+        return factors.of_taps(self._padded(x), self._kernel, self._stride, self._dilation)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         m, n = self.module.weight.shape[:2]
@@ -208,7 +208,7 @@ class Embedding(_Matrix):
         if padding is not None:  # has no gradient, whatever comes back
             is_real = x.reshape(-1, 1, 1) != padding
             rows_R1m = rows_R1m * is_real
-        g = moments.of_rows(rows_R1m)
+        g = factors.of_rows(rows_R1m)
         if padding is not None:
             g = g * (num_rows / is_real.sum().clamp(min=1))  # a mean over the others
         # Like bincount, which would wait for the GPU.
@@ -241,7 +241,7 @@ class Norm(Layer):
             self.min_dims = 1 + len(module.normalized_shape)
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        x, grad_output = moments.accumulating(x), moments.accumulating(grad_output)
+        x, grad_output = factors.accumulating(x), factors.accumulating(grad_output)
         normalised = self._normalised(x)
         parts = [normalised * grad_output, grad_output] if self.has_bias else [normalised * grad_output]
         gradients_NUk = torch.stack([self._per_sample(part) for part in parts], -1)

@@ -1,7 +1,7 @@
 """K-FAC for any training loop and any optimizer:
 
-    preconditioner = KFAC(model, damping=0.003, factor_update_steps=10, inv_update_steps=100)
-    loss.backward(); preconditioner.step(); optimizer.step()
+preconditioner = KFAC(model, damping=0.003, factor_update_steps=10, inv_update_steps=100)
+loss.backward(); preconditioner.step(); optimizer.step()
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from .assignment import Grid, Place, grid, place
-from .block import Block, cost
-from .capture import Capture
-from .exchange import Exchange, Part, agreed, num_ranks, require_same
-from .find import Skip, find, unwrapped
+from .communication import Exchange, Part, agreed, num_ranks, require_same
+from .curvature_block import Block, cost
+from .factor_updates import Updates
+from .hooks import Capture
 from .launch import require_connected
 from .layers import Layer, Norm
+from .registration import Skip, find, unwrapped
+from .schedule import Turns
 from .settings import CHANGEABLE, KFACSettings
 from .solvers import SOLVERS, Solver
-from .states import merged
-from .turns import Turns
-from .updates import Updates
-from .watch import Watch
+from .state_dict import merged
+from .usage_checks import Watch
 
 logger = logging.getLogger(__name__)
 

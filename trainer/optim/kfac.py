@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..config.recipe import Kfac
 from ..kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
-from ..recipe import Kfac
 
 KINDS = {"kfac": KFAC, "ekfac": EKFAC}
 

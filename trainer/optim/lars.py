@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..section import Positive
+from ..fields import Positive
 from .groups import parameter_groups
 from .settings import MomentumSettings
 

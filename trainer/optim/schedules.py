@@ -7,7 +7,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..recipe import CosineSchedule, OneCycleSchedule, Schedule, StepSchedule
+    from ..config.recipe import CosineSchedule, OneCycleSchedule, Schedule, StepSchedule
 
 
 def scaled_lr(lr: float, scaling: str, global_batch_size: int, lr_batch_size: int | None) -> float:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..section import Count, Positive, Section, one_of, or_none
+from ..fields import Count, Positive, Section, one_of, or_none
 
 PRECONDITIONERS = ("none", "kfac", "ekfac")
 

@@ -1,0 +1,198 @@
+"""What a packed data set is: `manifest.json`, and where its files lie."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import ManifestError
+from ..fsio import atomic_write
+
+MANIFEST = "manifest.json"
+INDEX = "index.npy"
+KEYS = "keys.txt"
+QUARANTINE = "quarantine.jsonl"
+# A pack writes below OUT/.pack/new, and puts its splits in place when all are whole (see `target`). In these folders
+# those lie that are not yet, or no longer, in place: for a moment, or until the next pack if it was killed meanwhile.
+MOVED_OUT, MOVING_IN = ".pack/old", ".pack-done/new"
+FORMAT_VERSION = 3
+UNSEALED_VERSIONS = (1, 2)  # these have no checksum of their own content
+SEAL = "xxh3_128"  # the field with that checksum
+NO_DIGITS = "0" * 32
+MAX_BYTES = 256 << 20  # a million classes with long names are 100 MB; more is something else under this name
+MAX_COUNT = 2**63 - 1  # what the index and the filesystem can hold
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileInfo(_Record):
+    """A file of the data set: its name in the folder, its size, its xxh3-128 in hexadecimal."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=255)
+    size_bytes: int = Field(ge=0, le=MAX_COUNT)
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class ShardInfo(FileInfo):
+    num_samples: int = Field(gt=0, le=MAX_COUNT)
+
+
+class Manifest(_Record):
+    """One data set: one split, packed.
+
+    Sample `i` is row `i` of the index and line `i` of the keys. `channels` is 1 when every image is
+    grey, else 3; `width` and `height` are the images' common size in pixels, or None when they differ.
+    `recode` is what was done to the images (the options of that name), `converted` counts those that were of another
+    kind, `source_bytes` and `image_bytes` are the images' size before and after; `num_bad` were left out, and are
+    listed in quarantine.jsonl.
+    """
+
+    version: Literal[1, 2, 3] = FORMAT_VERSION
+    format: str
+    kind: str
+    split: Literal["train", "val"]  # `convert` names a folder by it
+    num_samples: int = Field(gt=0, le=MAX_COUNT)
+    classes: list[str] = Field(min_length=1)
+    channels: Literal[1, 3]
+    width: int | None = Field(gt=0, le=0xFFFF)
+    height: int | None = Field(gt=0, le=0xFFFF)
+    seed: int
+    shard_mib: int = Field(gt=0)
+    recode: dict[str, str | int | bool] = {}
+    converted: dict[str, int] = {}
+    source_bytes: int | None = Field(None, ge=0, le=MAX_COUNT)
+    image_bytes: int | None = Field(None, ge=0, le=MAX_COUNT)
+    num_bad: int = Field(0, ge=0, le=MAX_COUNT)
+    shards: list[ShardInfo]
+    files: list[FileInfo]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def size_bytes(self) -> int:
+        """All files but the manifest."""
+        return sum(file.size_bytes for file in self.all_files())
+
+    def all_files(self) -> Iterator[FileInfo]:
+        yield from self.shards
+        yield from self.files
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        if sum(shard.num_samples for shard in self.shards) != self.num_samples:
+            raise ValueError("the shards' samples do not add up")
+        if self.format == "npy" and None in (self.width, self.height):
+            raise ValueError("npy shards hold images of one size, and it gives no width or no height")
+        names = {MANIFEST}
+        for file in self.all_files():
+            if file.name in names:
+                raise ValueError(f"the name {file.name} is given twice, or not allowed")
+            names.add(file.name)
+        return self
+
+    def write(self, folder: Path) -> None:
+        """Write `folder/manifest.json`: the last act of a pack, and what makes a folder a data set."""
+        fields = self.model_dump() | {"version": FORMAT_VERSION}
+        fields = {"version": fields.pop("version"), SEAL: NO_DIGITS, **fields}
+        content = json.dumps(fields, indent=1) + "\n"
+        digits = compute_checksum(content.encode(), NO_DIGITS)
+        with atomic_write(folder / MANIFEST) as file:
+            file.write(content.replace(NO_DIGITS, digits, 1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read `folder/manifest.json`.
+
+        Raises ManifestError: it is missing, cannot be read, was changed after it was packed, was written by a newer
+        version, or contradicts itself.
+        """
+        return cls.parse(read_content(folder), Path(folder) / MANIFEST)
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path) -> Manifest:
+        """Make a manifest of a file's content. `path` is for messages. Raises ManifestError like `read`."""
+        try:
+            fields = json.loads(content.decode())
+        except (ValueError, RecursionError) as error:  # RecursionError: lists in lists in lists
+            raise ManifestError(f"cannot be read: {error}", path=path) from error
+        if not isinstance(fields, dict):
+            raise ManifestError("is not a valid manifest: it holds no fields", path=path)
+        version, digits = fields.get("version"), fields.pop(SEAL, None)
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise ManifestError(
+                f"has format version {str(version)[:9]}, this datapipe reads up to {FORMAT_VERSION}: upgrade it",
+                path=path,
+            )
+        _check_seal(content, version, digits, path)
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            field = ".".join(map(str, first["loc"]))[:200]
+            message = ": ".join(filter(None, ("is not a valid manifest", field, first["msg"])))
+            raise ManifestError(message, path=path) from error
+
+
+def read_content(folder: Path) -> bytes:
+    """Read the bytes of `folder/manifest.json`. Raises ManifestError."""
+    path = Path(folder) / MANIFEST
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ManifestError(f"has more than {MAX_BYTES:,} bytes: it is not a manifest", path=path)
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ManifestError("no data set here (an unfinished pack has none)", path=path) from None
+    except OSError as error:
+        raise ManifestError(f"cannot be read: {error}", path=path) from error
+
+
+def compute_checksum(content: bytes, digits: str) -> str:
+    """Compute a manifest's checksum of its own content.
+
+    Args:
+        content: the file's exact bytes.
+        digits: what stands in the file as that checksum, 32 characters.
+
+    Returns: xxh3-128, in hexadecimal, of `content` with `digits` replaced by zeros wherever they stand.
+    """
+    return xxhash.xxh3_128_hexdigest(content.replace(digits.encode(), NO_DIGITS.encode()))
+
+
+def _check_seal(content: bytes, version: Any, digits: Any, path: Path) -> None:
+    """Raise ManifestError unless `content` is what was written. A flipped bit makes version 2 of 3, too."""
+    is_unsealed = type(version) is int and version in UNSEALED_VERSIONS  # True and 1.0 are equal to 1, too
+    if is_unsealed and digits is None:
+        return
+    if is_unsealed or not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{32}", digits):
+        problem = f"its version is {version!r}, and its checksum is {digits!r}"
+    elif (actual := compute_checksum(content, digits)) != digits:
+        problem = f"its checksum is {actual}, and it says {digits}"
+    else:
+        return
+    advice = "stage it again from a good copy, or pack again"
+    raise ManifestError(f"was changed after it was packed, or is damaged: {problem:.200}; {advice}", path=path)
+
+
+def find_data_sets(folder: Path) -> list[Path]:
+    """The data sets at `folder`: itself, or its sub-folders (splits) that have a manifest, by name.
+
+    Raises ManifestError when there is none.
+    """
+    folder = Path(folder)
+    if (folder / MANIFEST).exists():
+        return [folder]
+    places = folder, folder / MOVED_OUT, folder / MOVING_IN
+    splits = [path.parent for place in places for path in place.glob(f"*/{MANIFEST}")]
+    if not splits:
+        raise ManifestError("no data set here (an unfinished pack has none)", path=folder / MANIFEST)
+    return sorted(splits, key=lambda path: path.name)

@@ -1,0 +1,141 @@
+"""Check a packed data set against its checksums, and on demand decode every image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..console import Progress
+from ..errors import DatapipeError, ManifestError, SettingError
+from ..fsio import checksum
+from ..images.codec import check_image
+from ..streams import TIMEOUT_S, work_on_files
+from . import DataSet
+from .index import ENCODINGS, check_keys, read_keys
+from .manifest import KEYS, FileInfo
+
+GROUP = 256  # samples decoded per task
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong in file `file` of the data set; `key` names the sample, if it is one."""
+
+    file: str
+    key: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {f'key {self.key}: ' if self.key else ''}{self.reason}"
+
+
+def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> list[Problem]:
+    """All that is wrong with one data set: none means that every file has its checksum.
+
+    A file that has not is searched for the samples that are damaged. `deep` also decodes every image, as strictly as
+    `pack` with `check="decode"`, and compares its header with the index. When manifest or index cannot be read, that
+    is all it says. Raises DatapipeError when a read takes longer than `timeout_s`.
+    """
+    if not timeout_s > 0:
+        raise SettingError(f"timeout_s: {timeout_s!r} is out of range; allowed: seconds, above 0")
+    try:
+        data_set = DataSet(folder)
+    except ManifestError as error:
+        return [Problem(error.path.name, None, error.message)]
+    with data_set:
+        files = list(data_set.manifest.all_files())
+        problems: list[Problem] = []
+        reasons = _work(lambda file, moved: _check_file(data_set, file, moved), files, data_set, timeout_s)
+        with closing(reasons), Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
+            for file, reason in zip(files, reasons, strict=True):
+                if reason:
+                    problems += _damaged_samples(data_set, file, reason)
+                elif file.name == KEYS:
+                    problems += _wrong_keys(data_set)
+                progress.advance(file.size_bytes)
+        if deep:
+            known = {problem.key for problem in problems}
+            problems += [problem for problem in _decode_all(data_set, timeout_s) if problem.key not in known]
+    return problems
+
+
+def _work(work: Callable, items: list, data_set: DataSet, timeout_s: float) -> Iterator:
+    """Work on files, or on groups of samples (range)."""
+
+    def name(item: FileInfo | range) -> Path:
+        if isinstance(item, FileInfo):
+            return data_set.folder / item.name
+        return data_set.folder / data_set.manifest.shards[data_set.index["shard"][item[0]]].name
+
+    return work_on_files(work, items, name, timeout_s, os.cpu_count() or 1)
+
+
+def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) -> str | None:
+    path = data_set.folder / file.name
+    try:
+        size = path.stat().st_size
+        if size != file.size_bytes:
+            return f"has {size} bytes, expected {file.size_bytes}"
+        found = checksum(path, moved)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None if found == file.xxh3_128 else f"has checksum {found}, expected {file.xxh3_128}"
+
+
+def _wrong_keys(data_set: DataSet) -> Iterator[Problem]:
+    try:
+        check_keys(read_keys(data_set.folder), data_set.manifest, data_set.folder / KEYS)
+    except ManifestError as error:
+        yield Problem(KEYS, None, error.message)
+
+
+def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator[Problem]:
+    yield Problem(file.name, None, reason)
+    names = [shard.name for shard in data_set.manifest.shards]
+    if file.name not in names:
+        return
+    damaged = 0
+    for sample in np.flatnonzero(data_set.index["shard"] == names.index(file.name)):
+        try:
+            data_set.read(int(sample))
+        except (DatapipeError, OSError) as error:
+            damaged += 1
+            reason = error.message if isinstance(error, DatapipeError) else str(error)
+            yield Problem(file.name, data_set.key(int(sample)), reason)
+    if not damaged:
+        yield Problem(file.name, None, "the damage lies outside the images: all of them can be read")
+
+
+def _decode_all(data_set: DataSet, timeout_s: float) -> Iterator[Problem]:
+    groups = [range(i, min(i + GROUP, len(data_set))) for i in range(0, len(data_set), GROUP)]
+    results = _work(lambda group, moved: _decode(data_set, group, moved), groups, data_set, timeout_s)
+    with closing(results), Progress(f"decoding {data_set.folder}", len(data_set)) as progress:
+        for group, problems in zip(groups, results, strict=True):
+            yield from problems
+            progress.advance(len(group))
+
+
+def _decode(data_set: DataSet, group: range, moved: Callable[[], None]) -> list[Problem]:
+    problems = []
+    for sample in group:
+        moved()
+        record = data_set.index[sample]
+        try:
+            data = data_set.read(sample)
+            if data_set.raw_shape:  # any bytes are pixels
+                continue
+            header = check_image(data)
+            actual = header.width, header.height, header.encoding
+            expected = int(record["width"]), int(record["height"]), ENCODINGS[record["encoding"]]
+            if actual != expected:
+                raise ValueError(f"is {actual}, the index says {expected}")
+        except (DatapipeError, ValueError, OSError) as error:
+            shard = data_set.manifest.shards[record["shard"]].name
+            reason = error.message if isinstance(error, DatapipeError) else str(error)
+            problems.append(Problem(shard, data_set.key(sample), reason))
+    return problems

@@ -1,0 +1,1 @@
+"""Images as bytes: read headers, decode, encode, re-encode, and cut windows out of JPEG files."""

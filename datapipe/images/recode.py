@@ -1,0 +1,295 @@
+"""What is stored of an image: its bytes as they are, the same with restart markers, smaller, or only its pixels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import MissingBackendError, SettingError
+from . import jpeg, pnm, turbojpeg
+from .codec import Buffer, ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
+from .lanczos import decoded_size, resize
+
+CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
+RESIZE = re.compile(r"(short|max)=([1-9]\d{0,4})")
+DEFAULT_QUALITY = 90
+MAX_SIDE = 0xFFFF
+Recoded = tuple[Buffer, ImageHeader, tuple[str, ...]]
+# Memory that decoding takes, bytes for each pixel (measured; Pillow holds 4 for each of RGB, and copies). A JPEG's are
+# its coefficients, where it is progressive.
+PNG_BYTES, GREY_PNG_BYTES, JPEG_BYTES = 14, 7, 6
+
+
+@dataclass(frozen=True)
+class RecodeOptions:
+    """How images are stored. Raises SettingError.
+
+    `check`: "header", or "decode" to decode every image once, and refuse damaged ones. `resize`: "short=256" (the
+    shorter side, in pixels) or "max=500" (the longer); images are never enlarged. `quality`: of JPEG that is encoded
+    anew, 1 to 100 (given: all is; default 90). `restart`: restart markers about every so many MCUs.
+
+    `store="raw"` keeps decoded pixels as PNM: at their size, or with `size` scaled so that the shorter side has so
+    many pixels, and cut to the square in the middle; `compress`ed with "lz4" or "zstd", or `headerless`, without
+    PNM's header; with 1 or 3 `channels`, or as many as the image has.
+    """
+
+    check: str = "header"
+    resize: str | None = None
+    quality: int | None = None
+    restart: int | None = None
+    store: str = "encoded"
+    size: int | None = None
+    compress: str | None = None
+    headerless: bool = False
+    channels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("check", CHECKS), ("store", STORES), ("compress", (None, *COMPRESSIONS))):
+            if getattr(self, name) not in allowed:
+                raise _bad(self, name, "one of " + ", ".join(str(value) for value in allowed if value))
+        for name, high in (("quality", 100), ("restart", 0xFFFF), ("size", MAX_SIDE)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= high:
+                raise _bad(self, name, f"1 to {high}")
+        if self.resize is not None and not RESIZE.fullmatch(self.resize):
+            raise _bad(self, "resize", "short=PIXELS or max=PIXELS, such as short=256")
+        if self.channels not in (None, 1, 3):
+            raise _bad(self, "channels", "1 or 3")
+        only = {"encoded": ("size", "compress", "headerless", "channels"), "raw": ("quality", "restart")}
+        for name in only[self.store]:
+            if getattr(self, name):
+                raise SettingError(
+                    f"{name}: {getattr(self, name)!r} has no meaning with store={self.store}; leave it out"
+                )
+        for one, other in (("size", "resize"), ("headerless", "compress")):
+            if getattr(self, one) and getattr(self, other):
+                raise SettingError(f"{one}: {getattr(self, one)!r} excludes {other}; leave one of them out")
+
+    def settings(self) -> dict[str, Any]:
+        """What the stored bytes depend on, as JSON values: what is not at its default, and which libraries do it.
+
+        Those are not the same on every node, and two encoders do not write the same bytes.
+        """
+        defaults = asdict(RecodeOptions(check=self.check))
+        settings = {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        if self.resize or self.quality:
+            settings["encoder"] = "libturbojpeg" if turbojpeg.turbojpeg() else "Pillow"
+        if self.restart and (lossless := turbojpeg.lossless()):
+            settings["lossless"] = "libturbojpeg" if hasattr(lossless, "__self__") else "jpegtran"
+        return settings
+
+    def target(self, width: int, height: int) -> tuple[int, int]:
+        """The size in pixels that an image of this size gets (before `size` cuts it)."""
+        if self.resize is None and self.size is None:
+            return width, height
+        kind, pixels = self.resize.split("=") if self.resize else ("short", self.size)
+        side, wanted = (min if kind == "short" else max)(width, height), int(pixels)
+        if side <= wanted and self.size is None:
+            return width, height
+        return tuple(min(max(1, (2 * n * wanted + side) // (2 * side)), MAX_SIDE) for n in (width, height))
+
+
+def _bad(options: RecodeOptions, name: str, allowed: str) -> SettingError:
+    return SettingError(f"{name}: {getattr(options, name)!r} is not allowed; allowed: {allowed}")
+
+
+class Recoder:
+    """Makes of an image what is stored of it. Called by many threads at once.
+
+    Raises MissingBackendError at once when the options need what is not installed.
+    """
+
+    def __init__(self, options: RecodeOptions) -> None:
+        self.options = options
+        encoded, new = options.store == "encoded", options.resize is not None or options.quality is not None
+        self._as_it_is = encoded and not new and options.restart is None
+        self._turbojpeg = turbojpeg.turbojpeg() if encoded and not self._as_it_is else None
+        self._restart = self._compress = None
+        if encoded and options.restart is not None:
+            # What is encoded anew gets its markers then, and so can the few images that are small enough already.
+            self._restart = turbojpeg.lossless() if new else turbojpeg.need_lossless()
+        if options.compress:
+            self._compress = pnm.compressor(options.compress)
+
+    def __call__(self, data: Buffer, claim: Callable[[int], None] = lambda size: None) -> Recoded:
+        """What is stored (`data` itself where nothing is to be done), its header, and what of it was unusual and is not
+        any more: "png", "progressive", "multi-scan", "arithmetic", "cmyk", "16-bit", "rotated", "damaged" (decoders
+        make the best of it). Raises ValueError for a bad image.
+
+        `claim` is called before anything is decoded, with about the memory in bytes that it takes until this returns.
+        """
+        try:
+            header = read_header(data)
+            if self._as_it_is and self.options.check == "header":
+                return data, header, ()
+            claim(self._memory_bytes(header))
+            if self.options.check == "decode":
+                check_image(data)
+        except MissingBackendError as error:  # of a kind that hardly anybody has: the other images need nothing
+            raise ValueError(error.message) from error
+        if self._as_it_is:
+            return data, header, ()
+        return self._recode(_Image(data, header))
+
+    def _memory_bytes(self, header: ImageHeader) -> int:
+        width, height, channels = header.width, header.height, self.options.channels or header.channels
+        pixels = decoded = width * height
+        target = self.options.target(width, height)
+        least = decoded_size(*target)
+        if header.encoding == "jpeg":
+            opening = JPEG_BYTES * pixels
+            if 2 * max(least) <= min(width, height) or self._as_it_is:
+                decoded //= 4
+        elif header.encoding == "png":
+            opening = (GREY_PNG_BYTES if header.channels == 1 else PNG_BYTES) * pixels
+        else:
+            opening = 2 * header.channels * pixels
+        if self._as_it_is:
+            return opening
+        resized = target != (width, height)
+        made = target[0] * target[1]
+        between = 4 * target[1] * width if resized else 0  # float32, scaled in height only
+        return max(opening, channels * (2 * decoded + between + (5 if resized else 2) * made))
+
+    def _recode(self, image: _Image) -> Recoded:
+        if self.options.store == "raw":
+            return self._raw(image)
+        data, unusual = self._encoded(image)
+        if self.options.restart is not None:
+            data = jpeg.note_pieces(data, jpeg.read_header(data))
+        return data, read_header(data), unusual
+
+    def _encoded(self, image: _Image) -> tuple[Buffer, tuple[str, ...]]:
+        size = self.options.target(*image.size)
+        if self.options.quality is None and size == image.size and image.is_plain_jpeg():
+            kept = self._restarted(image)
+            if kept is not None:
+                return kept, image.unusual
+        interval = self._interval(image.header.channels, *size)
+        quality = self.options.quality or DEFAULT_QUALITY
+        encoded = self._from_planes(image, size, quality, interval)
+        unusual = image.unusual
+        if encoded is None:
+            pixels, unusual = image.pixels(image.header.channels, size)
+            encoded = encode_jpeg(resize(pixels, *size), quality, interval)
+        return encoded, unusual
+
+    def _restarted(self, image: _Image) -> Buffer | None:
+        """The image with the coefficients it has; None if that cannot be."""
+        if self.options.restart is None:
+            return None if image.unusual else image.data
+        (across, down), (width, height) = image.jpeg.mcu_size(), image.jpeg[:2]
+        if image.turn != 1 and (width % across or height % down):
+            return None  # blocks at the edges are not whole
+        columns = -(-height // down) if image.turn >= 5 else -(-width // across)
+        interval = jpeg.restart_interval(columns, self.options.restart)
+        if interval == image.jpeg.restart_interval and not image.unusual:
+            return image.data
+        try:
+            return self._restart(image.data, interval, image.turn) if self._restart else None
+        except ValueError:
+            return None  # damaged
+
+    def _interval(self, channels: int, width: int, height: int) -> int:
+        if self.options.restart is None:
+            return 0
+        return jpeg.restart_interval(-(-width // (8 if channels == 1 else 16)), self.options.restart)
+
+    def _from_planes(self, image: _Image, size: tuple[int, int], quality: int, interval: int) -> bytes | None:
+        """Decode, resize and encode luma and chroma at their own resolutions: less work than by way of RGB.
+
+        None where that way is not open: without libturbojpeg, for what is no upright YCbCr, or is damaged.
+        """
+        if self._turbojpeg is None or image.jpeg is None or image.turn != 1:
+            return None
+        try:
+            planes, halved, (across, down) = self._turbojpeg.planes(image.data, decoded_size(*size))
+        except ValueError:
+            return None
+        width, height = size
+        ratio = image.jpeg.width / width / (1 << halved), image.jpeg.height / height / (1 << halved)
+        if len(planes) == 1:
+            resized = [resize(planes[0][:, :, None], width, height, ratio)[:, :, 0]]
+        else:
+            half = (width + 1) // 2, (height + 1) // 2
+            step = ratio[0] * 2 / across, ratio[1] * 2 / down  # 4:2:0: a sample of chroma stands for 2×2 pixels
+            sizes = ((2 * half[0], 2 * half[1], ratio), (*half, step), (*half, step))
+            resized = [resize(plane[:, :, None], *to)[:, :, 0] for plane, to in zip(planes, sizes, strict=True)]
+        return self._turbojpeg.compress(resized, width, height, quality, interval)
+
+    def _raw(self, image: _Image) -> Recoded:
+        options = self.options
+        size = options.target(*image.size)
+        pixels, unusual = image.pixels(options.channels or image.header.channels, size)
+        pixels = resize(pixels, *size)
+        if options.size is not None:
+            left, top = (size[0] - options.size) // 2, (size[1] - options.size) // 2
+            pixels = pixels[top : top + options.size, left : left + options.size]
+        height, width, channels = pixels.shape
+        if options.headerless:
+            return pixels.tobytes(), ImageHeader("raw", width, height, channels, 0), unusual
+        data, encoding = pnm.encode(pixels), "pnm"
+        if self._compress:
+            data, encoding = self._compress(data), f"pnm+{options.compress}"
+        return data, ImageHeader(encoding, width, height, channels, 0), unusual
+
+
+class _Image:
+    """An image to be worked on. `turn`: its EXIF orientation; `size`: width and height in pixels when upright."""
+
+    def __init__(self, data: Buffer, header: ImageHeader) -> None:
+        self.data, self.header = data, header
+        self.jpeg = jpeg.read_header(data) if header.encoding == "jpeg" else None
+        self.turn = jpeg.orientation(data, self.jpeg) if self.jpeg else 1
+        self.size = (header.height, header.width) if self.turn >= 5 else (header.width, header.height)
+        self.unusual = tuple(self._unusual())
+
+    def _unusual(self):
+        found = self.jpeg
+        if found is None:
+            if self.header.encoding == "png":
+                yield "png"
+                if png_bits(self.data) == 16:
+                    yield "16-bit"
+            return
+        if found.frame in jpeg.ARITHMETIC:
+            yield "arithmetic"
+        if found.frame in jpeg.PROGRESSIVE:
+            yield "progressive"
+        elif not found.interleaved:
+            yield "multi-scan"
+        if found.components == 4:
+            yield "cmyk"
+        if self.turn != 1:
+            yield "rotated"
+
+    def is_plain_jpeg(self) -> bool:
+        """Can it become a baseline JPEG of the same coefficients, grey or in three colours?"""
+        found = self.jpeg
+        huffman = found is not None and found.frame in (*jpeg.SEQUENTIAL, 0xC2)
+        return huffman and found.bits == 8 and found.components in (1, 3)
+
+    def pixels(self, channels: int, size: tuple[int, int]) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Upright and decoded (no smaller than it takes to resize it to `size`); what is unusual, damage among it."""
+        smallest = decoded_size(*size)
+        smallest = smallest[::-1] if self.turn >= 5 else smallest
+        if 2 * smallest[0] > self.header.width or 2 * smallest[1] > self.header.height:
+            smallest = (0, 0)  # to five eighths and more, libjpeg-turbo decodes slower than to the full size
+        unusual = self.unusual
+        try:
+            pixels = decode(self.data, channels, smallest=smallest, strict=True)
+        except ValueError:
+            pixels, unusual = decode(self.data, channels, smallest=smallest), (*unusual, "damaged")
+        return upright(pixels, self.turn), unusual
+
+
+def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """[height, width, channels] as the EXIF orientation (1 to 8) says that they are to be looked at."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    down, across = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
+    return pixels[:: -1 if down else 1, :: -1 if across else 1]

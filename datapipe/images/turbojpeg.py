@@ -1,0 +1,236 @@
+"""Work on JPEG data short of pixels: new restart markers, upright, by moving coefficients; planes in and out.
+
+Through libturbojpeg, TurboJPEG C API version 3 (libjpeg-turbo 3.0: planes; 3.1: restart markers in lossless
+transforms, too), or through the program jpegtran (any libjpeg), which costs a process for each image. What a library
+can do is tried out, not concluded from its version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DatapipeError, MissingBackendError
+from . import jpeg
+from .codec import decode, encode_jpeg
+
+Buffer = bytes | bytearray | memoryview
+# Image, restart interval in MCUs, EXIF orientation to undo -> baseline JPEG without metadata. The pixels stay.
+# Raises ValueError when the image is damaged, or cannot be turned without losing edges.
+Restart = Callable[[Buffer, int, int], bytes]
+
+COMPRESS, DECOMPRESS, TRANSFORM = range(3)  # enum TJINIT
+QUALITY, SUBSAMPLING, WIDTH, HEIGHT, COLOURS, SCANS, RESTART = 3, 4, 5, 6, 8, 13, 18  # enum TJPARAM
+PERFECT, NO_METADATA = 1 << 0, 1 << 6  # TJXOPT
+SAMP_420, SAMP_GREY = 2, 3  # enum TJSAMP
+CHROMA = (1, 1), (2, 1), (2, 2), (1, 1), (1, 2), (4, 1), (1, 4)  # by TJSAMP: pixels of a sample, across and down
+YCBCR_OR_GREY = (1, 2)  # enum TJCS
+MAX_SCANS = 500  # a progressive JPEG has about 10; thousands of empty ones would take hours
+# By EXIF orientation, 1 to 8: enum TJXOP, and the same as jpegtran's options.
+TURNS = (0, 1, 6, 2, 3, 5, 4, 7)
+OPTIONS = ("", "-flip horizontal", "-rotate 180", "-flip vertical", "-transpose", "-rotate 90", "-transverse",
+           "-rotate 270")  # fmt: skip
+
+
+class _Transform(ctypes.Structure):  # tjtransform
+    _fields_ = [
+        ("region", ctypes.c_int * 4),
+        ("op", ctypes.c_int),
+        ("options", ctypes.c_int),
+        ("data", ctypes.c_void_p),
+        ("filter", ctypes.c_void_p),
+    ]
+
+
+class _Factor(ctypes.Structure):  # tjscalingfactor
+    _fields_ = [("numerator", ctypes.c_int), ("denominator", ctypes.c_int)]
+
+
+class _Handle:
+    """A TurboJPEG instance: for one thread at a time."""
+
+    def __init__(self, library: ctypes.CDLL, kind: int) -> None:
+        self.library, self.pointer = library, library.tj3Init(kind)
+        if not self.pointer:
+            raise MemoryError("tj3Init failed")
+
+    def __call__(self, function: str, *arguments) -> None:
+        if getattr(self.library, function)(self.pointer, *arguments):
+            raise ValueError(self.library.tj3GetErrorStr(self.pointer).decode(errors="replace"))
+
+    def __del__(self) -> None:
+        if self.pointer:
+            self.library.tj3Destroy(self.pointer)
+
+
+class TurboJpeg:
+    """libturbojpeg. Thread-safe; its functions run without the interpreter's lock.
+
+    Raises OSError or AttributeError when `path` is no libturbojpeg with the API's version 3.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._library = library = ctypes.CDLL(path)
+        pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        for name, result, *arguments in (
+            ("tj3Init", pointer, number),
+            ("tj3Destroy", None, pointer),
+            ("tj3Free", None, pointer),
+            ("tj3GetErrorStr", ctypes.c_char_p, pointer),
+            ("tj3Set", number, pointer, number, number),
+            ("tj3Get", number, pointer, number),
+            ("tj3SetScalingFactor", number, pointer, _Factor),
+            ("tj3YUVPlaneWidth", number, number, number, number),
+            ("tj3YUVPlaneHeight", number, number, number, number),
+            ("tj3DecompressHeader", number, pointer, pointer, size),
+            ("tj3DecompressToYUVPlanes8", number, pointer, pointer, size, pointer, pointer),
+            ("tj3CompressFromYUVPlanes8", number, pointer, pointer, number, pointer, number, pointer, pointer),
+            ("tj3Transform", number, pointer, pointer, size, number, pointer, pointer, pointer),
+        ):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self._threads = threading.local()
+
+    def restart(self, data: Buffer, interval: int, orientation: int) -> bytes:
+        """A `Restart`."""
+        handle, source = self._handle(TRANSFORM), np.frombuffer(data, np.uint8)
+        handle("tj3Set", RESTART, interval)
+        transform = _Transform(op=TURNS[orientation - 1], options=PERFECT | NO_METADATA)
+        return self._output(handle, "tj3Transform", source.ctypes.data, len(source), 1, last=ctypes.byref(transform))
+
+    def planes(self, data: Buffer, smallest: tuple[int, int]) -> tuple[list[np.ndarray], int, tuple[int, int]]:
+        """The planes (Y, or Y, Cb, Cr) as they are stored, uint8[height, width] each; how often they were halved, and
+        how many pixels across and down a sample of chroma stands for.
+
+        `smallest` (width, height): as in `image.decode`. Planes may be a sample larger than the image. Raises
+        ValueError when the JPEG is damaged, or holds no YCbCr or grey.
+        """
+        handle, source = self._handle(DECOMPRESS), np.frombuffer(data, np.uint8)
+        get, pointer = self._library.tj3Get, handle.pointer
+        handle("tj3DecompressHeader", source.ctypes.data, len(source))
+        sampling, width, height = (get(pointer, name) for name in (SUBSAMPLING, WIDTH, HEIGHT))
+        if sampling < 0 or get(pointer, COLOURS) not in YCBCR_OR_GREY:
+            raise ValueError("neither YCbCr nor grey, or of unknown subsampling")
+        enough = (n for n in (3, 2, 1) if width >> n >= smallest[0] > 0 and height >> n >= smallest[1] > 0)
+        halved = next(enough, 0)
+        handle("tj3SetScalingFactor", _Factor(1, 1 << halved))
+        width, height = -(-width >> halved), -(-height >> halved)
+        plane_size = self._library.tj3YUVPlaneHeight, self._library.tj3YUVPlaneWidth
+        planes = [
+            np.empty([size(i, n, sampling) for size, n in zip(plane_size, (height, width), strict=True)], np.uint8)
+            for i in range(1 if sampling == SAMP_GREY else 3)
+        ]
+        handle("tj3DecompressToYUVPlanes8", source.ctypes.data, len(source), _pointers(planes), None)
+        return planes, halved, CHROMA[sampling]
+
+    def compress(self, planes: list[np.ndarray], width: int, height: int, quality: int, interval: int) -> bytes:
+        """Y, or Y, Cb, Cr subsampled 4:2:0, as a baseline JPEG. In colour, Y has an even width and height."""
+        handle = self._handle(COMPRESS)
+        handle("tj3Set", QUALITY, quality)
+        handle("tj3Set", SUBSAMPLING, SAMP_GREY if len(planes) == 1 else SAMP_420)
+        handle("tj3Set", RESTART, interval)
+        planes = [np.ascontiguousarray(plane) for plane in planes]
+        return self._output(handle, "tj3CompressFromYUVPlanes8", _pointers(planes), width, None, height)
+
+    def _handle(self, kind: int) -> _Handle:
+        handles = self._threads.__dict__
+        if kind not in handles:
+            handles[kind] = _Handle(self._library, kind)
+            if kind != COMPRESS:
+                handles[kind]("tj3Set", SCANS, MAX_SCANS)
+        return handles[kind]
+
+    def _output(self, handle: _Handle, function: str, *arguments, last: object = None) -> bytes:
+        """Call what writes a JPEG into memory that the library allocates."""
+        memory, size = ctypes.c_void_p(), ctypes.c_size_t()
+        try:
+            rest = () if last is None else (last,)
+            handle(function, *arguments, ctypes.byref(memory), ctypes.byref(size), *rest)
+            return ctypes.string_at(memory, size.value)
+        finally:
+            self._library.tj3Free(memory)
+
+
+def _pointers(planes: list[np.ndarray]) -> ctypes.Array:
+    return (ctypes.c_void_p * 3)(*(plane.ctypes.data for plane in planes))
+
+
+def jpegtran(program: str) -> Restart:
+    def restart(data: Buffer, interval: int, orientation: int) -> bytes:
+        # Files in memory and posix_spawn: no pipes to serve, and a third of subprocess.run's time in Python.
+        command = [program, "-copy", "none", "-perfect", "-restart", f"{interval}B", *OPTIONS[orientation - 1].split()]
+        given, made, silence = os.memfd_create("jpeg"), os.memfd_create("jpeg"), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.write(given, data)
+            os.lseek(given, 0, os.SEEK_SET)
+            streams = [(os.POSIX_SPAWN_DUP2, fd, i) for i, fd in enumerate((given, made, silence))]
+            child = os.posix_spawn(program, command, os.environ, file_actions=streams)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code < 0:
+                raise DatapipeError(f"was ended by signal {-code}", path=program)
+            if code:  # 2: it warns of damage
+                raise ValueError("jpegtran cannot read it, or not without damage")
+            return os.pread(made, os.fstat(made).st_size, 0)
+        finally:
+            for fd in (given, made, silence):
+                os.close(fd)
+
+    return restart
+
+
+@lru_cache(1)
+def turbojpeg() -> TurboJpeg | None:
+    """The first libturbojpeg that has the API's version 3 and writes restart markers: conda's, the linker's, pip's."""
+    bundled = Path(sysconfig.get_path("platlib")).glob("turbojpeg.libs/libturbojpeg-*.so*")
+    for path in (Path(sys.prefix, "lib", "libturbojpeg.so.0"), "libturbojpeg.so.0", *bundled):
+        try:
+            library = TurboJpeg(str(path))
+            planes = [np.tile(np.arange(n, dtype=np.uint8) * 3, (n, 1)) for n in (32, 16, 16)]
+            plain, marked = (library.compress(planes, 32, 32, 90, interval) for interval in (0, 1))
+            if _same(plain, marked):
+                return library
+        except (OSError, AttributeError, ValueError):
+            continue
+    return None
+
+
+@lru_cache(1)
+def lossless() -> Restart | None:
+    """What writes restart markers without a loss here: libturbojpeg, jpegtran, or nothing."""
+    library, program = turbojpeg(), shutil.which("jpegtran")
+    restarts = ([library.restart] if library else []) + ([jpegtran(program)] if program else [])
+    tile = np.add.outer(np.arange(32), np.arange(32)).astype(np.uint8)
+    plain = encode_jpeg(np.stack([tile * 3, tile * 2, tile], axis=-1), 90)
+    for restart in restarts:
+        try:
+            if _same(plain, restart(plain, 1, 1)):
+                return restart
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def need_lossless() -> Restart:
+    """`lossless`. Raises MissingBackendError."""
+    restart = lossless()
+    if restart is None:
+        raise MissingBackendError(
+            "restart markers without re-encoding need libturbojpeg 3.1 or newer (conda install -c conda-forge "
+            "libjpeg-turbo) or the program jpegtran (apt install libjpeg-turbo-progs); or give a quality to re-encode"
+        )
+    return restart
+
+
+def _same(plain: bytes, marked: bytes) -> bool:
+    """Did `plain` get restart markers after each MCU, and nothing else?"""
+    marks = jpeg.read_header(marked).restart_interval == 1 and b"\xff\xd0" in marked
+    return marks and np.array_equal(decode(plain, 3), decode(marked, 3))

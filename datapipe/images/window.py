@@ -1,0 +1,138 @@
+"""Decode only what a crop needs: windows cut out of a JPEG's bytes, and smaller scales.
+
+A JPEG with restart markers (ITU-T T.81, E.1.4) is a row of pieces that are decoded independently. Where the pieces
+divide the rows of MCUs, those that cover a crop are a JPEG themselves: the same header with another width and height,
+and the markers numbered anew. Any decoder takes it.
+
+Pixels are the same as of a whole decode: decoders interpolate chroma from the neighbouring sample, so a window covers
+one pixel more than the crop on each side.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from . import jpeg
+from .codec import MAX_PIXELS, Buffer, decode, decode_jpeg
+
+MARGIN = 1  # pixels: libjpeg's "fancy upsampling" takes the next sample of chroma, and no more
+NARROW = 2  # samples of chroma across: libjpeg interpolates nothing in an image as narrow as that
+Box = tuple[int, int, int, int]  # left, top, width, height in pixels
+
+
+class Window(NamedTuple):
+    """A JPEG file of a part of an image."""
+
+    data: Buffer
+    left: int  # where its corner lies in the image, pixels
+    top: int
+    width: int
+    height: int
+    ends_late: bool = False  # behind the last row that is wanted there is more, which decoders call extraneous
+    scalable: bool = True  # by the DCT: chroma that is halved in one direction alone loses the other there, too
+
+
+class Decoded(NamedTuple):
+    pixels: np.ndarray  # uint8[H, W, C]
+    box: Box  # where the box that was asked for lies in them
+
+
+def check_size(width: int, height: int, expected: tuple[int, int]) -> None:
+    """Raise ValueError unless an image has the width and height (pixels) that its window was drawn for."""
+    if (width, height) != expected:
+        raise ValueError(f"has {width}×{height} pixels, and the index says {expected[0]}×{expected[1]}")
+
+
+def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
+    """The least that can be cut out of a JPEG without decoding, and covers what of `box` lies in the image.
+
+    Without usable restart markers that is, of a baseline JPEG, all but the rows of MCUs below the box; anything else
+    stays whole. `size`: the image's width and height, for which `box` was drawn. Raises ValueError when the header is
+    damaged, or gives another size.
+    """
+    header = jpeg.read_header(data)
+    if size is not None:
+        check_size(header.width, header.height, size)
+    if header.width * header.height > MAX_PIXELS:
+        raise ValueError(f"{header.width}×{header.height} pixels are out of range (1 to {MAX_PIXELS})")
+    mcu_width, mcu_height = header.mcu_size()
+    scalable = mcu_width == mcu_height
+    whole = Window(data, 0, 0, header.width, header.height, scalable=scalable)
+    if header.frame not in jpeg.SEQUENTIAL or not header.interleaved or header.components not in (1, 3):
+        return whole
+    columns, rows = -(-header.width // mcu_width), -(-header.height // mcu_height)
+    left, top, width, height = box
+    row, end_row = _covering(top, height, mcu_height, rows)
+    bottom = min(header.height, end_row * mcu_height)
+    if header.restart_interval and columns % header.restart_interval == 0:
+        per_row, piece_width = columns // header.restart_interval, header.restart_interval * mcu_width
+        first, end = _covering(left, width, piece_width, per_row)
+        if first and header.width - first * piece_width <= NARROW * mcu_width // 8:
+            first -= 1
+        if (end - first, end_row - row) == (per_row, rows):
+            return whole
+        if (ends := jpeg.piece_ends(data, header, per_row * rows)) is not None:
+            x, y = first * piece_width, row * mcu_height
+            size = min(header.width, end * piece_width) - x, bottom - y
+            pieces = [(number + first, number + end) for number in range(row * per_row, end_row * per_row, per_row)]
+            return Window(_join(data, header, size, pieces, ends), x, y, *size, scalable=scalable)
+    if bottom == header.height:
+        return whole
+    at = header.frame_at + 5
+    lowered = b"".join((data[:at], bottom.to_bytes(2, "big"), data[at + 2 :]))
+    return Window(lowered, 0, 0, header.width, bottom, True, scalable)
+
+
+def _covering(start: int, length: int, unit: int, count: int) -> tuple[int, int]:
+    """The first of `count` units, and the one behind the last, that cover a line with its margin."""
+    first = min(max(0, start - MARGIN) // unit, count - 1)
+    return first, max(first + 1, min(count, -(-(start + length + MARGIN) // unit)))
+
+
+def _join(data: Buffer, header: jpeg.JpegHeader, size: tuple[int, int], rows: list[tuple[int, int]], ends: list[int]):
+    """A JPEG file of some pieces of each of `rows`: the first, and the one behind the last."""
+    at, view = header.frame_at + 5, memoryview(data)
+    parts = [view[:at], struct.pack(">HH", size[1], size[0]), view[at + 4 : header.scan_at]]
+    length, places = header.scan_at, []
+    for first, end in rows:
+        start = ends[first - 1] + 2 if first else header.scan_at
+        stop = ends[end - 1] + 2
+        parts.append(view[start:stop])
+        moved = length + 1 - start
+        places += [place + moved for place in ends[first:end]]
+        length += stop - start
+    joined, number = bytearray().join(parts), 0
+    for place in places:
+        joined[place] = jpeg.RST0 | number
+        number = number + 1 & 7
+    joined[-1] = jpeg.EOI
+    return joined
+
+
+def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: int, out: memoryview) -> Decoded:
+    """Decode a window that was cut out of `data`.
+
+    `box` is the one it was cut for; `scale` 2, 4 or 8: decode at 1/2, 1/4 or 1/8 (by libjpeg-turbo, in the DCT's
+    domain), where the box is on multiples of that. `out` is used for the pixels where it is large enough. Raises
+    ValueError.
+    """
+    scale = scale if window.scalable else 1
+    fits = window.width * window.height * channels <= len(out)
+    smallest = (-(-window.width // scale), -(-window.height // scale)) if scale > 1 else (0, 0)
+    try:
+        pixels = decode_jpeg(
+            window.data,
+            channels,
+            smallest=smallest,
+            factor=scale,
+            strict=not window.ends_late,
+            out=out if fits else None,
+        )
+    except ValueError:  # damaged, or of a kind that libjpeg-turbo has no RGB for: the best is made of the whole
+        return Decoded(decode(data, channels), box)
+    left, top, width, height = box
+    left, top = left - window.left, top - window.top
+    return Decoded(pixels, (left // scale, top // scale, width // scale, height // scale))

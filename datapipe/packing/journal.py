@@ -1,0 +1,87 @@
+"""What is known of the shards that are finished: a small file each, so that a pack continues where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..dataset.index import RECORD
+from ..dataset.manifest import FileInfo, ShardInfo
+from ..errors import ManifestError
+from ..fsio import UNREADABLE, atomic_write
+
+
+@dataclass(frozen=True)
+class BadSample:
+    number: int  # in the plan's order of the shard
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PackedShard:
+    """`info` is None when every sample was bad: then there is no file."""
+
+    number: int  # in the plan of the split
+    info: ShardInfo | None
+    sidecars: list[FileInfo]
+    records: np.ndarray  # RECORD[good samples]
+    channels: int
+    source_bytes: int  # of the good samples' images before they were re-encoded
+    converted: dict[str, int] = field(default_factory=dict)
+    bad: list[BadSample] = field(default_factory=list)
+
+
+class Journal:
+    """The finished shards of one split."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, shard: PackedShard) -> None:
+        head = {
+            "info": shard.info and shard.info.model_dump(),
+            "sidecars": [sidecar.model_dump() for sidecar in shard.sidecars],
+            "channels": shard.channels,
+            "source_bytes": shard.source_bytes,
+            "converted": shard.converted,
+            "bad": [vars(bad) for bad in shard.bad],
+        }
+        with atomic_write(self._path(shard.number), alone=False) as file:
+            np.savez(file, records=shard.records, head=np.frombuffer(json.dumps(head).encode(), np.uint8))
+
+    def read(self, number: int) -> PackedShard | None:
+        """None for a shard that is not finished. Raises ManifestError."""
+        path = self._path(number)
+        try:
+            with np.load(path, allow_pickle=False) as content:
+                head, records = json.loads(content["head"].tobytes()), content["records"]
+            if records.dtype != RECORD:
+                raise ManifestError("was written by another version; --overwrite begins again", path=path)
+            head["info"] = head["info"] and ShardInfo(**head["info"])
+            head["sidecars"] = [FileInfo(**sidecar) for sidecar in head["sidecars"]]
+            head["bad"] = [BadSample(**bad) for bad in head["bad"]]
+            return PackedShard(number=number, records=records, **head)
+        except FileNotFoundError:
+            return None
+        except (*UNREADABLE, TypeError) as error:
+            raise ManifestError(f"cannot be read: {error}", path=path) from error
+
+    def finished(self, numbers: Iterable[int], folder: Path) -> set[int]:
+        """Those shards that need no more work: in the journal, and their files in `folder`."""
+        return {number for number in numbers if (shard := self.read(number)) and _is_there(folder, shard)}
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06}.npz"
+
+
+def _is_there(folder: Path, shard: PackedShard) -> bool:
+    files = shard.sidecars if shard.info is None else [shard.info, *shard.sidecars]
+    try:
+        return all((folder / file.name).stat().st_size == file.size_bytes for file in files)
+    except FileNotFoundError:
+        return False

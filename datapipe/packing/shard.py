@@ -1,0 +1,212 @@
+"""One shard being written, under a temporary name until it is complete."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from ..dataset.index import ENCODINGS, RECORD, pack_record
+from ..dataset.manifest import FileInfo, ShardInfo
+from ..errors import SettingError, SourceError
+from ..formats import Buffer, shard_format
+from ..fsio import atomic_write, checksum, named, partial_path, sync_folder
+from ..images.codec import ImageHeader
+from ..sources import Samples
+from .journal import BadSample, PackedShard
+
+logger = logging.getLogger(__name__)
+
+MAX_PIECES = 1024  # IOV_MAX of Linux (limits.h)
+
+
+class Stopped(Exception):
+    """In a thread: the main thread wants no more."""
+
+
+@dataclass(frozen=True, eq=False)  # one is only equal to itself
+class ShardTask:
+    folder: Path
+    number: int
+    format: str
+    keys: Sequence[str]  # of all samples
+    samples: Samples
+    which: np.ndarray  # int64: the samples of this shard
+
+    @cached_property  # Path's arithmetic takes as long as writing an image
+    def path(self) -> Path:
+        return self.folder / f"shard-{self.number:06}{shard_format(self.format).SUFFIX}"
+
+
+class Good(NamedTuple):
+    sample: int
+    data: Buffer
+    header: ImageHeader
+    source_bytes: int
+    converted: Sequence[str]
+    checksum: int
+
+
+class Shard:
+    """A shard being written. `place` is called by one thread at a time, in the shard's order; `write` by any."""
+
+    def __init__(self, task: ShardTask) -> None:
+        self.task = task
+        self.ready: dict[int, Any] = {}  # what is to be placed, by its first sample
+        self.head = 0  # the sample whose turn it is
+        self.placing = False
+        self.left = len(task.which)  # samples not written yet
+        self._partial = partial_path(task.path)
+        self._fd = -1
+        self._position = 0
+        self._digest = xxhash.xxh3_128()
+        self._records = bytearray()  # of RECORD, packed
+        self._channels = 1
+        self._source_bytes = 0
+        self._converted: Counter[str] = Counter()
+        self._bad: list[BadSample] = []
+
+    def place(self, images: Sequence[Good | BadSample]) -> tuple[int, list[Buffer]]:
+        """Lay out the next samples: where in the file, and what goes there."""
+        pieces: list[Buffer] = []
+        if self._fd < 0:
+            self._writer = shard_format(self.task.format).Writer()
+            with named(self._partial):
+                self._fd, self._partial = _open_alone(self._partial)
+            pieces.append(self._writer.head)
+        samples, keys = self.task.samples, self.task.keys
+        for image in images:
+            if isinstance(image, BadSample):
+                self._bad.append(image)
+                continue
+            sample, data, header, source_bytes, converted, checksum = image
+            label = int(samples.labels[sample])
+            try:
+                pieces += self._writer.add(keys[sample], label, data, header)
+            except ValueError as error:
+                path = samples.where(sample)
+                raise SourceError(f"cannot be packed into {self.task.format}: {error}", path=path) from error
+            self._records += pack_record(
+                0, len(data), self.task.number, label, checksum,
+                header.width, header.height, header.restart_interval, ENCODINGS.index(header.encoding)
+            )  # fmt: skip
+            self._channels |= header.channels  # 1 | 3 is 3
+            self._source_bytes += source_bytes
+            if converted:
+                self._converted.update(converted)
+        position = self._position
+        self._position += sum(map(len, pieces))
+        update = self._digest.update
+        for piece in pieces:
+            update(piece)
+        return position, pieces
+
+    def write(self, position: int, pieces: Sequence[Buffer]) -> None:
+        with named(self._partial):
+            write_at(self._fd, position, pieces)
+
+    def finish(self, stop: threading.Event, begin: Callable[[], None] = lambda: None) -> PackedShard:
+        """Complete the file and give it its name. Called once, when everything is written.
+
+        `begin` is called before each step that may take long on a slow disk, but must not hang.
+        """
+        path, sidecars, info = self.task.path, [], None
+        records = np.frombuffer(bytearray(self._records), RECORD)
+        if len(records):
+            finished = self._writer.finish()
+            records["offset"] = finished.offsets
+            size = self._position + len(finished.tail)
+            with named(self._partial):
+                write_at(self._fd, self._position, [finished.tail])
+                for position, content in finished.patches.items():
+                    write_at(self._fd, position, [content])
+                begin()
+                os.fsync(self._fd)
+                begin()
+                self._digest.update(finished.tail)
+                digest = checksum(self._partial) if finished.patches else self._digest.hexdigest()
+                if os.fstat(self._fd).st_size != size:
+                    raise OSError(errno.EIO, f"the file does not have the {size} bytes that were written")
+                if stop.is_set():
+                    raise Stopped
+                begin()
+                os.replace(self._partial, path)
+                sync_folder(path.parent)
+            info = ShardInfo(name=path.name, num_samples=len(records), size_bytes=size, xxh3_128=digest)
+            for suffix, content in finished.sidecars.items():
+                with atomic_write(path.with_suffix(suffix), alone=self._partial == partial_path(path)) as file:
+                    file.write(content)
+                sidecars.append(file_info(path.with_suffix(suffix)))
+        else:
+            self._partial.unlink()
+        os.close(self._fd)
+        self._fd = -1
+        self._bad.sort(key=lambda bad: bad.number)
+        converted = dict(sorted(self._converted.items()))
+        return PackedShard(
+            self.task.number, info, sidecars, records, self._channels, self._source_bytes, converted, self._bad
+        )
+
+    def abandon(self, close: bool) -> None:
+        """Remove what is not finished. A thread that hangs may yet write: then its descriptor must stay ours."""
+        if self._fd >= 0:
+            try:
+                self._partial.unlink(missing_ok=True)
+            except OSError as error:  # what went wrong before is what matters
+                logger.warning("%s cannot be removed: %s", self._partial, error.strerror)
+            if close:
+                os.close(self._fd)
+
+
+def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> None:
+    """Write all pieces one behind another, from `position` on."""
+    for first in range(0, len(pieces), MAX_PIECES):
+        group = pieces[first : first + MAX_PIECES]
+        expected = sum(map(len, group))
+        written = os.pwritev(fd, group, position)
+        if written < expected:  # by a signal, or a disk that is filling up: the next attempt says why
+            rest = memoryview(b"".join(group))[written:]
+            at = position + written
+            while rest:
+                count = os.pwrite(fd, rest, at)
+                rest, at = rest[count:], at + count
+        position += expected
+
+
+def file_info(path: Path) -> FileInfo:
+    return FileInfo(name=path.name, size_bytes=path.stat().st_size, xxh3_128=checksum(path))
+
+
+def _open_alone(path: Path) -> tuple[int, Path]:
+    """Open a temporary file for writing, empty, and for this process only; return its descriptor and its path.
+
+    Where files cannot be locked, that is one beside `path`, which no other process knows. Raises SettingError when
+    another process has it.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)  # of a link: not ours
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise SettingError(f"OUT: another process is writing {path}; is a task running twice?") from error
+        except OSError:  # a filesystem without locks: `locked` has warned
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            path = partial_path(path.with_name(path.name[1:].removesuffix(".partial")), alone=False)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), path
+        if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+            os.ftruncate(fd, 0)
+            return fd, path
+        os.close(fd)  # in between the other process gave the file its final name

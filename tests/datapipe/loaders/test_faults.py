@@ -1,0 +1,500 @@
+"""A loader on data and filesystems that fail, in processes that break off, fork, and come back two hundred times."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datapipe.dataset import DataSet, shard_reader
+from datapipe.errors import DatapipeError, DecodeError, SettingError, ShardCorruptError, ShardReadError
+from datapipe.loaders import open_loader, threaded, threads
+from datapipe.packing import PackOptions, pack
+
+BACKENDS = ["cpu", "dali"]
+try:
+    import nvidia.dali  # noqa: F401
+except ImportError:
+    BACKENDS.remove("dali")
+
+
+@pytest.fixture
+def copied(tmp_path, packed_folders) -> Path:
+    """A data set of 61 images in tar shards, to be spoilt."""
+    return shutil.copytree(packed_folders["tar"] / "train", tmp_path / "copy")
+
+
+def place(folder: Path, sample: int) -> tuple[str, int, int, str]:
+    """Shard, offset, size and key."""
+    with DataSet(folder) as data_set:
+        record = data_set.index[sample]
+        shard = data_set.manifest.shards[record["shard"]].name
+        return shard, int(record["offset"]), int(record["size"]), data_set.key(sample)
+
+
+def spoil(folder: Path, sample: int) -> str:
+    """Flip a bit in the middle of a sample's bytes; return its key."""
+    shard, offset, size, key = place(folder, sample)
+    with open(folder / shard, "r+b") as file:
+        file.seek(offset + size // 2)
+        byte = file.read(1)[0]
+        file.seek(offset + size // 2)
+        file.write(bytes([byte ^ 8]))
+    return key
+
+
+# --- bad samples ---
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_samples_under_the_budget_are_named_and_masked(copied, backend, caplog):
+    keys = {sample: spoil(copied, sample) for sample in (3, 40)}
+    with open_loader(copied, 61, backend=backend, size=24, max_bad=2, train=False) as loader:
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            ((batch),) = loader
+            assert batch.valid.tolist() == [sample not in keys for sample in range(61)]
+            assert not batch.images[~batch.valid].any() and batch.samples.tolist() == list(range(61))
+    told = [record.getMessage() for record in caplog.records if "bad sample" in record.getMessage()]
+    assert len(told) == 2  # once each, in two epochs
+    for key in keys.values():
+        assert any(f"key {key}: " in line and "rank 0" in line for line in told)
+    with (
+        open_loader(copied, 61, backend=backend, size=24, max_bad=1, train=False) as loader,
+        pytest.raises(ShardCorruptError, match="not the ones that were packed"),
+    ):
+        list(loader)
+
+
+def test_an_image_that_cannot_be_decoded_counts_as_bad(tmp_path, photo, encoded):
+    good = encoded(photo(64, 64, 1))
+    scan = good.index(b"\xff\xda")
+    broken = good[:scan] + b"\xff\xda\x00\x0c\x03\x01\x77\x02\x77\x03\x77\x00\x3f\x00" + bytes(20) + b"\xff\xd9"
+    for i in range(6):
+        path = tmp_path / "raw" / "a" / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(broken if i == 2 else good)
+    pack(tmp_path / "raw", tmp_path / "out", PackOptions(workers=1))
+    for backend in BACKENDS:
+        with open_loader(tmp_path / "out" / "train", 2, backend=backend, size=24, max_bad=1) as loader:
+            for _ in range(2):
+                batches = list(loader)
+                assert sum(int(batch.valid.sum()) for batch in batches) == 5
+                for batch in batches:
+                    assert not batch.images[~batch.valid].any() and batch.images[batch.valid].flatten(1).any(1).all()
+        with (
+            open_loader(tmp_path / "out" / "train", 6, backend=backend, size=24) as loader,
+            pytest.raises(DecodeError, match="key a/2: "),
+        ):
+            list(loader)
+
+
+# --- filesystems that fail ---
+
+
+@pytest.fixture
+def slow(mounted, packed_folders):
+    """The data set on a filesystem without faults yet."""
+    mounted.calm()
+    target = mounted.backing / "data"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(packed_folders["tar"] / "train", target)
+    try:
+        yield mounted
+    finally:
+        mounted.calm()
+
+
+@pytest.mark.parametrize("error", ["EIO", "ESTALE"])
+@pytest.mark.parametrize("order", ["full", "blocks"])
+def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, caplog, monkeypatch):
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.01)
+    shard, offset, size, _ = place(slow.backing / "data", 30)
+    with open_loader(slow.path / "data", 10, size=24, order=order, retries=2) as loader:
+        slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:{error}"])
+        with pytest.raises(ShardReadError) as caught:
+            list(loader)
+    message = str(caught.value)
+    assert shard in message and ", key " in message and os.strerror(getattr(shard_reader.errno, error)) in message
+    assert "bytes at " in message and "tried 3 times" in message and str(slow.path / "data") in message
+    assert sum("trying again" in record.getMessage() for record in caplog.records) >= 2
+
+
+@pytest.mark.parametrize("fault", ["read:*/{shard}:@{place}:EIO", "read:*/{shard}:@{place}:ESTALE",
+                                   "open:*/{shard}:1+:ESTALE", "open:*/{shard}:1+:EIO"])  # fmt: skip
+def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
+    """As long as a file server's failover, by default; and whoever waits is told what for."""
+    monkeypatch.setattr(threads, "TELL_S", 0.5)
+    shard, offset, size, _ = place(slow.backing / "data", 30)
+    with open_loader(slow.path / "data", 61, size=24) as loader:
+        slow.set(faults=[fault.format(shard=shard, place=offset + size // 2)])
+        passing = threading.Timer(2.0, slow.calm)
+        passing.start()
+        ((batch),) = loader
+        passing.join()
+    assert batch.valid.all()
+    said = [record.getMessage() for record in caplog.records]
+    pauses = [line for line in said if "trying again in" in line]
+    assert str(slow.path / "data" / shard) in pauses[0] and pauses[0].endswith("try 1 of 10, trying again in 0.1 s")
+    assert 4 <= len(pauses) <= 7, pauses  # 0.1, 0.2, 0.4, 0.8 and 1.6 s
+    assert any("it is being tried again" in line and shard in line for line in said)
+
+
+def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypatch):
+    """Each sample but those of the first batches, before it is read."""
+    told, reads, read = [], [], shard_reader.ShardReader.read
+
+    def slowly(reader, shard, offset, size):
+        time.sleep(0.05)
+        reads.append((shard, offset, (shard, offset) in told))
+        return read(reader, shard, offset, size)
+
+    def note(reader, shard, offset, size):
+        assert size > 0
+        told.append((shard, offset))
+
+    monkeypatch.setattr(shard_reader.ShardReader, "read", slowly)
+    monkeypatch.setattr(shard_reader.ShardReader, "will_read", note)
+    for share, fewest, most in ((threaded.SLOW_SHARE, 60 - 5 * 4, 60), (1.1, 0, 0)):
+        monkeypatch.setattr(threaded, "SLOW_SHARE", share)
+        told.clear()
+        reads.clear()
+        with open_loader(packed_folders["tar"] / "train", 4, size=64, threads=2) as loader:
+            assert sum(len(batch.labels) for batch in loader) == 60
+        assert len(reads) == 60 and fewest <= len(told) <= most
+        assert sum(was_told for *_, was_told in reads) == len(told)
+
+
+def test_hints_do_no_harm(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 9000)
+    for io in shard_reader.IOS:
+        reader = shard_reader.ShardReader([tmp_path / "a"], io)
+        reader.will_read(0, 0, 9000)  # not open yet
+        assert bytes(reader.read(0, 10, 5)) == b"xxxxx"
+        reader.will_read(0, 100, 1 << 40)
+        reader.close()
+
+
+def test_a_shard_that_is_cut_short_in_mid_epoch_is_named(copied, monkeypatch):
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.001)
+    with open_loader(copied, 4, size=24, train=False) as loader:
+        batches = iter(loader)
+        next(batches)
+        for path in copied.glob("*.tar"):
+            os.truncate(path, 600)
+        message = r"\.tar.*truncated: \d+ bytes at \d+ end after \d+ \(tried 10 times\)"
+        with pytest.raises(ShardReadError, match=message):
+            list(batches)
+
+
+def test_a_shard_that_disappears_is_named(copied, monkeypatch):
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0.001)
+    with open_loader(copied, 4, size=24) as loader:
+        for path in copied.glob("*.tar"):
+            path.unlink()
+        with pytest.raises(ShardReadError, match=r"\.tar.*is missing, and with it \d+ bytes at \d+ \(tried 10 times\)"):
+            list(loader)
+
+
+def test_a_read_that_stalls_is_told_of(slow, caplog, monkeypatch):
+    monkeypatch.setattr(threads, "TELL_S", 0.3)
+    shard, offset, size, _ = place(slow.backing / "data", 30)
+    with open_loader(slow.path / "data", 61, size=24) as loader:
+        slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=2"])
+        ((batch),) = loader
+    assert batch.valid.all()
+    told = [record.getMessage() for record in caplog.records if "has not answered for" in record.getMessage()]
+    # On a busy machine another read may take 0.3 s, too.
+    assert any(shard in line for line in told) and all(str(slow.path / "data") in line for line in told)
+
+
+HANGING = """
+import sys
+from datapipe.loaders import open_loader
+with open_loader(sys.argv[1], 61, size=24, timeout_s=2) as loader:
+    list(loader)
+"""
+
+
+def test_a_read_that_hangs_ends_the_job(slow):
+    """A thread in a read that never returns keeps neither the loop nor the process."""
+    shard, offset, size, _ = place(slow.backing / "data", 30)
+    slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=20"])
+    child = subprocess.Popen(
+        [sys.executable, "-c", HANGING, str(slow.path / "data")], stderr=subprocess.PIPE, text=True
+    )
+    began, said = time.monotonic(), ""
+    for line in child.stderr:
+        said += line
+        if "timeout_s=2" in line:
+            break
+    assert time.monotonic() - began < 15, "it waited for the read"
+    assert shard in said and "has not answered for 2 s" in said and "DatapipeError" in said
+    slow.calm()  # FUSE keeps a killed process until it is answered
+    assert child.wait(60) == 1
+    child.stderr.close()
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from datapipe.loaders import open_loader
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 * 24 * 24, 2))
+folder = sys.argv[1] if rank == 1 else sys.argv[2]
+with open_loader(folder, 4, size=24, rank=rank, world_size=2, retries=0, train=False) as loader:
+    for batch in loader:
+        model(batch.images.flatten(1).float()).sum().backward()
+"""
+
+
+def test_when_one_rank_fails_the_others_end(copied, packed_folders, tmp_path):
+    key = spoil(copied, 45)  # sample 45 is rank 1's
+    (tmp_path / "child.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(tmp_path / "child.py"), str(copied), str(packed_folders["tar"] / "train")]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1
+    assert f"key {key}: " in done.stderr and "not the ones that were packed" in done.stderr
+
+
+# --- ways of reading ---
+
+
+@pytest.mark.parametrize("io", ["mmap", "direct"])
+@pytest.mark.parametrize("order", ["full", "blocks"])
+def test_ways_of_reading_give_the_same(packed_folders, io, order):
+    folder = packed_folders["lmdb"] / "train"
+    found = []
+    for way in ("cached", io):
+        with open_loader(folder, 61, size=24, io=way, order=order) as loader:
+            found.append([batch.images.numpy().copy() for batch in loader])
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("io", shard_reader.IOS)
+def test_a_reader_against_the_file(tmp_path, io):
+    content = np.random.default_rng(0).integers(0, 256, 100_001, np.uint8).tobytes()
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "empty").write_bytes(b"")
+    reader = shard_reader.ShardReader([tmp_path / "a", tmp_path / "empty", tmp_path / "none"], io)
+    for offset, size in ((0, 1), (0, 100_001), (4095, 2), (4096, 4096), (99_999, 2), (12_345, 70_000)):
+        assert bytes(reader.read(0, offset, size)) == content[offset : offset + size]
+    with pytest.raises(ShardReadError, match="truncated: 10 bytes at 99999 end after 2"):
+        reader.read(0, 99_999, 10)
+    with pytest.raises(ShardReadError, match="empty"):
+        reader.read(1, 0, 1)
+    with pytest.raises(ShardReadError, match="is missing"):
+        reader.read(2, 0, 1)
+    assert reader.oldest() is None
+    reader.close()
+    reader.close()
+
+
+def test_direct_reads_leave_the_page_cache_alone_or_say_so(tmp_path, caplog):
+    """/dev/shm may have no O_DIRECT: then reads go through the cache, with a warning."""
+    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
+    path = folder / f"datapipe-test-{os.getpid()}"
+    path.write_bytes(b"x" * 5000)
+    try:
+        reader = shard_reader.ShardReader([path], "direct")
+        assert bytes(reader.read(0, 4000, 1000)) == b"x" * 1000
+        reader.close()
+    finally:
+        path.unlink()
+    for record in caplog.records:
+        assert "O_DIRECT" in record.getMessage() and record.levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    "settings", [{"io": "fast"}, {"retries": -1}, {"max_bad": -1}, {"timeout_s": 0}, {"block_mib": 0},
+                 {"device": "foo"}, {"device": "meta"}, {"device": "cuda:99"}, {"device": 1.5}, {"train": "no"},
+                 {"last": ""}, {"augment": "none"}, {"timeout_s": True}, {"timeout_s": "10"}, {"threads": True},
+                 {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1}],
+)  # fmt: skip
+def test_bad_settings_are_named(packed_folders, settings):
+    with pytest.raises(SettingError, match=next(iter(settings))):
+        open_loader(packed_folders["tar"] / "train", 4, **settings)
+
+
+# --- processes ---
+
+
+def test_two_hundred_loaders_leave_nothing_behind(packed_folders):
+    folder = packed_folders["tar"] / "train"
+
+    def once():
+        with open_loader(folder, 8, size=64, threads=2) as loader:
+            for _ in loader:
+                break
+
+    def left():
+        gc.collect()
+        shm = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), shm
+
+    for _ in range(20):
+        once()
+    deadline = time.monotonic() + 10
+    before, peak = left(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(200):
+        once()
+    while left() > before and time.monotonic() < deadline + 60:
+        time.sleep(0.05)
+    after = left()
+    assert after[0] <= before[0] and after[1] <= before[1] and after[2] == before[2]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 60 << 10  # KiB; a loader has over 8 MiB
+
+
+@pytest.mark.parametrize("order", ["full", "blocks"])
+def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order):
+    """Of what was under way when the consumer broke off, idle threads hold nothing."""
+
+    def living():
+        gc.collect()
+        return sum(isinstance(thing, threaded.FillingLoader) for thing in gc.get_objects())
+
+    threads, loaders = threading.active_count(), living()
+    for _ in range(5):
+        loader = open_loader(packed_folders["tar"] / "train", 4, size=224, threads=1, order=order)
+        for _ in loader:
+            break
+        del loader
+    deadline = time.monotonic() + 5
+    while (living() > loaders or threading.active_count() > threads) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (living(), threading.active_count()) == (loaders, threads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loader_closed_by_another_thread_says_so(packed_folders, backend):
+    with open_loader(packed_folders["tar"] / "train", 20, backend=backend, size=224, threads=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        closing = threading.Thread(target=loader.close)
+        closing.start()
+        with pytest.raises(ValueError, match="the loader is closed"):
+            for _ in range(50):
+                for _ in batches:
+                    pass
+                batches = iter(loader)
+        closing.join()
+
+
+def test_shards_that_were_opened_anew_are_closed(tmp_path, monkeypatch):
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * 100)
+    monkeypatch.setattr(shard_reader, "FIRST_WAIT_S", 0)
+    reader, failing = shard_reader.ShardReader([path], retries=1), [True]
+    read = os.pread
+
+    def pread(*arguments):
+        failing[0] = not failing[0]
+        if not failing[0]:
+            raise OSError(5, "an error")
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "pread", pread)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        assert reader.read(0, 0, 100) == b"x" * 100
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    reader.close()
+
+
+def test_loaders_that_nobody_closed_leave_nothing_behind(packed_folders):
+    def left():
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def once():
+        next(iter(open_loader(packed_folders["tar"] / "train", 8, size=24, threads=2)))
+
+    once()
+    deadline, before = time.monotonic() + 20, left()
+    for _ in range(5):
+        once()
+    while left() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left() <= before
+
+
+def test_a_loader_can_be_taken_into_a_forked_process(packed_folders):
+    """Files are opened, and threads begun, where it is iterated over."""
+    with open_loader(packed_folders["tar"] / "train", 10, size=24) as loader:
+        for begun in (False, True):
+            if begun:
+                next(iter(loader))
+            loader.set_epoch(0)
+            child = os.fork()
+            if not child:
+                count = 0
+                try:
+                    count = sum(int(batch.valid.sum()) for batch in loader)
+                finally:
+                    os._exit(0 if count == 60 else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        loader.set_epoch(0)
+        assert sum(int(batch.valid.sum()) for batch in loader) == 60
+
+
+CONSUMER = """
+import sys, time
+from datapipe.loaders import open_loader
+loader = open_loader(sys.argv[1], 4, backend=sys.argv[2], size=224)
+while True:
+    for batch in loader:
+        print("batch", flush=True)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "webdataset"])
+def test_ctrl_c_ends_it(packed_folders, backend):
+    """Without a `with`, in the middle of an epoch."""
+    command = [sys.executable, "-c", CONSUMER, str(packed_folders["tar"] / "train"), backend]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(3):
+        assert child.stdout.readline() == "batch\n", child.stderr.read()
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=10)
+    assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in said
+
+
+def test_a_pool_runs_in_order_and_ends():
+    ran = []
+    threads = threads.Pool(1)
+    futures = [threads.submit(ran.append, i) for i in range(5)]
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(lambda: 1 / 0).result(5)
+    for future in futures:
+        future.result(5)
+    assert ran == list(range(5)) and threads.idle_s() >= 0
+    threads.close()
+    assert not any(thread.is_alive() for thread in threads.threads)
+
+
+def test_waiting_has_a_limit():
+    threads, told = threads.Pool(1), []
+
+    def tell(waited_s, is_over):
+        told.append((waited_s, is_over))
+        if is_over:
+            raise DatapipeError("over")
+
+    with pytest.raises(DatapipeError, match="over"):
+        threads.wait_for(threads.submit(time.sleep, 1.0), 0.2, tell)
+    assert told[-1][1] and told[-1][0] >= 0.2
+    threads.close()

@@ -1,0 +1,604 @@
+"""What packing removes, what it refuses to, and what it remembers between calls."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from datapipe.cluster import Task
+from datapipe.dataset.manifest import MANIFEST, Manifest, find_data_sets
+from datapipe.dataset.verify import verify
+from datapipe.errors import ManifestError, SettingError, SourceError
+from datapipe.fsio import locked
+from datapipe.images.recode import RecodeOptions
+from datapipe.packing import PackOptions, convert, finish, pack
+from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE
+from datapipe.packing.plan import PLAN
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_that_is_only_named_like_ours_stays(image_folder, tmp_path, split, overwrite):
+    (tmp_path / split).mkdir()
+    precious = tmp_path / split / "shard-000007.tar"
+    precious.write_text("precious")
+    with pytest.raises(SettingError, match=r"remains such as .*shard-000007"):
+        pack(image_folder, tmp_path, PackOptions(overwrite=overwrite))
+    assert precious.read_text() == "precious" and not (tmp_path / STATE).exists()
+
+
+def test_the_source_is_never_removed(image_folder, tmp_path):
+    pack(image_folder, tmp_path / "out", PackOptions())
+    for source, out in ((tmp_path / "out" / "train", tmp_path / "out"), (tmp_path / "out", tmp_path / "out" / "new")):
+        with pytest.raises(SettingError, match=r"OUT:.*choose another"):
+            convert(source, out, PackOptions(format="hdf5", overwrite=True, shard_mib=None))
+    assert not list(verify(tmp_path / "out" / "train"))
+
+
+def test_a_split_that_is_a_link_is_refused_before_anything_is_removed(image_folder, tmp_path):
+    out = tmp_path / "out"
+    pack(image_folder, out, PackOptions())
+    (out / "train").rename(tmp_path / "elsewhere")
+    (out / "train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SettingError, match="holds what is not a packed data set, such as train"):
+        pack(image_folder, out, PackOptions(overwrite=True))
+    assert not list(verify(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("place", [STATE, f"{STATE}/old", f"{STATE}/new/train", DONE, f"{DONE}/new"])
+@pytest.mark.parametrize("link", [False, True])
+def test_what_others_keep_in_folders_named_as_ours_stays(image_folder, tmp_path, place, link):
+    """Also where a link makes one of these folders stand for a folder elsewhere."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    folder = elsewhere if link else out / place
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "b").write_text("precious")
+    if link:
+        (out / place).parent.mkdir(parents=True)
+        (out / place).symlink_to(elsewhere)
+    for overwrite in (False, True):
+        with pytest.raises(SettingError, match=f"holds what is not a packed data set, such as {re.escape(place)}"):
+            pack(image_folder, out, PackOptions(overwrite=overwrite))
+        assert (folder / "a" / "b").read_text() == "precious"
+
+
+def test_what_comes_into_a_split_while_it_is_packed_stays(image_folder, tmp_path):
+    """Between two tasks, say."""
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
+        pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(0, 2, "")))
+        precious = tmp_path / "val" / "mine"
+        precious.parent.mkdir()
+        precious.write_text("precious")
+        with pytest.raises(SettingError, match="holds what is not a packed data set, such as val/mine; move it away"):
+            pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(1, 2, "")))
+        assert precious.read_text() == "precious"
+        precious.rename(tmp_path.with_name(f"{tmp_path.name}.mine"))
+        assert len(finish(image_folder, tmp_path, PackOptions(shard_mib=8))) == 2
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_written_to(image_folder, tmp_path):
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
+        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(0, 2, "")))
+        precious, link = tmp_path / "precious", tmp_path / "out" / STATE / NEW / "train" / ".shard-000001.tar.partial"
+        precious.write_text("precious")
+        link.symlink_to(precious)
+        with pytest.raises(OSError, match=r"\.shard-000001\.tar\.partial"):
+            pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(1, 2, "")))
+    assert precious.read_text() == "precious"
+
+
+def test_a_pack_ends_although_the_old_data_set_cannot_be_removed(image_folder, old):
+    """As with NFS, which keeps under another name what is removed while it is open."""
+    kept = old / DONE / "old" / "train" / ".nfs00001"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("in use")
+    if subprocess.run(["chattr", "+i", kept], capture_output=True).returncode:
+        pytest.skip("a file that cannot be removed needs root, and a filesystem that has them")
+    try:
+        for seed in (1, 2):
+            pack(image_folder, old, PackOptions(overwrite=True, seed=seed))
+            assert seed_of(old) == seed
+    finally:
+        subprocess.run(["chattr", "-i", *old.rglob(kept.name)], check=True)
+    pack(image_folder, old, PackOptions(resume=True, seed=2))
+    assert sorted(path.name for path in old.iterdir()) == ["train", "val"]
+
+
+def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_path):
+    """Behind a pack that holds the folder and replaces the plan."""
+    small = mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000)
+    with small:
+        assert pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(0, 2, ""))) == {}
+        errors = []
+
+        def late() -> None:
+            try:
+                pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(1, 2, "")))
+            except SettingError as error:
+                errors.append(str(error))
+
+        with locked(tmp_path, wait=True):
+            task = threading.Thread(target=late)
+            task.start()
+            task.join(1)
+            assert task.is_alive()
+            with mock.patch("datapipe.packing.out_folder.locked"):  # as the process that has the lock
+                pack(image_folder, tmp_path, PackOptions(shard_mib=8, seed=7, overwrite=True))
+        task.join(60)
+    assert errors and "another seed: 7, not 0" in errors[0]
+    assert not list(verify(tmp_path / "train"))
+
+
+def test_bad_samples_are_counted_over_all_calls(image_folder, tmp_path):
+    source = shutil.copytree(image_folder, tmp_path / "source")
+    images = sorted(path for path in source.rglob("*") if path.suffix in (".jpg", ".png") and "train" in path.parts)
+    images = images or sorted(path for path in source.rglob("*") if path.is_file())
+    for path in images[::3]:
+        path.write_bytes(b"no image")
+    num_bad = len(images[::3])
+    assert num_bad > 3
+    seen = []
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
+        for _ in range(3):
+            with pytest.raises(SourceError) as error:
+                pack(source, tmp_path / "out", PackOptions(shard_mib=8, workers=1, max_bad="2"))
+            seen.append(str(error.value))
+    assert all("number 3, and --max-bad allows 2" in message for message in seen), seen
+
+
+def test_no_manifest_where_another_split_has_nothing(image_folder, tmp_path):
+    source = tmp_path / "source"
+    train = next(path.parent for path in sorted(image_folder.rglob("*")) if path.is_file())
+    shutil.copytree(train, source / "train" / "a")
+    (source / "val" / "a").mkdir(parents=True)
+    (source / "val" / "a" / "x.jpg").write_bytes(b"no image")
+    with pytest.raises(SourceError, match="split val holds no image"):
+        pack(source, tmp_path / "out", PackOptions(max_bad="5"))
+    assert not list(tmp_path.rglob(MANIFEST))
+
+
+def test_a_convert_does_not_go_on_from_another_source(image_folder, tmp_path):
+    options = PackOptions(format="hdf5", shard_mib=None, task=Task(0, 2, ""))
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
+        pack(image_folder, tmp_path / "one", PackOptions(shard_mib=8))
+        convert(tmp_path / "one", tmp_path / "two", options)
+        pack(
+            image_folder,
+            tmp_path / "one",
+            PackOptions(shard_mib=8, overwrite=True, recode=RecodeOptions(resize="max=32")),
+        )
+        with pytest.raises(SettingError, match=r"another (manifests|recode)"):
+            convert(tmp_path / "one", tmp_path / "two", PackOptions(format="hdf5", shard_mib=None, task=Task(1, 2, "")))
+
+
+def test_a_complete_data_set_of_another_source_is_not_what_was_asked_for(image_folder, tmp_path):
+    pack(image_folder, tmp_path / "out", PackOptions())
+    other = shutil.copytree(image_folder, tmp_path / "other")
+    next(path for path in sorted(other.rglob("*")) if path.is_file()).unlink()
+    for options in (PackOptions(resume=True), PackOptions(task=Task(0, 2, ""))):
+        with pytest.raises(SettingError, match="holds another source"):
+            pack(other, tmp_path / "out", options)
+        assert pack(image_folder, tmp_path / "out", options)
+    with pytest.raises(SettingError, match="holds another source"):
+        finish(other, tmp_path / "out", PackOptions())
+    shutil.rmtree(other)
+    assert pack(other, tmp_path / "out", PackOptions(resume=True))  # it is gone, and no longer needed
+
+
+# --- the new takes the place of the old -------------------------------------------------------------
+
+# Is stopped or killed, as the first argument says, before the change of the disk whose number comes second.
+AT_A_CHANGE = """
+import json, os, signal, sys
+from datapipe.cli import main
+number, at, changes = int(sys.argv.pop(1)), int(sys.argv.pop(1)), []
+def count(event, arguments):
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+        if len(changes) == at:
+            os.kill(os.getpid(), number)
+        changes.append(f"{event} {arguments}")
+sys.addaudithook(count)
+code = main()
+print(json.dumps(changes))
+sys.exit(code)
+"""
+
+
+def begin(number, at, *arguments, env=None):
+    """Start `datapipe pack` that gets signal `number` before its change `at`; -1: never."""
+    command = [sys.executable, "-c", AT_A_CHANGE, *map(str, (int(number), at, "pack", *arguments))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def changes_of(*arguments):
+    """The changes of the disk that an undisturbed pack makes."""
+    child = begin(0, -1, *arguments)
+    output, errors = child.communicate(timeout=120)
+    assert child.returncode == 0, errors
+    return json.loads(output.splitlines()[-1])
+
+
+def bytes_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def seed_of(folder):
+    """The seed of a data set, which is whole and all of a piece."""
+    folders = find_data_sets(folder)
+    assert [path.name for path in folders] == ["train", "val"]
+    assert not [problem for path in folders for problem in verify(path)]
+    (seed,) = {Manifest.read(path).seed for path in folders}
+    return seed
+
+
+@pytest.fixture
+def old(image_folder, tmp_path):
+    """A data set with seed 0, to be replaced."""
+    pack(image_folder, tmp_path / "out", PackOptions())
+    return tmp_path / "out"
+
+
+def test_a_new_pack_that_fails_leaves_the_old_data_set(image_folder, old, tmp_path):
+    source = shutil.copytree(image_folder, tmp_path / "source")
+    bad = next(path for path in sorted(source.rglob("*")) if path.is_file())
+    good, before = bad.read_bytes(), bytes_of(old)
+    bad.write_bytes(good[:100])
+    shard = next((old / "train").glob("shard-*.tar"))
+    with open(shard, "rb") as reader:
+        for _ in range(2):
+            with pytest.raises(SourceError, match="cannot be packed"):
+                pack(source, old, PackOptions(overwrite=True, seed=1))
+            assert bytes_of(old).items() >= before.items() and seed_of(old) == 0
+        bad.write_bytes(good)
+        pack(source, old, PackOptions(resume=True, seed=1))
+        assert reader.read() == before["train/shard-000000.tar"]  # as long as somebody reads it
+    assert seed_of(old) == 1 and sorted(path.name for path in old.iterdir()) == ["train", "val"]
+
+
+def test_a_full_disk_leaves_the_old_data_set(image_folder, tmp_path, command):
+    size = sum(path.stat().st_size for path in image_folder.rglob("*") if path.is_file())
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 7 // 4}", "tmpfs", small]).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        pack(image_folder, small / "out", PackOptions())
+        done = command("datapipe", "pack", image_folder, small / "out", "--overwrite", "--seed", 1)
+        assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr
+        assert seed_of(small / "out") == 0
+        subprocess.run(["mount", "-o", f"remount,size={size * 4}", small], check=True)
+        done = command("datapipe", "pack", image_folder, small / "out", "--seed", 1)
+        assert done.returncode == 0 and seed_of(small / "out") == 1, done.stderr
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize("last", [26, pytest.param(1000, marks=pytest.mark.slow)])
+def test_killed_before_any_change_either_is_whole(image_folder, tmp_path, last):
+    """By name, at every moment; and the same command again ends with the new one."""
+    options = "--overwrite", "--seed", 1
+    pack(image_folder, tmp_path / "old", PackOptions())
+    new = shutil.copytree(tmp_path / "old", tmp_path / "new")
+    num_changes, seeds = len(changes_of(image_folder, new, *options)), []
+    for at in range(max(0, num_changes - last), num_changes):
+        out = shutil.copytree(tmp_path / "old", tmp_path / str(at))
+        child = begin(signal.SIGKILL, at, image_folder, out, *options)
+        assert child.wait(60) == -signal.SIGKILL
+        seeds.append(seed_of(out))
+        resume = at % 2 == 1 and (seeds[-1] == 1 or (out / STATE / PLAN).exists())
+        pack(image_folder, out, PackOptions(resume=resume, overwrite=not resume, seed=1))
+        assert bytes_of(out) == bytes_of(new), f"killed before change {at} of {num_changes}"
+    assert seeds == sorted(seeds) and {0, 1} == set(seeds)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_either_is_whole(image_folder, tmp_path):
+    random = np.random.default_rng(0)
+    out, arguments = tmp_path / "out", [image_folder, tmp_path / "out", "--shard-mib", 1, "--overwrite", "--seed"]
+    pack(image_folder, out, PackOptions(shard_mib=1))
+    seed, kills = 0, 0
+    while kills < 20:
+        child = begin(0, -1, *arguments, seed + 1)
+        time.sleep(random.uniform(0.2, 1.2))
+        child.kill()
+        kills += child.wait(60) == -signal.SIGKILL
+        child.communicate()
+        assert seed_of(out) in (seed, seed + 1)
+        changes_of(*arguments, seed + 1)
+        assert seed_of(out) == seed + 1 and sorted(path.name for path in out.iterdir()) == ["train", "val"]
+        seed += 1
+
+
+def test_terminated_it_keeps_the_old_and_is_continued(image_folder, old, tmp_path):
+    new = shutil.copytree(old, tmp_path / "new")
+    at = len(changes_of(image_folder, new, "--overwrite", "--seed", 1)) // 2
+    child = begin(signal.SIGTERM, at, image_folder, old, "--overwrite", "--seed", 1)
+    assert child.wait(60) == 128 + signal.SIGTERM
+    assert seed_of(old) == 0
+    finished = {path.name: path.stat().st_ino for path in (old / STATE / NEW / "train").glob("shard-*.tar")}
+    with pytest.raises(SettingError, match="unfinished pack with another seed: 1, not 2"):
+        pack(image_folder, old, PackOptions(seed=2, resume=True))
+    pack(image_folder, old, PackOptions(seed=1, resume=True))
+    assert finished.items() <= {path.name: path.stat().st_ino for path in (old / "train").glob("shard-*.tar")}.items()
+    assert bytes_of(old) == bytes_of(new)
+
+
+def test_an_overwrite_that_is_given_up_is_replaced_by_another(image_folder, old, tmp_path):
+    """Killed on the way: the old data set is put back where it was, before anything else."""
+    new = shutil.copytree(old, tmp_path / "new")
+    changes = changes_of(image_folder, new, "--overwrite", "--seed", 1)
+    out = shutil.copytree(new, tmp_path / "copy")
+    at = next(i for i, change in enumerate(changes) if change.startswith("os.rename") and f"/{DONE}'" in change)
+    begin(signal.SIGKILL, at, image_folder, out, "--overwrite", "--seed", 2).communicate(timeout=60)
+    assert not (out / "train").exists() and seed_of(out) == 1
+    with pytest.raises(SourceError):
+        pack(tmp_path / "nothing", out, PackOptions(overwrite=True, seed=3))
+    assert seed_of(out) == 1
+    child = begin(signal.SIGKILL, 40, image_folder, out, "--overwrite", "--seed", 3)
+    child.wait(60)
+    assert seed_of(out) == 1 and (out / "train").exists()
+
+
+# --- who finishes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(image_folder, tmp_path):
+    """A pack of two tasks of which the first is done; and that of one process."""
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
+        pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=8))
+        assert pack(image_folder, tmp_path / "parts", PackOptions(shard_mib=8, task=Task(0, 2, ""))).num_missing == 2
+    return tmp_path / "parts"
+
+
+NO_LOCKS = """
+import errno, fcntl
+def flock(*_):
+    raise OSError(errno.ENOLCK, "no locks here")
+fcntl.flock = flock
+"""
+
+
+@pytest.fixture
+def without_locks(tmp_path):
+    """The environment of a process for which no file can be locked."""
+    (tmp_path / "no").mkdir()
+    (tmp_path / "no" / "sitecustomize.py").write_text(NO_LOCKS)
+    return os.environ | {"PYTHONPATH": f"{tmp_path / 'no'}:{Path(__file__).parents[3]}"}
+
+
+def last_task(image_folder, out, number=0, at=-1, env=None, timeout_s=60):
+    line = image_folder, out, "--shard-mib", 8, "--task", "1/2", "--resume", "--timeout", timeout_s
+    return begin(number, at, *line, env=env)
+
+
+def is_stopped(child):
+    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wait_until(true, child):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline and child.poll() is None, "did not happen"
+        time.sleep(0.02)
+
+
+def note_of(out):
+    return out / STATE / FINISHING
+
+
+def finishing_changes(image_folder, parts, tmp_path):
+    """The changes at which the last task finishes: all behind that of its note."""
+    copy = shutil.copytree(parts, tmp_path / "copy")
+    changes = changes_of(image_folder, copy, "--shard-mib", 8, "--task", "1/2")
+    return range(1 + next(i for i, change in enumerate(changes) if f"/{FINISHING}'" in change), len(changes))
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_finisher_that_was_killed_is_replaced(image_folder, parts, tmp_path, every):
+    """Also between the manifests of two splits, and between two steps of their move."""
+    for at in finishing_changes(image_folder, parts, tmp_path)[::every]:
+        out = shutil.copytree(parts, tmp_path / f"killed-{at}")
+        child = last_task(image_folder, out, signal.SIGKILL, at)
+        assert child.wait(60) == -signal.SIGKILL
+        index = at // every % 2  # the same task again, or the other
+        assert pack(image_folder, out, PackOptions(shard_mib=8, task=Task(index, 2, ""), timeout_s=600))
+        assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {at}"
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_finishers_do_no_harm(image_folder, parts, tmp_path, every):
+    """One stops anywhere, the other finishes all, and then the first continues."""
+    for at in finishing_changes(image_folder, parts, tmp_path)[::every]:
+        out = shutil.copytree(parts, tmp_path / f"stopped-{at}")
+        child = last_task(image_folder, out, signal.SIGSTOP, at)
+        try:
+            wait_until(lambda child=child: is_stopped(child), child)
+            assert pack(image_folder, out, PackOptions(shard_mib=8, task=Task(0, 2, ""), timeout_s=0.2))
+            assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before change {at}"
+            child.send_signal(signal.SIGCONT)
+            errors = child.communicate(timeout=60)[1]
+            assert child.returncode == 0, f"stopped before change {at}: {errors}"
+            assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before change {at}"
+        finally:
+            child.kill()
+            child.communicate()
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_two_finishers_in_turns_do_no_harm(image_folder, parts, tmp_path, times):
+    """One stops anywhere, the second too, and then each does the rest, the first first."""
+    random = np.random.default_rng(times)
+    moments = finishing_changes(image_folder, parts, tmp_path)
+    for attempt in range(times):
+        out = shutil.copytree(parts, tmp_path / f"turns-{attempt}")
+        ats = [int(random.choice(moments)), int(random.integers(2, len(moments) // 2))]
+        children = []
+        try:
+            for at in ats:
+                children.append(last_task(image_folder, out, signal.SIGSTOP, at, timeout_s=0.2))
+                deadline = time.monotonic() + 60
+                while children[-1].poll() is None and not is_stopped(children[-1]):  # the second may find little to do
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+            for child in children:
+                child.send_signal(signal.SIGCONT)
+                errors = child.communicate(timeout=60)[1]
+                assert child.returncode == 0, f"stopped before changes {ats}: {errors}"
+            assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before changes {ats}"
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_task_waits_for_who_finishes_until_that_dies(image_folder, parts, without_locks, tmp_path, locks):
+    env = None if locks else without_locks
+    at = finishing_changes(image_folder, parts, tmp_path)[2]
+    first = last_task(image_folder, parts, signal.SIGSTOP, at, env)
+    wait_until(lambda: is_stopped(first), first)
+    second = last_task(image_folder, parts, env=env)
+    try:
+        said = ""
+        while "waiting" not in said:
+            said = second.stderr.readline()
+            assert said, "it did not wait"
+        assert f"waiting for process {first.pid} on " in said
+        time.sleep(1)
+        assert second.poll() is None
+        first.kill()
+        errors = second.communicate(timeout=50)[1]  # before --timeout
+        assert second.returncode == 0, errors
+        assert bytes_of(parts) == bytes_of(tmp_path / "whole")
+    finally:
+        for child in (first, second):
+            child.kill()
+            child.communicate()
+
+
+def test_a_note_from_another_host_counts_for_a_while(image_folder, parts, without_locks, tmp_path):
+    note = note_of(parts)
+    note.write_text(json.dumps({"host": "elsewhere", "boot": "1", "pid": 1, "started": "1"}))
+    child = last_task(image_folder, parts, env=without_locks, timeout_s=3)
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 0 and "waiting for process 1 on elsewhere" in errors, errors
+    assert bytes_of(parts) == bytes_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"host": "elsewhere", "boot": "1", "pid": 1, "started": "1"}'])
+def test_a_note_that_says_nothing_or_is_old_does_not_count(image_folder, parts, without_locks, tmp_path, content):
+    note = note_of(parts)
+    note.write_text(content)
+    os.utime(note, (time.time() - 3600,) * 2)
+    child = last_task(image_folder, parts, env=without_locks)
+    errors = child.communicate(timeout=50)[1]
+    assert child.returncode == 0 and "waiting" not in errors, errors
+    assert bytes_of(parts) == bytes_of(tmp_path / "whole")
+
+
+def test_the_same_task_twice_without_locks(image_folder, parts, without_locks, tmp_path):
+    """Each writes under names of its own, and what comes of it is whole."""
+    for attempt in range(4):
+        out = shutil.copytree(parts, tmp_path / f"twice-{attempt}")
+        children = [last_task(image_folder, out, env=without_locks) for _ in range(3)]
+        errors = [child.communicate(timeout=120)[1] for child in children]
+        assert [child.returncode for child in children] == [0] * 3, errors
+        assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+# --- what a pack remembers of its source ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["pack", "task", "finish"])
+def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
+    source, out = shutil.copytree(image_folder, tmp_path / "source"), tmp_path / "out"
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
+        pack(source, out, PackOptions(shard_mib=8, task=Task(1, 2, "")))
+        image = next(path for path in sorted((source / "train").rglob("*")) if path.is_file())
+        more = source / "train" / "zebra" / f"new{image.suffix}"
+        more.parent.mkdir()
+        shutil.copy(image, more)
+        moved = image.rename(tmp_path / image.name)
+
+        def again():
+            if what == "pack":
+                return pack(source, out, PackOptions(shard_mib=8, resume=True))
+            if what == "task":
+                return pack(source, out, PackOptions(shard_mib=8, resume=True, task=Task(0, 2, "")))
+            with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: []):
+                return finish(source, out, PackOptions(shard_mib=8))
+
+        message = r"gained 1 images \(train/zebra/new of class zebra\) and lost 1 images .*--overwrite .*remove .*pack"
+        with pytest.raises(SettingError, match=message):
+            again()
+        # Other tasks of the same job do not look.
+        assert pack(source, out, PackOptions(shard_mib=8, task=Task(1, 2, ""))) == {}
+        more.unlink()
+        more.parent.rmdir()
+        moved.rename(image)
+        if what != "finish":
+            again()
+            assert seed_of(out) == 0
+
+
+def test_a_source_that_is_gone_is_not_missed_when_all_shards_are_there(image_folder, tmp_path):
+    source, out = shutil.copytree(image_folder, tmp_path / "source"), tmp_path / "out"
+    with mock.patch("datapipe.packing.job.complete", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        pack(source, out, PackOptions())
+    shutil.rmtree(source)
+    assert finish(source, out, PackOptions()) and seed_of(out) == 0
+
+
+def test_a_pack_is_not_continued_with_another_check(image_folder, tmp_path):
+    options = {"shard_mib": 8, "resume": True}
+    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
+        pack(image_folder, tmp_path / "out", PackOptions(task=Task(0, 2, ""), **options))
+        with pytest.raises(SettingError, match="unfinished pack with another check: header, not decode"):
+            pack(image_folder, tmp_path / "out", PackOptions(recode=RecodeOptions(check="decode"), **options))
+        pack(image_folder, tmp_path / "out", PackOptions(**options))
+    assert seed_of(tmp_path / "out") == 0
+
+
+def test_a_lost_plan_does_not_cost_the_finished_shards(image_folder, parts):
+    before = bytes_of(parts / STATE / NEW)
+    plan = (parts / STATE / PLAN).rename(parts.parent / PLAN)
+    for task in (Task(0, 1, ""), Task(0, 2, ""), Task(1, 2, "")):
+        with pytest.raises(ManifestError, match=r"plan\.npz: is missing, but finished shards .*--overwrite"):
+            pack(image_folder, parts, PackOptions(shard_mib=8, task=task))
+    assert before and bytes_of(parts / STATE / NEW) == before
+    plan.rename(parts / STATE / PLAN)
+    assert pack(image_folder, parts, PackOptions(shard_mib=8, resume=True))
+
+
+@pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")
+def test_new_names_survive_a_power_cut(image_folder, tmp_path):
+    """Every folder in which a name is made or changed is synced afterwards, except what is about to be removed."""
+    out, log = tmp_path / "above" / "out", tmp_path / "log"
+    for options in ((), ("--overwrite", "--seed", "1")):
+        trace = ["strace", "-f", "-y", "-s", "4096", "-e", "trace=mkdir,rename,fsync", "-o", log]
+        line = [sys.executable, "-m", "datapipe", "pack", image_folder, out, *options]
+        done = subprocess.run([str(word) for word in (*trace, *line)], capture_output=True, text=True)
+        if "ptrace" in done.stderr:
+            pytest.skip("strace may not trace here")
+        assert done.returncode == 0, done.stderr
+        unsynced, renames = {}, 0
+        for call in log.read_text().splitlines():
+            names = [Path(name) for name in re.findall(r'"([^"]*)"', call)]
+            if "fsync(" in call and (match := re.search(r"fsync\(\d+<(.*?)>", call)):
+                unsynced.pop(Path(match[1]), None)
+            elif names and names[-1].is_relative_to(tmp_path) and call.rstrip().endswith("= 0"):
+                renames += "rename(" in call
+                if "manifest-" not in str(names[-1].name) and DONE not in names[0].parts:
+                    unsynced[names[-1].parent] = call
+        assert renames > 10 and not {path: call for path, call in unsynced.items() if DONE not in path.parts}

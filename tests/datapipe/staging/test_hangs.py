@@ -1,0 +1,102 @@
+"""Staging and verifying on a filesystem that does not answer: they end in time or when told to, and name the file.
+
+A FIFO in place of a shard hangs whoever opens it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from datapipe.dataset.verify import verify
+from datapipe.fsio import locked
+from datapipe.staging import stage
+
+ENDS_S = 60  # by then it hangs; it takes about 3 s
+
+
+@pytest.fixture
+def hung(tmp_path, packed_folders) -> Path:
+    """A data set whose last shard hangs."""
+    folder = shutil.copytree(packed_folders["tar"] / "train", tmp_path / "hung")
+    shard = max(folder.glob("*.tar"))
+    shard.unlink()
+    os.mkfifo(shard)
+    return folder
+
+
+def start(*arguments: object, verb: str = "stage") -> subprocess.Popen:
+    command = [sys.executable, "-m", "datapipe", verb, *map(str, arguments)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    try:
+        _, errors = process.communicate(timeout=ENDS_S)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders):
+    """What was copied until then is kept."""
+    local, shard = tmp_path / "local", max(hung.glob("*.tar"))
+    code, errors = ended(start(hung, local, "--timeout", "2"))
+    assert code == 1 and errors.startswith(f"error: {shard}: a read or write has not been answered for 2 s"), errors
+    assert not (local / "manifest.json").exists() and (local / min(hung.glob("*.tar")).name).exists()
+    (staged,) = stage(packed_folders["tar"] / "train", local)
+    assert staged.kept_bytes > 0 and verify(local) == []
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "terminated\n"), (signal.SIGINT, "interrupted\n")])
+def test_a_signal_ends_it_while_a_shard_hangs(hung, tmp_path, number, said):
+    local = tmp_path / "local"
+    process, shards = start(hung, local), {path.name for path in hung.glob("*.tar")}
+    deadline = time.monotonic() + ENDS_S
+    while {path.name for path in local.glob("*.tar")} != shards - {max(shards)}:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert ended(process) == (128 + number, said)
+
+
+def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders):
+    local = tmp_path / "local"
+    local.mkdir()
+    with locked(local, wait=False):
+        process = start(packed_folders["tar"] / "train", local)
+        assert f"{local}: waiting for another process" in process.stderr.readline()
+    code, errors = ended(process)
+    assert code == 0 and verify(local) == [], errors
+
+
+def test_a_loader_that_stages_first_has_the_same_limit(hung, tmp_path):
+    script = """
+import sys
+from datapipe.console import run
+from datapipe.loaders import open_loader
+sys.exit(run(lambda: open_loader(sys.argv[1], 4, size=24, cache=sys.argv[2], timeout_s=2)))
+"""
+    command = [sys.executable, "-c", script, str(hung), str(tmp_path / "cache")]
+    code, errors = ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    assert code == 1 and f"error: {max(hung.glob('*.tar'))}: a read or write" in errors and "timeout_s=2" in errors
+
+
+def test_verify_ends_while_a_read_hangs(mounted, packed_folders):
+    mounted.calm()
+    shutil.copytree(packed_folders["tar"] / "train", mounted.backing / "hung")
+    shard = max((mounted.path / "hung").glob("*.tar"))
+    mounted.set(faults=[f"read:*/{shard.name}:1+:stall=30"])
+    process = start(mounted.path / "hung", "--timeout", "2", verb="verify")
+    began, said = time.monotonic(), process.stderr.readline()
+    assert time.monotonic() - began < 25, "it waited for the read"
+    assert said.startswith(f"error: {shard}: a read or write has not been answered for 2 s")
+    mounted.calm()  # FUSE keeps a process that ends until it is answered
+    assert ended(process)[0] == 1

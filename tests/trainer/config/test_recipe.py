@@ -1,0 +1,187 @@
+"""Recipes: what is refused, and in which words."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from datapipe.errors import SettingError
+from datapipe.loaders import open_loader
+from trainer.config.recipe import built_in, check_resumable, load_recipe
+from trainer.optim import kfac
+
+NAMES = [
+    "cifar10-resnet32", "cifar10-resnet32-kfac", "fashion-mnist-resnet8", "imagenet-resnet50", "imagenet-resnet50-kfac",
+]  # fmt: skip
+
+
+def test_built_in_recipes_are_valid_and_name_their_source():
+    assert list(built_in()) == NAMES
+    for name in NAMES:
+        recipe = load_recipe(name)
+        assert recipe.name == name
+        assert recipe.source
+
+
+def test_published_settings():
+    recipe = load_recipe("cifar10-resnet32")
+    assert (recipe.train.batch_size, recipe.train.epochs, recipe.optimizer.lr) == (128, 200, 0.1)
+    assert (recipe.schedule.milestones, recipe.optimizer.weight_decay) == ((100, 150), 1e-4)
+    recipe = load_recipe("imagenet-resnet50")
+    assert (recipe.optimizer.lr_scaling, recipe.optimizer.lr_batch_size) == ("linear", 256)
+    assert (recipe.schedule.warmup_epochs, recipe.schedule.milestones) == (5, (30, 60, 80))
+
+
+def test_set_values():
+    changes = [
+        "train.epochs=7",
+        "model.name=resnet20",
+        "optimizer.lr=1",
+        "data.flip=false",
+        "train.target_accuracy=none",
+        'schedule={name="cosine", warmup_epochs=1}',
+        "data.crop=none",
+    ]
+    recipe = load_recipe("fashion-mnist-resnet8", changes)
+    assert (recipe.train.epochs, recipe.model.name, recipe.optimizer.lr) == (7, "resnet20", 1.0)
+    assert (recipe.data.flip, recipe.train.target_accuracy, recipe.data.crop) == (False, None, "none")
+    assert (recipe.schedule.name, recipe.schedule.warmup_epochs) == ("cosine", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.epoch=3", ["train.epoch", "3", "did you mean epochs"]),
+        ("train.epochs=many", ["train.epochs", "'many'", "integer"]),
+        ("train.epochs=2.5", ["train.epochs", "2.5", "integer"]),
+        ("train.epochs=0", ["train.epochs", "0", "greater than or equal to 1"]),
+        ("train.seed=true", ["train.seed", "True", "integer"]),
+        ("train.target_accuracy=90", ["train.target_accuracy", "90", "less than or equal to 1"]),
+        ("optimizer.lr=inf", ["optimizer.lr", "finite"]),
+        ("optimizer.lr=-0.1", ["optimizer.lr", "-0.1", "greater than 0"]),
+        ("optimizer.nesterov=1", ["optimizer.nesterov", "1", "boolean"]),
+        ("optimizer.momentum=0", ["optimizer", "nesterov", "momentum"]),
+        ("optimizer.lr_scaling=linear", ["optimizer", "lr_batch_size"]),
+        ("optimizer.name=adam", ["optimizer.name", "'adam'", "sgd"]),
+        ("model.name=vgg", ["model.name", "'vgg'", "resnet8, resnet20"]),
+        ("schedule.name=sine", ["schedule.name", "'sine'", "cosine", "onecycle"]),
+        ("schedule.gamma=0.1", ["schedule.gamma", "0.1", "peak_at"]),
+        ("data.mean=[0.1, 0.2]", ["data", "mean has 2", "std 1"]),
+        ("data.mean=[7]", ["data.mean[0]", "7", "less than or equal to 1"]),
+        ("data.cache=", ["data.cache = ''", "at least 1 character"]),
+        ("data.max_bad=-1", ["data.max_bad", "-1", "greater than or equal to 0"]),
+        ("data.timeout_s=0", ["data.timeout_s", "0", "greater than 0"]),
+        ("data.io=fast", ["data.io", "'fast'", "'cached', 'mmap' or 'direct'"]),
+        ("data.crop=middle", ["data.crop", "'middle'", "random_resized"]),
+        ("trian.epochs=3", ["trian", "did you mean train"]),
+        ("train=3", ["train", "3"]),
+        ("name.x=3", ["name.x=3", "no section"]),
+        ("epochs", ["epochs", "section.key=value"]),
+        ("=3", ["section.key=value"]),
+    ],
+)
+def test_wrong_settings_are_named(change, words):
+    with pytest.raises(SettingError) as caught:
+        load_recipe("fashion-mnist-resnet8", [change])
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)  # one mistake, one line
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(SettingError, match=r"(?s)train\.epochs.*optimizer\.lr|optimizer\.lr.*train\.epochs"):
+        load_recipe("fashion-mnist-resnet8", ["train.epochs=0", "optimizer.lr=0"])
+
+
+def test_missing_section_and_bad_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[train]\nepochs = 3\nbatch_size = 8\n")
+    with pytest.raises(SettingError, match="model is missing"):
+        load_recipe(str(path))
+    path.write_text("[train\n")
+    with pytest.raises(SettingError, match=r"mine\.toml is no TOML"):
+        load_recipe(str(path))
+    with pytest.raises(SettingError, match="built in: cifar10-resnet32"):
+        load_recipe("cifar10")
+
+
+def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
+    old = load_recipe("cifar10-resnet32")
+    check_resumable(old, load_recipe("cifar10-resnet32", ["train.epochs=300", "train.target_accuracy=0.9"]))
+    changes = ["optimizer.lr=0.2", "train.seed=1", "data.threads=3"]
+    with pytest.raises(SettingError) as caught:
+        check_resumable(old, load_recipe("cifar10-resnet32", changes))
+    assert "optimizer.lr was 0.1 and is 0.2; train.seed was 0 and is 1." in str(caught.value)
+    one_cycle = load_recipe("fashion-mnist-resnet8")  # its learning rates depend on the number of epochs
+    with pytest.raises(SettingError, match=r"train\.epochs was 3 and is 9"):
+        check_resumable(one_cycle, load_recipe("fashion-mnist-resnet8", ["train.epochs=9"]))
+
+
+def test_what_a_recipe_leaves_out_the_loader_decides():
+    assert load_recipe("fashion-mnist-resnet8").data.loader_settings() == {"backend": "cpu"}
+    given = {"threads": 2, "backend": "dali", "cache": "/local", "io": "mmap", "block_mib": 4}
+    given |= {"max_bad": 0, "retries": 0, "timeout_s": 9.0}
+    changes = [f"data.{name}={value}" for name, value in given.items()]
+    assert load_recipe("fashion-mnist-resnet8", changes).data.loader_settings() == given
+    assert given.keys() <= inspect.signature(open_loader).parameters.keys()
+    assert load_recipe("fashion-mnist-resnet8", ["data.max_bad=none"]) == load_recipe("fashion-mnist-resnet8")
+
+
+def test_resuming_may_change_what_the_loader_bears_but_not_the_order():
+    old = load_recipe("cifar10-resnet32")
+    changes = ["data.cache=/local", "data.io=direct", "data.max_bad=3", "data.retries=9", "data.timeout_s=60"]
+    check_resumable(old, load_recipe("cifar10-resnet32", changes))
+    with pytest.raises(SettingError, match=r"data\.block_mib was None and is 4"):
+        check_resumable(old, load_recipe("cifar10-resnet32", ["data.block_mib=4"]))
+
+
+def test_settings_of_kfac_that_nothing_uses_are_refused():
+    with pytest.raises(SettingError, match=r'^kfac: without optimizer\.preconditioner = "kfac" or "ekfac" nothing'):
+        load_recipe("fashion-mnist-resnet8", ["kfac.damping=0.1"])
+    load_recipe("fashion-mnist-resnet8", ["kfac.damping=0.1", "optimizer.preconditioner=ekfac"])
+    load_recipe("cifar10-resnet32-kfac", ["kfac={}", "optimizer.preconditioner=none"])
+    with pytest.raises(SettingError, match=r"^optimizer\.preconditioner = 'kfca'"):
+        load_recipe("fashion-mnist-resnet8", ["kfac.damping=0.1", "optimizer.preconditioner=kfca"])
+
+
+def test_kfac_changes_with_the_epoch():
+    changes = ["kfac.damping=[[0, 0.03], [10, 0.003]]", "kfac.inv_update_steps=[[0, 1], [2.5, 50]]"]
+    recipe = load_recipe("cifar10-resnet32-kfac", [*changes, "kfac.kl_clip=none"])
+    assert recipe.kfac.kl_clip is None and recipe.kfac.factor_update_steps == ((0, 1),)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    preconditioner = kfac.build("kfac", recipe.kfac, model, None, 1)
+    found = []
+    for epoch in (0, 2.4, 2.5, 9.99, 10, 90):
+        kfac.set_for_step(preconditioner, recipe.kfac, epoch, lr=epoch / 10)
+        found.append((preconditioner.damping, preconditioner.inv_update_steps, preconditioner.lr))
+    assert found[:4] == [(0.03, 1, 0), (0.03, 1, 0.24), (0.03, 50, 0.25), (0.03, 50, 0.999)]
+    assert found[4:] == [(0.003, 50, 1), (0.003, 50, 9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("factor_decay", 0.5), ("kl_clip", 0.25), ("solver", "cholesky"), ("factor_fraction", 0.25),
+     ("spatially_uncorrelated", True), ("inv_dtype", "bfloat16"), ("local_factors", True)],
+)  # fmt: skip
+def test_settings_of_a_recipe_reach_kfac(name, value):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    recipe = load_recipe("cifar10-resnet32-kfac", [f"kfac.{name}={str(value).lower()}"])
+    assert getattr(load_recipe("cifar10-resnet32-kfac").kfac, name) != value
+    assert getattr(kfac.build("kfac", recipe.kfac, model, None, 1), name) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("kfac.damping=0", "kfac.damping[0][1] = 0: must be greater than 0"),
+        ("kfac.damping=[[1, 0.1]]", "epochs that rise from 0"),
+        ("kfac.damping=[[0, 0.1], [0, 0.2]]", "epochs that rise from 0"),
+        ("kfac.inv_update_steps=1.5", "kfac.inv_update_steps[0][1] = 1.5: must be a valid integer"),
+        ("kfac.solver=qr", "kfac.solver = 'qr'"),
+        ("kfac.dampin=1", "did you mean damping?"),
+        ("optimizer.preconditioner=adam", "there is no such preconditioner; allowed: none, kfac, ekfac"),
+    ],
+)
+def test_bad_settings_of_kfac_are_named(change, message):
+    with pytest.raises(SettingError, match=re.escape(message)):
+        load_recipe("cifar10-resnet32-kfac", [change])

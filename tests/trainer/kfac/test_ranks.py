@@ -1,0 +1,288 @@
+"""K-FAC over several ranks is K-FAC on one, whoever does what."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.kfac import KFAC
+from trainer.kfac.assignment import Cost, grid, place, spread
+from trainer.kfac.communication import Part, pack, unpack
+from trainer.kfac.costs import costs
+from trainer.kfac.symmetric import fold, folded_shape, unfold
+
+CHILD = Path(__file__).with_name("kfac_child.py")
+BOUNDS = {
+    "float64": (1e-10, 1e-10),
+    "float32": (1e-6, 1e-4),
+    "bfloat16": (3e-3, 0.1),
+}  # of all weights; of each gradient
+ODD_CHILD = Path(__file__).with_name("kfac_odd_child.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return {}
+
+
+def trained(start, tmp_path, results, ranks):
+    if ranks not in results:
+        before = []
+        if ranks > 1:
+            torch.save(trained(start, tmp_path, results, 1), tmp_path / "alone")
+            before = [tmp_path / "alone"]
+        process = start(CHILD, tmp_path / "found", *before, ranks=ranks)
+        _, errors = process.communicate(timeout=400)
+        assert process.returncode == 0, errors[-3000:]
+        results[ranks] = torch.load(tmp_path / "found", weights_only=True)
+    return results[ranks]
+
+
+def child():
+    """What the child's file defines."""
+    return runpy.run_path(str(CHILD))
+
+
+def whole(weights):
+    return {"all": torch.cat([value.flatten() for value in weights.values()])}
+
+
+def close(found, wanted, tolerance=1e-10):
+    """Each tensor."""
+    assert found.keys() == wanted.keys()
+    for name in found:
+        assert (found[name] - wanted[name]).norm() <= tolerance * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_any_number_of_ranks_learns_the_same(start, tmp_path, results, ranks):
+    """In the gradients of the last step, too. What is rounded otherwise differs by what its roundings do: in float32
+    gradients are divided by a damped curvature, and eigenvectors in bfloat16 are other ones.
+    """
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
+    ways = [way for way in found if "local" not in way]
+    fractions = {2: ("0.50", "1.00"), 3: ("0.33", "1.00"), 4: ("0.25", "0.50", "1.00")}[ranks]
+    for solver in ("eigen", "cholesky"):
+        for fraction in fractions:
+            way = f"{solver} {fraction}"
+            assert {way, f"{way} accumulated", f"{solver}-float32 {fraction}"} <= set(ways)
+    for way in ways:
+        wanted = alone[f"{way.split()[0].rstrip(',')} 1.00"]
+        kind = next((kind for kind in BOUNDS if kind in way), "float64")
+        weights, gradients = BOUNDS[kind]
+        close(whole(found[way]["weights"]), whole(wanted["weights"]), weights)
+        close(found[way]["gradients"], wanted["gradients"], gradients)
+        assert found[way]["cosines"] == pytest.approx(wanted["cosines"], abs=gradients)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_uncorrelated_pixels_are_another_training(start, tmp_path, results, ranks):
+    found = trained(start, tmp_path, results, ranks)
+    wanted, correlated = (found[f"{kind}-bytes 1.00"]["weights"] for kind in ("uncorrelated", "eigen"))
+    assert max((wanted[name] - correlated[name]).norm() for name in wanted) > 1e-4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_damping_adapts_the_same_on_any_number_of_ranks(start, tmp_path, results, ranks):
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
+    wanted = alone["adaptive 1.00"]
+    assert wanted["damping"] < 0.1  # that of the beginning
+    for way in ("adaptive 1.00", "adaptive", "adaptive, owners"):
+        assert found[way]["damping"] == pytest.approx(wanted["damping"], rel=1e-12)
+        assert found[way]["ratio"] == pytest.approx(wanted["ratio"], rel=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_is_not_finite_on_one_rank_enters_no_factor(start, tmp_path, results, ranks):
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
+    assert alone["broken 1.00"]["skipped"] > 0 == alone["eigen 1.00"]["skipped"]
+    for way in ("broken 1.00", "broken"):
+        assert sum(found[way]["skipped"]) == alone["broken 1.00"]["skipped"]
+        assert all(value.isfinite().all() for value in found[way]["weights"].values())
+
+
+def test_factors_of_the_owners_batch_are_others_but_learn(start, tmp_path, results):
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, 2))
+    assert "local" in found and alone["local"]["weights"].keys() == found["local"]["weights"].keys()
+    wanted = alone["eigen 1.00"]["weights"]
+    close(alone["local"]["weights"], wanted)
+    for way in ("local", "ekfac-local"):
+        different = [(found[way]["weights"][name] - wanted[name]).norm() for name in wanted]
+        assert max(different) > 1e-4 and all(value.isfinite().all() for value in found[way]["weights"].values())
+    sent = found["local"]["bytes"][0]
+    assert sent["factors"] < found["eigen 0.50"]["bytes"][0]["factors"] / 10  # of norms alone
+
+
+def test_memory_and_traffic_are_shared(start, tmp_path, results):
+    """Each factor is kept once, each solution by as many ranks as the fraction says, and gradients are sent instead."""
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, 4))
+    whole = alone["eigen 1.00"]["memory"]
+    for way, copies in (("eigen 1.00", 4), ("eigen 0.50", 2), ("eigen 0.25", 1)):
+        solutions = sum(of["solutions"] for of in found[way]["memory"])
+        assert solutions == copies * whole["solutions"]
+        assert sum(of["factors"] for of in found[way]["memory"]) < 1.1 * whole["factors"]  # norms' on every rank
+    sent = {way: {k: sum(of[k] for of in found[way]["bytes"]) for k in ("solutions", "gradients")} for way in found}
+    gradients = [sent[f"eigen {fraction}"]["gradients"] for fraction in ("1.00", "0.50", "0.25")]
+    assert gradients[0] == 0 < gradients[2] <= gradients[1]  # a half: from two ranks of each column
+    assert sent["eigen 0.25"]["solutions"] == 0 < sent["eigen 0.50"]["solutions"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_formula_counts_every_byte(start, tmp_path, results, ranks):
+    """In two steps that do everything."""
+    found = trained(start, tmp_path, results, ranks)
+    network = child()["network"](torch.float32)
+    for way in ("eigen", "cholesky", "uncorrelated", "eigen-bfloat16", "cholesky-bfloat16"):
+        solver = "cholesky" if "cholesky" in way else "eigen"
+        settings = {"inv_dtype": "bfloat16"} if "bfloat16" in way else {"spatially_uncorrelated": way == "uncorrelated"}
+        size = 1 if "bfloat16" in way else 2  # the child's are float64, but for those
+        for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            of = found[f"{way}-bytes {workers / ranks:.2f}"]
+            memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))
+            wanted = costs(network, ranks, workers / ranks, 1, 1, solver, **settings)
+            assert max(rank["factors"] for rank in memory) == size * wanted.factor_bytes
+            assert max(rank["solutions"] for rank in memory) == size * wanted.solution_bytes
+            mean = {kind: sum(rank[kind] for rank in sent) / ranks / size for kind in sent[0]}
+            assert mean["factors"] == pytest.approx(wanted.factors_sent)
+            assert mean["solutions"] == pytest.approx(wanted.solutions_sent)
+            assert mean["gradients"] == pytest.approx(wanted.gradients_sent)
+    if ranks > 1:
+        reduced = costs(network, ranks, 1 / ranks, reduce_to_owners=True).reduced
+        assert all(of["reduced"] == 2 * reduced for of in found["eigen owners"]["bytes"])
+
+
+def test_a_state_fits_any_number_of_ranks(start, tmp_path, results):
+    """Of four ranks, each with its own layers, on one (and of one on four: "resumed from one rank"); all are needed."""
+    alone, found = (trained(start, tmp_path, results, n) for n in (1, 4))
+    states, wanted = found["eigen 0.25"]["state"], alone["eigen 1.00"]["state"]
+    norms = {name for name, owner in found["eigen 0.25"]["owners"].items() if owner < 0}
+    assert not set.intersection(*(state["layers"].keys() - norms for state in states))
+    module = child()["network"]()
+    module.load_state_dict(alone["eigen 1.00"]["weights"])
+    preconditioner = KFAC(module)
+    preconditioner.load_state_dict(*states)
+    loaded = preconditioner.state_dict()
+    assert loaded["steps"] == wanted["steps"] and loaded["layers"].keys() == wanted["layers"].keys()
+    for name, layer in loaded["layers"].items():
+        for factor, average in layer["averages"].items():
+            close(
+                *(
+                    {key: of[key] for key in ("value", "weight")}
+                    for of in (average, wanted["layers"][name]["averages"][factor])
+                )
+            )
+        assert layer["solution"].keys() == wanted["layers"][name]["solution"].keys()
+    with pytest.raises(ValueError, match=r"the states \(of all ranks\?\) lack \['"):
+        preconditioner.load_state_dict(*states[:2])
+
+
+def test_ranks_that_use_different_layers(start, tmp_path):
+    """A layer's factors are the mean over those that used it; gradients stay alike; settings must be."""
+    process = start(ODD_CHILD, tmp_path / "found", ranks=2)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    found = torch.load(tmp_path / "found", weights_only=True)
+    for way in ("1.0", "0.5", "0.5, owners"):
+        of = found[way]
+        assert of["alike"] and of["cosines"].keys() == {"both", "first", "second"}
+        for name, (a, wanted) in of["factors"].items():
+            torch.testing.assert_close(a, wanted, msg=f"{way}: {name}")
+    backward_passes_a_step = 4 / 3
+    assert found["0.5, owners"]["reduced"] == pytest.approx(backward_passes_a_step * found["bytes of gradients"])
+    assert found["0.5"]["reduced"] == 0
+    assert found["never seen"].keys() == {"0.5", "0.5, owners"}
+    torch.testing.assert_close(found["never seen"]["0.5, owners"], found["never seen"]["0.5"])
+    assert found["removed"]
+    assert "all but the last are under no_sync()" in found["without no_sync"]
+    torch.testing.assert_close(*found["expert"])
+    assert found["frozen in part"][0] == pytest.approx(found["frozen in part"][1], rel=1e-9)
+    assert found["refused"] == [
+        "damping: 0.1 on rank 0, and 0.2 on rank 1; ranks must have the same",
+        "layer both: ('torch.float32', {'a': (1, 5, 5), 'g': (1, 4, 4)}) on rank 0, and None on rank 1; "
+        "ranks must have the same",
+        "grad_worker_fraction: 1.0 on rank 0, and 0.5 on rank 1; ranks must have the same",
+        "rank 1: damping: -0.05 is out of range; allowed: above 0",
+        "local_factors: EKFAC over 2 ranks needs it, and grad_worker_fraction = 1/2",
+        "grad_scaler: it looks for overflows before step(), in gradients that only their owner has",
+        "preconditioner: it is that of another model",
+        "grad_worker_fraction: with 1.0 several ranks precondition a layer; allowed here: 1/2",
+        "model: DistributedDataParallel has a process_group of its own",
+    ]
+
+
+# --- who does what ---
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=30), st.integers(1, 12))
+def test_the_fullest_bin_is_near_the_best_possible(costs, num_bins):
+    found = spread(costs, num_bins)
+    assert found.keys() == costs.keys() and set(found.values()) <= set(range(num_bins))
+    loads = [sum(costs[job] for job in costs if found[job] == number) for number in range(num_bins)]
+    largest = max(costs.values(), default=0.0)  # the job that ends last began in what was then the emptiest bin
+    assert max(loads) <= sum(costs.values()) / num_bins + (1 - 1 / num_bins) * largest + 1e-3
+    assert spread(dict(reversed(costs.items())), num_bins) == found
+
+
+def test_jobs_are_spread_evenly():
+    assert spread({"a": 4, "b": 3, "c": 3, "d": 0}, 10**12) == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert spread({"a": 4, "b": 3, "c": 3, "d": 2}, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fraction", "shape"),
+    [(1, 1.0, (1, 1)), (4, 1.0, (4, 1)), (4, 0.5, (2, 2)), (4, 0.25, (1, 4)), (6, 1 / 3, (2, 3)),
+     (96, 1 / 48, (2, 48))],
+)  # fmt: skip
+def test_grids(world_size, fraction, shape):
+    found = grid(world_size, fraction)
+    assert found == shape
+    columns = [found.column(number) for number in range(found.num_columns)]
+    assert sorted(rank for column in columns for rank in column) == list(range(world_size))
+    for rank in range(world_size):
+        assert rank in found.row(rank) and len(found.row(rank)) == found.num_columns
+        assert all(len(set(found.row(rank)) & set(column)) == 1 for column in columns)
+
+
+@pytest.mark.parametrize(("world_size", "fraction"), [(4, 0.3), (4, 0.75), (3, 0.5), (1, 0.5)])
+def test_fractions_that_make_no_equal_groups_are_refused(world_size, fraction):
+    with pytest.raises(ValueError, match=f"grad_worker_fraction: {fraction} .* of {world_size} ranks; allowed: 1/"):
+        grid(world_size, fraction)
+
+
+def test_owners_are_in_their_column_and_share_the_work():
+    costs = {f"layer{i}": Cost(float(i**3), float(i**2)) for i in range(1, 20)}
+    for fraction in (1.0, 0.5, 0.25):
+        of = grid(4, fraction)
+        places = place(costs, of, 10)
+        assert all(owner in of.column(column) for owner, column in places.values())
+        assert {owner for owner, _ in places.values()} == {0, 1, 2, 3}
+
+
+@given(st.integers(1, 12), st.sampled_from([(), (1,), (3,), (2, 3)]))
+def test_triangles_hold_every_element_above_the_diagonal_once(n, batch):
+    matrix = torch.randn(*batch, n, n)
+    symmetric = matrix.triu() + matrix.triu(1).mT
+    folded = fold(matrix)  # what is below the diagonal does not count
+    assert folded.shape == folded_shape(matrix.shape) == (*batch, n * (n + 1) // 2)
+    assert torch.equal(unfold(folded, n), symmetric)
+    above = matrix[(..., *torch.triu_indices(n, n))]
+    assert torch.equal(folded.sort().values, above.sort().values)
+    matrix[..., 0, -1] = float("nan")
+    assert unfold(fold(matrix), n).isnan().sum(dim=(-2, -1)).unique().item() == (2 if n > 1 else 1)
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_what_is_packed_comes_out_again(n, groups, symmetric):
+    matrix = torch.randn(groups, n, n)
+    matrix = matrix + matrix.mT if symmetric else matrix
+    parts = [Part(matrix, symmetric), Part(torch.randn(3))]
+    flat = pack(parts)
+    assert len(flat) == groups * (n * (n + 1) // 2 if symmetric else n * n) + 3
+    into = [Part(torch.empty_like(part.tensor), part.symmetric) for part in parts]
+    unpack(flat, into)
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(into, parts, strict=True))

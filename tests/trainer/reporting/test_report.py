@@ -1,0 +1,347 @@
+"""The report against the metrics.jsonl it was made from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from datapipe.errors import DatapipeError, SettingError
+from trainer.reporting.page import MAX_POINTS, PARTS, read_run, write_report
+
+STEPS = 100  # per epoch
+TIME_S = {
+    "wait": 3.0,
+    "forward_backward": 6.0,
+    "optimizer": 1.0,
+    "evaluation": 2.0,
+    "checkpoint": 0.5,
+    "other": 0.25,
+}
+
+
+def header(**changes) -> dict:
+    recipe = {"data": {"size": 28}, "model": {"name": "resnet8"}, "train": {"target_accuracy": 0.9, "epochs": 3}}
+    return {
+        "event": "run",
+        "format": 1,
+        "recipe": recipe,
+        "recipe_name": "fashion-mnist-resnet8",
+        "commit": "abc1234",
+        "versions": {"python": "3.11.2", "torch": "2.13.0", "numpy": "2.4.6", "datapipe": "0.1.0"},
+        "device": "cpu (Some Model 5000)",
+        "world_size": 1,
+        "global_batch_size": 512,
+        "train_samples": 51200,
+        "val_samples": 10000,
+        "num_parameters": 77754,
+        "started": "2025-01-02T03:04:05+00:00",
+        "command": ["trainer", "train", "fashion-mnist-resnet8"],
+    } | changes
+
+
+def train(step: int, loss: float = 1.0, **changes) -> dict:
+    line = {"event": "train", "epoch": (step - 1) // STEPS, "step": step, "loss": loss, "lr": 0.1}
+    return line | {"images_per_s": 2500.0, "elapsed_s": step / 10} | changes
+
+
+def epoch(number: int, accuracy: float | None, **changes) -> dict:
+    line = {"event": "epoch", "epoch": number, "step": number * STEPS, "train_loss": 0.7, "val_loss": 0.8}
+    line |= {"val_accuracy": accuracy, "images_per_s": 2000.0, "elapsed_s": number * 12.75, "time_s": TIME_S}
+    return line | changes
+
+
+def end(**changes) -> dict:
+    return {
+        "event": "end",
+        "status": "target_reached",
+        "accuracy": 0.9123,
+        "best_accuracy": 0.9145,
+        "time_to_target_s": 174.4,
+        "elapsed_s": 201.0,
+        "images_per_s": 2345.6,
+        "wait_share": 0.314,
+        "time_s": {part: 10 * seconds for part, seconds in TIME_S.items()},
+    } | changes
+
+
+def write(folder: Path, *lines: dict | str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def finished(folder: Path, world_size: int = 1, **changes) -> Path:
+    steps = [train(step) for step in range(10, 301, 10)]
+    epochs = [epoch(1, 0.85), epoch(2, 0.9145), epoch(3, 0.9123)]
+    return write(folder, header(world_size=world_size), *steps, *epochs, end(**changes))
+
+
+class Page(HTMLParser):
+    """The visible text of a page, its tables as rows of cells, and every tag with its attributes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: list[tuple[str, dict]] = []
+        self._within, self.words = "", []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.text = re.sub(r"\s+", " ", " ".join(self.words))  # also no-break spaces
+
+    def handle_starttag(self, tag, attrs):
+        self._within = tag
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        if tag in ("table", "b"):
+            self._within = tag if tag == "table" else "td"
+
+    def handle_data(self, data):
+        if self._within not in ("style", "script"):
+            self.words.append(data)
+        if self._within in ("td", "th") and self.rows:
+            self.rows[-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ").strip()
+
+    def row(self, first: str) -> list[str]:
+        return next(row for row in self.rows if row[0] == first)
+
+
+@pytest.fixture
+def without_plots(monkeypatch):
+    """For what is said in words only: the plots take most of the time."""
+    monkeypatch.setattr("trainer.reporting.page._plot", lambda *_: "")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> Path:
+    """The report on one finished run."""
+    folder = tmp_path_factory.mktemp("single")
+    report = write_report([finished(folder / "run")], folder / "out")
+    assert report == folder / "out" / "report.html"
+    return report
+
+
+def test_a_single_run_shows_the_figures_of_its_end_line(single):
+    page = Page(single)
+    for text in (
+        "accuracy 91.23 %",
+        "target 90.00 %",
+        "time to target 2 min 54 s",
+        "images/s 2,346",
+        "waiting for data 31.4 %",
+        "status target reached",
+        "data-bound: 31 % of the step waited for batches",
+        "cpu (Some Model 5000)",
+        "abc1234",
+        "trainer train fashion-mnist-resnet8",
+        "resnet8",
+        "2.13.0",
+    ):
+        assert text in page.text, text
+    shown = {part: page.row(part)[1] for part in PARTS}
+    assert shown == {
+        "wait": "30.0 s",
+        "forward_backward": "1 min 00 s",
+        "optimizer": "10.0 s",
+        "evaluation": "20.0 s",
+        "checkpoint": "5.0 s",
+        "other": "2.5 s",
+    }
+
+
+@pytest.mark.parametrize(("share", "bound"), [(0.314, "data-bound: 31 %"), (0.04, "compute-bound: 4 %")])
+def test_the_verdict_follows_the_wait_share(tmp_path, without_plots, share, bound):
+    page = Page(write_report([finished(tmp_path / "run", wait_share=share)], tmp_path / "out"))
+    assert f"{bound} of the step waited for batches" in page.text
+
+
+def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
+    out = single.parent
+    names = {"report.html", "report.pdf", "accuracy.png", "loss.png", "throughput.png", "time.png"}
+    assert {path.name for path in out.iterdir()} == names  # and nothing temporary is left
+    pdf = (out / "report.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type /Page\b", pdf)) == 4
+    for path in out.glob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    page = Page(out / "report.html")
+    assert [tag for tag, _ in page.tags].count("svg") == 4
+    for label in ("validation accuracy", "images/s", "epoch", "time (s)", "target 90.0 %", "wait for data"):
+        assert label in page.text
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_follows_the_mode(single):
+    page = Page(single)
+    assert not re.search(r"https?://|@import|<script|<link|<img|url\((?!#)", page.source)
+    links = [value for _, attrs in page.tags for key, value in attrs.items() if key.endswith(("href", "src"))]
+    assert all(link.startswith("#") for link in links)
+    ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
+    assert {link[1:] for link in links} <= ids
+    assert "prefers-color-scheme:dark" in page.source and str(single.parent.parent) not in page.source
+    svg = page.source[page.source.index("<svg") :]
+    assert "var(--c0)" in svg and "#0072b2" not in svg
+
+
+def test_several_runs_are_compared_in_order(tmp_path):
+    one = finished(tmp_path / "one" / "run")
+    two = finished(tmp_path / "two" / "run", 2, images_per_s=4691.2, wait_share=0.05, status="completed")
+    page = Page(write_report([one, two], tmp_path / "out"))
+    head = page.row("run")
+    rows = [dict(zip(head, page.rows[i], strict=True)) for i in (1, 2)]
+    assert [row["run"].lstrip("■\N{NO-BREAK SPACE} ") for row in rows] == ["one/run · 1 rank", "two/run · 2 ranks"]
+    assert [row["images/s"] for row in rows] == ["2,346", "4,691"]
+    assert [row["relative"] for row in rows] == ["1.00×", "2.00×"]
+    assert [row["waiting for data"] for row in rows] == ["31.4 %", "5.0 %"]
+    assert [row["status"] for row in rows] == ["target reached", "completed"]
+    assert {row["best accuracy"] for row in rows} == {"91.45 %"}
+    assert {row["time to target"] for row in rows} == {"2 min 54 s"}
+    assert {row["recipe name"] for row in rows} == {"fashion-mnist-resnet8"}
+    assert {row["global batch size"] for row in rows} == {"512"}
+    assert page.source.count("one/run · 1 rank</text>") == 4  # named in each plot
+    assert "var(--c0)" in page.source and "var(--c1)" in page.source
+
+
+def labels(*folders: Path) -> list[str]:
+    page = Page(write_report(list(folders), folders[0].parent / "out"))
+    return [row[0].lstrip("■\N{NO-BREAK SPACE} ") for row in page.rows[1 : 1 + len(folders)]]
+
+
+def test_labels_are_distinct_and_no_longer_than_needed(tmp_path, without_plots):
+    a, b, c = (finished(tmp_path / name) for name in ("x/a", "x/b", "y/a"))
+    assert labels(a, b) == ["a", "b"]
+    assert labels(a, c) == ["x/a", "y/a"]
+    assert labels(a, a) == ["a (1)", "a (2)"]
+
+
+def test_a_label_that_matplotlib_would_read_its_own_way(tmp_path):
+    run, other = finished(tmp_path / "_$x^2$ & <b>"), finished(tmp_path / "other")
+    page = Page(write_report([run, other], tmp_path / "out"))
+    assert page.source.count("_$x^2$ &amp; &lt;b&gt;</text>") == 4
+
+
+def test_the_same_input_gives_the_same_bytes(single, tmp_path):
+    again = write_report([single.parent.parent / "run"], tmp_path / "again").parent
+    for path in single.parent.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+
+
+def test_a_run_still_going_shows_the_figures_so_far(tmp_path):
+    cut = json.dumps(train(310))[:40]
+    run = write(tmp_path / "run", header(), train(50), epoch(1, 0.85), epoch(2, 0.91), epoch(3, None), cut)
+    assert read_run(run).figures() == pytest.approx(
+        {
+            "target": 0.9,
+            "accuracy": 0.91,
+            "best_accuracy": 0.91,
+            "time_to_target_s": 25.5,
+            "images_per_s": 2000,
+            "wait_share": 0.3,
+        }
+    )
+    page = Page(write_report([run], tmp_path / "out"))
+    assert "status in progress" in page.text and "No end line" in page.text
+    assert "data-bound: 30 %" in page.text and page.row("wait")[1] == "9.0 s"
+
+
+@pytest.mark.parametrize("lines", [[], [train(10)], [end(accuracy=None, wait_share=None, time_s={})]])
+def test_a_run_without_an_epoch_has_a_report(tmp_path, lines):
+    page = Page(write_report([write(tmp_path / "run", header(), *lines)], tmp_path / "out"))
+    assert "No epoch has finished" in page.text and "Too early to tell" in page.text
+    assert "nan" not in page.text.lower()
+
+
+def test_what_a_resumed_run_did_again_counts_once(tmp_path, without_plots):
+    lost = [train(step, 9.0) for step in (110, 120, 130, 140)]
+    again = [train(step, 1.0) for step in (110, 120)]
+    resume = {"event": "resume", "epoch": 1, "step": 100, "elapsed_s": 12.75, "world_size": 2}
+    stopped = end(status="interrupted")
+    path = write(tmp_path / "run", header(), train(100), epoch(1, 0.5), *lost, stopped, resume, epoch(1, 0.6), *again)
+    run = read_run(path)
+    assert [(line["step"], line["loss"]) for line in run.train] == [(100, 1.0), (110, 1.0), (120, 1.0)]
+    assert [line["val_accuracy"] for line in run.epochs] == [0.6]
+    assert run.end is None
+    assert "Resumed at step 100, world size 2" in Page(write_report([path], tmp_path / "out")).text
+
+
+def test_a_line_cut_short_by_a_kill_loses_nothing_else(tmp_path):
+    resume = {"event": "resume", "epoch": 0, "step": 20, "elapsed_s": 2.0, "world_size": 1}
+    cut = json.dumps(train(30))[:25]
+    run = read_run(write(tmp_path / "run", header(), train(10), train(20), cut, resume, train(30), "\0\0\0"))
+    assert [line["step"] for line in run.train] == [10, 20, 30]
+    assert run.resumes == [resume]
+
+
+def test_a_loss_that_diverged_is_named_and_left_out_of_the_plot(tmp_path):
+    lines = [train(10), train(20, float("nan")), train(30, float("inf"))]
+    page = Page(write_report([write(tmp_path / "run", header(), *lines)], tmp_path / "out"))
+    assert "no longer finite at step 20" in page.text
+
+
+def test_a_long_run_stays_small(tmp_path):
+    lines = [train(step, images_per_s=2000.0 + step % 7) for step in range(1, 20 * MAX_POINTS)]
+    report = write_report([write(tmp_path / "run", header(), *lines)], tmp_path / "out")
+    assert report.stat().st_size < 200_000
+
+
+def test_what_comes_from_files_is_text_never_markup(tmp_path):
+    attack = "</text></svg><script>alert(1)</script>\"'&"
+    first = header(recipe_name=attack, device=attack, commit=attack, versions={attack: attack})
+    first |= {"command": [attack], "recipe": {attack: {attack: attack}, "flat": attack}, "world_size": attack}
+    runs = [write(tmp_path / name, first, train(10), end(status=attack)) for name in ("<i>a", "b")]
+    for folders in (runs, runs[:1]):
+        page = Page(write_report(folders, tmp_path / "out"))
+        assert "<script" not in page.source and "<i>" not in page.source
+        assert "alert(1)" in page.text
+
+
+def test_characters_that_cannot_be_printed_do_no_harm(tmp_path, without_plots):
+    run = write(tmp_path / "run", header(device="a\x00b\x1b[31m\ud800"), end())
+    page = Page(write_report([run], tmp_path / "out"))
+    assert "a\N{REPLACEMENT CHARACTER}b" in page.source and "\x1b" not in page.source
+
+
+@pytest.mark.parametrize("text", ["", "\n", '{"event":"run","form', "no json", "[1]\n3\n", json.dumps(train(1))])
+def test_a_file_without_a_first_line_is_an_error_with_its_path(tmp_path, text):
+    run = write(tmp_path / "run", text)
+    with pytest.raises(DatapipeError, match="does not begin with a whole line") as caught:
+        write_report([run], tmp_path / "out")
+    assert caught.value.path == run / "metrics.jsonl" and not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_no_run_is_an_error_with_its_path(tmp_path):
+    with pytest.raises(DatapipeError, match="is this the folder of a training run") as caught:
+        write_report([finished(tmp_path / "run"), tmp_path], tmp_path / "out")
+    assert caught.value.path == tmp_path / "metrics.jsonl" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("version", [2, None, "1"])
+def test_another_format_is_refused(tmp_path, version):
+    with pytest.raises(DatapipeError, match=r"metrics\.jsonl: format .* reads format 1"):
+        write_report([write(tmp_path / "run", header(format=version), end())], tmp_path / "out")
+
+
+def test_a_recipe_that_is_none_is_an_error(tmp_path):
+    with pytest.raises(DatapipeError, match="holds no recipe"):
+        write_report([write(tmp_path / "run", header(recipe=[1]), end())], tmp_path / "out")
+
+
+def test_no_run_at_all_is_a_setting_error(tmp_path):
+    with pytest.raises(SettingError, match="runs"):
+        write_report([], tmp_path / "out")
+
+
+def test_importing_the_module_brings_neither_torch_nor_matplotlib():
+    code = "import sys, trainer.reporting.page; sys.exit(bool({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0

@@ -1,0 +1,156 @@
+"""Which device a run takes, and that it takes none unasked where the GPUs cannot be used."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from datapipe.errors import SettingError
+from datapipe.loaders import device
+from datapipe.loaders.device import Driver, explain_unseen_gpus, read_driver
+from trainer.distributed import world_from_environment
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_CUDA = torch.version.cuda is None
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)  Wed Aug 13\n"
+COMPILER = "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n"
+
+
+def tree(root: Path, version: str | None = PROPRIETARY.format("535.104.05"), gpus: int = 2, nodes: int = 0) -> Path:
+    """What the driver shows, as files under `root`."""
+    proc = root / "proc/driver/nvidia"
+    for number in range(gpus):
+        (proc / f"gpus/0000:{number:02x}:00.0").mkdir(parents=True)
+    if version is not None:
+        proc.mkdir(parents=True, exist_ok=True)
+        (proc / "version").write_text(version + COMPILER)
+    (root / "dev").mkdir(parents=True)
+    for name in ["nvidiactl", "nvidia-uvm", "nvidia-caps", *(f"nvidia{number}" for number in range(nodes))]:
+        (root / "dev" / name).touch()
+    return root
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """To torch; and CUDA_VISIBLE_DEVICES hides none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ({}, Driver("535.104.05", 2)),
+        ({"version": OPEN.format("580.82.07")}, Driver("580.82.07", 2)),
+        ({"nodes": 1}, Driver("535.104.05", 1)),  # a container, which has one of the two
+        ({"version": None, "gpus": 0, "nodes": 3}, Driver("", 3)),
+        ({"version": "something else\n"}, Driver("", 2)),
+        ({"gpus": 0}, None),  # a driver without GPUs
+        ({"version": None, "gpus": 0}, None),
+    ],
+)
+def test_what_the_driver_shows(tmp_path, shown, expected):
+    assert read_driver(tree(tmp_path, **shown)) == expected
+    assert read_driver(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "version", "cuda", "says"),
+    [
+        ("535.104.05", "2.13.0+cpu", None, ["without CUDA", "torch==2.13.0+cu126 ", "/whl/cu126"]),
+        ("580.82.07", "2.13.0+cpu", None, ["without CUDA", "/whl/cu130"]),
+        ("", "2.13.0+cpu", None, ["without CUDA", "/whl/cu126"]),
+        ("535.104.05", "2.13.0+cu130", "13.0", ["CUDA 13.0", "needs driver 580", "torch==2.13.0+cu126 ", "/whl/cu126"]),
+        ("575.57", "2.14.0+cu132", "13.2", ["CUDA 13.2", "needs driver 580", "/whl/cu126"]),
+        ("470.199.02", "2.13.0+cu126", "12.6", ["needs driver 525", "no build works", "525 or newer"]),
+        ("470.199.02", "2.13.0+cpu", None, ["without CUDA", "no build works"]),
+        ("580.82.07", "2.13.0+cu130", "13.0", ["CUDA 13.0", "and says: ", "--gpus all"]),
+        ("535.104.05", "2.13.0+cu126", "12.6", ["CUDA 12.6", "and says: "]),
+        ("", "2.13.0+cu130", "13.0", ["and says: "]),
+    ],
+)
+def test_what_to_install(driver, version, cuda, says):
+    reason = device._reason(Driver(driver, 1), version, cuda)
+    assert [part for part in says if part not in reason] == [], reason
+    assert ("pip install" in reason) == ("/whl/" in "".join(says))
+
+
+@pytest.mark.skipif(not WITHOUT_CUDA, reason="a build with CUDA is installed")
+def test_pip_does_what_the_message_says():
+    """Without the build in its name, pip takes the torch that is installed for the one that is asked for."""
+    reason = device._reason(Driver("535.104.05", 1), torch.__version__, None)
+    words = reason.partition("pip install ")[2].split()
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", words[0]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "already satisfied" not in done.stdout and "No matching distribution" in done.stderr, done.stdout
+
+
+def test_gpus_that_were_hidden_are_none(tmp_path, no_gpu):
+    root = tree(tmp_path)
+    assert "535.104.05 has 2 GPU(s) here, and torch sees none" in explain_unseen_gpus({}, root)
+    for value in ("0,1", " 1", "0,-1", "GPU-8932f937-d72c", "MIG-GPU-8932f937-d72c/1/2"):
+        assert explain_unseen_gpus({"CUDA_VISIBLE_DEVICES": value}, root) is not None
+    for value in ("", "-1", " ", "-1,0", "NoDevFiles", "none"):
+        assert explain_unseen_gpus({"CUDA_VISIBLE_DEVICES": value}, root) is None
+    assert explain_unseen_gpus({}, tmp_path / "nowhere") is None
+
+
+def test_devices_that_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert world_from_environment({}, "cpu").device.type == "cpu"
+    with pytest.raises(SettingError, match="--device gpu: allowed: auto, cpu, cuda"):
+        world_from_environment({}, "gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert world_from_environment({}).device.type == "cpu"
+    with pytest.raises(SettingError, match="--device cuda: there is no GPU"):
+        world_from_environment({}, "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert world_from_environment({}).device == world_from_environment({}, "cuda").device == torch.device("cuda", 0)
+    assert world_from_environment({}, "cpu").device.type == "cpu"
+
+
+@pytest.fixture
+def on_a_gpu_node(tmp_path):
+    """Run a command where /proc/driver shows a driver of CUDA 12: mounted in a namespace of its own."""
+    if shutil.which("unshare") is None or os.geteuid() != 0 or not Path("/proc/driver").is_dir():
+        pytest.skip("needs root, unshare and /proc/driver")
+    driver = tree(tmp_path / "node") / "proc/driver"
+    script = f'mount --bind "{driver}" /proc/driver && exec "$@"'
+    prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def _run(*words: object, **changes: str) -> subprocess.CompletedProcess:
+        command = [*prefix, sys.executable, "-m", *map(str, words)]
+        return subprocess.run(command, env=env | changes, capture_output=True, text=True, timeout=120)
+
+    return _run
+
+
+@pytest.mark.skipif(not WITHOUT_CUDA, reason="this build of torch sees GPUs")
+def test_a_run_is_refused_where_the_gpus_cannot_be_used(on_a_gpu_node, recipe_file, packed, tmp_path):
+    command = ["trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=1"]
+    for asked in ((), ("--device", "cuda")):
+        done = on_a_gpu_node(*command, *asked)
+        assert done.returncode == 2, done.stderr
+        assert "driver 535.104.05 has 2 GPU(s)" in done.stderr and "/whl/cu126" in done.stderr
+        assert "--device cpu" in done.stderr and "Traceback" not in done.stderr
+        assert not (tmp_path / "run").exists()
+    done = on_a_gpu_node(*command, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    done = on_a_gpu_node(*command[:6], tmp_path / "asked", *command[7:], "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not WITHOUT_CUDA, reason="this build of torch sees GPUs")
+def test_the_doctor_says_it_too(on_a_gpu_node, tmp_path):
+    done = on_a_gpu_node("datapipe", "doctor", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "advice: GPUs: NVIDIA's driver 535.104.05 has 2 GPU(s)" in done.stdout and "/whl/cu126" in done.stdout

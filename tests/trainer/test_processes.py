@@ -1,0 +1,301 @@
+"""Runs in child processes: signals, kills, several ranks, exit codes."""
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.checkpoint import load_checkpoint
+
+CHILD = Path(__file__).with_name("ranks_child.py")
+TIMEOUT_S = 120
+
+
+@pytest.fixture
+def train(start, packed, recipe_file, tmp_path):
+    """train("run", "--resume", …, ranks=1) -> Popen of `trainer train` into tmp_path/run."""
+
+    def _train(name, *arguments, ranks=1, data=packed, env=None):
+        command = ["-m", "trainer", "train", recipe_file, "--data", data, "--out", tmp_path / name, *arguments]
+        return start(*command, ranks=ranks, env=env)
+
+    return _train
+
+
+def finish(child: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = child.communicate(timeout=TIMEOUT_S)
+    return child.returncode, out, err
+
+
+def wait_for_step(child: subprocess.Popen, run: Path, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        path = run / "metrics.jsonl"
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.005)
+    raise AssertionError(f"no step {step} in {TIMEOUT_S} s")
+
+
+def trained(run: Path) -> dict:
+    content = load_checkpoint(run / "checkpoint.pt")
+    assert content["state"]["epoch"] == 3
+    return {f"{part}.{key}": value for part in ("model", "optimizer") for key, value in flat(content[part])}
+
+
+def flat(value, name=""):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield name, value
+        return
+    for key, item in items:
+        yield from flat(item, f"{name}.{key}")
+
+
+def same(a, b) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=3", "kfac.inv_update_steps=5"]
+KFAC += ["kfac.damping_update_steps=2"]
+
+
+@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics, changes):
+    seed = random.randrange(10**6)
+    steps = sorted(random.Random(seed).sample(range(2, 26), 2))
+    print(f"seed {seed}: killed after steps {steps}")
+    every = [word for change in ("train.checkpoint_every_steps=3", *changes) for word in ("--set", change)]
+    train = functools.partial(train, env={"OMP_NUM_THREADS": "2"})  # sums over threads must be the same, too
+    assert finish(train("whole", *every))[0] == 0
+    for step in steps:
+        child = train("killed", "--resume", *every)
+        wait_for_step(child, tmp_path / "killed", step)
+        child.send_signal(signal.SIGKILL)
+        assert finish(child)[0] == -signal.SIGKILL
+    code, _, err = finish(train("killed", "--resume", *every))
+    assert code == 0, err
+    whole, killed = trained(tmp_path / "whole"), trained(tmp_path / "killed")
+    assert whole.keys() == killed.keys()
+    assert [key for key in whole if not same(whole[key], killed[key])] == []
+    lines = {name: metrics(tmp_path / name) for name in ("whole", "killed")}
+    for event, fields in (("train", ("epoch", "step", "loss", "lr")), ("epoch", ("epoch", "train_loss", "val_loss"))):
+        found = {
+            name: [[line[field] for field in fields] for line in lines[name] if line["event"] == event]
+            for name in lines
+        }
+        assert found["whole"] == found["killed"]  # every line once, with the same numbers
+    assert lines["killed"][0]["event"] == "run"
+    assert [path.name for path in (tmp_path / "killed").glob(".*")] == []
+
+
+def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
+    """Each layer has one owner, to whom its gradient is reduced; the state of all of them is in the checkpoint."""
+    changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5")
+    changes = [word for change in changes for word in ("--set", change)]
+    for ranks, epochs in ((2, 1), (1, 2), (2, 3)):
+        code, _, err = finish(train("run", "--resume", *changes, "--set", f"train.epochs={epochs}", ranks=ranks))
+        assert code == 0, err
+    lines = metrics(tmp_path / "run")
+    told = [line for line in lines if line["event"] == "kfac"]
+    assert len(told) >= 5 and all(line["skipped"] == line["fallbacks"] == 0 for line in told)
+    assert all(0 < cosine < 0.999 for line in told for cosine in line["cosines"].values())
+    assert len({line["damping"] for line in told}) >= 3  # it adapts, and goes on where it was
+    assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 1, 2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_stops(train, tmp_path, metrics, number, code):
+    child = train("run")
+    wait_for_step(child, tmp_path / "run", 4)
+    child.send_signal(number)
+    found, out, err = finish(child)
+    assert found == code, err
+    assert "--resume" in out
+    assert "Traceback" not in err
+    last = metrics(tmp_path / "run")[-1]
+    assert (last["event"], last["status"]) == ("end", "interrupted")
+    saved = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    assert 4 <= saved["state"]["step"] < 30
+    found, _, err = finish(train("run", "--resume"))
+    assert found == 0, err
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+    assert [line["status"] for line in lines if line["event"] == "end"] == ["completed"]
+
+
+def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
+    child = train("run", ranks=2)
+    wait_for_step(child, tmp_path / "run", 4)
+    child.send_signal(signal.SIGTERM)  # torchrun passes it on to both
+    code, _, err = finish(child)
+    assert code != 0
+    assert metrics(tmp_path / "run")[-1]["status"] == "interrupted", err
+    step = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"]
+    assert 4 <= step < 30
+    code, _, err = finish(train("run", "--resume"))
+    assert code == 0, err
+    lines = metrics(tmp_path / "run")
+    assert [(line["step"], line["world_size"]) for line in lines if line["event"] == "resume"] == [(step, 1)]
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+
+
+def test_two_ranks_learn_and_count_as_one(start, packed, tmp_path):
+    for ranks in (1, 2):
+        code, _, err = finish(start(CHILD, packed, 32, tmp_path / f"{ranks}.pt", ranks=ranks))
+        assert code == 0, err
+    one, two = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 2))
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-5)
+    (accuracy_1, loss_1), (accuracy_2, loss_2) = (
+        json.loads((tmp_path / f"{ranks}.json").read_text()) for ranks in (1, 2)
+    )
+    assert accuracy_1 == accuracy_2 == round(accuracy_1 * 77) / 77
+    assert loss_1 == pytest.approx(loss_2, rel=1e-4)
+
+
+# gloo's threads that let go of a tensor while Python ends abort a process that had done its work.
+THREADS = """
+import sys
+from pathlib import Path
+from trainer.config.recipe import load_recipe
+from trainer.run import run
+assert run(load_recipe(sys.argv[1], sys.argv[4:]), Path(sys.argv[2]), Path(sys.argv[3]), resume=False) == 0
+print(*sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm")), sep="")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
+def test_no_thread_of_the_ranks_outlives_the_training(start, packed, recipe_file, tmp_path):
+    (tmp_path / "child.py").write_text(THREADS)
+    changes = ["train.epochs=1", *KFAC]
+    code, out, err = finish(start(tmp_path / "child.py", recipe_file, packed, tmp_path / "run", *changes, ranks=2))
+    assert code == 0, err
+    assert out.count("python") >= 2, out  # the first threads of both
+    assert "gloo" not in out
+
+
+def test_two_ranks_that_miss_the_target_still_report(train, tmp_path):
+    arguments = ["--set", "train.epochs=1", "--set", "train.target_accuracy=1.0", "--set", "optimizer.lr=1e-9"]
+    code, out, err = finish(train("run", *arguments, ranks=2))
+    assert code == 1
+    assert "missed" in out
+    assert "exitcode  : 1" in err
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_two_ranks_keep_the_checkpoint_before_they_lost_themselves(train, port, tmp_path):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    changes = ["train.batch_size=330", "schedule={name='constant', warmup_epochs=3.0}"]
+    changes += ["optimizer.lr=1e37", "optimizer.weight_decay=1e30"]  # the second step makes the parameters infinite
+    arguments = [word for change in changes for word in ("--set", change)]
+    children = [train("run", *arguments, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    for code, _, err in map(finish, children):
+        assert code == 1
+        assert "error: parameters or running statistics are no longer finite after step 2" in err
+        assert "checkpoint.pt is still that of epoch 1, step 1" in err
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"] == 1
+
+
+def test_a_name_that_is_no_utf8(train, start, tmp_path, metrics):
+    name = os.fsdecode(b"run\xe9")
+    env = {"PYTHONIOENCODING": "utf-8:strict"}  # of a terminal; a pipe may be more tolerant
+    code, out, err = finish(train(name, "--set", "train.epochs=1", env=env))
+    assert code == 0 and "Traceback" not in err, err
+    assert metrics(tmp_path / name)[0]["command"][-3].endswith(name)
+    assert r"run\udce9/report.html" in out  # escaped, as both commands print such names
+    code, _, err = finish(start("-m", "trainer", "report", tmp_path / name, env=env))
+    assert code == 0, err
+
+
+def test_world_size_that_does_not_divide_is_refused_without_waiting(train, tmp_path):
+    env = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    started = time.monotonic()
+    code, _, err = finish(train("run", env=env))  # there is no other rank: it must not look for one
+    assert code == 2
+    assert "train.batch_size = 32: must be a multiple of the world size, 3" in err
+    assert time.monotonic() - started < 60
+    assert not (tmp_path / "run").exists()
+
+
+def test_threads_are_told_not_to_spin_before_torch_is_loaded(start):
+    """OpenMP reads its settings when torch loads it: a child process notes what they are at that moment."""
+    probe = """
+import os, sys
+seen = []
+def note(event, arguments):
+    if event == "import" and arguments[0] == "torch" and not seen:
+        seen.append([os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")])
+sys.addaudithook(note)
+from trainer.cli import main
+code = main()
+print(seen)
+sys.exit(code)
+"""
+    code, out, err = finish(start("-c", probe, "train", "fashion-mnist-resnet8", "--data", "none", "--out", "run"))
+    assert code == 1, err
+    assert out.splitlines()[-1] == "[['PASSIVE', '0']]"
+
+
+def test_what_one_rank_lacks_ends_both(train, packed, port, tmp_path):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    has, lacks = (
+        train("run", data=data, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, data in enumerate((packed, tmp_path / "missing"))
+    )
+    (code_0, _, err_0), (code_1, _, err_1) = finish(has), finish(lacks)
+    assert (code_0, code_1) == (1, 1)
+    assert "missing" in err_1
+    assert "rank 1: " in err_0
+    assert "missing" in err_0
+    assert "Traceback" not in err_0 + err_1
+
+
+def test_a_rank_that_dies_ends_the_other(train, port, tmp_path):
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    arguments = ["--set", "train.epochs=1000"]
+    children = [train("run", *arguments, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    wait_for_step(children[0], tmp_path / "run", 4)
+    children[1].kill()
+    code, _, err = finish(children[0])
+    assert code == 1
+    assert "lost contact with another rank" in err
+
+
+def test_existing_run_is_refused_by_both_ranks(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    code, _, err = finish(train("run", ranks=2))
+    assert code == 1  # torchrun's own
+    assert "holds a run" in err
+    assert "exitcode  : 2" in err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"], ["recipes", "--help"]])
+def test_help_has_an_example_and_needs_no_torch(start, arguments):
+    probe = "import sys; from trainer.cli import main; code = main(); "
+    probe += "print([m for m in ('torch', 'numpy', 'matplotlib', 'trainer.config.recipe') if m in sys.modules]); sys.exit(code)"
+    code, out, err = finish(start("-c", probe, *arguments))
+    assert code == 0, err
+    assert "Example" in out
+    assert out.endswith("[]\n")
+
+
+def test_recipes_and_usage_errors(start, tmp_path):
+    code, out, _ = finish(start("-m", "trainer", "recipes"))
+    assert code == 0
+    assert "cifar10-resnet32" in out
+    for arguments in (["train"], ["train", "nosuch", "--data", ".", "--out", "x"], ["report", "a", "b"], ["fly"]):
+        code, _, err = finish(start("-m", "trainer", *arguments))
+        assert code == 2
+        assert "Traceback" not in err
+    assert not (tmp_path / "x").exists()

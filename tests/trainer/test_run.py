@@ -1,0 +1,422 @@
+"""Whole runs in this process: files, lines, exit codes, and failures that lose nothing."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import trainer.loop
+import trainer.reporting.page
+from datapipe.dataset.manifest import find_data_sets
+from datapipe.dataset.verify import verify
+from datapipe.errors import DatapipeError, DecodeError, SettingError
+from datapipe.fsio import locked
+from datapipe.packing import PackOptions, pack
+from trainer.checkpoint import load_checkpoint
+from trainer.config.recipe import load_recipe
+from trainer.errors import CheckpointError, DivergedError
+from trainer.run import run
+
+SECTIONS = {"wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # Two threads of one small network wait for each other far longer than they work, on cores that are shared.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def go(packed, recipe_file, tmp_path):
+    """go("train.epochs=1", …, resume=False, data=…) -> exit code of a run in tmp_path/run."""
+
+    def _go(*changes, resume=False, data=packed):
+        return run(load_recipe(str(recipe_file), changes), data, tmp_path / "run", resume)
+
+    return _go
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    monkeypatch.setattr(trainer.reporting.page, "write_report", lambda runs, out: out / "report.html")
+
+
+def test_target_reached(go, tmp_path, metrics, capsys):
+    assert go("train.target_accuracy=0.5", "train.epochs=8", "train.log_every=5") == 0
+    lines = metrics(tmp_path / "run")
+    first, last = lines[0], lines[-1]
+    assert (first["event"], first["format"], first["recipe_name"]) == ("run", 1, "quarters")
+    assert (first["train_samples"], first["val_samples"], first["world_size"]) == (330, 77, 1)
+    assert first["recipe"]["train"]["batch_size"] == first["global_batch_size"] == 32
+    assert set(first["versions"]) == {"python", "torch", "numpy", "datapipe"}
+    assert first["device"].startswith("cpu (")
+    assert (last["event"], last["status"]) == ("end", "target_reached")
+    assert last["accuracy"] >= 0.5
+    assert 0 < last["time_to_target_s"] <= last["elapsed_s"]
+    epochs = [line for line in lines if line["event"] == "epoch"]
+    assert [line["epoch"] for line in epochs] == list(range(1, len(epochs) + 1))
+    assert all(line["step"] == 10 * line["epoch"] for line in epochs)  # 330 // 32 steps, the rest left out
+    assert all(set(line["time_s"]) == SECTIONS for line in [*epochs, last])
+    assert sum(last["time_s"].values()) == pytest.approx(last["elapsed_s"], rel=0.02)
+    steps = [line["step"] for line in lines if line["event"] == "train"]
+    assert steps == list(range(5, 10 * len(epochs) + 1, 5))
+    shown = capsys.readouterr().out
+    assert "reached" in shown
+    assert str(tmp_path / "run" / "report.html") in shown
+    assert (tmp_path / "run" / "report.html").stat().st_size > 0
+
+
+def test_target_missed_is_1_with_a_report(go, tmp_path, metrics, capsys):
+    assert go("train.target_accuracy=1.0", "train.epochs=1", "optimizer.lr=1e-9") == 1
+    assert metrics(tmp_path / "run")[-1]["status"] == "target_missed"
+    assert (tmp_path / "run" / "report.html").stat().st_size > 0
+    assert "missed" in capsys.readouterr().out
+
+
+def test_a_report_that_fails_hides_nothing(go, monkeypatch, capsys, caplog):
+    def broken(runs, out):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(trainer.reporting.page, "write_report", broken)
+    assert go("train.epochs=1") == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert "no report could be written" in caplog.text
+
+
+def test_a_run_is_never_overwritten(go, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(SettingError, match=r"holds a run.*--resume"):
+        go("train.epochs=1")
+    with pytest.raises(SettingError, match=r"optimizer\.lr was 0\.05 and is 0\.5"):
+        go("train.epochs=1", "optimizer.lr=0.5", resume=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_resume_of_nothing_starts_and_says_so(go, tmp_path, metrics, no_report, caplog):
+    caplog.set_level(logging.INFO)
+    assert go("train.epochs=1", resume=True) == 0
+    assert "nothing to resume" in caplog.text
+    assert [line["event"] for line in metrics(tmp_path / "run")].count("resume") == 0
+
+
+def test_more_epochs_are_the_same_as_all_at_once(go, tmp_path, metrics, no_report):
+    assert go("train.epochs=3") == 0
+    at_once = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    os.rename(tmp_path / "run", tmp_path / "first")
+    assert go("train.epochs=1") == 0
+    assert go("train.epochs=3", resume=True) == 0
+    in_two = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    assert all(torch.equal(at_once["model"][key], in_two["model"][key]) for key in at_once["model"])
+    steps = [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "train"]
+    assert steps == list(range(1, 31))
+    assert [line["event"] for line in metrics(tmp_path / "run")].count("end") == 1
+
+
+def test_evaluate_every(go, tmp_path, metrics, no_report):
+    assert go("train.evaluate_every=2") == 0
+    found = [line["val_accuracy"] for line in metrics(tmp_path / "run") if line["event"] == "epoch"]
+    assert [accuracy is None for accuracy in found] == [True, False, False]  # and always at the end
+
+
+def test_a_signal_during_the_evaluation(go, tmp_path, metrics, no_report, monkeypatch):
+    real = trainer.loop.evaluate
+
+    def interrupted(*arguments, **settings):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(trainer.loop, "evaluate", interrupted)
+    assert go() == 128 + signal.SIGTERM
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]
+    assert (state["epoch"], state["step"]) == (0, 10)  # all steps done, the epoch not finished
+    monkeypatch.setattr(trainer.loop, "evaluate", real)
+    assert go(resume=True) == 0
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+    assert [line["epoch"] for line in lines if line["event"] == "epoch"] == [1, 2, 3]
+
+
+def test_loss_that_is_not_finite(go, tmp_path, metrics, no_report):
+    with pytest.raises(DivergedError, match="the loss became nan in the 1 steps up to step 2"):
+        go("optimizer.lr=1e37", "train.evaluate_every=3")
+    assert metrics(tmp_path / "run")[-1]["status"] == "failed"
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+# One step an epoch, of which the first does nothing: the losses before an update are finite until it is too late.
+LATE = ["train.batch_size=330", "schedule={name='constant', warmup_epochs=3.0}", "train.epochs=4"]
+INFINITE = ["optimizer.lr=1e37", "optimizer.weight_decay=1e30"]  # the next step makes the parameters so
+KEPT = r"checkpoint\.pt is still that of epoch 1, step 1: --resume continues from it.*a lower optimizer\.lr"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["optimizer.lr=1e37"], "loss on the validation set is nan"),
+        (["optimizer.lr=1e37", "train.precision=bf16"], "loss on the validation set is nan"),
+        (INFINITE, "parameters or running statistics are no longer finite after step 2"),
+        ([*INFINITE, "train.evaluate_every=4"], "parameters .* no longer finite after step 2"),
+    ],
+)
+def test_a_network_that_has_lost_itself_replaces_no_checkpoint(go, tmp_path, metrics, no_report, changes, words):
+    with pytest.raises(DivergedError, match=f"{words}.*{KEPT}"):
+        go(*LATE, *changes)
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]
+    assert (state["epoch"], state["step"]) == (1, 1)
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["status"] == "failed"
+    assert all(line["val_accuracy"] is None for line in lines if line["event"] == "epoch" and line["epoch"] > 1)
+
+
+def test_a_network_that_has_lost_itself_reaches_no_target(go, packed, tmp_path, metrics, no_report):
+    """Its answer is always the first class, which is here that of nearly all validation images."""
+    folder = tmp_path / "uneven"
+    for split, counts in (("train", (20, 20)), ("val", (10, 2))):
+        for label, count in enumerate(counts):
+            (folder / split / f"class{label}").mkdir(parents=True)
+            for i in range(count):
+                image = Image.fromarray(np.full((16, 16), 200 * label + i, np.uint8))
+                image.save(folder / split / f"class{label}" / f"{i}.png")
+    pack(folder, tmp_path / "packed", PackOptions(workers=1))
+    changes = ["train.batch_size=40", "train.target_accuracy=0.8", "optimizer.lr=1e37", "train.epochs=1"]
+    with pytest.raises(DivergedError, match=r"There is no checkpoint yet \(.*checkpoint\.pt\)"):
+        go(*changes, data=tmp_path / "packed")
+    last = metrics(tmp_path / "run")[-1]
+    assert (last["status"], last["time_to_target_s"], last["best_accuracy"]) == ("failed", None, None)
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Packed PNG, one of them damaged in each split, in a place that only decoding looks at: verified, and good."""
+    for split in ("train", "val"):
+        for label in range(2):
+            (tmp_path / "raw" / split / f"class{label}").mkdir(parents=True)
+            for i in range(20):
+                pixels = np.random.default_rng(i).integers(0, 120, (16, 16), dtype=np.uint8) + 100 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "raw" / split / f"class{label}" / f"{i}.png")
+        path = tmp_path / "raw" / split / "class1" / "7.png"
+        data = bytearray(path.read_bytes())
+        data[data.index(b"IDAT") + 4] ^= 0xFF
+        path.write_bytes(data)
+    pack(tmp_path / "raw", tmp_path / "packed", PackOptions(workers=1))
+    for split in ("train", "val"):
+        assert verify(tmp_path / "packed" / split) == []
+    return tmp_path / "packed"
+
+
+def test_an_image_that_cannot_be_decoded(go, damaged, tmp_path, metrics, no_report, caplog):
+    with pytest.raises(DecodeError, match=r"class1/7"):
+        go("train.epochs=1", "train.batch_size=10", data=damaged)
+    shutil.rmtree(tmp_path / "run")
+    assert go("train.epochs=2", "train.batch_size=10", "data.max_bad=1", data=damaged) == 0
+    assert caplog.text.count("bad sample, 1 of max_bad=1") == 2  # of each loader
+    accuracy = metrics(tmp_path / "run")[-1]["accuracy"]
+    assert accuracy * 40 == pytest.approx(round(accuracy * 40)) and accuracy <= 39 / 40
+
+
+def test_a_cache_on_the_node(go, packed, tmp_path, no_report):
+    cache = tmp_path / "cache"
+    assert go("train.epochs=1", f"data.cache={cache}") == 0
+    assert sorted(folder.name.partition("-")[0] for folder in cache.iterdir()) == ["train", "val"]
+    state = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    shutil.rmtree(tmp_path / "run")
+    assert go("train.epochs=1") == 0
+    without = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    assert all(torch.equal(state["model"][key], without["model"][key]) for key in without["model"])
+
+
+def test_damaged_checkpoint(go, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    path = tmp_path / "run" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt"):
+        go("train.epochs=2", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.batch_size=331", "batch of 331 is larger than.*330"),
+        ("model.num_classes=3", r"model\.num_classes = 3.*at least 4"),
+        ("data={size=16, mean=[0.1, 0.1, 0.1], std=[0.1, 0.1, 0.1]}", r"data\.mean.*1 channels"),
+        ("data.backend=gpu", "backend.*'gpu'"),
+        ("train.precision=fp16", r"train\.precision"),
+        ("train.batch_size=1", r"train\.batch_size = 1.*at least 2"),
+        ("data={size=24, mean=[0.1], std=[0.1], crop='pad', pad=1}", "pad: 1 is too little"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_leaves_no_run(go, tmp_path, change, words):
+    with pytest.raises(SettingError, match=words):
+        go(change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_data(go, tmp_path):
+    with pytest.raises(DatapipeError):
+        go(data=tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_a_complete_run_adds_nothing(go, tmp_path, metrics, no_report, caplog):
+    assert go("train.epochs=1") == 0
+    before = [line["event"] for line in metrics(tmp_path / "run")]
+    caplog.set_level(logging.INFO)
+    assert go("train.epochs=1", resume=True) == 0
+    assert "is complete" in caplog.text and [line["event"] for line in metrics(tmp_path / "run")] == before
+
+
+def test_resuming_on_another_data_set_is_refused(go, packed, tmp_path, no_report):
+    """The same images in another order: an epoch and a step would mean other batches."""
+    assert go("train.epochs=1") == 0
+    pack(packed.parent / "raw", tmp_path / "other", PackOptions(workers=1, seed=1))
+    with pytest.raises(CheckpointError, match="another data set"):
+        go("train.epochs=2", resume=True, data=tmp_path / "other")
+
+
+def test_a_resume_that_is_refused_changes_nothing(go, packed, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    pack(packed.parent / "raw", tmp_path / "other", PackOptions(workers=1, seed=1))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert before.count(b'"end"') == 1
+    with pytest.raises(CheckpointError, match="another data set"):
+        go("train.epochs=2", resume=True, data=tmp_path / "other")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def without(part, key):
+    return lambda content: content[part].pop(key)
+
+
+UNFIT = {  # how a whole checkpoint is changed, and what its error says
+    **{f"no {key}": (lambda content, key=key: content.pop(key), f"KeyError: '{key}'")
+       for key in ("random", "data_sets", "state", "clock", "loader", "model", "optimizer", "scaler", "metrics_bytes")},
+    "no recipe": (lambda content: content.pop("recipe"), "no recipe"),
+    "recipe of text": (lambda content: content.update(recipe="x"), "no recipe"),
+    "no step": (without("state", "step"), "KeyError: 'step'"),
+    "no elapsed time": (without("clock", "elapsed_s"), "KeyError: 'elapsed_s'"),
+    "no parameter": (without("model", "fc.bias"), "Missing key.*fc.bias"),
+    "other shape": (lambda content: content["model"].update({"fc.bias": torch.zeros(9)}), "size mismatch for fc.bias"),
+    "other kind": (lambda content: content.update(model=[1]), "cannot be continued from: TypeError"),
+    "other groups": (lambda content: content["optimizer"]["param_groups"].clear(), "ValueError"),
+    "other random numbers": (lambda content: content["random"].update(cpu=torch.zeros(3)), "TypeError"),
+    "a lost network": (lambda content: content["model"]["fc.weight"].fill_(torch.nan), "not finite.* start a new run"),
+    "lost statistics": (lambda content: content["model"]["bn1.running_var"].fill_(torch.inf), "not finite"),
+}  # fmt: skip
+
+
+def test_whole_checkpoints_that_do_not_fit(go, tmp_path, no_report):
+    assert go("train.epochs=1") == 0
+    path = tmp_path / "run" / "checkpoint.pt"
+    whole, before = path.read_bytes(), (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for name, (change, words) in UNFIT.items():
+        path.write_bytes(whole)
+        content = torch.load(path, weights_only=True)
+        change(content)
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.pt: .*{words}") as caught:
+            go("train.epochs=2", resume=True)
+        assert "\n" not in str(caught.value), name
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_without_their_checkpoint_are_kept(go, tmp_path, metrics, no_report, caplog):
+    run, kept = tmp_path / "run", []
+    for number in (1, 2):
+        assert go("train.epochs=1", resume=True) == 0
+        kept.append((run / "metrics.jsonl").read_bytes())
+        (run / "checkpoint.pt").unlink()
+        assert go("train.epochs=1", resume=True) == 0
+        assert f"kept as metrics-{number}.jsonl" in caplog.text
+        assert [line["event"] for line in metrics(run)].count("run") == 1
+    assert [(run / f"metrics-{number}.jsonl").read_bytes() for number in (1, 2)] == kept
+
+
+def test_metrics_that_are_too_few_for_their_checkpoint_are_kept(go, tmp_path, metrics, no_report):
+    run = tmp_path / "run"
+    assert go("train.epochs=1") == 0
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:5]))
+    assert go("train.epochs=2", resume=True) == 0
+    assert (run / "metrics-1.jsonl").read_bytes() == b"".join(lines[:5])
+    assert [line["event"] for line in metrics(run)][:2] == ["run", "resume"]
+
+
+def test_validation_images_of_other_classes(go, tmp_path):
+    for split, names in (("train", ("cat", "dog", "emu")), ("val", ("cat", "emu", "zoo"))):
+        for name in names:
+            (tmp_path / "raw" / split / name).mkdir(parents=True)
+            for i in range(4):
+                Image.fromarray(np.full((16, 16), i, np.uint8)).save(tmp_path / "raw" / split / name / f"{i}.png")
+    for split in ("train", "val"):
+        pack(tmp_path / "raw" / split, tmp_path / split, PackOptions(workers=1))
+        shutil.copytree(*find_data_sets(tmp_path / split), tmp_path / "packed" / split)
+    words = "class 1 is 'dog' in the training set and 'emu' in the validation set"
+    for backend in ("cpu", "webdataset"):
+        with pytest.raises(SettingError, match=words):
+            go("train.batch_size=4", f"data.backend={backend}", data=tmp_path / "packed")
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_trainings_in_one_folder_are_refused(go, tmp_path):
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run", wait=False), pytest.raises(SettingError, match="another process trains there"):
+        go()
+
+
+def test_tars_without_a_manifest_need_a_number_of_classes(go, packed, tmp_path, no_report):
+    pytest.importorskip("webdataset")
+    for split in ("train", "val"):
+        (tmp_path / "tars" / split).mkdir(parents=True)
+        for shard in (packed / split).glob("shard-*.tar"):
+            shutil.copy(shard, tmp_path / "tars" / split)
+    changes = ["train.epochs=1", "data.backend=webdataset", "data.mean=[0.3, 0.3, 0.3]", "data.std=[0.3, 0.3, 0.3]"]
+    with pytest.raises(SettingError, match=r"model\.num_classes is missing"):
+        go(*changes, data=tmp_path / "tars")
+    assert go(*changes, "model.num_classes=4", data=tmp_path / "tars") == 0
+
+
+def test_a_training_that_waits_for_its_data_keeps_others_out(go, start, packed, recipe_file, tmp_path, metrics):
+    """It has read the checkpoint by then: when another one could train meanwhile, that one's epochs would be lost."""
+    assert go("train.epochs=1", "schedule={name='constant'}") == 0
+    slow = shutil.copytree(packed, tmp_path / "slow")
+    manifest = slow / "train" / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    os.mkfifo(manifest)
+    changes = ["train.epochs=2", "schedule={name='constant'}"]
+    words = [word for change in changes for word in ("--set", change)]
+    first = start("-m", "trainer", "train", recipe_file, "--data", slow, "--out", tmp_path / "run", "--resume", *words)
+    with open(manifest, "wb") as pipe:  # as soon as it reads
+        with pytest.raises(SettingError, match="another process trains there"):
+            go(*changes, resume=True)
+        pipe.write(content)
+    _, err = first.communicate(timeout=120)
+    assert first.returncode == 0, err
+    assert [line["epoch"] for line in metrics(tmp_path / "run") if line["event"] == "epoch"] == [1, 2]
+
+
+def test_metrics_cut_short_do_not_hinder_the_report(go, tmp_path, metrics):
+    assert go("train.epochs=1") == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:50])
+    assert go("train.epochs=2", resume=True) == 0
+    assert metrics(tmp_path / "run")[0]["event"] == "run" and metrics(tmp_path / "run")[-1]["status"] == "completed"
+    assert trainer.reporting.page.write_report([tmp_path / "run"], tmp_path).exists()
+
+
+def test_metrics_hold_no_nan(go, tmp_path, no_report):
+    assert go("train.epochs=1", "train.precision=bf16", "train.label_smoothing=0.1") == 0
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))

@@ -1,0 +1,31 @@
+"""What a finished run says on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .page import DATA_BOUND_SHARE
+
+
+def summary(end: dict, target: float | None, report: Path | None, run: Path) -> str:
+    """A few lines about the "end" line of metrics.jsonl."""
+    accuracy = "not evaluated" if end["accuracy"] is None else f"{end['accuracy']:.2%}"
+    if target is not None:
+        verdicts = {"target_reached": "reached", "target_missed": "missed"}
+        accuracy += f" (target {target:.2%} {verdicts.get(end['status'], 'not reached yet')})"
+    rows = [("accuracy", accuracy)]
+    if end["time_to_target_s"] is not None:
+        rows.append(("time to target", f"{end['time_to_target_s']:.1f} s"))
+    rows += [
+        ("training time", f"{end['elapsed_s']:.1f} s"),
+        ("images/s", f"{end['images_per_s']:,.0f}"),
+        ("waiting for data", f"{end['wait_share']:.1%} of the step"),
+    ]
+    if report is not None:
+        rows.append(("report", str(report)))
+    lines = [f"{name:<17} {value}" for name, value in rows]
+    if end["wait_share"] >= DATA_BOUND_SHARE:
+        lines.append(f"data-bound: {end['wait_share']:.0%} of the step waited for batches")
+    if end["status"] == "interrupted":
+        lines.append(f"interrupted; a checkpoint is saved, and --resume goes on with {run}")
+    return "\n".join(lines)
