@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,8 +36,6 @@ def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
 
     return {"parser": check, "metavar": metavar or f"<{'|'.join(choices)}>"}
 
-
-Reader = StrEnum("Reader", "indexed native")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataSetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed data set, or the folder of its splits.")]
@@ -302,7 +299,6 @@ def bench(
     io: Annotated[
         str, typer.Option("--io", help="Through the page cache, mapped, or past it.", **one_of(IOS))
     ] = "cached",
-    reader: Annotated[Reader, typer.Option("--reader", help="With dali: ours, or DALI's own.")] = Reader.indexed,
     device: Annotated[str, typer.Option("--device", help="Where batches are delivered, such as cuda.")] = "cpu",
     step_ms: Annotated[
         float, typer.Option("--step-ms", metavar="MS", min=0, help="An accelerator's time for a batch, emulated.")
@@ -312,7 +308,7 @@ def bench(
     """Measure how many training images a second a loader delivers, and what limits it."""
     from .bench import bench, told
 
-    settings = {"order": order, "io": io, "reader": reader.value, "device": device, "threads": threads}
+    settings = {"order": order, "io": io, "device": device, "threads": threads}
     result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
     print(json.dumps(result) if as_json else "\n".join(told(result)))
 

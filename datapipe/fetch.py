@@ -32,8 +32,6 @@ STALL_S = 30.0  # a connection that says nothing for so long is given up
 APT_S = 600.0  # for one call of apt-get or dpkg-deb: a slow mirror may need minutes for 31 MB
 MIRROR_VARIABLE = "DATAPIPE_MIRROR"
 MIRROR_SCHEMES = ("http://", "https://", "file://")
-# What apt-get (LC_ALL=C) says when its package lists are missing, or older than the mirror.
-STALE_LISTS = ("Unable to locate package", "Can't select candidate version", "404  Not Found")
 
 
 def fetch(name: str, folder: Path) -> list[Path]:
@@ -145,44 +143,35 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
 
 
 def _from_debian(package: DebianPackage, wanted: list[RemoteFile], folder: Path) -> list[RemoteFile]:
-    """Take the files from a Debian package and return those that it did not give, with sums as wanted."""
+    """Take the files from a Debian package, and return those that it does not hold with the right sum."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return wanted
     with tempfile.TemporaryDirectory(prefix="datapipe-fetch-") as scratch:
         try:
-            logger.info("asking apt for Debian's package %s", package.name)
             _unpack(package.name, Path(scratch))
         except FetchError as error:
-            logger.info("Debian's package cannot be had (%s): using the public address", error)
+            logger.info("Debian's package %s cannot be had (%s): using the public address", package.name, error)
             return wanted
-        missing = []
-        for file in wanted:
-            source = Path(scratch, package.folder, file.name)
-            if not source.is_file():
-                missing.append(file)
-                continue
-            try:
-                with source.open("rb") as opened:
-                    _place(iter(lambda opened=opened: opened.read(CHUNK_BYTES), b""), file, folder)
-                logger.info("%s is from Debian's package %s", folder / file.name, package.name)
-            except FetchError as error:
-                logger.warning("Debian's package %s holds another file: %s", package.name, error)
-                missing.append(file)
-        return missing
+        unpacked = Path(scratch, package.folder)
+        return [file for file in wanted if not _copied(unpacked / file.name, file, folder)]
+
+
+def _copied(source: Path, file: RemoteFile, folder: Path) -> bool:
+    """Copy a file of the package into `folder`, if it is there and the right one."""
+    if not source.is_file():
+        return False
+    try:
+        _place([source.read_bytes()], file, folder)
+    except FetchError as error:
+        logger.warning("Debian's package holds another file: %s", error)
+        return False
+    return True
 
 
 def _unpack(package: str, scratch: Path) -> None:
-    """Download and unpack `package` in `scratch`, renewing apt's lists once if they need it and we may."""
-    download = ["apt-get", "-o", f"Acquire::http::Timeout={STALL_S:.0f}", "download", package]
-    try:
-        _command(download, scratch)
-    except FetchError as error:
-        if os.geteuid() != 0 or not any(sign in str(error) for sign in STALE_LISTS):
-            raise
-        logger.info("apt does not know the package, or an old version: renewing apt's lists")
-        _command(["apt-get", "-o", f"Acquire::http::Timeout={STALL_S:.0f}", "update"], scratch)
-        _command(download, scratch)
-    archives = sorted(scratch.glob("*.deb"))
+    logger.info("asking apt for Debian's package %s", package)
+    _command(["apt-get", "-o", f"Acquire::http::Timeout={STALL_S:.0f}", "download", package], scratch)
+    archives = list(scratch.glob("*.deb"))
     if len(archives) != 1:
         raise FetchError(f"apt-get download left {len(archives)} packages instead of one")
     _command(["dpkg-deb", "-x", archives[0].name, "."], scratch)
@@ -193,7 +182,6 @@ def _command(arguments: list[str], folder: Path) -> None:
     process = subprocess.Popen(
         arguments,
         cwd=folder,
-        env={**os.environ, "LC_ALL": "C"},  # messages are compared with STALE_LISTS
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

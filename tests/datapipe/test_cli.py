@@ -32,7 +32,6 @@ CHOICES = {
     ("bench", "--loader"): names.BACKENDS,
     ("bench", "--order"): names.ORDERS,
     ("bench", "--io"): names.IOS,
-    ("bench", "--reader"): ["indexed", "native"],
 }
 
 

@@ -134,8 +134,6 @@ def test_bench_with_an_emulated_accelerator(packed_folders, command):
 
 
 def test_bench_with_bad_settings(packed_folders, command):
-    done = command("datapipe", "bench", packed_folders["tar"], "--reader", "native")
-    assert done.returncode == 2 and "reader" in done.stderr
     done = command("datapipe", "bench", packed_folders["tar"], "--order", "sorted")
     assert done.returncode == 2
 
