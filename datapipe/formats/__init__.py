@@ -1,4 +1,4 @@
-"""Shard formats: one file and one line here each.
+"""Shard formats: one file each, and one line in `datapipe/names.py`.
 
 A format module has
 
@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol
 
 from ..images.codec import ImageHeader
 
-FORMATS = ("tar", "hdf5", "lmdb", "zip", "tfrecord", "npy")
 # Of an image file, by encoding. WebDataset takes the part behind the key's first dot for the kind of content.
 EXTENSIONS = {
     "jpeg": "jpg",

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from ..dataset.manifest import MANIFEST, Manifest
-from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, ShardReadError
+from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, SettingError, ShardReadError
 from ..sources.webdataset import IMAGES, LABELS, label_of
 from .base import LoaderOptions, Split
 from .threads import in_time
@@ -111,7 +111,10 @@ def _descendants(process: int) -> list[int]:
 
 
 def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], Split]:
-    """List the shards at `path`, count their samples, and tell what is known of their images. Raises ManifestError."""
+    """List the shards at `path`, count their samples, and tell what is known of their images.
+
+    Raises ManifestError, SettingError.
+    """
     _backend()
     shards, manifest = in_time(options.timeout_s, path, "opening the data set", _listed, path)
     if manifest is not None:
@@ -137,8 +140,9 @@ def _listed(path: str) -> tuple[list[Shard], Manifest | None]:
     if not (folder / MANIFEST).exists():
         return sorted(file for file in folder.iterdir() if file.suffix == SUFFIX), None
     manifest = Manifest.read(folder)
-    if manifest.format != "tar":
-        raise ManifestError(f"holds {manifest.format} shards; backend webdataset reads tar", path=folder)
+    stored = "raw pixels" if manifest.recode.get("store") == "raw" else f"{manifest.format} shards"
+    if stored != "tar shards":
+        raise SettingError(f"backend: 'webdataset' reads image files in tar shards, and {folder} holds {stored}")
     return [folder / shard.name for shard in manifest.shards], manifest
 
 
