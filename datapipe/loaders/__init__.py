@@ -50,8 +50,8 @@ def open_loader(
 
     `order`: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and each
     byte once an epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk. `io`: "cached",
-    "mmap" or "direct" (see datapipe/dataset/shard_reader.py). `backend="webdataset"`, which streams, has neither, and tries
-    no read again.
+    "mmap" or "direct" (see datapipe/dataset/shard_reader.py). `backend="webdataset"`, which streams, has neither,
+    and tries no read again.
 
     So many bad samples (damaged, or no readable image) as `max_bad` allows for on a rank are named in the log, and
     their slots are black and not `valid`; one more is an error. An open or a read that fails is tried `retries` times
