@@ -166,12 +166,7 @@ def circle() -> list[str]:
 
 
 NOT_YET = [
-    "datapipe.loaders.tar_streams → datapipe.sources.webdataset",
-    "datapipe.sources → datapipe.formats",
-    "datapipe.sources.archive_members → datapipe.formats",
-    "datapipe.sources.files → datapipe.formats",
     "datapipe.sources.idx → datapipe.packing.memory",
-    "datapipe.sources.parquet → datapipe.formats",
     "trainer.optim.kfac → trainer.config.recipe",
     "trainer.optim.schedules → trainer.config.recipe",
 ]
