@@ -43,7 +43,7 @@ DATAPIPE = {
     "doctor": "dataset (images) (loaders)",
     "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging)",
     "__main__": "cli",
-    "__init__": "",
+    "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
 RUNNING = ["checkpoint", "distributed", "evaluate", "job", "loop", "precision", "run", "state", "stop"]
 BELOW = "errors config kfac models optim reporting datapipe datapipe.dataset datapipe.loaders datapipe.sampling"
