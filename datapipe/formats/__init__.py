@@ -19,18 +19,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-
-# Of an image file, by encoding. WebDataset takes the part behind the key's first dot for the kind of content.
-EXTENSIONS = {
-    "jpeg": "jpg",
-    "png": "png",
-    "pnm": "pnm",
-    "pnm+lz4": "pnm.lz4",
-    "pnm+zstd": "pnm.zst",
-}
-
-Buffer = bytes | bytearray | memoryview
 
 
 class Finished(NamedTuple):

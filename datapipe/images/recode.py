@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import MissingBackendError, SettingError
 from ..names import CHECKS, COMPRESSIONS, STORES
-from . import jpeg, pnm, turbojpeg
-from .codec import Buffer, ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
+from . import Buffer, jpeg, pnm, turbojpeg
+from .codec import ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
 from .lanczos import decoded_size, resize
 
 RESIZE = re.compile(r"(short|max)=([1-9]\d{0,4})")

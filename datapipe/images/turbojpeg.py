@@ -20,10 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DatapipeError, MissingBackendError
-from . import jpeg
+from . import Buffer, jpeg
 from .codec import decode, encode_jpeg
 
-Buffer = bytes | bytearray | memoryview
 # Image, restart interval in MCUs, EXIF orientation to undo -> baseline JPEG without metadata. The pixels stay.
 # Raises ValueError when the image is damaged, or cannot be turned without losing edges.
 Restart = Callable[[Buffer, int, int], bytes]

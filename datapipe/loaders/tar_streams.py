@@ -22,7 +22,7 @@ import xxhash
 
 from ..dataset.manifest import MANIFEST, Manifest
 from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, SettingError, ShardReadError
-from ..sources.webdataset import IMAGES, LABELS, label_of
+from ..formats.naming import IMAGES, LABELS, read_label
 from .base import LoaderOptions, Split
 from .threads import in_time
 
@@ -79,7 +79,7 @@ def _sample(shard: Shard, parts: dict) -> Sample:
     if image is None:
         found = ", ".join(name for name in parts if not name.startswith("__"))
         raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {found}", **place(shard), key=key)
-    label = label_of(str(shard), key, {name: {key: parts[name]} if name in parts else {} for name in LABELS})
+    label = read_label(str(shard), key, {name: parts[name] for name in LABELS if name in parts})
     if not NUMBER.fullmatch(label):
         message = f"its label is no number of a class, {label!r}: `datapipe pack` numbers names"
         raise DecodeError(message, **place(shard), key=key)

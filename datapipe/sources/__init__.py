@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..formats import Buffer
+from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
 
