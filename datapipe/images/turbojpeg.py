@@ -223,8 +223,10 @@ def need_lossless() -> Restart:
     restart = lossless()
     if restart is None:
         raise MissingBackendError(
-            "restart markers without re-encoding need libturbojpeg 3.1 or newer (conda install -c conda-forge "
-            "libjpeg-turbo) or the program jpegtran (apt install libjpeg-turbo-progs); or give a quality to re-encode"
+            "restart markers without re-encoding need libturbojpeg 3.1 or newer, or the program jpegtran, and pip "
+            "installs neither (the extra turbo has 3.0). Without root: conda install -c conda-forge libjpeg-turbo, or "
+            "on a cluster perhaps module load libjpeg-turbo; with root: apt install libjpeg-turbo-progs, or dnf "
+            "install libjpeg-turbo-utils. Or re-encode all images, which needs none of these: --quality 90"
         )
     return restart
 
