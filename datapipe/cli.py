@@ -306,11 +306,11 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure how many training images a second a loader delivers, and what limits it."""
-    from .bench import bench, told
+    from .bench import bench, format_result
 
     settings = {"order": order, "io": io, "device": device, "threads": threads}
     result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
-    print(json.dumps(result) if as_json else "\n".join(told(result)))
+    print(json.dumps(result) if as_json else "\n".join(format_result(result)))
 
 
 @app.command(epilog="Example:  datapipe doctor /scratch/imagenet")

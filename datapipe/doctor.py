@@ -209,8 +209,7 @@ def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 
 
 
 def _node() -> dict:
-    from .loaders.base import gpu_names
-    from .loaders.device import explain_unseen_gpus
+    from .loaders.device import explain_unseen_gpus, gpu_names
 
     shm = Path("/dev/shm")
     return {
