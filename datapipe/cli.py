@@ -252,7 +252,7 @@ def verify(
     from .dataset.manifest import find_data_sets
     from .dataset.verify import verify
 
-    results = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, before anything is printed
+    results = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, then print
     if as_json:
         print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in results.items()}))
     for path, problems in results.items():
