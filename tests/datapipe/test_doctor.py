@@ -28,7 +28,7 @@ DECODERS = {"simplejpeg": "1.9", "dali": None}
         ({"kind": "lustre"}, {}, {}, ["stage: yes (lustre is shared", '"blocks" where there is no room']),
         ({"kind": "nfs4"}, {}, {}, ["stage: yes (nfs4 is shared"]),
         ({"kind": "fuse.sshfs"}, {}, {}, ["stage: yes (fuse.sshfs is shared"]),
-        ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations a second)"]),
+        ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations per second)"]),
         ({"random_mb_per_s": 90.0}, {}, {}, ["stage: no", 'order: "blocks" (random reads reach 3%']),
         ({"metadata_per_s": None}, {}, {}, ["stage: no"]),
         ({}, {"gpus": ["H100"] * 4}, {"dali": "2.4"}, ["backend: dali (GPU and DALI 2.4", "4 threads for each of 4"]),
@@ -60,7 +60,7 @@ def test_doctor_measures_and_leaves_nothing(tmp_path, command):
     assert done.returncode == 0 and done.stdout.count("advice: ") == 4
     for bad in (tmp_path / "nowhere", __file__):
         done = command("datapipe", "doctor", bad)
-        assert done.returncode == 1 and "is no folder" in done.stderr
+        assert done.returncode == 1 and "is not a folder" in done.stderr
 
 
 def test_doctor_of_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
