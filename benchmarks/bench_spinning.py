@@ -34,7 +34,7 @@ FIGURES = ("images_per_s", "wait_share", "process_wall_s", "process_cpu_s")
 
 
 def train(program: str, data: Path, is_core_taken: bool) -> dict:
-    """Train once in a fresh folder: what its metrics say, what the process took, and how busy the machine was besides."""
+    """Train once in a fresh folder: what its metrics say, what the process took, and what all others took meanwhile."""
     out = WORK / "runs" / "spinning"
     shutil.rmtree(out, ignore_errors=True)
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
