@@ -245,12 +245,12 @@ def optimizers(name: str, title: str, target: str = "0.91") -> Plot:
 def training() -> Plot:
     found = record("training")
     loaders = found["compared"]["loaders"].items()
+    speed = [bar(name, its["images_per_s"], is_datapipe(name)) for name, its in loaders]
+    waiting = [bar(name, its["wait_share"], is_datapipe(name), 100) for name, its in loaders]
     panels = [
-        Bars("ResNet-8 on Fashion-MNIST", "images/s", [bar(n, its["images_per_s"], is_datapipe(n)) for n, its in loaders],
-             "more"),
-        Bars("Waiting for batches", "% of the steps' time",
-             [bar(n, its["wait_share"], is_datapipe(n), 100) for n, its in loaders], "less", ".1f"),
-    ]  # fmt: skip
+        Bars("ResNet-8 on Fashion-MNIST", "images/s", speed, "more"),
+        Bars("Waiting for batches", "% of the steps' time", waiting, "less", ".1f"),
+    ]
     return Plot(panels, f"Median and range of {found['compared']['rounds']} runs; {machine(found['environment'])}")
 
 
