@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 project = "datapipe + trainer"
 copyright = "the authors of datapipe + trainer"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "reference/encoders.md"]  # that one is part of another page
 html_theme = "furo"
 html_title = "datapipe + trainer"
 html_static_path = ["static"]
@@ -63,8 +63,18 @@ def _visit_display_math(writer, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def _plain_docstring(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Leave out modules' own docstrings, which are for readers of the code; |x| is an absolute value, not a name."""
+    if what == "module":
+        lines.clear()
+    for number, line in enumerate(lines):
+        parts = line.split("`")
+        lines[number] = "`".join(part.replace("|", r"\|") if i % 2 == 0 else part for i, part in enumerate(parts))
+
+
 def setup(app: Sphinx) -> None:
     """Equations become MathML, which browsers draw themselves: the site loads nothing from elsewhere."""
+    app.connect("autodoc-process-docstring", _plain_docstring)
     app.add_transform(DarkTwins)
     app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_display_math, None))
 

@@ -1,7 +1,7 @@
 """Write the reference pages that are made from the code: `python docs/generate.py`.
 
-`reference/cli.md` comes from the commands themselves, `reference/recipe.md` from the classes that check a recipe. A
-test compares the committed pages with what this writes.
+`reference/cli.md` comes from the commands themselves, `reference/recipe.md` from the classes that check a recipe,
+`reference/encoders.md` from the record of that benchmark. A test compares the committed pages with what this writes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from trainer import cli as trainer_cli
 from trainer.config.recipe import Recipe, built_in, load_recipe
 
 FOLDER = Path(__file__).parent / "reference"
+ENCODERS = Path(__file__).parents[1] / "benchmarks" / "results" / "encoders.json"
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->"
 Kind = type[BaseModel]
 
@@ -112,7 +113,20 @@ def main() -> int:
 
 def pages() -> dict[str, str]:
     """Return the text of each page, by its name in `reference/`."""
-    return {"cli.md": commands_page(), "recipe.md": recipe_page()}
+    return {"cli.md": commands_page(), "recipe.md": recipe_page(), "encoders.md": encoders_table()}
+
+
+def encoders_table() -> str:
+    """Tell what each hand-written encoder brings over the library, from the record of that benchmark."""
+    if not ENCODERS.exists():
+        return f"{NOTE}\n\nWhat each of them brings by itself is not recorded yet.\n"
+    record = json.loads(ENCODERS.read_text(encoding="utf-8"))
+    lines = [NOTE, "", "| piece | library | ours | the library's | ratio |", "| --- | --- | ---: | ---: | ---: |"]
+    for row in record["encoders"]:
+        ours, theirs = (row[key]["median"] for key in ("ours", "library"))
+        lines.append(f"| {row['name']} | {row['peer']} | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.2f} |")
+    link = "[record](../benchmarks/results/encoders.json)"
+    return "\n".join([*lines, "", f"In {record['unit']}, medians ({link}).", ""])
 
 
 # --- commands ---
