@@ -21,13 +21,15 @@ html_title = "datapipe + trainer"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_theme_options = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3  # so that page.md#a-heading is a link, and a wrong one is an error
 
 default_role = "code"  # docstrings have `names` between single backticks
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": False}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+maximum_signature_line_length = 80
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
