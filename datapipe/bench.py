@@ -93,10 +93,11 @@ def told(result: dict) -> list[str]:
         parts = ", ".join(f"{name} {1e6 * seconds / images:,.0f}" for name, seconds in known.items())
         lines.append(f"microseconds an image, in the threads: {parts}")
     seconds = sum(row["seconds"] for row in result["epochs"])
-    lines.append(
-        f"limited by {result['limit']}: the consumer waited {stages['queue_empty'] / seconds:.0%} of the time for "
-        f"batches, the threads {stages.get('queue_full', 0.0) / seconds / result['threads']:.0%} for room"
-    )
+    waited = stages["queue_empty"] / seconds
+    limit = f"limited by {result['limit']}: the consumer waited {waited:.0%} of the time for batches"
+    if "queue_full" in stages:
+        limit += f", the threads {stages['queue_full'] / seconds / result['threads']:.0%} for room"
+    lines.append(limit)
     if "utilisation" in result:
         lines.append(
             f"steps of {1000 * result['step_s']:g} ms take {result['wanted_images_per_s']:,.0f} images/s at most: "

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from enum import StrEnum
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from . import __version__, console
+from .names import BACKENDS, CHECKS, COMPRESSIONS, FORMATS, IOS, KINDS, ORDERS, STORES
+from .public_data import DATASETS
 
 app = typer.Typer(
     help="Pack image data sets into large shards, check them, and bring them to node-local disk.",
@@ -23,16 +24,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Format = StrEnum("Format", "tar hdf5 lmdb zip tfrecord npy")
-Kind = StrEnum("Kind", "auto imagefolder imagenet cifar10 cifar100 idx webdataset parquet csv")
-Check = StrEnum("Check", "header decode")
-Store = StrEnum("Store", "encoded raw")
-Compress = StrEnum("Compress", "lz4 zstd")
-Name = StrEnum("Name", [(name.replace("-", "_"), name) for name in ("fashion-mnist", "cifar10", "cifar100")])
-Backend = StrEnum("Backend", "cpu dali")
-Order = StrEnum("Order", "full blocks")
-Io = StrEnum("Io", "cached mmap direct")
-Reader = StrEnum("Reader", "indexed native")
+
+def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
+    """Describe a parameter that takes one of these names; without a `metavar`, `--help` shows them in its place."""
+    choices = tuple(names)
+
+    def check(value: str) -> str:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return {"parser": check, "metavar": metavar or f"<{'|'.join(choices)}>"}
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataSetFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A packed data set, or the folder of its splits.")]
@@ -51,19 +54,19 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command(epilog="Example:  datapipe fetch fashion-mnist raw/fashion-mnist")
 def fetch(
-    name: Annotated[Name, typer.Argument(metavar="NAME", help="fashion-mnist, cifar10 or cifar100.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(DATASETS)}.", **one_of(DATASETS, "NAME"))],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where its files are put.")],
 ) -> None:
     """Get a public data set's files, checked against their sha256 sums."""
     from .fetch import fetch
 
-    for path in fetch(name.value, folder):
+    for path in fetch(name, folder):
         print(path)
 
 
 # What packing and converting share.
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder: one data set a split is put in it.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="Format of the shards.")]
+Format = Annotated[str, typer.Option("--format", help="Format of the shards.", **one_of(FORMATS))]
 Workers = Annotated[int | None, typer.Option(metavar="N", help="Files read at once, where that helps (default: 32).")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new is whole (room for both).")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what is in OUT, and be content if it is complete.")]
@@ -84,8 +87,8 @@ def pack(
         Path, typer.Argument(metavar="SOURCE", help="Folder, archives or CSV file: ImageFolder, ImageNet, CIFAR, …")
     ],
     out: Out,
-    format: FormatOption = Format.tar,
-    kind: Annotated[Kind, typer.Option("--kind", help="What SOURCE is.")] = Kind.auto,
+    format: Format = "tar",
+    kind: Annotated[str, typer.Option("--kind", help="What SOURCE is.", **one_of(["auto", *KINDS]))] = "auto",
     resize: Annotated[
         str | None, typer.Option("--resize", metavar="short=N|max=N", help="Make the shorter or longer side N pixels.")
     ] = None,
@@ -95,12 +98,18 @@ def pack(
     restart: Annotated[
         int | None, typer.Option("--restart", metavar="N", help="JPEG restart markers about every N MCUs.")
     ] = None,
-    store: Annotated[Store, typer.Option("--store", help="Store files as they are, or pixels.")] = Store.encoded,
+    store: Annotated[
+        str, typer.Option("--store", help="Store files as they are, or pixels.", **one_of(STORES))
+    ] = "encoded",
     size: Annotated[
         int | None, typer.Option("--size", metavar="N", help="With raw: scale and cut pixels to N×N.")
     ] = None,
-    compress: Annotated[Compress | None, typer.Option("--compress", help="With raw: compress the pixels.")] = None,
-    check: Annotated[Check, typer.Option("--check", help="Read headers only, or decode every image.")] = Check.header,
+    compress: Annotated[
+        str | None, typer.Option("--compress", help="With raw: compress the pixels.", **one_of(COMPRESSIONS))
+    ] = None,
+    check: Annotated[
+        str, typer.Option("--check", help="Read headers only, or decode every image.", **one_of(CHECKS))
+    ] = "header",
     max_bad: Annotated[
         str, typer.Option("--max-bad", metavar="N|P%", help="So many bad images are left out and listed.")
     ] = "0",
@@ -122,17 +131,17 @@ def pack(
     from .images.recode import RecodeOptions
 
     recode = RecodeOptions(
-        check=check.value,
+        check=check,
         resize=resize,
         quality=quality,
         restart=restart,
-        store=store.value,
+        store=store,
         size=size,
-        compress=compress and compress.value,
+        compress=compress,
     )
     options = packing.PackOptions(
-        format=format.value,
-        kind=kind.value,
+        format=format,
+        kind=kind,
         shard_mib=shard_mib,
         workers=workers,
         seed=seed,
@@ -146,7 +155,7 @@ def pack(
         task=detect(os.environ, task),
     )
     started = time.perf_counter()
-    manifests = packing.finish(source, out, options) if only_finish else packing.pack(source, out, options)
+    manifests = (packing.finish if only_finish else packing.pack)(source, out, options)
     _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json)
 
 
@@ -154,7 +163,7 @@ def pack(
 def convert(
     folder: DataSetFolder,
     out: Out,
-    format: FormatOption,
+    format: Format,
     shard_mib: Annotated[
         int | None, typer.Option("--shard-mib", metavar="N", help="Aimed size of a shard in MiB (default: as it was).")
     ] = None,
@@ -163,14 +172,15 @@ def convert(
     overwrite: Overwrite = False,
     resume: Resume = False,
     task: TaskOption = None,
+    only_finish: Finish = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a packed data set into another format: the same image bytes, keys, labels and order."""
+    """Put a packed data set into another format: the same image bytes, keys, labels, order and quarantine."""
     from . import packing
     from .cluster import detect
 
     options = packing.PackOptions(
-        format=format.value,
+        format=format,
         shard_mib=shard_mib,
         workers=workers,
         overwrite=overwrite,
@@ -179,11 +189,11 @@ def convert(
         task=detect(os.environ, task),
     )
     started = time.perf_counter()
-    manifests = packing.convert(folder, out, options)
-    _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json)
+    manifests = (packing.finish_conversion if only_finish else packing.convert)(folder, out, options)
+    _tell_packed(out, manifests, options.task, time.perf_counter() - started, as_json, is_recoded=False)
 
 
-def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool) -> None:
+def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool, is_recoded: bool = True) -> None:
     splits = {split: _summary(out / split, manifest) for split, manifest in manifests.items()}
     if as_json:
         row = {"seconds": seconds, "missing_shards": manifests.num_missing, "splits": splits}
@@ -194,14 +204,15 @@ def _tell_packed(out: Path, manifests, task, seconds: float, as_json: bool) -> N
         return
     for split, row in splits.items():
         print(_line(row))
-        for line in _conversions(manifests[split]):
+        for line in _conversions(manifests[split], is_recoded):
             print(f"  {line}")
     images = sum(manifest.num_samples for manifest in manifests.values())
     print(f"{images:,} images in {seconds:.1f} s")
 
 
-def _conversions(manifest) -> Iterator[str]:
-    if manifest.recode and manifest.source_bytes:
+def _conversions(manifest, is_recoded: bool) -> Iterator[str]:
+    """Say what became of the images. `convert` keeps their bytes: the manifest's options are of the pack before."""
+    if is_recoded and manifest.recode and manifest.source_bytes:
         stored = manifest.image_bytes / manifest.source_bytes
         yield f"images had {_mib(manifest.source_bytes)}, have {_mib(manifest.image_bytes)} ({stored:.1%})"
     if manifest.converted:
@@ -275,16 +286,19 @@ def stage(
 @app.command(epilog="Example:  datapipe bench /local/imagenet --loader cpu --epochs 2 --json")
 def bench(
     folder: DataSetFolder,
-    loader: Annotated[Backend, typer.Option("--loader", help="Which backend.")] = Backend.cpu,
+    loader: Annotated[str, typer.Option("--loader", help="Which backend.", **one_of(BACKENDS))] = "cpu",
     batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", help="Images a batch.")] = 256,
     epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="How often to go through the data.")] = 2,
     size: Annotated[
         int | None, typer.Option("--size", metavar="PIXELS", help="Of a side (default: the images' own, or 224).")
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="Default: the cores.")] = None,
-    order: Annotated[Order, typer.Option("--order", help="Uniform, or large blocks each read once.")] = Order.full,
-    io: Annotated[Io, typer.Option("--io", help="Through the page cache, mapped, or past it.")] = Io.cached,
-    reader: Annotated[Reader, typer.Option("--reader", help="With dali: ours, or DALI's own.")] = Reader.indexed,
+    order: Annotated[
+        str, typer.Option("--order", help="Uniform, or large blocks each read once.", **one_of(ORDERS))
+    ] = "full",
+    io: Annotated[
+        str, typer.Option("--io", help="Through the page cache, mapped, or past it.", **one_of(IOS))
+    ] = "cached",
     device: Annotated[str, typer.Option("--device", help="Where batches are delivered, such as cuda.")] = "cpu",
     step_ms: Annotated[
         float, typer.Option("--step-ms", metavar="MS", min=0, help="An accelerator's time for a batch, emulated.")
@@ -294,8 +308,8 @@ def bench(
     """Measure how many training images a second a loader delivers, and what limits it."""
     from .bench import bench, told
 
-    settings = {"order": order.value, "io": io.value, "reader": reader.value, "device": device, "threads": threads}
-    result = bench(folder, loader.value, batch_size, epochs, size, step_ms / 1000, **settings)
+    settings = {"order": order, "io": io, "device": device, "threads": threads}
+    result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
     print(json.dumps(result) if as_json else "\n".join(told(result)))
 
 

@@ -84,7 +84,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`image_folder`, packed in each format of encoded images into several shards: format -> folder of the splits."""
-    from datapipe.formats import FORMATS
+    from datapipe.names import FORMATS
     from datapipe.packing import PackOptions, pack
 
     root = tmp_path_factory.mktemp("packed")

@@ -17,7 +17,7 @@ ALLOWED = {
     "pyarrow": ["datapipe/sources/parquet.py"],
     "scipy": ["datapipe/sources/imagenet.py"],
     "webdataset": ["datapipe/loaders/tar_streams.py"],
-    "nvidia": ["datapipe/loaders/dali.py", "datapipe/loaders/dali_native.py"],
+    "nvidia": ["datapipe/loaders/dali.py"],
     "mpi4py": ["datapipe/cluster.py"],
     "simplejpeg": ["datapipe/images/codec.py"],
     "PIL": ["datapipe/images/codec.py"],

@@ -8,9 +8,10 @@ import numpy as np
 
 from ..errors import DecodeError, ManifestError, ShardCorruptError, ShardReadError
 from ..images.codec import decode
+from ..names import Io
 from .index import ENCODINGS, open_index, read_keys, sample_checksum
 from .manifest import Manifest
-from .shard_reader import Data, Io, ShardReader, release
+from .shard_reader import Data, ShardReader, release
 
 
 class DataSet:

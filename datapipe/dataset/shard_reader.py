@@ -11,14 +11,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..errors import SettingError, ShardReadError
+from ..names import IOS, Io
 
 logger = logging.getLogger(__name__)
 
-Io = Literal["cached", "mmap", "direct"]
-IOS = ("cached", "mmap", "direct")
 ALIGNMENT = 4096  # of O_DIRECT: no disk in use asks for more (open(2))
 FIRST_WAIT_S = 0.1  # before the first retry; doubled before each further one
 CLOSE_S = 0.5  # how long closing files is waited for

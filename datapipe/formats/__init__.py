@@ -1,4 +1,4 @@
-"""Shard formats: one file and one line here each.
+"""Shard formats: one file each, and one line in `datapipe/names.py`.
 
 A format module has
 
@@ -19,19 +19,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-
-FORMATS = ("tar", "hdf5", "lmdb", "zip", "tfrecord", "npy")
-# Of an image file, by encoding. WebDataset takes the part behind the key's first dot for the kind of content.
-EXTENSIONS = {
-    "jpeg": "jpg",
-    "png": "png",
-    "pnm": "pnm",
-    "pnm+lz4": "pnm.lz4",
-    "pnm+zstd": "pnm.zst",
-}
-
-Buffer = bytes | bytearray | memoryview
 
 
 class Finished(NamedTuple):

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import Buffer, Finished
+from . import Finished
 
 SUFFIX = ".h5"
 OVERHEAD_BYTES = 64

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import EXTENSIONS, Buffer, Finished
+from . import Finished
+from .naming import EXTENSIONS
 
 SUFFIX = ".lmdb"
 PAGE_BYTES = 4096

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import Buffer, Finished
+from . import Finished
 
 SUFFIX = ".npy"
 OVERHEAD_BYTES = 0

@@ -10,8 +10,10 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import EXTENSIONS, Buffer, Finished
+from . import Finished
+from .naming import EXTENSIONS
 
 SUFFIX = ".tar"
 BLOCK_BYTES = tarfile.BLOCKSIZE

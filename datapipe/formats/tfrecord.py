@@ -17,8 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import MissingBackendError
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import Buffer, Finished
+from . import Finished
 
 SUFFIX = ".tfrecord"
 # Lengths and checksums 16, the features' names, tags and numbers 180, the key.

@@ -12,8 +12,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import EXTENSIONS, Buffer, Finished
+from . import Finished
+from .naming import EXTENSIONS
 
 SUFFIX = ".zip"
 # Two local headers, two central ones, two names of about 40 bytes in each, and the label.

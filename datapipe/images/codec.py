@@ -11,15 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import jpeg, pnm
+from . import Buffer, jpeg, pnm
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_COLOUR_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 1, 6: 3}  # PNG specification 11.2.2, without alpha
 # Beyond this Pillow speaks of a decompression bomb, and so do we: 1/4 GiB / 3 bytes, doubled.
 MAX_PIXELS = 2 * (1 << 28) // 3
-
-
-Buffer = bytes | bytearray | memoryview
 
 
 class ImageHeader(NamedTuple):

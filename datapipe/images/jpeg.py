@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import Buffer
+
 SOI, EOI, SOS, DRI, APP1, APP7, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xE7, 0xEE
 # Start of frame: C0 to CF without DHT (C4), JPG (C8) and DAC (CC).
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -51,11 +53,11 @@ class JpegHeader(NamedTuple):
         return 8 * max(wide, 1), 8 * max(high, 1)  # a factor of 0 is invalid, and for the decoder to refuse
 
 
-def is_jpeg(data: bytes | bytearray | memoryview) -> bool:
+def is_jpeg(data: Buffer) -> bool:
     return data[:3] == b"\xff\xd8\xff"
 
 
-def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
+def read_header(data: Buffer) -> JpegHeader:
     """Walk the markers up to the first scan. Raises ValueError when the bytes are no whole JPEG.
 
     Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data between
@@ -100,7 +102,7 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
     return JpegHeader(width, height, *kind, frame_at, scan_at, pieces_at)
 
 
-def piece_ends(data: bytes | bytearray | memoryview, header: JpegHeader, count: int) -> list[int] | None:
+def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None:
     """Where the marker behind each of `count` pieces lies, the last being the end of image; None unless there are as
     many, rightly numbered.
     """
@@ -127,7 +129,7 @@ def note_pieces(data: bytes, header: JpegHeader) -> bytes:
     return b"".join((data[: header.frame_at], segment, data[header.frame_at :]))
 
 
-def _noted_ends(data: bytes | bytearray | memoryview, header: JpegHeader, count: int) -> list[int] | None:
+def _noted_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None:
     start = header.pieces_at + 4 + len(PIECES)
     if start + 2 * count != header.pieces_at + 2 + _short(data, header.pieces_at + 2)[0]:
         return None
@@ -147,7 +149,7 @@ def _markers(count: int) -> np.ndarray:
     return markers << 8 | 0xFF
 
 
-def _found_ends(data: bytes | bytearray | memoryview, scan_at: int, count: int) -> list[int] | None:
+def _found_ends(data: Buffer, scan_at: int, count: int) -> list[int] | None:
     content = np.frombuffer(data, np.uint8, offset=scan_at)
     places = np.flatnonzero(content[:-1] == 0xFF)  # in entropy-coded data 0xFF stands before a zero or a marker
     ends = (places[content[1:][places] & 0xF8 == RST0] + scan_at).tolist()
@@ -162,7 +164,7 @@ def _found_ends(data: bytes | bytearray | memoryview, scan_at: int, count: int) 
     return [*ends, end]
 
 
-def _ends(data: bytes | bytearray | memoryview, at: int) -> bool:
+def _ends(data: Buffer, at: int) -> bool:
     """Is there an end of image from `at` on? Mostly these are the last two bytes."""
     return (
         (data[-2:] == END and at <= len(data) - 2)
@@ -171,7 +173,7 @@ def _ends(data: bytes | bytearray | memoryview, at: int) -> bool:
     )
 
 
-def _next_marker(data: bytes | bytearray | memoryview, at: int) -> int:
+def _next_marker(data: Buffer, at: int) -> int:
     """Past fill bytes, garbage and markers without a length, as libjpeg does."""
     at += 2 if data[at] == 0xFF and data[at + 1] in STANDALONE else 1
     while data[at] != 0xFF:
@@ -180,7 +182,7 @@ def _next_marker(data: bytes | bytearray | memoryview, at: int) -> int:
     return at
 
 
-def orientation(data: bytes | bytearray | memoryview, header: JpegHeader) -> int:
+def orientation(data: Buffer, header: JpegHeader) -> int:
     """The EXIF orientation: 1 (upright, also where there is none or nonsense) to 8."""
     start = header.exif
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(data[start : start + 4])) if start else None

@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 
 from ..errors import MissingBackendError
+from . import Buffer
 
 MAGIC = {b"P5": "pnm", b"P6": "pnm", b"\x04\x22\x4d\x18": "pnm+lz4", b"\x28\xb5\x2f\xfd": "pnm+zstd"}
 HEAD = re.compile(rb"P([56])\s+(\d{1,5})\s+(\d{1,5})\s+255\s")
@@ -17,8 +18,6 @@ HEAD_BYTES = 64  # more than any head of ours
 MODULES = {"lz4": "lz4.frame", "zstd": "zstandard"}
 # Photographs of 256×256: level 3 saves 1 % more than level 1 and takes 1.6 times as long.
 ZSTD_LEVEL = 1
-
-Buffer = bytes | bytearray | memoryview
 
 
 def encoding_of(data: Buffer) -> str | None:

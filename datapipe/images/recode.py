@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import MissingBackendError, SettingError
-from . import jpeg, pnm, turbojpeg
-from .codec import Buffer, ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
+from ..names import CHECKS, COMPRESSIONS, STORES
+from . import Buffer, jpeg, pnm, turbojpeg
+from .codec import ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
 from .lanczos import decoded_size, resize
 
-CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
 RESIZE = re.compile(r"(short|max)=([1-9]\d{0,4})")
 DEFAULT_QUALITY = 90
 MAX_SIDE = 0xFFFF

@@ -20,10 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DatapipeError, MissingBackendError
-from . import jpeg
+from . import Buffer, jpeg
 from .codec import decode, encode_jpeg
 
-Buffer = bytes | bytearray | memoryview
 # Image, restart interval in MCUs, EXIF orientation to undo -> baseline JPEG without metadata. The pixels stay.
 # Raises ValueError when the image is damaged, or cannot be turned without losing edges.
 Restart = Callable[[Buffer, int, int], bytes]
@@ -224,8 +223,10 @@ def need_lossless() -> Restart:
     restart = lossless()
     if restart is None:
         raise MissingBackendError(
-            "restart markers without re-encoding need libturbojpeg 3.1 or newer (conda install -c conda-forge "
-            "libjpeg-turbo) or the program jpegtran (apt install libjpeg-turbo-progs); or give a quality to re-encode"
+            "restart markers without re-encoding need libturbojpeg 3.1 or newer, or the program jpegtran, and pip "
+            "installs neither (the extra turbo has 3.0). Without root: conda install -c conda-forge libjpeg-turbo, or "
+            "on a cluster perhaps module load libjpeg-turbo; with root: apt install libjpeg-turbo-progs, or dnf "
+            "install libjpeg-turbo-utils. Or re-encode all images, which needs none of these: --quality 90"
         )
     return restart
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import jpeg
-from .codec import MAX_PIXELS, Buffer, decode, decode_jpeg
+from . import Buffer, jpeg
+from .codec import MAX_PIXELS, decode, decode_jpeg
 
 MARGIN = 1  # pixels: libjpeg's "fancy upsampling" takes the next sample of chroma, and no more
 NARROW = 2  # samples of chroma across: libjpeg interpolates nothing in an image as narrow as that

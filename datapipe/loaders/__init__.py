@@ -1,22 +1,19 @@
-"""Loaders: one file and one line here for each backend."""
+"""Loaders: one file for each backend, and one line in `datapipe/names.py`."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from pathlib import Path
-from typing import Literal
 
 from ..dataset.manifest import MANIFEST
-from ..dataset.shard_reader import Io
 from ..errors import SettingError
+from ..names import BACKENDS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
 from .base import Batch, Loader, LoaderOptions, normalise
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
-
-BACKENDS = ("cpu", "dali", "webdataset")
 
 
 def open_loader(
@@ -40,7 +37,6 @@ def open_loader(
     max_bad: int = 0,
     retries: int = 9,
     timeout_s: float = 300.0,
-    reader: Literal["indexed", "native"] = "indexed",
 ) -> Loader:
     """Open one packed data set (one split) for one rank.
 
@@ -54,8 +50,8 @@ def open_loader(
 
     `order`: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and each
     byte once an epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk. `io`: "cached",
-    "mmap" or "direct" (see datapipe/dataset/shard_reader.py). Loaders that stream (`backend="webdataset"`,
-    `reader="native"`) have neither, and try no read again; `reader="native"` has no time limit, either.
+    "mmap" or "direct" (see datapipe/dataset/shard_reader.py). `backend="webdataset"`, which streams, has neither,
+    and tries no read again.
 
     So many bad samples (damaged, or no readable image) as `max_bad` allows for on a rank are named in the log, and
     their slots are black and not `valid`; one more is an error. An open or a read that fails is tried `retries` times
@@ -64,16 +60,13 @@ def open_loader(
     tried again; after `timeout_s` that is an error, too, and so is opening the data set, and a read or write of
     staging it.
 
-    `backend`: "cpu"; "dali" (NVIDIA DALI, on `device`; `reader="native"` reads with DALI's own tar reader, see
-    datapipe/loaders/dali_native.py); "webdataset" (streams tar shards, also from URLs such as
+    `backend`: "cpu"; "dali" (NVIDIA DALI, on `device`); "webdataset" (streams tar shards, also from URLs such as
     "pipe:ssh server cat shard-{000..146}.tar", see datapipe/loaders/webdataset.py).
 
     Raises SettingError for a setting out of range, ManifestError when there is no data set at `path`.
     """
     if backend not in BACKENDS:
         raise SettingError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if reader not in ("indexed", "native") or (reader == "native" and backend != "dali"):
-        raise SettingError(f"reader: {reader!r} is not indexed, nor native with backend dali")
     options = LoaderOptions(
         batch_size=batch_size,
         train=train,
@@ -97,5 +90,4 @@ def open_loader(
         from ..staging import stage_once
 
         path = stage_once(Path(path), Path(cache), options.timeout_s)
-    module = backend if reader == "indexed" else f"{backend}_{reader}"
-    return importlib.import_module(f".{module}", __name__).open(path, options, device)
+    return importlib.import_module(f".{backend}", __name__).open(path, options, device)

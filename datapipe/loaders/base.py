@@ -23,8 +23,8 @@ import torch
 
 from ..dataset import DataSet
 from ..dataset.manifest import INDEX
-from ..dataset.shard_reader import Io
 from ..errors import DatapipeError, SettingError
+from ..names import ORDERS, Io
 from ..sampling.augment import Augment, Windows, eval_windows, train_windows
 from ..sampling.block_order import num_lanes
 from ..sampling.order import KeyedPermutation, Last, epoch_order, num_steps
@@ -76,8 +76,8 @@ class LoaderOptions:
                 object.__setattr__(self, name, _whole(name, value, low))  # numpy's integers become Python's
         if self.rank >= self.world_size:
             raise SettingError(f"rank: {self.rank} is out of range; allowed: 0 to {self.world_size - 1}")
-        if self.order not in ("full", "blocks"):
-            raise SettingError(f"order: {self.order!r} is not one of full, blocks")
+        if self.order not in ORDERS:
+            raise SettingError(f"order: {self.order!r} is not one of {', '.join(ORDERS)}")
         if not isinstance(self.timeout_s, Real) or isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
             raise SettingError(f"timeout_s: {self.timeout_s!r} is out of range; allowed: seconds, above 0")
         if not isinstance(self.train, bool):

@@ -21,8 +21,8 @@ import torch
 import xxhash
 
 from ..dataset.manifest import MANIFEST, Manifest
-from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, ShardReadError
-from ..sources.webdataset import IMAGES, LABELS, label_of
+from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, SettingError, ShardReadError
+from ..formats.naming import IMAGES, LABELS, read_label
 from .base import LoaderOptions, Split
 from .threads import in_time
 
@@ -79,7 +79,7 @@ def _sample(shard: Shard, parts: dict) -> Sample:
     if image is None:
         found = ", ".join(name for name in parts if not name.startswith("__"))
         raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {found}", **place(shard), key=key)
-    label = label_of(str(shard), key, {name: {key: parts[name]} if name in parts else {} for name in LABELS})
+    label = read_label(str(shard), key, {name: parts[name] for name in LABELS if name in parts})
     if not NUMBER.fullmatch(label):
         message = f"its label is no number of a class, {label!r}: `datapipe pack` numbers names"
         raise DecodeError(message, **place(shard), key=key)
@@ -111,7 +111,10 @@ def _descendants(process: int) -> list[int]:
 
 
 def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], Split]:
-    """List the shards at `path`, count their samples, and tell what is known of their images. Raises ManifestError."""
+    """List the shards at `path`, count their samples, and tell what is known of their images.
+
+    Raises ManifestError, SettingError.
+    """
     _backend()
     shards, manifest = in_time(options.timeout_s, path, "opening the data set", _listed, path)
     if manifest is not None:
@@ -137,8 +140,9 @@ def _listed(path: str) -> tuple[list[Shard], Manifest | None]:
     if not (folder / MANIFEST).exists():
         return sorted(file for file in folder.iterdir() if file.suffix == SUFFIX), None
     manifest = Manifest.read(folder)
-    if manifest.format != "tar":
-        raise ManifestError(f"holds {manifest.format} shards; backend webdataset reads tar", path=folder)
+    stored = "raw pixels" if manifest.recode.get("store") == "raw" else f"{manifest.format} shards"
+    if stored != "tar shards":
+        raise SettingError(f"backend: 'webdataset' reads image files in tar shards, and {folder} holds {stored}")
     return [folder / shard.name for shard in manifest.shards], manifest
 
 

@@ -15,6 +15,7 @@ from ..dataset.index import write_index, write_keys
 from ..dataset.manifest import INDEX, KEYS, QUARANTINE, Manifest
 from ..errors import SourceError
 from ..fsio import atomic_write, sync_folder
+from ..sources.packed import quarantined
 from .journal import PackedShard
 from .out_folder import Target
 from .plan import Plan, SplitPlan
@@ -69,11 +70,12 @@ def _check_finished(plan: Plan, packed: dict[str, list[PackedShard]], allowed: i
 
 
 def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:
-    lines, keys = [], []
+    lines, keys = list(quarantined(split.samples)), []
     for shard, which in zip(packed, split.shards, strict=True):
         bad = {bad.number for bad in shard.bad}
         keys += [split.keys[i] for place, i in enumerate(which.tolist()) if place not in bad]
-        lines += [{"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason} for b in shard.bad]
+        for b in shard.bad:
+            lines.append(json.dumps({"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason}))
     shards = [shard for shard in packed if shard.info]
     for number, shard in enumerate(shards):
         shard.records["shard"] = number
@@ -87,7 +89,7 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
     names = [INDEX, KEYS]
     if lines:
         with atomic_write(folder / QUARANTINE) as file:
-            file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
+            file.write("".join(f"{line}\n" for line in lines).encode())
         names.append(QUARANTINE)
     converted = sum((Counter(shard.converted) for shard in shards), Counter())
     manifest = Manifest(

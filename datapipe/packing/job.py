@@ -25,10 +25,13 @@ from ..cluster import Task
 from ..console import Progress
 from ..dataset.manifest import MANIFEST, Manifest, find_data_sets
 from ..errors import DatapipeError, SettingError
-from ..formats import FORMATS, shard_format
+from ..formats import shard_format
 from ..fsio import checksum, locked, make_folder
 from ..images.recode import RecodeOptions, Recoder
+from ..names import FORMATS
 from ..sources import SPLITS, Pixels, Source, open_source
+from ..sources.packed import load as open_packed
+from ..sources.packed import quarantined
 from .budget import Budget
 from .finishing import complete
 from .journal import Journal
@@ -119,12 +122,23 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
 
 
 def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
-    """Put packed data sets into another format: the same images, keys, labels and order. Like `pack` otherwise."""
-    from ..sources import packed
+    """Put packed data sets into another format: the same images, keys, labels, order and quarantine.
 
+    Like `pack` otherwise.
+    """
+    return _conversion(folder, out, options).run()
+
+
+def finish_conversion(folder: Path, out: Path, options: PackOptions) -> PackResult:
+    """Write the manifests of a `convert` whose shards are all there. Raises what `finish` does."""
+    return _conversion(folder, out, options).finish()
+
+
+def _conversion(folder: Path, out: Path, options: PackOptions) -> _Pack:
     manifest = Manifest.read(find_data_sets(folder)[0])
     if options.format == "npy":
-        raise SettingError("format: npy holds nothing but pixels; allowed: tar, hdf5, lmdb, zip and tfrecord")
+        allowed = ", ".join(name for name in FORMATS if name != "npy")
+        raise SettingError(f"format: npy holds nothing but pixels; allowed: {allowed}")
     listed = {
         "source": str(folder.resolve()),
         "manifests": {path.name: checksum(path / MANIFEST) for path in find_data_sets(folder)},
@@ -132,7 +146,7 @@ def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
         "recode": manifest.recode,
         "shard_mib": options.shard_mib or manifest.shard_mib,
     }
-    return _Pack(Target(out, folder), options, listed, lambda: packed.load(folder)).run()
+    return _Pack(Target(out, folder), options, listed, partial(open_packed, folder))
 
 
 def finish(source_path: Path, out: Path, options: PackOptions) -> PackResult:
@@ -289,7 +303,7 @@ class _Pack:
         if look and Path(self.listed["source"]).exists():
             source = self.source()
             was = {split: (manifest.num_samples + manifest.num_bad) for split, manifest in manifests.items()}
-            now = {split: len(samples) for split, samples in source.splits.items()}
+            now = {split: len(samples) + len(quarantined(samples)) for split, samples in source.splits.items()}
             if was != now or any(manifest.classes != source.classes for manifest in manifests.values()):
                 message = f"OUT: {target.folder} holds another source: {was} images, not {now}, or of other classes"
                 raise SettingError(f"{message}; remove it, or replace it with --overwrite")

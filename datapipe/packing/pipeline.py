@@ -24,7 +24,7 @@ import numpy as np
 
 from ..dataset.index import sample_checksum
 from ..errors import DatapipeError, SourceError
-from ..formats import Buffer
+from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources import Samples
 from .budget import Budget

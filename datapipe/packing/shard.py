@@ -20,8 +20,9 @@ import xxhash
 from ..dataset.index import ENCODINGS, RECORD, pack_record
 from ..dataset.manifest import FileInfo, ShardInfo
 from ..errors import SettingError, SourceError
-from ..formats import Buffer, shard_format
+from ..formats import shard_format
 from ..fsio import atomic_write, checksum, named, partial_path, sync_folder
+from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources import Samples
 from .journal import BadSample, PackedShard

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import SettingError
+from ..names import CROPS, Crop
 from .order import AUGMENT, uniform
 
 MAX_RATIO = 100
@@ -27,15 +28,15 @@ class Augment:
     image, left to right, with a probability of ½.
     """
 
-    crop: Literal["auto", "random_resized", "pad", "none"] = "auto"
+    crop: Crop = "auto"
     flip: bool = True
     pad: int = 4
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
-        if self.crop not in ("auto", "random_resized", "pad", "none"):
-            raise SettingError(f"crop: {self.crop!r} is not one of auto, random_resized, pad, none")
+        if self.crop not in CROPS:
+            raise SettingError(f"crop: {self.crop!r} is not one of {', '.join(CROPS)}")
         if not isinstance(self.flip, bool):
             raise SettingError(f"flip: {self.flip!r} is neither True nor False")
         if not isinstance(self.pad, int) or self.pad < 0:

@@ -1,4 +1,4 @@
-"""Raw data sets: one file and one line here each.
+"""Raw data sets: one file each, and one line in `datapipe/names.py`.
 
 A source module has
 
@@ -17,21 +17,11 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..formats import Buffer
+from ..images import Buffer
 from ..images.codec import encode_png
+from ..names import KINDS
 
-# In the order in which `auto` asks them: an ImageFolder is whatever is nothing else.
-MODULES = ("idx", "cifar", "imagenet", "webdataset", "parquet", "csv", "imagefolder")
-KINDS = {
-    "imagefolder": "imagefolder",
-    "imagenet": "imagenet",
-    "cifar10": "cifar",
-    "cifar100": "cifar",
-    "idx": "idx",
-    "webdataset": "webdataset",
-    "parquet": "parquet",
-    "csv": "csv",
-}
+MODULES = tuple(dict.fromkeys(KINDS.values()))  # in the order in which `auto` asks them
 # The classes of samples by the names that saved plans have for them: nothing is imported by a name from a file.
 SAMPLES = {
     "files": ("files", "Files"),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..formats import Buffer
+from ..images import Buffer
 from .paths import FLAGS, Descriptors, own_memory, read_at
 from .tar_listing import Member
 

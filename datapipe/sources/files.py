@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..formats import Buffer
+from ..images import Buffer
 from .paths import FOLDER_FLAGS, LEAVES, Descriptors, is_inside, open_file, own_memory, read_at, real_path, real_path_of
 
 

@@ -1,4 +1,4 @@
-"""A packed data set, to be put into another format: in its order, with its keys."""
+"""A packed data set, to be put into another format: in its order, with its keys and its quarantine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ import numpy as np
 
 from ..dataset import DataSet
 from ..dataset.index import check_keys, read_keys
-from ..dataset.manifest import KEYS, find_data_sets
-from ..errors import SettingError
+from ..dataset.manifest import KEYS, QUARANTINE, Manifest, find_data_sets
+from ..errors import ManifestError, SettingError
+from ..fsio import checksum
 from ..images import pnm
-from . import Source
+from . import Samples, Source
 
 
 @dataclass
 class Packed:
-    """The samples of one data set; `folder` is where it is."""
+    """The samples of one data set; `folder` is where it is.
+
+    `quarantine`: the lines of its quarantine.jsonl, on what was left out when it was packed.
+    """
 
     folder: str
     names: list[str]
     labels: np.ndarray
+    quarantine: list[str]
     blocks: None = None
     _data_set: DataSet | None = field(default=None, init=False, repr=False)
     _opening: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -68,8 +73,27 @@ def load(path: Path) -> Source:
         keys = read_keys(folder)
         check_keys(keys, manifest, folder / KEYS)
         manifests.append(manifest)
-        splits[manifest.split] = Packed(str(folder.resolve()), keys, labels)
+        splits[manifest.split] = Packed(str(folder.resolve()), keys, labels, _read_quarantine(folder, manifest))
     first = manifests[0]
     if any(manifest.classes != first.classes for manifest in manifests):
         raise SettingError(f"DIR: the splits in {path} have different classes; convert each by itself")
     return Source(first.kind, first.classes, splits, ordered=True)
+
+
+def quarantined(samples: Samples) -> list[str]:
+    """List what was left out before, and stays out: lines of quarantine.jsonl; none for what is not packed."""
+    return samples.quarantine if isinstance(samples, Packed) else []
+
+
+def _read_quarantine(folder: Path, manifest: Manifest) -> list[str]:
+    """Raises ManifestError."""
+    if not manifest.num_bad:
+        return []
+    path = folder / QUARANTINE
+    try:
+        if checksum(path) in [file.xxh3_128 for file in manifest.files if file.name == QUARANTINE]:
+            return path.read_text(encoding="utf-8").splitlines()
+        problem = "is not the file that was packed"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    raise ManifestError(problem, path=path)

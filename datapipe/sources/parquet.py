@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..errors import MissingBackendError, SourceError
-from ..formats import Buffer
+from ..images import Buffer
 from . import Samples, Source
 from .labels import number_labels
 from .paths import check_inside

@@ -1,17 +1,16 @@
-"""Tar shards as WebDataset writes them, to be packed anew: `key.jpg` (.jpeg, .png) beside `key.cls` or `key.json`.
+"""Tar shards as WebDataset writes them: `key.jpg` (.jpeg, .png) beside `key.cls` or `key.json`.
 
-The format: https://github.com/webdataset/webdataset#the-webdataset-format. Of its JSON only the label is read, a whole
-number or a name under one of LABEL_FIELDS.
+How they are named is in `formats.naming`.
 """
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import SourceError
+from ..formats.naming import IMAGES, LABELS, read_label, split_name
 from . import Samples, Source
 from .archive_members import Part, join
 from .labels import number_labels
@@ -21,9 +20,6 @@ from .tar_listing import Member, walk, warn_of_others
 
 TAR = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-IMAGES = ("jpg", "jpeg", "png")
-LABELS = ("cls", "json")
-LABEL_FIELDS = ("label", "cls", "class", "class_id")
 LISTERS = 32  # shards walked at once: hides a shared filesystem's latency
 
 
@@ -67,50 +63,23 @@ def _list(path: Path, files: list[str], bounds: str | None) -> list[_Shard]:
 
 def _list_shard(number: int, path: str, bounds: str | None) -> _Shard:
     with opened(path, bounds) as fd:
-        archive = walk(fd, path, wanted=lambda name: _split_name(name)[1] in LABELS)
+        archive = walk(fd, path, wanted=lambda name: split_name(name)[1] in LABELS)
     images: dict[str, Member] = {}
-    labels: dict[str, dict[str, bytes | None]] = {extension: {} for extension in LABELS}
+    labels: dict[str, dict[str, bytes]] = {}  # of each key, by extension
     num_left_out = 0
     for member in archive.members:
-        key, extension = _split_name(member.name)
+        key, extension = split_name(member.name)
         if extension in LABELS:
-            labels[extension][key] = member.content
+            labels.setdefault(key, {})[extension] = member.content or b""
         elif extension not in IMAGES:
             num_left_out += 1
         elif key in images:
             raise SourceError(f"has two images: {images[key].name} and {member.name}", path=path, key=key)
         else:
             images[key] = member
-    without = next((key for of in labels.values() for key in of if key not in images), None)
+    without = next((key for key in labels if key not in images), None)
     if without is not None:
         raise SourceError("has a label, but no image", path=path, key=without)
     part = Part.of(number, list(images), list(images.values()))
-    return _Shard(part, [label_of(path, key, labels) for key in images], archive.num_others, num_left_out)
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """Key and extension: WebDataset cuts at the first dot of the last part, and takes nothing that begins with it."""
-    folder, slash, file = name.removeprefix("./").rpartition("/")
-    base, _, extension = file.partition(".")
-    return (folder + slash + base, extension.lower()) if base else ("", "")
-
-
-def label_of(path: str, key: str, labels: dict[str, dict[str, bytes | None]]) -> str:
-    """The label as it is written. Raises SourceError."""
-    if key in labels["cls"]:
-        text = (labels["cls"][key] or b"").strip()
-        if not text.removeprefix(b"-").isdigit():
-            raise SourceError(f"its .cls holds no whole number, but {text[:20]!r}", path=path, key=key)
-        return text.decode()
-    if key not in labels["json"]:
-        raise SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
-    try:
-        content = json.loads(labels["json"][key] or b"")
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"its .json cannot be read: {error}", path=path, key=key) from error
-    fields = content if isinstance(content, dict) else {}
-    label = next((fields[name] for name in LABEL_FIELDS if name in fields), None)
-    if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
-        message = f"its .json has no whole number or name under any of {', '.join(LABEL_FIELDS)}"
-        raise SourceError(message, path=path, key=key)
-    return str(label)
+    texts = [read_label(path, key, labels.get(key, {})) for key in images]
+    return _Shard(part, texts, archive.num_others, num_left_out)

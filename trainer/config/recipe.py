@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from datapipe.dataset.shard_reader import Io
 from datapipe.errors import SettingError
+from datapipe.names import BACKENDS, ORDERS, Crop, Io
 
 from .. import models
 from ..fields import BelowOne, Count, Fraction, Positive, Section, one_of, or_none
@@ -47,12 +47,12 @@ class Data(Section):
     size: Annotated[int, Field(ge=8, le=4096)]
     mean: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=3)]
     std: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1, max_length=3)]
-    crop: Literal["auto", "random_resized", "pad", "none"] = "auto"
+    crop: Crop = "auto"
     flip: bool = True
     pad: Annotated[int, Field(ge=0, le=64)] = 4
     threads: Annotated[Count | None, or_none()] = None
-    backend: str = "cpu"
-    order: str = "full"
+    backend: Annotated[str, one_of("backend", BACKENDS)] = "cpu"
+    order: Annotated[str, one_of("order", ORDERS)] = "full"
     cache: Annotated[_Folder | None, or_none()] = None
     io: Annotated[Io | None, or_none()] = None
     block_mib: Annotated[Count | None, or_none()] = None

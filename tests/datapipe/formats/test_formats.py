@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import MissingBackendError
-from datapipe.formats import EXTENSIONS, FORMATS, shard_format
+from datapipe.formats import shard_format
+from datapipe.formats.naming import EXTENSIONS
 from datapipe.formats.tar import member_header
 from datapipe.images.codec import ImageHeader
+from datapipe.names import FORMATS
 from datapipe.packing.plan import make_keys
 from datapipe.sources import open_source
 

@@ -322,8 +322,7 @@ def test_direct_reads_leave_the_page_cache_alone_or_say_so(tmp_path, caplog):
     "settings", [{"io": "fast"}, {"retries": -1}, {"max_bad": -1}, {"timeout_s": 0}, {"block_mib": 0},
                  {"device": "foo"}, {"device": "meta"}, {"device": "cuda:99"}, {"device": 1.5}, {"train": "no"},
                  {"last": ""}, {"augment": "none"}, {"timeout_s": True}, {"timeout_s": "10"}, {"threads": True},
-                 {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1},
-                 {"reader": "native"}, {"reader": "quick"}],
+                 {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1}],
 )  # fmt: skip
 def test_bad_settings_are_named(packed_folders, settings):
     with pytest.raises(SettingError, match=next(iter(settings))):

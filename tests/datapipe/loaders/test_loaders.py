@@ -77,17 +77,6 @@ def test_what_is_no_state_is_refused(packed_folders, change):
         assert loader.state_dict()["step"] == 0
 
 
-def test_dali_reads_tar_shards_itself(packed_folders):
-    pytest.importorskip("nvidia.dali")
-    folder = packed_folders["tar"] / "train"
-    with open_loader(folder, 8, backend="dali", reader="native", size=48) as loader, DataSet(folder) as data_set:
-        labels = [label for _ in range(2) for batch in loader for label in batch.labels.tolist()]
-        assert len(labels) == 2 * 7 * 8 and set(labels) == set(data_set.index["label"].tolist())
-    for settings in ({"order": "blocks"}, {"io": "mmap"}, {"max_bad": 1}, {"train": False}):
-        with pytest.raises(SettingError, match="native"):
-            open_loader(folder, 8, backend="dali", reader="native", size=48, **settings)
-
-
 def test_batches_are_as_promised(folder, backend):
     with open_loader(folder, 8, backend=backend, size=48) as loader:
         batches = list(loader)
@@ -182,17 +171,6 @@ def test_no_backend_turns_images_by_exif(turned, crop, train):
         assert torch.equal(cpu.samples, dali.samples) and dali.valid.all()
         for i in range(8):
             check(dali.images[i].numpy(), cpu.images[i].numpy(), "dali", False)
-
-
-def test_dali_s_own_reader_does_not_turn_images_by_exif(turned):
-    pytest.importorskip("nvidia.dali")
-    whole, images = Augment("random_resized", flip=False, scale=(1, 1), ratio=(1.5, 1.5)), []
-    for settings in ({"backend": "cpu"}, {"backend": "dali", "reader": "native"}):
-        with open_loader(turned, 8, size=48, augment=whole, **settings) as loader:
-            batch = next(iter(loader))
-            images.append(batch.images.numpy()[np.argsort(batch.labels.numpy())])
-    for i in range(8):
-        check(images[1][i], images[0][i], "dali", False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

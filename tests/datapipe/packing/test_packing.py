@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,12 +19,14 @@ import datapipe
 from datapipe.cluster import Task
 from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
+from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceError
-from datapipe.formats import FORMATS
 from datapipe.fsio import locked
 from datapipe.images import turbojpeg
 from datapipe.images.recode import RecodeOptions
+from datapipe.names import FORMATS
 from datapipe.packing import PackOptions, convert, finish, pack
+from datapipe.packing.job import finish_conversion
 from datapipe.packing.out_folder import NEW, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
@@ -355,6 +358,69 @@ def test_converting_back_gives_the_same_bytes(image_folder, tmp_path):
     assert [name for name in one if not name.endswith(MANIFEST) and one[name] != two.get(name)] == []
     with pytest.raises(SettingError, match="datapipe convert"):
         pack(tmp_path / "a", tmp_path / "d", PackOptions())
+
+
+@pytest.fixture(scope="module")
+def with_bad_images(image_folder, tmp_path_factory):
+    """Packed with a quarantine for each split."""
+    folder = tmp_path_factory.mktemp("bad")
+    source = shutil.copytree(image_folder, folder / "source")
+    for name in ("train/class.0 x/bad.jpg", "train/class.1 x/naïve\u2028.jpg", "val/class.1 x/bad.png"):
+        (source / name).write_bytes(b"no image")
+    pack(source, folder / "packed", PackOptions(max_bad="3"))
+    return folder / "packed"
+
+
+def test_converting_keeps_the_quarantine(with_bad_images, tmp_path):
+    for origin, target, format in (with_bad_images, "b", "lmdb"), (tmp_path / "b", "c", "tar"):
+        manifests = convert(origin, tmp_path / target, PackOptions(format=format, shard_mib=None))
+        assert {split: manifest.num_bad for split, manifest in manifests.items()} == {"train": 2, "val": 1}
+        assert not any(verify(tmp_path / target / split) for split in manifests)
+    one, two = bytes_of(with_bad_images), bytes_of(tmp_path / "c")
+    assert one.keys() == two.keys() and f"train/{QUARANTINE}" in one
+    assert [name for name in one if not name.endswith(MANIFEST) and one[name] != two[name]] == []
+    again = convert(with_bad_images, tmp_path / "b", PackOptions(format="lmdb", shard_mib=None, resume=True))
+    assert again["train"].num_bad == 2
+
+
+@pytest.mark.parametrize(("content", "problem"), [(None, "No such file"), (b"{}\n", "not the file that was packed")])
+def test_a_quarantine_that_is_damaged_is_not_converted(with_bad_images, tmp_path, content, problem):
+    source = shutil.copytree(with_bad_images, tmp_path / "packed")
+    (source / "val" / QUARANTINE).unlink()
+    if content is not None:
+        (source / "val" / QUARANTINE).write_bytes(content)
+    with pytest.raises(ManifestError, match=problem) as caught:
+        convert(source, tmp_path / "out", PackOptions(format="zip", shard_mib=None))
+    assert caught.value.path == source / "val" / QUARANTINE and not (tmp_path / "out").exists()
+
+
+def test_a_conversion_is_finished_by_itself(with_bad_images, command, tmp_path):
+    options = PackOptions(format="hdf5", shard_mib=None)
+    first, second = (replace(options, task=Task(i, 2, "")) for i in range(2))
+    convert(with_bad_images, tmp_path / "whole", options)
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    with pytest.raises(SettingError, match="no unfinished pack"):
+        finish_conversion(with_bad_images, out, options)
+    assert convert(with_bad_images, out, first).num_missing == 1
+    with pytest.raises(DatapipeError, match="1 of 2 shards are missing"):
+        finish_conversion(with_bad_images, out, options)
+    with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: [0]):  # as if it were not the last one
+        assert convert(with_bad_images, out, second) == {}
+    with pytest.raises(SettingError, match="another format: hdf5, not zip"):
+        finish_conversion(with_bad_images, out, replace(options, format="zip"))
+    shutil.copytree(out, copy)
+    assert finish_conversion(with_bad_images, out, options)["train"].num_bad == 2
+    done = command("datapipe", "convert", with_bad_images, copy, "--format", "hdf5", "--finish")
+    assert done.returncode == 0 and "2 bad images left out" in done.stdout, done.stderr
+    assert bytes_of(out) == bytes_of(copy) == bytes_of(tmp_path / "whole")
+
+
+def test_converting_tells_of_no_sizes(image_folder, command, tmp_path):
+    """The images keep theirs; what re-encoding did to them was told when they were packed."""
+    done = command("datapipe", "pack", image_folder, tmp_path / "a", "--resize", "max=40", "--quality", "80")
+    assert done.returncode == 0 and "images had" in done.stdout
+    done = command("datapipe", "convert", tmp_path / "a", tmp_path / "b", "--format", "zip")
+    assert done.returncode == 0 and "images had" not in done.stdout and "61 images" in done.stdout
 
 
 PROGRAM = "import sys; from datapipe.cli import main; sys.exit(main())"
