@@ -143,7 +143,7 @@ def stored() -> Plot:
     found = record("stored")
     ways = found["ways"].items()
     panels = [
-        Bars(title, unit, [bar(name, its[key], False, scale) for name, its in ways], "less", form)
+        Bars(title, unit, [bar(name, its[key], True, scale) for name, its in ways], "less", form)
         for title, unit, key, scale, form in (
             ("Size", "kB per image", "stored_bytes", 1e-3, ",.0f"),
             ("Packing", "CPU-ms per image", "pack_us", 1e-3, ".1f"),
@@ -170,7 +170,7 @@ def order() -> Plot:
         ("Memory of the order in a rank", "GB", "peak_bytes", 1e-9),
     ):
         bars = [
-            bar(f"{int(size) / 1e6:.3g} million, {name}", its[key], name == "full", scale)
+            bar(f"{int(size) / 1e6:.3g} million, {name}", its[key], True, scale)
             for size, orders in found["samples"].items()
             for name, its in orders.items()
         ]

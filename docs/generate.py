@@ -33,6 +33,7 @@ RECIPE_INTRODUCTION = (
     'names the setting, its value and what is allowed. The word `"none"` stands for no value: TOML has no null. How to',
     "choose settings is described in [Training](../training.md) and [K-FAC](../kfac.md).",
 )
+RECIPE_HEADER = ("| key | what it is | type | default |", "| --- | --- | --- | --- |")
 # What a setting is, where its class does not say so itself. A setting without a meaning is a KeyError.
 MEANINGS = {
     "name": "Name of the recipe, for messages and reports.",
@@ -256,8 +257,8 @@ def _union(section: str, kinds: list[Kind]) -> Iterator[str]:
     first, *others = kinds
     common = [key for key in first.model_fields if all(_row(first, key) == _row(kind, key) for kind in others)]
     names = " or ".join(f"`{_tag(kind)}`" for kind in kinds)
-    yield from ("| key | type | default | what it is |", "| --- | --- | --- | --- |")
-    yield f"| `{section}.name` | {names} | {_recipe_default(first, 'name')} | Which of those below. |"
+    yield from RECIPE_HEADER
+    yield f"| `{section}.name` | Which of those below. | {names} | {_recipe_default(first, 'name')} |"
     yield from list(_table(first, section, common))[2:]
     for kind in kinds:
         yield from (f"### {section}.name = {_tag(kind)}", "", *_text(kind))
@@ -272,13 +273,13 @@ def _text(kind: Kind) -> list[str]:
 
 
 def _table(kind: Kind, section: str, keys: list[str]) -> Iterator[str]:
-    yield from ("| key | type | default | what it is |", "| --- | --- | --- | --- |")
+    yield from RECIPE_HEADER
     for key in keys:
         form, default = _row(kind, key)
         name = f"{section}.{key}" if section else key
         description = kind.model_fields[key].description or MEANINGS[name]
         default = "the file's name" if name == "name" else default
-        yield f"| `{name}` | {form} | {default} | {' '.join(description.split())} |"
+        yield f"| `{name}` | {' '.join(description.split())} | {form} | {default} |"
     yield ""
 
 
