@@ -21,6 +21,7 @@ html_title = "datapipe + trainer"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+smartquotes = False  # headings have code in them
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
