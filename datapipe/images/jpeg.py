@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from . import Buffer
 
-SOI, EOI, SOS, DRI, APP1, APP7, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xE7, 0xEE
+SOI, EOI, SOS, DRI, APP1, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xEE
 # Start of frame: C0 to CF without DHT (C4), JPG (C8) and DAC (CC).
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 SEQUENTIAL, PROGRESSIVE, ARITHMETIC = {0xC0, 0xC1}, {0xC2, 0xC6, 0xCA, 0xCE}, frozenset(range(0xC9, 0xD0))
-NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP7, APP14}  # the other segments are passed over
+NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP14}  # the other segments are passed over
 RST0 = 0xD0
 # Without a length behind them: stuffed zero, TEM, RST0 to RST7. A fill byte is no marker.
 STANDALONE = frozenset([0x00, 0x01, *range(RST0, RST0 + 8)])
 NO_SEGMENT = STANDALONE | {0xFF}
 EXIF = b"Exif\0\0"
-PIECES = b"Pieces\0"  # our own segment, see `note_pieces`
 END = bytes((0xFF, EOI))
 ORIENTATION = 0x0112  # EXIF 2.3, section 4.6.4
 TAIL_BYTES = 64  # where the end of the image is looked for first: some cameras pad their files
@@ -43,7 +41,6 @@ class JpegHeader(NamedTuple):
     exif: int  # where the EXIF data begin (a TIFF header), 0 for none
     frame_at: int  # where the frame header's marker lies
     scan_at: int  # where the first scan's entropy-coded data begin
-    pieces_at: int  # where the segment of `note_pieces` lies, 0 for none
 
     def mcu_size(self) -> tuple[int, int]:
         """Width and height in pixels of an MCU. A single component's is one block (T.81, A.2.2)."""
@@ -63,7 +60,7 @@ def read_header(data: Buffer) -> JpegHeader:
     Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data between
     is not looked at.
     """
-    frame = frame_at = restart = bits = height = width = components = exif = pieces_at = 0
+    frame = frame_at = restart = bits = height = width = components = exif = 0
     sampling, adobe, at = b"", None, 2
     try:
         while True:
@@ -79,8 +76,6 @@ def read_header(data: Buffer) -> JpegHeader:
                     (restart,) = _short(data, at + 4)
                 elif marker == APP1:
                     exif = exif or (at + 10 if data[at + 4 : at + 10] == EXIF else 0)
-                elif marker == APP7:
-                    pieces_at = at if data[at + 4 : at + 4 + len(PIECES)] == PIECES else pieces_at
                 elif marker == APP14:
                     adobe = data[at + 15] if length >= 14 and data[at + 4 : at + 9] == b"Adobe" else adobe
                 elif frame or marker not in SOF:
@@ -99,57 +94,14 @@ def read_header(data: Buffer) -> JpegHeader:
     if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
     kind = components, restart, frame, bits, sampling, interleaved, adobe, exif
-    return JpegHeader(width, height, *kind, frame_at, scan_at, pieces_at)
+    return JpegHeader(width, height, *kind, frame_at, scan_at)
 
 
 def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None:
     """Where the marker behind each of `count` pieces lies, the last being the end of image; None unless there are as
     many, rightly numbered.
     """
-    noted = _noted_ends(data, header, count) if header.pieces_at else None
-    return noted or _found_ends(data, header.scan_at, count)
-
-
-def note_pieces(data: bytes, header: JpegHeader) -> bytes:
-    """The same JPEG with the lengths of its pieces noted, so that `piece_ends` need not look for the markers.
-
-    In a segment that decoders pass over: PIECES, and 16 bits (little-endian) for each piece, its marker included.
-    Where these do not suffice, and where the pieces are not to be found, nothing is noted.
-    """
-    columns, rows = (-(-side // unit) for side, unit in zip(header[:2], header.mcu_size(), strict=True))
-    count = -(-columns * rows // header.restart_interval) if header.restart_interval and header.interleaved else 0
-    size = 2 + len(PIECES) + 2 * count
-    ends = piece_ends(data, header, count) if count > 1 and size <= 0xFFFF and not header.pieces_at else None
-    if ends is None:
-        return data
-    lengths = np.diff([header.scan_at, *(end + 2 for end in ends)])
-    if lengths.max() > 0xFFFF:
-        return data
-    segment = b"".join((bytes((0xFF, APP7)), size.to_bytes(2, "big"), PIECES, lengths.astype("<u2").tobytes()))
-    return b"".join((data[: header.frame_at], segment, data[header.frame_at :]))
-
-
-def _noted_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None:
-    start = header.pieces_at + 4 + len(PIECES)
-    if start + 2 * count != header.pieces_at + 2 + _short(data, header.pieces_at + 2)[0]:
-        return None
-    ends = np.frombuffer(data, "<u2", count, start).cumsum(dtype=np.int64)
-    ends += header.scan_at - 2
-    if ends[0] < header.scan_at or ends[-1] > len(data) - 2:
-        return None
-    pairs = np.ndarray(len(data) - 1, "<u2", data, strides=(1,))  # each byte and the next
-    return ends.tolist() if (pairs[ends] == _markers(count)).all() else None
-
-
-@lru_cache(1024)
-def _markers(count: int) -> np.ndarray:
-    """As `_noted_ends` reads them."""
-    markers = RST0 | np.arange(count, dtype=np.uint16) & 7
-    markers[-1] = EOI
-    return markers << 8 | 0xFF
-
-
-def _found_ends(data: Buffer, scan_at: int, count: int) -> list[int] | None:
+    scan_at = header.scan_at
     content = np.frombuffer(data, np.uint8, offset=scan_at)
     places = np.flatnonzero(content[:-1] == 0xFF)  # in entropy-coded data 0xFF stands before a zero or a marker
     ends = (places[content[1:][places] & 0xF8 == RST0] + scan_at).tolist()

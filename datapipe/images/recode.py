@@ -159,8 +159,6 @@ class Recoder:
         if self.options.store == "raw":
             return self._raw(image)
         data, unusual = self._encoded(image)
-        if self.options.restart is not None:
-            data = jpeg.note_pieces(data, jpeg.read_header(data))
         return data, read_header(data), unusual
 
     def _encoded(self, image: _Image) -> tuple[Buffer, tuple[str, ...]]:
