@@ -72,3 +72,29 @@ def test_a_figure_knows_its_data() -> None:
 
 def data(svg: str) -> str:
     return re.search(r"<!-- data: ([0-9a-f]{16}) -->", svg)[1]
+
+
+def test_the_five_figures_of_the_readme() -> None:
+    """They are what the records say."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sections = figures.record("loader")["sections"]
+    photographs, pixels = (sections[name]["loaders"] for name in ("photographs", "pixels"))
+    ours, ffcv, webdataset = (
+        photographs[name]["images_per_cpu_s"]["median"]
+        for name in ("datapipe, tar --restart 8", "FFCV, jpg", "WebDataset + Pillow")
+    )
+    assert (
+        f"| {ours:.0f}: {ours / ffcv:.1f} × FFCV's JPEG mode, {ours / webdataset:.1f} × WebDataset + Pillow |" in readme
+    )
+    ours, ffcv = (its["images_per_cpu_s"]["median"] for its in pixels.values())
+    assert f"| {ours:,.0f}: {ours / ffcv:.1f} × FFCV's |" in readme
+    packers = figures.record("pack")["sections"]["copy"]["packers"]
+    ours, tar, peer = (packers[name]["mb_per_s"]["median"] for name in ("datapipe, tar", "tar cf", "WebDataset"))
+    assert f"| {ours:,.0f} MB/s: {ours / tar:.2f} × `tar cf`, {ours / peer:.1f} × WebDataset's writer |" in readme
+    added = {name: its["added"] for name, its in figures.record("kfac-resnet32")["found"].items()}
+    assert f"| {added['K-FAC, cholesky']:.1%}".replace("%", " %") in readme
+    assert f"{added['K-FAC as published']:.1%}".replace("%", " %") in readme
+    reached = {name: its["targets"]["0.91"] for name, its in figures.record("optimizers-resnet8-4096")["found"].items()}
+    kfac, soap, muon, lamb = (reached[name]["step"]["mean"] for name in ("K-FAC", "SOAP", "Muon", "LAMB"))
+    assert f"| K-FAC {kfac:.0f}; SOAP {soap:.0f}, Muon {muon:.0f}; LAMB {lamb:.0f} (4 of 5 seeds) |" in readme
+    assert reached["LAMB"]["reached"] == 4
