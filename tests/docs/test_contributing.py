@@ -55,8 +55,8 @@ def test_a_format_and_a_source(extended: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "digits.npz", images=images, labels=labels)
     run(extended, "-m", "datapipe", "pack", tmp_path / "digits.npz", tmp_path / "packed", "--format", "plain")
     assert "good" in run(extended, "-m", "datapipe", "verify", "--deep", tmp_path / "packed").stdout
-    told = run(extended, "-m", "datapipe", "info", tmp_path / "packed").stdout
-    assert "40 images of 4 classes" in told and "plain" in told and "from npz" in told
+    lines = run(extended, "-m", "datapipe", "info", tmp_path / "packed").stdout
+    assert "40 images of 4 classes" in lines and "plain" in lines and "from npz" in lines
     code = (
         "import pathlib, sys; from datapipe.formats.plain import read; print(len([*read(pathlib.Path(sys.argv[1]))]))"
     )
