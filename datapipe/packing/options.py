@@ -1,4 +1,4 @@
-"""What is asked of a pack."""
+"""The options of a pack, and the values that are allowed for each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ..cluster import Task
 from ..errors import SettingError
 from ..images.recode import RecodeOptions
+from ..memory import allowed_bytes, parse_bytes
 from ..names import FORMATS
-from .memory import allowed_bytes, parse_bytes
 
 NUMBER_OR_SHARE = re.compile(r"([0-9]{1,18})|([0-9]{1,18}(?:\.[0-9]{1,18})?)%")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from ..memory import return_free_bytes
 from .budget import Budget
 from .journal import BadSample
-from .memory import return_free_bytes
 from .shard import Good, Shard, Stopped
 
 LARGE_BYTES = 64 << 20  # decoded: worth a call that gives the memory back to the kernel

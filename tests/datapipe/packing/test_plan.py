@@ -169,7 +169,13 @@ def test_a_plan_with_a_flipped_bit_is_refused_or_read(tmp_path):
 
 
 def test_every_registered_class_of_samples_is_there():
-    assert [samples_class(name).__name__ for name in SAMPLES] == ["Files", "Slices", "Rows", "Pixels", "Packed"]
+    assert [samples_class(name).__name__ for name in SAMPLES] == [
+        "Files",
+        "ArchiveMembers",
+        "ParquetRows",
+        "Pixels",
+        "PackedSamples",
+    ]
 
 
 def test_a_plan_of_another_version_is_refused(tmp_path):

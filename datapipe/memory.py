@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import SettingError
+from .errors import SettingError
 
 # Where the kernel keeps limits, by the controllers on a line of /proc/self/cgroup ("" is version 2): folder and file.
 CGROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
