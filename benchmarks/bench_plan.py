@@ -27,7 +27,7 @@ from benchmarks.measure import (
     table,
     write_record,
 )
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 from datapipe.images.codec import encode_png
 
 IMAGENET = 1_281_167  # training images of ILSVRC2012

@@ -6,7 +6,6 @@ import importlib.metadata
 import mmap
 import os
 import random
-import re
 import shutil
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from .dataset.shard_reader import ALIGNMENT
 from .errors import DatapipeError
+from .fsio import mounted_as
 
 SMALL_FILES = 200
 FILE_BYTES = 64 << 20  # written where DIR holds no file that is large enough to read from
@@ -109,16 +109,6 @@ def _filesystem(folder: Path) -> dict:
         "sequential_mb_per_s": sequential,
         "random_mb_per_s": scattered,
     }
-
-
-def mounted_as(folder: Path) -> str:
-    """The kind of filesystem, such as lustre or ext4 (proc(5), mounts)."""
-    place, kinds = folder.resolve(), {}
-    for line in Path("/proc/self/mounts").read_bytes().splitlines():  # names of any bytes
-        _, mount, kind = line.split(b" ")[:3]
-        name = re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8) & 0xFF]), mount)
-        kinds[Path(os.fsdecode(name))] = kind.decode()  # the last mount on a folder is the one that is seen
-    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
 
 
 def _metadata(folder: Path) -> float | None:

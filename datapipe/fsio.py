@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -209,3 +210,13 @@ def _write_all(file: BinaryIO, block: memoryview) -> None:
 
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
+
+
+def mounted_as(folder: Path) -> str:
+    """The kind of filesystem, such as lustre or ext4 (proc(5), mounts)."""
+    place, kinds = folder.resolve(), {}
+    for line in Path("/proc/self/mounts").read_bytes().splitlines():  # names of any bytes
+        _, mount, kind = line.split(b" ")[:3]
+        name = re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8) & 0xFF]), mount)
+        kinds[Path(os.fsdecode(name))] = kind.decode()  # the last mount on a folder is the one that is seen
+    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")

@@ -27,12 +27,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
+# A test that uses the fixture has the marker, whether it says so or not.
+IMPLIED = {"mounted": "testbed", "two_ranks": "ranks"}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for fixture, marker in IMPLIED.items():
+        if fixture in getattr(item, "fixturenames", ()):
+            item.add_marker(marker)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
+    if not config.getoption("--slow"):
+        _skip(items, "slow", "slow: run with --slow")
+    if any("gpu" in item.keywords for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            _skip(items, "gpu", "no GPU here")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
     for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if marker in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ from typing import NamedTuple, Protocol
 from ..images import Buffer
 from ..images.codec import ImageHeader
 
+__all__ = ["Finished", "ShardWriter", "shard_format"]
+
 
 class Finished(NamedTuple):
     tail: bytes  # what comes last in the file
@@ -46,4 +48,5 @@ class ShardWriter(Protocol):
 
 
 def shard_format(name: str) -> ModuleType:
+    """Import the module of a format, one of `names.FORMATS`."""
     return importlib.import_module(f".{name}", __name__)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from datapipe.bench import CONSUMER, bench, format_result
-from datapipe.doctor import FILE_BYTES, advice, doctor, mounted_as
+from datapipe.doctor import FILE_BYTES, advice, doctor
 from datapipe.errors import DatapipeError
+from datapipe.fsio import mounted_as
 from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, pack
 
@@ -146,7 +147,7 @@ def test_mounts_may_have_any_name(tmp_path):
     script = """
 import os, subprocess, sys
 from pathlib import Path
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 for name in sys.argv[1:]:
     os.mkdir(name)
     subprocess.run(["mount", "-t", "ramfs", "ramfs", name], check=True)

@@ -405,6 +405,7 @@ def test_the_sample_is_small_balanced_and_reproducible(sample_dir):
         assert len(images) == 16 + count * 28 * 28 and len(labels) == 8 + count
 
 
+@pytest.mark.network
 @pytest.mark.slow
 def test_real_fashion_mnist_by_apt_and_the_sample_out_of_it(tmp_path, sample_dir, monkeypatch):
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):

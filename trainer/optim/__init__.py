@@ -11,6 +11,8 @@ from torch import nn
 
 from . import lamb, lars, muon, sgd, soap
 
+__all__ = ["REGISTRY", "Optimizer", "build", "set_lr"]
+
 # Each has Settings, its section of a recipe, and build(settings, model).
 REGISTRY: dict[str, ModuleType] = {"sgd": sgd, "lars": lars, "lamb": lamb, "muon": muon, "soap": soap}
 
