@@ -17,7 +17,7 @@ MANY = 2  # parameters; a function with more describes each
 INTERFACES = {
     ("datapipe/formats", "add"): "datapipe/formats/__init__.py",
     ("datapipe/sources", "load"): "datapipe/sources/__init__.py",
-    ("datapipe/loaders", "open"): "datapipe/loaders/__init__.py",
+    ("datapipe/loaders", "make_loader"): "datapipe/loaders/__init__.py",
 }
 COMMANDS = {"datapipe/cli.py", "trainer/cli.py"}  # whose parameters are described by --help
 # What is left to do, by folder: these numbers may only become smaller.
@@ -28,7 +28,6 @@ BAD_NAMES_LEFT = {
     "trainer/reporting": 8,
 }
 UNDESCRIBED_LEFT = {
-    "datapipe/loaders": 3,
     "trainer": 9,
     "trainer/kfac": 23,
     "trainer/models": 1,
