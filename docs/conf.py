@@ -32,6 +32,7 @@ myst_heading_anchors = 3  # so that page.md#a-heading is a link, and a wrong one
 default_role = "code"  # docstrings have `names` between single backticks
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 maximum_signature_line_length = 80
+autoclass_content = "both"  # also what __init__ takes
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
