@@ -252,13 +252,13 @@ def verify(
     from .dataset.manifest import find_data_sets
     from .dataset.verify import verify
 
-    found = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, before any is told of
+    results = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, then print
     if as_json:
-        print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in found.items()}))
-    for path, problems in found.items():
+        print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in results.items()}))
+    for path, problems in results.items():
         for line in () if as_json else problems or ("good",):
             print(f"{path}: {line}")
-    if any(found.values()):
+    if any(results.values()):
         raise typer.Exit(1)
 
 
@@ -306,11 +306,11 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure how many training images a second a loader delivers, and what limits it."""
-    from .bench import bench, told
+    from .bench import bench, format_result
 
     settings = {"order": order, "io": io, "device": device, "threads": threads}
     result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
-    print(json.dumps(result) if as_json else "\n".join(told(result)))
+    print(json.dumps(result) if as_json else "\n".join(format_result(result)))
 
 
 @app.command(epilog="Example:  datapipe doctor /scratch/imagenet")
@@ -319,10 +319,10 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Measure the filesystem under DIR and this node, and say how to set the loader."""
-    from .doctor import doctor, told
+    from .doctor import describe, doctor
 
     result = doctor(folder)
-    print(json.dumps(result) if as_json else "\n".join(told(result)))
+    print(json.dumps(result) if as_json else "\n".join(describe(result)))
 
 
 def _summary(path: Path, manifest, index=None) -> dict:

@@ -181,7 +181,6 @@ def test_arrows_between_parts_point_down():
     assert wrong_arrows() <= set(NOT_YET)
 
 
-@pytest.mark.xfail(reason="loaders.cpu and loaders.gpu_pixels import each other", strict=True)
 def test_no_module_imports_itself_by_way_of_others():
     assert circle() == []
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from datapipe.errors import SettingError
-from datapipe.loaders import normalise, open_loader
-from datapipe.loaders.base import Loader
+from datapipe.loaders import Loader, normalise, open_loader
 from datapipe.sampling.augment import Augment
 
 from . import models, optim

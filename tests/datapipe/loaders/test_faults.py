@@ -364,7 +364,7 @@ def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order
 
     def living():
         gc.collect()
-        return sum(isinstance(thing, threaded.FillingLoader) for thing in gc.get_objects())
+        return sum(isinstance(thing, threaded.ThreadedLoader) for thing in gc.get_objects())
 
     threads, loaders = threading.active_count(), living()
     for _ in range(5):
@@ -484,6 +484,7 @@ def test_a_pool_runs_in_order_and_ends():
     assert ran == list(range(5)) and pool.idle_s() >= 0
     pool.close()
     assert not any(thread.is_alive() for thread in pool.threads)
+    assert pool.submit(ran.append, 5).cancelled()  # nobody waits for it in vain
 
 
 def test_waiting_has_a_limit():

@@ -295,7 +295,7 @@ def test_memory_is_used_again(folder):
             for _ in loader:
                 pass
         gc.collect()
-        assert 1 <= len(loader._delivery.memory._free) <= 6
+        assert 1 <= len(loader._delivery._memory._free) <= 6
 
 
 def test_decoders_leave_torch_to_the_consumer(folder):
@@ -306,7 +306,7 @@ def test_decoders_leave_torch_to_the_consumer(folder):
         with open_loader(folder, 5, backend="cpu", size=24, threads=2) as loader:
             list(loader)
             gate = threading.Barrier(2)
-            inside = [loader._pool.submit(lambda: (gate.wait(), torch.get_num_threads())[1]) for _ in range(2)]
+            inside = [loader._threads.fill.submit(lambda: (gate.wait(), torch.get_num_threads())[1]) for _ in range(2)]
             assert [future.result() for future in inside] == [1, 1]
             later = []
             thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
