@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ myst_heading_anchors = 3  # so that page.md#a-heading is a link, and a wrong one
 default_role = "code"  # docstrings have `names` between single backticks
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 maximum_signature_line_length = 80
+autoclass_content = "both"  # also what __init__ takes
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -67,12 +69,17 @@ def _visit_display_math(writer, node: nodes.math_block) -> None:
 
 
 def _plain_docstring(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Leave out modules' own docstrings, which are for readers of the code; |x| is an absolute value, not a name."""
-    if what == "module":
-        lines.clear()
-    for number, line in enumerate(lines):
-        parts = line.split("`")
-        lines[number] = "`".join(part.replace("|", r"\|") if i % 2 == 0 else part for i, part in enumerate(parts))
+    """Read docstrings as they are meant: with `code`, and with |x| for an absolute value.
+
+    Modules' own docstrings are left out: they are for readers of the code.
+    """
+    parts = [] if what == "module" else "\n".join(lines).split("`")
+    for i, part in enumerate(parts):
+        if i % 2 == 0:  # not code: what stands beside code, unless it is blank or punctuation, needs an escaped blank
+            part = re.sub(r"\A(?=[^\s'\")\]}>/\\:.,;!?-])", r"\\ ", part) if i else part
+            part = re.sub(r"(?<=[^\s'\"(\[{<:/-])\Z", r"\\ ", part) if i + 1 < len(parts) else part
+            parts[i] = part.replace("|", r"\|")
+    lines[:] = "`".join(parts).splitlines()
 
 
 def setup(app: Sphinx) -> None:
