@@ -11,6 +11,7 @@ import xxhash
 
 from ..errors import ManifestError
 from ..fsio import atomic_write, checksum
+from ..images import Buffer
 from .manifest import INDEX, KEYS, Manifest
 
 # 32 bytes per sample: ImageNet's 1.28 million are 41 MB, shared between processes by the page cache.
@@ -33,7 +34,7 @@ KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")  # a name in tar and zip, 
 ENCODINGS = ("jpeg", "png", "pnm", "pnm+lz4", "pnm+zstd", "raw")  # raw: only pixels, in npy shards
 
 
-def sample_checksum(data: bytes | memoryview) -> int:
+def sample_checksum(data: Buffer) -> int:
     """Return the checksum that the index keeps of a sample: the lower half of its bytes' xxh3-64."""
     return xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF
 

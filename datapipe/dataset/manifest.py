@@ -84,7 +84,7 @@ class Manifest(_Record):
     width: int | None = Field(gt=0, le=0xFFFF)
     height: int | None = Field(gt=0, le=0xFFFF)
     seed: int
-    shard_mib: int = Field(gt=0)
+    shard_mib: int | float = Field(gt=0)
     recode: dict[str, str | int | bool] = {}
     converted: dict[str, int] = {}
     source_bytes: int | None = Field(None, ge=0, le=MAX_COUNT)

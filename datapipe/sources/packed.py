@@ -13,12 +13,12 @@ from ..dataset.index import check_keys, read_keys
 from ..dataset.manifest import KEYS, QUARANTINE, Manifest, find_data_sets
 from ..errors import ManifestError, SettingError
 from ..fsio import checksum
-from ..images import pnm
+from ..images import Buffer, pnm
 from . import Samples, Source
 
 
 @dataclass
-class Packed:
+class PackedSamples:
     """The samples of one data set; `folder` is where it is.
 
     `quarantine`: the lines of its quarantine.jsonl, on what was left out when it was packed.
@@ -41,8 +41,8 @@ class Packed:
     def size_bytes(self, i: int) -> int:
         return int(self._open().index["size"][i])
 
-    def read(self, i: int, buffer: memoryview) -> bytes:
-        """Raises ShardCorruptError when the image is not the one that was packed."""
+    def read(self, i: int, buffer: memoryview) -> Buffer:
+        """Read the image. Raises ShardCorruptError when it is not the one that was packed."""
         data_set = self._open()
         data = data_set.read(i)
         return pnm.encode(data_set.pixels(i, data)) if data_set.raw_shape else data
@@ -62,8 +62,8 @@ class Packed:
 
 
 def load(path: Path) -> Source:
-    """The data set at `path`, or all its splits. Raises ManifestError, SettingError."""
-    splits: dict[str, Packed] = {}
+    """List the data set at `path`, or all its splits. Raises ManifestError, SettingError."""
+    splits: dict[str, PackedSamples] = {}
     manifests = []
     for folder in find_data_sets(path):
         with DataSet(folder) as data_set:
@@ -73,7 +73,7 @@ def load(path: Path) -> Source:
         keys = read_keys(folder)
         check_keys(keys, manifest, folder / KEYS)
         manifests.append(manifest)
-        splits[manifest.split] = Packed(str(folder.resolve()), keys, labels, _read_quarantine(folder, manifest))
+        splits[manifest.split] = PackedSamples(str(folder.resolve()), keys, labels, _read_quarantine(folder, manifest))
     first = manifests[0]
     if any(manifest.classes != first.classes for manifest in manifests):
         raise SettingError(f"DIR: the splits in {path} have different classes; convert each by itself")
@@ -82,11 +82,11 @@ def load(path: Path) -> Source:
 
 def quarantined(samples: Samples) -> list[str]:
     """List what was left out before, and stays out: lines of quarantine.jsonl; none for what is not packed."""
-    return samples.quarantine if isinstance(samples, Packed) else []
+    return samples.quarantine if isinstance(samples, PackedSamples) else []
 
 
 def _read_quarantine(folder: Path, manifest: Manifest) -> list[str]:
-    """Raises ManifestError."""
+    """Read the lines of quarantine.jsonl. Raises ManifestError."""
     if not manifest.num_bad:
         return []
     path = folder / QUARANTINE

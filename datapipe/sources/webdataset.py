@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from ..errors import SourceError
 from ..formats.naming import IMAGES, LABELS, read_label, split_name
-from . import Samples, Source
-from .archive_members import Part, join
+from . import Source
+from .archive_members import ListedArchive, join
 from .labels import number_labels
 from .paths import opened
 from .splits import large_files, pick_splits
-from .tar_listing import Member, walk, warn_of_others
+from .tar_listing import Member, list_members, warn_of_others
 
 TAR = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-LISTERS = 32  # shards walked at once: hides a shared filesystem's latency
+LISTERS = 32  # shards listed at once: hides a shared filesystem's latency
 
 
 def detect(path: Path) -> str | None:
@@ -29,25 +29,25 @@ def detect(path: Path) -> str | None:
 
 def load(path: Path, kind: str, outside: bool) -> Source:
     bounds = None if outside or not path.is_dir() else str(path)
-    found = large_files(path, TAR + COMPRESSED)
-    if not found:
+    files_by_name = large_files(path, TAR + COMPRESSED)
+    if not files_by_name:
         raise SourceError("holds no tar shards, neither itself nor in folders train and val", path=path)
-    shards = {split: found[name] for split, name in pick_splits(path, found).items()}
+    shards = {split: files_by_name[name] for split, name in pick_splits(path, files_by_name).items()}
     for file in (file for files in shards.values() for file in files):
         if file.lower().endswith(COMPRESSED):
             raise SourceError("is compressed, so no image in it can be read by itself; unpack it to .tar", path=file)
     listed = {split: _list(path, files, bounds) for split, files in shards.items()}
-    classes, labels = number_labels(
-        path, {split: [label for shard in of for label in shard.labels] for split, of in listed.items()}
-    )
-    splits: dict[str, Samples] = {
-        split: join(shards[split], [shard.part for shard in of], labels[split]) for split, of in listed.items()
+    texts = {split: [label for shard in listing for label in shard.labels] for split, listing in listed.items()}
+    classes, labels = number_labels(path, texts)
+    splits = {
+        split: join(shards[split], [shard.images for shard in listing], labels[split])
+        for split, listing in listed.items()
     }
     return Source(kind, classes, splits)
 
 
 class _Shard(NamedTuple):
-    part: Part
+    images: ListedArchive
     labels: list[str]
     num_others: int  # members that are no files
     num_left_out: int  # files that are neither image nor label
@@ -63,7 +63,7 @@ def _list(path: Path, files: list[str], bounds: str | None) -> list[_Shard]:
 
 def _list_shard(number: int, path: str, bounds: str | None) -> _Shard:
     with opened(path, bounds) as fd:
-        archive = walk(fd, path, wanted=lambda name: split_name(name)[1] in LABELS)
+        archive = list_members(fd, path, keep_content=lambda name: split_name(name)[1] in LABELS)
     images: dict[str, Member] = {}
     labels: dict[str, dict[str, bytes]] = {}  # of each key, by extension
     num_left_out = 0
@@ -80,6 +80,6 @@ def _list_shard(number: int, path: str, bounds: str | None) -> _Shard:
     without = next((key for key in labels if key not in images), None)
     if without is not None:
         raise SourceError("has a label, but no image", path=path, key=without)
-    part = Part.of(number, list(images), list(images.values()))
+    listed = ListedArchive.from_members(number, list(images), list(images.values()))
     texts = [read_label(path, key, labels.get(key, {})) for key in images]
-    return _Shard(part, texts, archive.num_others, num_left_out)
+    return _Shard(listed, texts, archive.num_others, num_left_out)

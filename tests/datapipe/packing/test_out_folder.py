@@ -23,7 +23,7 @@ from datapipe.fsio import locked
 from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE
-from datapipe.packing.plan import PLAN
+from datapipe.packing.plan_file import PLAN
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -50,7 +50,7 @@ def test_a_split_that_is_a_link_is_refused_before_anything_is_removed(image_fold
     pack(image_folder, out, PackOptions())
     (out / "train").rename(tmp_path / "elsewhere")
     (out / "train").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SettingError, match="holds what is not a packed data set, such as train"):
+    with pytest.raises(SettingError, match="contains files that datapipe did not write, such as train"):
         pack(image_folder, out, PackOptions(overwrite=True))
     assert not list(verify(tmp_path / "elsewhere"))
 
@@ -67,7 +67,8 @@ def test_what_others_keep_in_folders_named_as_ours_stays(image_folder, tmp_path,
         (out / place).parent.mkdir(parents=True)
         (out / place).symlink_to(elsewhere)
     for overwrite in (False, True):
-        with pytest.raises(SettingError, match=f"holds what is not a packed data set, such as {re.escape(place)}"):
+        message = f"contains files that datapipe did not write, such as {re.escape(place)}"
+        with pytest.raises(SettingError, match=message):
             pack(image_folder, out, PackOptions(overwrite=overwrite))
         assert (folder / "a" / "b").read_text() == "precious"
 
@@ -79,7 +80,8 @@ def test_what_comes_into_a_split_while_it_is_packed_stays(image_folder, tmp_path
         precious = tmp_path / "val" / "mine"
         precious.parent.mkdir()
         precious.write_text("precious")
-        with pytest.raises(SettingError, match="holds what is not a packed data set, such as val/mine; move it away"):
+        message = "contains files that datapipe did not write, such as val/mine; move it away"
+        with pytest.raises(SettingError, match=message):
             pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(1, 2, "")))
         assert precious.read_text() == "precious"
         precious.rename(tmp_path.with_name(f"{tmp_path.name}.mine"))
@@ -536,7 +538,7 @@ def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
                 return pack(source, out, PackOptions(shard_mib=8, resume=True))
             if what == "task":
                 return pack(source, out, PackOptions(shard_mib=8, resume=True, task=Task(0, 2, "")))
-            with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: []):
+            with mock.patch("datapipe.packing.out_folder.OutFolder.missing_shards", lambda *_: []):
                 return finish(source, out, PackOptions(shard_mib=8))
 
         message = r"gained 1 images \(train/zebra/new of class zebra\) and lost 1 images .*--overwrite .*remove .*pack"

@@ -25,8 +25,7 @@ from datapipe.fsio import locked
 from datapipe.images import turbojpeg
 from datapipe.images.recode import RecodeOptions
 from datapipe.names import FORMATS
-from datapipe.packing import PackOptions, convert, finish, pack
-from datapipe.packing.job import finish_conversion
+from datapipe.packing import PackOptions, convert, finish, finish_conversion, pack
 from datapipe.packing.out_folder import NEW, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
@@ -73,7 +72,7 @@ def test_finish_says_what_is_missing(image_folder, tmp_path):
             pack(image_folder, out, PackOptions(shard_mib=8, task=Task(index, 3, "")))
         with pytest.raises(DatapipeError, match=r"2 of 5 shards are missing, the first is number 1"):
             finish(image_folder, out, PackOptions(shard_mib=8))
-        with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: [0]):  # as if it were not the last one
+        with mock.patch("datapipe.packing.out_folder.OutFolder.missing_shards", lambda *_: [0]):  # not the last task
             assert pack(image_folder, out, PackOptions(shard_mib=8, task=Task(1, 3, ""))) == {}
         finished = finish(image_folder, out, PackOptions(shard_mib=8))
     assert (
@@ -404,7 +403,7 @@ def test_a_conversion_is_finished_by_itself(with_bad_images, command, tmp_path):
     assert convert(with_bad_images, out, first).num_missing == 1
     with pytest.raises(DatapipeError, match="1 of 2 shards are missing"):
         finish_conversion(with_bad_images, out, options)
-    with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: [0]):  # as if it were not the last one
+    with mock.patch("datapipe.packing.out_folder.OutFolder.missing_shards", lambda *_: [0]):  # not the last task
         assert convert(with_bad_images, out, second) == {}
     with pytest.raises(SettingError, match="another format: hdf5, not zip"):
         finish_conversion(with_bad_images, out, replace(options, format="zip"))
