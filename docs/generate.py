@@ -34,75 +34,6 @@ RECIPE_INTRODUCTION = (
     "choose settings is described in [Training](../training.md) and [K-FAC](../kfac.md).",
 )
 RECIPE_HEADER = ("| key | what it is | type | default |", "| --- | --- | --- | --- |")
-# What a setting is, where its class does not say so itself. A setting without a meaning is a KeyError.
-MEANINGS = {
-    "name": "Name of the recipe, for messages and reports.",
-    "source": "Where the figures come from.",
-    "data.size": "Side of the square input, in pixels.",
-    "data.mean": "Mean of each channel, of pixel values from 0 to 1.",
-    "data.std": "Standard deviation of each channel, of pixel values from 0 to 1.",
-    "data.crop": "How training images are cropped; `auto`: `pad` where all images have the input's size, else "
-    "`random_resized`.",
-    "data.flip": "Mirror each training image, left to right, with probability ½.",
-    "data.pad": 'With `crop = "pad"`: black pixels around the image before the crop.',
-    "data.threads": "Threads that read and decode; `none`: the cores, shared by the ranks of the node.",
-    "data.backend": "Which loader decodes: `cpu`, `dali` or `webdataset`.",
-    "data.order": "`full`: a uniform permutation; `blocks`: large reads, each byte once per epoch.",
-    "data.cache": "Folder on each node to which the data set is staged first.",
-    "data.io": "How shards are read: through the page cache, mapped, or past the page cache (`direct`).",
-    "data.block_mib": 'With `order = "blocks"`: size of a block in MiB.',
-    "data.max_bad": "How many unreadable images each rank tolerates, in each split.",
-    "data.retries": "How often an open or a read that fails is tried again.",
-    "data.timeout_s": "How long a batch, opening the data set, or a read of staging may take, in seconds.",
-    "model.name": "Which network.",
-    "model.num_classes": "Number of outputs; `none`: the number of classes of the data set.",
-    "optimizer.preconditioner": "What changes the gradients before the optimizer sees them.",
-    "optimizer.lr": "Peak learning rate, for a global batch of `lr_batch_size`.",
-    "optimizer.weight_decay": "Decay of matrices and filters; biases and the weights of norms do not decay.",
-    "optimizer.lr_scaling": "How `lr` grows from `lr_batch_size` to the batch in use: not at all, in proportion, or "
-    "with its square root.",
-    "optimizer.lr_batch_size": "The global batch that `lr` is for; required unless `lr_scaling` is `none`.",
-    "optimizer.momentum": "Decay of the momentum.",
-    "optimizer.nesterov": "Nesterov's momentum.",
-    "optimizer.trust_coefficient": "LARS's η: step length of a layer as a part of its weights' norm.",
-    "optimizer.betas": "Decay of the averages of the gradient and of its square.",
-    "optimizer.eps": "Added to the denominator.",
-    "optimizer.adam_lr": "Peak learning rate of the parameters that AdamW trains.",
-    "optimizer.inv_update_steps": "Steps between updates of the eigenvectors.",
-    "optimizer.max_dim": "A dimension larger than this has no eigenvectors.",
-    "kfac.damping": "λ, which is added to the curvature.",
-    "kfac.factor_update_steps": "Steps between updates of a layer's factors.",
-    "kfac.inv_update_steps": "Steps between updates of a layer's solution.",
-    "kfac.damping_update_steps": "Adapt the damping every so many steps (Levenberg–Marquardt).",
-    "kfac.factor_decay": "Decay of the factors' running averages.",
-    "kfac.kl_clip": "Bound of a step in the Fisher metric; `none`: no bound.",
-    "kfac.factor_fraction": "The part of a batch's samples that enters the factors.",
-    "kfac.spatially_uncorrelated": "One factor for all positions of a kernel (SUA).",
-    "kfac.inv_dtype": "Precision in which solutions are kept; `none`: that of the factors.",
-    "kfac.solver": "`eigen`: damping on the product, exact; `cholesky`: damping on each factor, cheaper.",
-    "kfac.stagger": "Layers take turns, so that steps take equally long.",
-    "kfac.grad_worker_fraction": "The part of the ranks that preconditions a layer; 0: one rank.",
-    "kfac.local_factors": "Factors come from the owner's part of the batch, and are not sent.",
-    "kfac.skip": "Regular expressions, searched for in layers' names and classes: these are left out.",
-    "schedule.warmup_epochs": "Length of the linear warm-up.",
-    "schedule.warmup_start": "Where the warm-up begins, as a fraction of the peak.",
-    "schedule.milestones": "Epochs at which the rate falls; they rise.",
-    "schedule.gamma": "Factor at each milestone.",
-    "schedule.final": "Where the rate ends, as a fraction of the peak.",
-    "schedule.peak_at": "Where the peak is, as a fraction of the run.",
-    "schedule.start": "Where the rate begins, as a fraction of the peak.",
-    "train.epochs": "How often the training images are gone through, at most.",
-    "train.batch_size": "Images per step, over all ranks.",
-    "train.precision": "`auto`: `bf16` where the device computes in it natively; `fp16`: GPU only, with loss scaling.",
-    "train.channels_last": "Memory format of images and weights.",
-    "train.compile": "Compile the network with `torch.compile`.",
-    "train.label_smoothing": "Probability that is shared by all classes.",
-    "train.seed": "Of weights, order, crops and flips.",
-    "train.target_accuracy": "Stop when this part of the validation images is right.",
-    "train.evaluate_every": "Epochs between evaluations; the last epoch is always evaluated.",
-    "train.checkpoint_every_steps": "Steps between checkpoints within an epoch; `none`: at the ends of epochs only.",
-    "train.log_every": "Steps between lines of `metrics.jsonl`.",
-}
 
 
 def main() -> int:
@@ -292,7 +223,9 @@ def _table(kind: Kind, section: str, keys: list[str]) -> Iterator[str]:
     for key in keys:
         form, default = _row(kind, key)
         name = f"{section}.{key}" if section else key
-        description = kind.model_fields[key].description or MEANINGS[name]
+        description = kind.model_fields[key].description
+        if not description:
+            raise ValueError(f"{kind.__name__}.{key} has no description: write it as a text under the field")
         default = "the file's name" if name == "name" else default
         yield f"| `{name}` | {' '.join(description.split())} | {form} | {default} |"
     yield ""

@@ -166,19 +166,8 @@ def circle() -> list[str]:
     return []
 
 
-NOT_YET = [
-    "trainer.optim.kfac → trainer.config.recipe",
-    "trainer.optim.schedules → trainer.config.recipe",
-]
-
-
-@pytest.mark.parametrize("arrow", [pytest.param(arrow, marks=pytest.mark.xfail(strict=True)) for arrow in NOT_YET])
-def test_arrows_that_are_to_go(arrow):
-    assert arrow not in wrong_arrows()
-
-
 def test_arrows_between_parts_point_down():
-    assert wrong_arrows() <= set(NOT_YET)
+    assert wrong_arrows() == set()
 
 
 def test_no_module_imports_itself_by_way_of_others():

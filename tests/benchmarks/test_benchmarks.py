@@ -32,6 +32,7 @@ from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, pack
 from trainer import models
 from trainer.kfac.costs import costs
+from trainer.kfac.settings import KFACSettings
 
 NUM_CLASSES, EACH = 4, 24
 TRIAL = Run("resnet8", 4096, 5, {}, tuning=True)
@@ -357,8 +358,12 @@ def test_the_costs_in_the_documentation() -> None:
         told = re.findall(r"\d+(?: `\w+`)?", cells[0])
         for i, way in enumerate(told):
             workers, _, option = way.partition(" ")
-            options = {option.strip("`"): True} if option else {}
-            found = costs(network, int(ranks), int(workers) / int(ranks), solver="cholesky", **options)
+            settings = KFACSettings(
+                grad_worker_fraction=int(workers) / int(ranks),
+                solver="cholesky",
+                local_factors=option == "`local_factors`",
+            )
+            found = costs(network, int(ranks), settings, reduce_to_owners=option == "`reduce_to_owners`")
             said = [re.split("; *", cell)[min(i, cell.count(";"))] for cell in cells[1:]]
             said = [*said[:2], *re.findall(r"\d[\d.]*", said[2])]
             assert len(said) == 5 + ("reduce_to_owners" in option)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Field,
     ValidationError,
     ValidationInfo,
@@ -28,6 +26,7 @@ from datapipe.names import BACKENDS, ORDERS, Crop, Io
 from .. import models
 from ..fields import BelowOne, Count, Fraction, Positive, Section, one_of, or_none
 from ..optim import Optimizer
+from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule
 from .explain import explain
 
@@ -97,51 +96,6 @@ class Model(Section):
     """Number of outputs; "none": the number of classes of the data set."""
 
 
-def _pairs(value: object) -> object:
-    if isinstance(value, list | tuple):
-        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
-    return ((0, value),)
-
-
-def _from_the_beginning(pairs: tuple) -> tuple:
-    starts = [start for start, _ in pairs]
-    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-        raise ValueError("must be one value, or pairs of an epoch and a value, with epochs that rise from 0")
-    return pairs
-
-
-_Epoch = Annotated[float, Field(ge=0)]
-_Pairs = BeforeValidator(_pairs), AfterValidator(_from_the_beginning)
-
-
-class Kfac(Section):
-    """For the preconditioners "kfac" and "ekfac". Damping and the two intervals may change with the epoch:
-    [[0, 0.03], [10, 0.003]]. With `damping_update_steps`, damping adapts that often (see trainer.kfac.AdaptiveDamping).
-    `grad_worker_fraction` 0: one rank for each layer.
-    """
-
-    damping: Annotated[tuple[tuple[_Epoch, Positive], ...], *_Pairs] = ((0, 0.003),)
-    factor_update_steps: Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs] = ((0, 10),)
-    inv_update_steps: Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs] = ((0, 100),)
-    damping_update_steps: Annotated[Count | None, or_none()] = None
-    factor_decay: BelowOne = 0.95
-    kl_clip: Annotated[Positive | None, or_none()] = 0.001
-    factor_fraction: Annotated[Positive, Field(le=1)] = 1.0
-    spatially_uncorrelated: bool = False
-    inv_dtype: Annotated[Literal["bfloat16"] | None, or_none()] = None
-    solver: Literal["eigen", "cholesky"] = "eigen"
-    stagger: bool = True
-    grad_worker_fraction: Fraction = 1.0
-    local_factors: bool = False
-    skip: tuple[str, ...] = ()
-
-    @model_validator(mode="after")
-    def _one_rule_for_damping(self) -> Kfac:
-        if self.damping_update_steps is not None and len(self.damping) > 1:
-            raise ValueError("damping changes with the epoch, and damping_update_steps adapts it: only one of the two")
-        return self
-
-
 class Train(Section):
     """How long, in which steps, and in which arithmetic the network is trained."""
 
@@ -185,7 +139,7 @@ class Recipe(Section):
     """Which network is trained."""
     optimizer: Optimizer
     """Which optimizer trains it."""
-    kfac: Kfac = Kfac()
+    kfac: KfacSettings = KfacSettings()
     """Settings of the preconditioners "kfac" and "ekfac"."""
     schedule: Schedule
     """How the learning rate changes during the run."""
@@ -194,11 +148,11 @@ class Recipe(Section):
 
     @field_validator("kfac")
     @classmethod
-    def _has_preconditioner(cls, kfac: Kfac, info: ValidationInfo) -> Kfac:
+    def _has_preconditioner(cls, section: KfacSettings, info: ValidationInfo) -> KfacSettings:
         optimizer = info.data.get("optimizer")
-        if optimizer is not None and optimizer.preconditioner == "none" and kfac != Kfac():
+        if optimizer is not None and optimizer.preconditioner == "none" and section != KfacSettings():
             raise ValueError('without optimizer.preconditioner = "kfac" or "ekfac" nothing uses these settings')
-        return kfac
+        return section
 
 
 def built_in() -> dict[str, Path]:

@@ -180,7 +180,7 @@ def test_settings_of_a_recipe_reach_kfac(name, value):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     recipe = load_recipe("cifar10-resnet32-kfac", [f"kfac.{name}={str(value).lower()}"])
     assert getattr(load_recipe("cifar10-resnet32-kfac").kfac, name) != value
-    assert getattr(kfac.build("kfac", recipe.kfac, model, None, 1), name) == value
+    assert getattr(kfac.build("kfac", recipe.kfac, model, None, 1).settings, name) == value
 
 
 @pytest.mark.parametrize(
