@@ -118,16 +118,31 @@ def pages() -> dict[str, str]:
 
 
 def encoders_table() -> str:
-    """Tell what each hand-written encoder brings over the library, from the record of that benchmark."""
+    """Tell what each hand-written piece brings over a library, from the record of that benchmark."""
     if not ENCODERS.exists():
         return f"{NOTE}\n\nWhat each of them brings by itself is not recorded yet.\n"
     record = json.loads(ENCODERS.read_text(encoding="utf-8"))
-    lines = [NOTE, "", "| piece | library | ours | the library's | ratio |", "| --- | --- | ---: | ---: | ---: |"]
-    for row in record["encoders"]:
-        ours, theirs = (row[key]["median"] for key in ("ours", "library"))
-        lines.append(f"| {row['name']} | {row['peer']} | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.2f} |")
-    link = "[record](../benchmarks/results/encoders.json)"
-    return "\n".join([*lines, "", f"In {record['unit']}, medians ({link}).", ""])
+    lines = [
+        NOTE,
+        "",
+        "| what is done | by | CPU-seconds | times ours | peak MB |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for case, results in record["results"].items():
+        for who, row in results.items():
+            cpu_s, peak_mb = row["cpu_s"], row["process_peak_bytes"]["median"] / 1e6
+            spread = f"{cpu_s['median']:.3f} ({cpu_s['min']:.3f}–{cpu_s['max']:.3f})"
+            lines.append(f"| {case} | {who} | {spread} | {row['times_cpu']:.2f} | {peak_mb:,.0f} |")
+    environment, settings = record["environment"], record["settings"]
+    sizes = ", ".join(
+        f"*{name}* is {count:,} images of {size:,} bytes" for name, (count, size) in settings["sizes"].items()
+    )
+    lines += [
+        "",
+        f"Medians and ranges of {settings['rounds']} runs of one thread, which took turns, on {environment['cpu']};",
+    ]
+    lines += [f"{sizes} ([record](../benchmarks/results/encoders.json)).", ""]
+    return "\n".join(lines)
 
 
 # --- commands ---

@@ -41,6 +41,21 @@ def test_every_command_and_setting_is_in_the_reference(generate) -> None:
     assert re.search(r"^\| `train.epochs` \| [^|]+ \| whole number ≥ 1 \| required \|$", recipe, re.MULTILINE)
 
 
+def test_the_record_of_encoders_becomes_a_table(generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"cpu_s": {"median": 0.25, "min": 0.2, "max": 0.5}, "process_peak_bytes": {"median": 64e6}, "times_cpu": 2.5}
+    record = {
+        "environment": {"cpu": "some processor"},
+        "settings": {"rounds": 5, "sizes": {"small": [20_000, 600]}},
+        "results": {"tar, small": {"ours": row | {"times_cpu": 1.0}, "tarfile": row}},
+    }
+    monkeypatch.setattr(generate, "ENCODERS", tmp_path / "encoders.json")
+    assert "not recorded yet" in generate.encoders_table()
+    (tmp_path / "encoders.json").write_text(json.dumps(record))
+    table = generate.encoders_table()
+    assert "| tar, small | tarfile | 0.250 (0.200–0.500) | 2.50 | 64 |" in table
+    assert "5 runs" in table and "20,000 images of 600 bytes" in table
+
+
 def test_figures_are_of_the_committed_records(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.figures", "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
