@@ -168,7 +168,6 @@ def circle() -> list[str]:
 
 NOT_YET = [
     "trainer.optim.kfac → trainer.config.recipe",
-    "trainer.optim.schedules → trainer.config.recipe",
 ]
 
 
