@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -108,8 +107,7 @@ def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     root = tmp_path_factory.mktemp("packed")
     formats = [name for name in FORMATS if name != "npy"]
     for name in formats:
-        with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 400_000):  # shards of few images
-            pack(image_folder, root / name, PackOptions(format=name, shard_mib=8, workers=1))
+        pack(image_folder, root / name, PackOptions(format=name, shard_mib=0.37, workers=1))  # three shards of train
     return {name: root / name for name in formats}
 
 

@@ -137,7 +137,7 @@ def test_row_groups_are_let_go(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "KEPT_BYTES", 3500)
     for i in (*range(10), 7):
         read(samples, i)
-    assert list(samples._kept._futures) == [8, 9, 7]
+    assert list(samples._row_groups._futures) == [8, 9, 7]
 
 
 def test_every_thread_hears_of_an_error_and_the_next_one_tries_again(tmp_path):
