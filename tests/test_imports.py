@@ -21,7 +21,7 @@ ALLOWED = {
     "mpi4py": ["datapipe/cluster.py"],
     "simplejpeg": ["datapipe/images/codec.py"],
     "PIL": ["datapipe/images/codec.py"],
-    "matplotlib": ["trainer/reporting/page.py"],
+    "matplotlib": ["trainer/reporting/"],
     "pytorch_optimizer": [f"trainer/optim/{name}.py" for name in ("lamb", "lars", "muon", "soap")],
 }
 FILES = sorted(
