@@ -26,8 +26,8 @@ from .kfac import KFAC, AdaptiveDamping
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
-from .reporting.metrics import NAME as METRICS
 from .reporting.metrics import MetricsFile
+from .reporting.runlog import NAME as METRICS
 from .reporting.timing import Clock
 from .state import State
 
