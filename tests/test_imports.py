@@ -42,7 +42,8 @@ DATAPIPE = {
     "fetch": "",
     "bench": "loaders dataset sampling",
     "doctor": "dataset (images) (loaders)",
-    "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging)",
+    "summaries": "(dataset)",
+    "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging) (summaries)",
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
