@@ -23,14 +23,12 @@ COMMANDS = {"datapipe/cli.py", "trainer/cli.py"}  # whose parameters are describ
 # What is left to do, by folder: these numbers may only become smaller.
 BAD_NAMES_LEFT: dict[str, int] = {
     "trainer": 3,
-    "trainer/kfac": 37,
-    "trainer/reporting": 8,
+    "trainer/reporting": 2,
 }
 UNDESCRIBED_LEFT: dict[str, int] = {
     "trainer": 9,
-    "trainer/kfac": 23,
+    "trainer/kfac": 6,
     "trainer/models": 1,
-    "trainer/optim": 2,
     "trainer/reporting": 2,
 }
 
