@@ -175,14 +175,16 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run]) -> list[Artist | C
     unit_s, unit = time_unit(max(seconds, default=0.0))
     handles: list[Artist | Container] = []
     for i, run in enumerate(runs):
-        look = {"color": LIGHT[f"c{i % 6}"], "marker": "os^DvPX"[i % 7], "markevery": 0.03}
+        look: dict[str, Any] = {"color": LIGHT[f"c{i % 6}"], "marker": "os^DvPX"[i % 7]}
         if len(runs) > 1:
             handles += by_epoch.plot([], [], **look, label=run.label)
         for curve in plot.curves:
             points = _points(run, curve)
+            # As a part of the plot's diagonal, so that markers keep their distance; a single point would get none.
+            style = look | {"markevery": 0.03 if len(points) > 1 else 1} | curve.style
             values = [point.value for point in points]
-            by_epoch.plot([point.epoch for point in points], values, **look | curve.style)
-            by_time.plot([point.elapsed_s / unit_s for point in points], values, **look | curve.style)
+            by_epoch.plot([point.epoch for point in points], values, **style)
+            by_time.plot([point.elapsed_s / unit_s for point in points], values, **style)
     by_epoch.set(xlabel="epoch", ylabel=plot.label, xlim=(0, None))
     by_time.set(xlabel=f"time ({unit})", xlim=(0, None))
     grey: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": ":"}
