@@ -56,8 +56,8 @@ def compared(rounds: int, device: str) -> list[dict]:
         factor = random_factor(n).to(device)
         line = {"size": n}
         for solver in (Eigen(), Cholesky()):
-            refresh = partial(solver.refresh, factor, one, DAMPING, solver.empty(factor, one))
-            line[type(solver).__name__.lower()] = seconds(refresh, rounds)
+            invert = partial(solver.update_inverse, factor, one, DAMPING, solver.identity(factor, one))
+            line[type(solver).__name__.lower()] = seconds(invert, rounds)
         found.append(line)
         print(f"  {n}", file=sys.stderr, flush=True)
     return found

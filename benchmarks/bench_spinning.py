@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import WORK, column, environment, interleaved, process, shown, table, write_record
+from benchmarks.measure import WORK, column, cpu_s, environment, interleaved, process, shown, table, write_record
 
 RECIPE = "fashion-mnist-resnet8"
 SETTINGS = ("train.epochs=1", "train.target_accuracy=none", "data.threads=2")
@@ -34,21 +34,28 @@ FIGURES = ("images_per_s", "wait_share", "process_wall_s", "process_cpu_s")
 
 
 def train(program: str, data: Path, is_core_taken: bool) -> dict:
-    """Train once in a fresh folder: what its metrics say, what the process took, and the load average before it."""
+    """Train once in a fresh folder: what its metrics say, what the process took, and what all others took meanwhile."""
     out = WORK / "runs" / "spinning"
     shutil.rmtree(out, ignore_errors=True)
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
     words = ["train", RECIPE, "--data", str(data), "--out", str(out), *settings]
     command = ["taskset", "-c", ",".join(map(str, CORES)), sys.executable, "-c", program, *words]
     unset = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    load = os.getloadavg()[0]
+    busy_s, own_s = machine_cpu_s(), cpu_s()
     with ExitStack() as stack:
         if is_core_taken:
             busy = stack.enter_context(subprocess.Popen(["taskset", "-c", str(CORES[0]), sys.executable, "-c", BUSY]))
             stack.callback(busy.kill)
         _, seconds = process(command, env=unset)
+    others_s = machine_cpu_s() - busy_s - (cpu_s() - own_s)
     end = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    return {key: end[key] for key in ("images_per_s", "wait_share", "accuracy")} | seconds | {"load": load}
+    return {key: end[key] for key in ("images_per_s", "wait_share", "accuracy")} | seconds | {"others_cpu_s": others_s}
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds of all processes since the machine started, from /proc/stat (proc(5))."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:

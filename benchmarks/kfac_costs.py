@@ -13,6 +13,7 @@ import torch
 from benchmarks.measure import table
 from trainer import models
 from trainer.kfac.costs import costs
+from trainer.kfac.settings import KFACSettings
 
 RANKS = (1, 8, 64, 1024)
 MB = 1e6
@@ -30,8 +31,10 @@ def main() -> int:
         for fraction in sorted({1.0, 0.5 if ranks > 1 else 1.0, 1 / ranks}, reverse=True):
             of_one = ("local_factors", "reduce_to_owners") if fraction == 1 / ranks and ranks > 1 else ()
             for option in (None, *of_one):
-                options = {option: True} if option else {}
-                found = costs(network, ranks, fraction, solver=arguments.solver, **options)
+                settings = KFACSettings(
+                    grad_worker_fraction=fraction, solver=arguments.solver, local_factors=option == "local_factors"
+                )
+                found = costs(network, ranks, settings, reduce_to_owners=option == "reduce_to_owners")
                 share = f"{round(fraction * ranks)}/{ranks}" + (f", {option}" if option else "")
                 rows.append([share, *(f"{value / MB:,.1f}" for value in found)])
     gradients = sum(parameter.numel() for parameter in network.parameters()) * 4 / MB

@@ -28,7 +28,7 @@ from .public_data import DATASETS, DebianPackage, RemoteFile
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
-STALL_S = 30.0  # a connection that says nothing for so long is given up
+STALL_S = 30.0  # after which a silent connection is given up
 APT_S = 600.0  # for one call of apt-get or dpkg-deb: a slow mirror may need minutes for 31 MB
 MIRROR_VARIABLE = "DATAPIPE_MIRROR"
 MIRROR_SCHEMES = ("http://", "https://", "file://")
@@ -37,17 +37,17 @@ MIRROR_SCHEMES = ("http://", "https://", "file://")
 def fetch(name: str, folder: Path) -> list[Path]:
     """Put the files of data set `name` (a key of `DATASETS`) into `folder` and return their paths.
 
-    A file that is there with the right sum is kept, and nothing is asked of the network if all are; one
-    with a wrong sum is replaced, but only once the new one is complete and right. A file gets its name
-    when it is complete and right, so that Ctrl-C, a full disk or a lost connection leave none in part. Several
-    processes may fetch into one folder: the first does, the others wait and find its files there.
+    A file that is there with the right sum is kept, and the network is not used if all are. A file with a wrong sum
+    is replaced. A file gets its name only when it is complete and right, so Ctrl-C, a full disk or a lost connection
+    leave no partial files. Several processes may fetch into the same folder: the first does, and the others wait for
+    its files.
 
-    The environment variable DATAPIPE_MIRROR (an http, https or file address) replaces the folder of the
-    public address, for a site with its own copy: files are then taken from $DATAPIPE_MIRROR/NAME, and
-    apt is not tried. Proxies are taken from the usual variables (http_proxy, https_proxy, no_proxy).
+    The environment variable DATAPIPE_MIRROR (an http, https or file address) replaces the folder of the public
+    address, for a site with a copy of its own: files then come from $DATAPIPE_MIRROR/NAME, and apt is not tried.
+    Proxies come from the usual variables (http_proxy, https_proxy, no_proxy).
 
-    Raises `SettingError` for an unknown name or a mirror that is no such address, and `FetchError` when a
-    file cannot be had or written; its message lists what to place where by hand.
+    Raises SettingError for an unknown name or a mirror that is not such an address, and FetchError when a file cannot
+    be fetched or written; its message lists what to place where by hand.
     """
     if name not in DATASETS:
         raise SettingError(f"name={name!r}: must be one of {', '.join(sorted(DATASETS))}")
@@ -79,11 +79,11 @@ def _is_there(path: Path, sha256: str) -> bool:
     if not path.exists():
         return False
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found == sha256:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual == sha256:
         logger.info("%s is there already", path)
         return True
-    logger.warning("%s has the sha256 sum %s, not %s: fetching it anew", path, found, sha256)
+    logger.warning("%s has the sha256 sum %s, not %s: fetching it again", path, actual, sha256)
     return False
 
 
@@ -102,24 +102,24 @@ def _place(chunks: Iterable[bytes], file: RemoteFile, folder: Path) -> None:
 
 
 def _from_address(url: str, file: RemoteFile, folder: Path, still_missing: list[RemoteFile]) -> None:
-    """Download one file; what goes wrong tells how to bring it and the rest of `still_missing` by hand."""
+    """Download one file. An error says how to bring it, and the rest of `still_missing`, by hand."""
     logger.info("fetching %s", url)
     try:
         with contextlib.closing(_download(url, file.name)) as chunks:
             _place(chunks, file, folder)
     except FetchError as error:
         address = url.rpartition("/")[0]
-        wanted = "".join(
+        to_place = "".join(
             f"\n  {folder / each.name}\n    sha256 {each.sha256}\n    from   {address}/{each.name}"
             for each in still_missing
         )
         raise FetchError(
-            f"{error} (fetching {url}).\nWithout a network here, place by hand and run again:{wanted}"
+            f"{error} (fetching {url}).\nWithout a network here, place by hand and run again:{to_place}"
         ) from error
 
 
 def _download(url: str, name: str) -> Generator[bytes, None, None]:
-    """Yield the body of `url`; `FetchError` when it cannot be had, or ends before its announced length."""
+    """Yield the body of `url`; FetchError when it cannot be fetched, or ends before its announced length."""
     try:
         with urllib.request.urlopen(url, timeout=STALL_S) as response:
             length = response.headers.get("Content-Length", "")
@@ -142,22 +142,22 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
 # ---- Debian's package
 
 
-def _from_debian(package: DebianPackage, wanted: list[RemoteFile], folder: Path) -> list[RemoteFile]:
+def _from_debian(package: DebianPackage, files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
     """Take the files from a Debian package, and return those that it does not hold with the right sum."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        return wanted
+        return files
     with tempfile.TemporaryDirectory(prefix="datapipe-fetch-") as scratch:
         try:
             _unpack(package.name, Path(scratch))
         except FetchError as error:
-            logger.info("Debian's package %s cannot be had (%s): using the public address", package.name, error)
-            return wanted
+            logger.info("Debian's package %s cannot be downloaded (%s): using the public address", package.name, error)
+            return files
         unpacked = Path(scratch, package.folder)
-        return [file for file in wanted if not _copied(unpacked / file.name, file, folder)]
+        return [file for file in files if not _copied(unpacked / file.name, file, folder)]
 
 
 def _copied(source: Path, file: RemoteFile, folder: Path) -> bool:
-    """Copy a file of the package into `folder`, if it is there and the right one."""
+    """Copy a file of the package into `folder`; return whether it was there, and the right one."""
     if not source.is_file():
         return False
     try:
@@ -192,7 +192,7 @@ def _command(arguments: list[str], folder: Path) -> None:
     with process:
         try:
             said, _ = process.communicate(timeout=APT_S)
-        except BaseException as error:  # Ctrl-C too: apt's own children would go on, and hold the pipe open
+        except BaseException as error:  # Ctrl-C, too: apt's own children would continue, and keep the pipe open
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise FetchError(f"{arguments[0]} took longer than {APT_S:.0f} s") from error

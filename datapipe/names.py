@@ -1,4 +1,4 @@
-"""What is chosen by name, one line for each: the only list that the commands, the library and recipes take it from.
+"""The names of all that is chosen by name: the commands, the library and recipes take them from here.
 
 Imports nothing that takes time to load, so that `--help` answers at once.
 """

@@ -42,7 +42,8 @@ DATAPIPE = {
     "fetch": "",
     "bench": "loaders dataset sampling",
     "doctor": "dataset (images) (loaders)",
-    "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging)",
+    "summaries": "(dataset)",
+    "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging) (summaries)",
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
@@ -166,22 +167,10 @@ def circle() -> list[str]:
     return []
 
 
-NOT_YET = [
-    "trainer.optim.kfac → trainer.config.recipe",
-    "trainer.optim.schedules → trainer.config.recipe",
-]
-
-
-@pytest.mark.parametrize("arrow", [pytest.param(arrow, marks=pytest.mark.xfail(strict=True)) for arrow in NOT_YET])
-def test_arrows_that_are_to_go(arrow):
-    assert arrow not in wrong_arrows()
-
-
 def test_arrows_between_parts_point_down():
-    assert wrong_arrows() <= set(NOT_YET)
+    assert wrong_arrows() == set()
 
 
-@pytest.mark.xfail(reason="loaders.cpu and loaders.gpu_pixels import each other", strict=True)
 def test_no_module_imports_itself_by_way_of_others():
     assert circle() == []
 

@@ -61,7 +61,7 @@ class Journal:
         """Read what is known of a shard; None when it is not finished. Raises ManifestError."""
         path = self._path(number)
         try:
-            with np.load(path, allow_pickle=False) as content:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:  # it leaves a bad file open
                 head, records = json.loads(content["head"].tobytes()), content["records"]
             if records.dtype != RECORD:
                 raise ManifestError("was written by another version; --overwrite begins again", path=path)

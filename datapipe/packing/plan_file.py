@@ -59,7 +59,7 @@ def load_plan(folder: Path) -> Plan | None:
     """Read the plan in a folder; None if there is none. Raises ManifestError."""
     path = folder / PLAN
     try:
-        with np.load(path, allow_pickle=False) as content:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:  # it leaves a bad file open
             head = json.loads(content["head"].tobytes())
             if head.get("version") != PLAN_VERSION:
                 message = "was made by another version of datapipe: let that one finish the pack, or begin again with"

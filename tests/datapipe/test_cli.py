@@ -1,22 +1,26 @@
 """The `datapipe` command as a user meets it."""
 
+import inspect
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer.testing
 
-from datapipe import names
+from datapipe import cli, names
 from datapipe.cli import app
 from datapipe.dataset.index import RECORD, write_index, write_keys
 from datapipe.dataset.manifest import FileInfo, Manifest, ShardInfo
 from datapipe.fsio import checksum
+from datapipe.images.recode import RecodeOptions
+from datapipe.packing import PackOptions
 from datapipe.public_data import DATASETS
 
 COMMANDS = ["fetch", "pack", "convert", "info", "verify", "stage", "bench", "doctor"]
@@ -71,11 +75,39 @@ def test_a_name_that_no_registry_has_is_refused_with_those_that_are_allowed(name
     assert all(choice in done.output for choice in CHOICES[name, option])
 
 
+SPELT = {"timeout_s": "timeout"}  # how the command says an option, where it is not by the same name
+# Options of the library that the command computes, or that another part of it sets.
+NOT_ASKED_FOR = {"recode", "headerless", "channels"}
+NOT_CONVERTED = {"kind", "seed", "max_bad", "outside", "memory"}  # the source's own, or without a meaning
+
+
+def defaults(kind):
+    return {field.name: field.default for field in fields(kind) if field.name not in NOT_ASKED_FOR}
+
+
+def shown_defaults(command, names):
+    parameters = inspect.signature(command).parameters
+    return {name: parameters[SPELT.get(name, name)].default for name in names}
+
+
+def test_pack_has_every_option_of_the_library_with_its_default():
+    expected = defaults(PackOptions) | defaults(RecodeOptions)
+    del expected["task"]  # a factory's; None here: as the launcher says
+    assert shown_defaults(cli.pack, expected) == expected
+    assert shown_defaults(cli.pack, ["task"]) == {"task": None}
+
+
+def test_convert_has_every_option_that_a_conversion_uses():
+    expected = {name: value for name, value in defaults(PackOptions).items() if name not in NOT_CONVERTED}
+    expected |= {"format": inspect.Parameter.empty, "shard_mib": None, "task": None}  # asked for; as it was
+    assert shown_defaults(cli.convert, expected) == expected
+
+
 def test_a_new_format_is_a_file_and_a_line(image_folder, tmp_path):
     """The images one after another, and nothing else."""
     program = """
 import sys, types
-from datapipe import names
+from datapipe import cli, names
 names.FORMATS += ("toy",)
 from datapipe.cli import main
 from datapipe.formats import Finished

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from datapipe.bench import CONSUMER, bench, told
+from datapipe.bench import CONSUMER, bench, format_result
 from datapipe.doctor import FILE_BYTES, advice, doctor
 from datapipe.errors import DatapipeError
 from datapipe.fsio import mounted_as
@@ -28,7 +28,7 @@ DECODERS = {"simplejpeg": "1.9", "dali": None}
         ({"kind": "lustre"}, {}, {}, ["stage: yes (lustre is shared", '"blocks" where there is no room']),
         ({"kind": "nfs4"}, {}, {}, ["stage: yes (nfs4 is shared"]),
         ({"kind": "fuse.sshfs"}, {}, {}, ["stage: yes (fuse.sshfs is shared"]),
-        ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations a second)"]),
+        ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations per second)"]),
         ({"random_mb_per_s": 90.0}, {}, {}, ["stage: no", 'order: "blocks" (random reads reach 3%']),
         ({"metadata_per_s": None}, {}, {}, ["stage: no"]),
         ({}, {"gpus": ["H100"] * 4}, {"dali": "2.4"}, ["backend: dali (GPU and DALI 2.4", "4 threads for each of 4"]),
@@ -60,7 +60,7 @@ def test_doctor_measures_and_leaves_nothing(tmp_path, command):
     assert done.returncode == 0 and done.stdout.count("advice: ") == 4
     for bad in (tmp_path / "nowhere", __file__):
         done = command("datapipe", "doctor", bad)
-        assert done.returncode == 1 and "is no folder" in done.stderr
+        assert done.returncode == 1 and "is not a folder" in done.stderr
 
 
 def test_doctor_of_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
@@ -104,14 +104,16 @@ def test_bench_names_the_stage(packed_folders):
     busy = sum(stages[name] for name in ("read", "window", "decode", "resize", "other"))
     took = sum(row["seconds"] for row in result["epochs"])
     assert 0 < busy <= 1.2 * took + 0.2 and result["first_batch_s"] > 0
-    assert any("limited by" in line for line in told(result))
+    assert any("limited by" in line for line in format_result(result))
 
 
 def test_bench_streams_tar_shards(packed_folders, image_folder, command, tmp_path):
     pytest.importorskip("webdataset")
     result = bench(packed_folders["tar"], "webdataset", 8, 2, 32, threads=2)
     assert [row["images"] for row in result["epochs"]] == [56, 56] and result["first_batch_s"] > 0
-    assert "for room" not in told(result)[-1]  # which this loader does not measure
+    stages = result["stages_s"]
+    assert all(stages[name] > 0 for name in ("read", "window", "decode", "resize")) and result["limit"] in stages
+    assert "for room" not in format_result(result)[-1]  # which this loader does not measure
     pack(image_folder, tmp_path / "raw", PackOptions(recode=RecodeOptions(store="raw", size=16)))
     for folder, arguments, message in (
         (packed_folders["tar"], ["--order", "blocks"], "order: 'blocks' has no meaning for backend: 'webdataset'"),

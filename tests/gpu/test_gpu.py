@@ -81,7 +81,7 @@ def test_stored_pixels_are_cut_on_the_device(image_folder, tmp_path, device):
         open_loader(tmp_path / "train", 16, device=device, **settings) as loader,
         open_loader(tmp_path / "train", 16, **settings) as reference,
     ):
-        assert type(loader).__name__ == ("RawLoader" if device.type == "cuda" else "CpuLoader")
+        assert type(loader).__name__ == ("GpuPixelsLoader" if device.type == "cuda" else "CpuLoader")
         for mine, theirs in zip(loader, reference, strict=True):
             assert mine.images.device.type == device.type
             assert (mine.images.cpu().int() - theirs.images.int()).abs().max() <= 1

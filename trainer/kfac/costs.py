@@ -12,8 +12,8 @@ and gives to collectives, in the mean over ranks and steps (F and I: the two int
     gradients   (G m n + 2) w / P                     with w < P
     reduced     all parameters                        with `reduce_to_owners`, in place of DDP's all-reduce
 
-A convolution's n includes its K taps; spatially uncorrelated, its factors and solutions are those of n / K. Elements
-have 4 bytes, those of a solution's matrices with `inv_dtype="bfloat16"` 2.
+A convolution's n includes the K elements of its kernel; with `spatially_uncorrelated`, its factors and solutions are
+those of n / K. Elements have 4 bytes, those of a solution's matrices with `inv_dtype="bfloat16"` 2.
 """
 
 from __future__ import annotations
@@ -23,78 +23,78 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .assignment import grid, place
-from .curvature_block import cost
+from .assignment import assign_layers, make_grid
+from .curvature_block import layer_cost
 from .layers import Norm
-from .registration import find
+from .registration import register_layers
 from .settings import KFACSettings
 from .solvers import SOLVERS
-from .symmetric import folded_shape
+from .symmetric import packed_shape
 
 
 class Costs(NamedTuple):
-    factor_bytes: int  # of the rank that keeps most
+    """Bytes of memory, on the rank that keeps most, and bytes sent in a step, in the mean over ranks and steps."""
+
+    factor_bytes: int
     solution_bytes: int
-    factors_sent: float  # bytes a step, in the mean over the ranks
+    factors_sent: float
     solutions_sent: float
     gradients_sent: float
     reduced: float
 
 
-def costs(
-    model: nn.Module,
-    world_size: int,
-    grad_worker_fraction: float = 1.0,
-    factor_update_steps: int = 10,
-    inv_update_steps: int = 100,
-    solver: str = "eigen",
-    local_factors: bool = False,
-    spatially_uncorrelated: bool = False,
-    inv_dtype: str | None = None,
-    reduce_to_owners: bool = False,
-) -> Costs:
-    """Of float32 factors, for `world_size` ranks; the other settings are those of `KFAC`. `model` may be on the meta
-    device. Raises ValueError like `KFAC`.
+def costs(model: nn.Module, world_size: int, settings: KFACSettings, reduce_to_owners: bool = False) -> Costs:
+    """Return what K-FAC keeps and sends with float32 factors.
+
+    Args:
+        model: Any module, also on the meta device.
+        world_size: The number of ranks.
+        settings: The settings of `KFAC`.
+        reduce_to_owners: Whether `trainer.kfac.reduce_to_owners` is used.
+
+    Raises:
+        ValueError: `grad_worker_fraction` makes no equal groups of the ranks.
     """
-    KFACSettings(
-        factor_update_steps=factor_update_steps, inv_update_steps=inv_update_steps, solver=solver, inv_dtype=inv_dtype
-    )
-    ranks = grid(world_size, grad_worker_fraction)
-    layers = find(model, spatially_uncorrelated=spatially_uncorrelated)[0]
+    grid = make_grid(world_size, settings.grad_worker_fraction)
+    layers = register_layers(model, spatially_uncorrelated=settings.spatially_uncorrelated)[0]
     norms = [layer.shapes()["unit"] for layer in layers.values() if isinstance(layer, Norm)]
     matrices = {name: layer for name, layer in layers.items() if not isinstance(layer, Norm)}
-    places = place({name: cost(layer) for name, layer in matrices.items()}, ranks, inv_update_steps)
-    factors = [4 * sum(map(_folded, norms))] * world_size
+    layer_costs = {name: layer_cost(layer) for name, layer in matrices.items()}
+    assignments = assign_layers(layer_costs, grid, settings.inv_update_steps)
+    factors = [4 * sum(map(_packed_size, norms))] * world_size
     solutions, sent = [0] * world_size, {"factors": 0, "solutions": 0, "gradients": 0}
     for name, layer in matrices.items():
-        of = layer.shapes()
-        kept, flat = _solution(of, SOLVERS[solver].symmetric, 2 if inv_dtype else 4)
-        factors[places[name].owner] += 4 * sum(map(_folded, of.values()))
-        for rank in ranks.column(places[name].column):
-            solutions[rank] += kept
-        sent["factors"] += 0 if local_factors else 4 * (1 + sum(map(_folded, of.values())))
-        sent["solutions"] += flat
+        shapes = layer.shapes()
+        factor_size = sum(map(_packed_size, shapes.values()))
+        solution_bytes, bytes_sent = _solution_bytes(shapes, settings)
+        factors[assignments[name].owner] += 4 * factor_size
+        for rank in grid.grad_workers(assignments[name].column):
+            solutions[rank] += solution_bytes
+        sent["factors"] += 0 if settings.local_factors else 4 * (1 + factor_size)
+        sent["solutions"] += bytes_sent
         sent["gradients"] += 4 * (layer.num_elements() + 2)
-    sent["factors"] += 4 * sum(1 + _folded(shape) for shape in norms)
+    sent["factors"] += 4 * sum(1 + _packed_size(shape) for shape in norms)
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Costs(
-        max(factors),
-        max(solutions),
-        sent["factors"] / factor_update_steps if world_size > 1 else 0.0,
-        sent["solutions"] / world_size / inv_update_steps if ranks.num_rows > 1 else 0.0,
-        sent["gradients"] * ranks.num_rows / world_size if ranks.num_columns > 1 else 0.0,
-        4.0 * sum(of.numel() for of in model.parameters() if of.requires_grad) if reduce_to_owners else 0.0,
+        factor_bytes=max(factors),
+        solution_bytes=max(solutions),
+        factors_sent=sent["factors"] / settings.factor_update_steps if world_size > 1 else 0.0,
+        solutions_sent=sent["solutions"] / world_size / settings.inv_update_steps if grid.num_rows > 1 else 0.0,
+        gradients_sent=sent["gradients"] * grid.num_rows / world_size if grid.num_columns > 1 else 0.0,
+        reduced=4.0 * parameters if reduce_to_owners else 0.0,
     )
 
 
-def _folded(shape: tuple[int, ...]) -> int:
-    return prod(folded_shape(shape) if len(shape) == 3 else shape)
+def _packed_size(shape: tuple[int, ...]) -> int:
+    return prod(packed_shape(shape) if len(shape) == 3 else shape)
 
 
-def _solution(shapes: dict[str, tuple[int, ...]], symmetric: bool, element_bytes: int) -> tuple[int, int]:
-    """Bytes that are kept and that are sent; `element_bytes`: of a matrix."""
+def _solution_bytes(shapes: dict[str, tuple[int, ...]], settings: KFACSettings) -> tuple[int, int]:
+    """Return the bytes of a layer's solution that are kept, and those that are sent."""
+    symmetric, element_bytes = SOLVERS[settings.solver].symmetric, 2 if settings.inv_dtype else 4
     matrices = [shape for shape in shapes.values() if len(shape) == 3]
     values = 4 * sum(prod(shape) for shape in shapes.values() if len(shape) == 2)
     if not symmetric:
         values += 4 * sum(groups * n for groups, n, _ in matrices)
-    sent = sum(map(_folded, matrices)) if symmetric else sum(map(prod, matrices))
-    return values + element_bytes * sum(map(prod, matrices)), values + element_bytes * sent
+    elements_sent = sum(map(_packed_size, matrices)) if symmetric else sum(map(prod, matrices))
+    return values + element_bytes * sum(map(prod, matrices)), values + element_bytes * elements_sent

@@ -1,166 +1,211 @@
-"""A layer's block of the curvature: what is known of it on this rank."""
+"""A layer's block of the curvature: its factors and its solution, as far as this rank has them."""
 
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .assignment import Cost, Place
-from .communication import Part
-from .hooks import Capture
+from .assignment import Assignment, Cost
+from .communication import Message
+from .hooks import StatisticsHook
 from .layers import Layer, Norm
 from .running_average import RunningAverage
-from .solvers import Solver, State, unit_solution
-from .symmetric import fold, folded_shape, unfold
+from .settings import InverseDtype
+from .solvers import Solution, Solver, precondition_units
+from .symmetric import pack_triangle, packed_shape, unpack_triangle
 
 SYMMETRIC = "a", "g", "unit"
 
 
-class Block:
-    """The owner of a block has the averages of its factors, and the ranks of its column the solution. A norm's block is
-    small: every rank has all of it, and there is no solution to keep. Symmetric factors are kept folded (triangles.py).
+class CurvatureBlock:
+    """A layer's running averages, on its owner, and its solution, on the ranks of its column.
+
+    A norm's block is small: every rank owns it, and it needs no solution. Symmetric factors are kept as packed
+    triangles (see symmetric.py).
+
+    Attributes:
+        averages: The factors, by name; empty if this rank is not the owner.
+        new: The factors of this step.
+        solution: The inverse or eigen-decomposition; empty if this rank is not of the layer's column.
+        num_rows: Rows in the first batch, the same on all ranks, as the schedule depends on it.
+        has_factors: Whether any rank has ever used the layer.
+        has_solution: Whether a solution has been due, on any rank.
     """
 
-    def __init__(self, capture: Capture, place: Place, rank: int, inv_dtype: str | None = None) -> None:
-        self.capture, self.layer, self.place = capture, capture.layer, place
-        weight = self.layer.module.weight
+    def __init__(
+        self, hook: StatisticsHook, assignment: Assignment, rank: int, inv_dtype: InverseDtype | None = None
+    ) -> None:
+        """Make the block of a layer that has not been used yet.
+
+        Args:
+            hook: Sums the layer's statistics.
+            assignment: The layer's owner and column; any, for a norm.
+            rank: This process's rank.
+            inv_dtype: The type of a solution's matrices, if it is not that of the factors.
+        """
+        self.hook, self.layer, self.assignment = hook, hook.layer, assignment
+        weight = self.layer.weight
         self.device, self.dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
-        self._matrix_dtype = getattr(torch, inv_dtype) if inv_dtype else self.dtype
+        self._matrix_dtype: torch.dtype = getattr(torch, inv_dtype) if inv_dtype else self.dtype
         self.is_norm = isinstance(self.layer, Norm)
-        self.is_owner = self.is_norm or place.owner == rank
+        self.is_owner = self.is_norm or assignment.owner == rank
         shapes = self.shapes() if self.is_owner else {}
         self.averages = {name: RunningAverage(shape, self.dtype, self.device) for name, shape in shapes.items()}
-        self.new: dict[str, Tensor] = {}  # the factors of this step
-        self.state: State = {}
-        self.num_rows = 0  # of the first batch, the same on all ranks: whose turn it is depends on it
-        self._known = False
+        self.new: dict[str, Tensor] = {}
+        self.solution: Solution = {}
+        self.num_rows = 0
+        self._has_finite_factors = False
         self.has_factors = self.has_solution = False
 
-    def begin_update(self) -> None:
-        """Take the factors of this step from what was captured, if anything was."""
-        new = self.capture.factors() if self.capture.num_samples else {}
-        self.new = {name: fold(factor) if self._is_folded(name) else factor for name, factor in new.items()}
-        self.num_rows = self.num_rows or self.capture.num_rows
-        self.capture.clear()
+    # --- factors ---
 
-    def to_send(self) -> list[Part]:
-        """The factors of this step, to be averaged over the ranks; where there are none, room is made for them."""
+    def begin_update(self) -> None:
+        """Take the factors of this step from the hook, if it has any."""
+        new = self.hook.take_factors() if self.hook.num_samples else {}
+        self.new = {name: pack_triangle(factor) if self._is_packed(name) else factor for name, factor in new.items()}
+        self.num_rows = self.num_rows or self.hook.num_rows
+        self.hook.clear()
+
+    def factor_messages(self) -> list[Message]:
+        """Return the factors of this step, to be averaged over the ranks; zeros where this rank has none."""
         if not self.new:
             shapes = self.shapes().items()
             self.new = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes}
-        return [Part(factor) for factor in self.new.values()]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of what is kept and sent of the factors."""
-        return {
-            name: folded_shape(shape) if self._is_folded(name) else shape for name, shape in self.layer.shapes().items()
-        }
-
-    def factor(self, name: str) -> Tensor:
-        """The average, whole."""
-        value = self.averages[name].value
-        return unfold(value, self.layer.shapes()[name][-1]) if self._is_folded(name) else value
-
-    def _is_folded(self, name: str) -> bool:
-        return name in SYMMETRIC and len(self.layer.shapes()[name]) == 3
+        return [Message(factor) for factor in self.new.values()]
 
     def end_update(self, decay: float) -> None:
+        """Average the factors of this step in, if they are finite."""
         if self.num_rows:  # a rank has used the layer
             new = {name: self.new[name] for name in self.averages if name in self.new}
-            # Of sums of squares: infinities and NaN stay in them.
-            finite = torch.stack([factor.sum() for factor in new.values()]).isfinite().all() if new else None
+            if new:
+                # As they are sums of squares, infinities and NaN stay in them.
+                finite = torch.stack([factor.sum() for factor in new.values()]).isfinite().all()
             for name, factor in new.items():
                 self.averages[name].update(factor, decay, finite)
             self.has_factors = True
         self.new = {}
 
     def discard(self) -> None:
-        """What was captured since the last step."""
+        """Forget the statistics since the last step."""
         self.new = {}
         self.num_rows = self.num_rows if self.has_factors else 0
-        self.capture.clear()
+        self.hook.clear()
 
-    def refresh(self, solver: Solver, damping: float) -> None:
-        """On the owner: compute the solution; on others of the column: make room for it."""
-        if not self.state:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes in which factors are kept and sent."""
+        shapes = self.layer.shapes()
+        return {name: packed_shape(shape) if self._is_packed(name) else shape for name, shape in shapes.items()}
+
+    def factor(self, name: str) -> Tensor:
+        """Return a running average, unpacked."""
+        value = self.averages[name].value
+        return unpack_triangle(value, self.layer.shapes()[name][-1]) if self._is_packed(name) else value
+
+    def _is_packed(self, name: str) -> bool:
+        return name in SYMMETRIC and len(self.layer.shapes()[name]) == 3
+
+    def has_finite_factors(self) -> bool:
+        """Return whether any finite batch has entered the factors; until then the solution is the identity.
+
+        Waits for the device, until it is True for the first time.
+        """
+        if not self._has_finite_factors:
+            self._has_finite_factors = all(self.averages[name].weight.item() > 0 for name in ("a", "g"))
+        return self._has_finite_factors
+
+    # --- solution ---
+
+    def update_inverse(self, solver: Solver, damping: float) -> None:
+        """Compute the solution, on the owner; on another rank of the column, make room for it."""
+        if not self.solution:
             a, g = (self.layer.shapes()[name] for name in ("a", "g"))
-            a, g = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g))
-            self.state = self._kept(solver.empty(a, g))
-        if self.is_owner and self.is_known():
-            self.state = self._kept(solver.refresh(self.factor("a"), self.factor("g"), damping, self.state))
+            like_a, like_g = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g))
+            self.solution = self._as_received(solver.identity(like_a, like_g))
+        if self.is_owner and self.has_finite_factors():
+            solution = solver.update_inverse(self.factor("a"), self.factor("g"), damping, self.solution)
+            self.solution = self._as_received(solution)
 
-    def _kept(self, state: State) -> State:
-        """As those have it whom it is sent: products with another layout are rounded otherwise."""
+    def _as_received(self, solution: Solution) -> Solution:
+        """Cast and make contiguous, exactly as the receivers of a solution will have it.
+
+        A matrix product on another memory layout rounds differently, and the ranks would drift apart.
+        """
         return {
             name: tensor.to(self.device, self._matrix_dtype if tensor.dim() == 3 else self.dtype).contiguous()
-            for name, tensor in state.items()
+            for name, tensor in solution.items()
         }
 
-    def is_known(self) -> bool:
-        """False as long as no batch was finite; the state leaves gradients as they are then. Waits for the device, but
-        not any more once it is True.
-        """
-        self._known = self._known or all(self.averages[name].weight.item() > 0 for name in ("a", "g"))
-        return self._known
-
-    def solution(self, solver: Solver) -> list[Part]:
-        return [Part(tensor, solver.symmetric and tensor.dim() == 3) for tensor in self.state.values()]
+    def solution_messages(self, solver: Solver) -> list[Message]:
+        """Return the solution, to be sent or received."""
+        return [Message(tensor, solver.symmetric and tensor.dim() == 3) for tensor in self.solution.values()]
 
     def precondition(self, solver: Solver, gradient: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradient.
+
+        Args:
+            solver: The solver of the solution.
+            gradient: The gradient as a matrix, see `Layer.matrix`.
+            damping: λ, above 0.
+        """
         if self.is_norm:
             unit = self.averages["unit"]
-            return torch.where(unit.weight > 0, unit_solution(unit.value, gradient, damping), gradient)
-        return solver.precondition(self.state, gradient, damping)
+            return torch.where(unit.weight > 0, precondition_units(unit.value, gradient, damping), gradient)
+        return solver.precondition(self.solution, gradient, damping)
 
     def curvature(self, direction: Tensor) -> Tensor:
-        """dᵀ F d of the factors, on the owner."""
+        """Return dᵀ F d of a direction d, with F of the factors. On the owner only."""
         if self.is_norm:
             return torch.einsum("uj,ujk,uk->", direction, self.factor("unit"), direction)
         a, g = self.factor("a"), self.factor("g")
         return ((g @ direction) * (direction * a[:, None] if a.dim() == 2 else direction @ a)).sum()
 
+    # --- gradients, costs and state ---
+
     def has_gradient(self) -> bool:
-        return self.layer.learns() and all(parameter.grad is not None for parameter in self.layer.parameters())
+        """Return whether all of the layer's parameters have a gradient and are trainable."""
+        return self.layer.is_trainable() and all(parameter.grad is not None for parameter in self.layer.parameters())
 
-    def has_part_of_gradient(self) -> bool:
-        some = any(of.grad is not None and of.requires_grad for of in self.layer.parameters())
-        return some and not self.has_gradient()
+    def has_partial_gradient(self) -> bool:
+        """Return whether only some of the layer's parameters have a gradient and are trainable."""
+        return not self.has_gradient() and any(
+            parameter.grad is not None and parameter.requires_grad for parameter in self.layer.parameters()
+        )
 
-    def cost(self) -> Cost:
-        return cost(self.layer)
-
-    def update_cost(self) -> float:
-        """Up to a factor; a diagonal takes an operation a row."""
+    def factor_cost(self) -> float:
+        """Return the operations of a factor update, up to a common factor; a diagonal takes one for each row."""
         shapes = self.layer.shapes().values()
         return float(sum(prod(shape) if len(shape) == 3 else 1 for shape in shapes) * self.num_rows)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next steps depend on: tensors themselves, not copies."""
         return {
             "shapes": self.layer.shapes(),
             "averages": {name: average.state_dict() for name, average in self.averages.items()},
-            "solution": self.state,
+            "solution": self.solution,
             "num_rows": self.num_rows,
             "has_factors": self.has_factors,
             "has_solution": self.has_solution,
         }
 
-    def load_state_dict(self, state: dict, in_column: bool) -> None:
+    def load_state_dict(self, state: dict[str, Any], is_in_column: bool) -> None:
+        """Continue from the state of a layer's owner; take its solution only if this rank is of the layer's column."""
         for name, average in self.averages.items():
             average.load_state_dict(state["averages"][name])
-        solution = state["solution"] if in_column else {}
-        self.state = self._kept({name: tensor.clone() for name, tensor in solution.items()})
-        self._known = False
+        solution = state["solution"] if is_in_column else {}
+        self.solution = self._as_received({name: tensor.clone() for name, tensor in solution.items()})
+        self._has_finite_factors = False
         self.num_rows, self.has_factors, self.has_solution = (
             state[name] for name in ("num_rows", "has_factors", "has_solution")
         )
         self.discard()
 
 
-def cost(layer: Layer) -> Cost:
-    """Up to a factor; a diagonal and a norm's units cost next to nothing."""
+def layer_cost(layer: Layer) -> Cost:
+    """Return a layer's cost, up to a common factor; diagonals and the units of a norm cost next to nothing."""
     shapes = layer.shapes()
     sizes = [(shape[0], shape[1]) for name, shape in shapes.items() if name in ("a", "g") and len(shape) == 3]
-    refresh = sum(groups * n**3 for groups, n in sizes)
-    return Cost(float(refresh), 2.0 * layer.num_elements() * sum(n for _, n in sizes))
+    inverse = sum(groups * n**3 for groups, n in sizes)
+    return Cost(float(inverse), 2.0 * layer.num_elements() * sum(n for _, n in sizes))

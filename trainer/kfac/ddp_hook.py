@@ -1,46 +1,52 @@
-"""In place of DDP's all-reduce: each layer's gradient is reduced to its owner, which preconditions it and sends the
-result to all. That takes as many bytes as the all-reduce (which is a reduction and a broadcast, too), and of gradients
-K-FAC sends nothing besides.
+"""A communication hook for DDP, in place of its all-reduce.
+
+Each layer's gradient is reduced to its owner, which preconditions it and sends the result to all ranks. That takes as
+many bytes as the all-reduce, which also is a reduction and a broadcast, and K-FAC sends no gradients in addition.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .communication import Part, unpack
+from .communication import Message, unflatten_messages
 from .preconditioner import KFAC
-from .registration import unwrapped
+from .registration import unwrap
 
 
 def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> None:
-    """Register a communication hook with DDP, for a `preconditioner` of this model with one worker a layer.
+    """Register the communication hook with DDP.
 
-    Until `preconditioner.step()` the gradients of layers are then parts of a sum, on all but their owner: what looks at
-    gradients, such as clipping, comes after it, and of several micro-batches all but the last are under `no_sync`:
-    else the second backward pass raises RuntimeError.
+    Until `preconditioner.step()`, a layer's gradient is then only a part of a sum, except on its owner. So whatever
+    looks at gradients, such as clipping, comes after it. Of several micro-batches all except the last are under
+    `no_sync`: otherwise the second backward pass raises RuntimeError. DDP takes one hook: for another preconditioner,
+    wrap the model again.
 
-    Raises ValueError when `grad_worker_fraction` is not 1 / world size, with a gradient scaler (which looks at them
-    before), for a model that is not in DDP, and for the preconditioner of another model or of other ranks. DDP takes
-    one hook: for another preconditioner wrap the model anew.
+    Args:
+        model: The model in DDP, over all ranks.
+        preconditioner: One for this model, with one gradient worker for each layer.
+
+    Raises:
+        ValueError: `grad_worker_fraction` is not 1 / world size, there is a gradient scaler (which looks at gradients
+            before the step), the model is not in DDP, or the preconditioner is for another model or other ranks.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"model: a {type(model).__name__}; allowed: DistributedDataParallel")
-    if unwrapped(model) is not preconditioner.model:
+    if unwrap(model) is not preconditioner.model:
         raise ValueError("preconditioner: it is that of another model")
     world_size = dist.get_world_size()
     if dist.get_world_size(model.process_group) != world_size:
         raise ValueError("model: DistributedDataParallel has a process_group of its own")
     if preconditioner.scales_gradients():
         raise ValueError("grad_scaler: it looks for overflows before step(), in gradients that only their owner has")
-    if round(preconditioner.grad_worker_fraction * world_size) != 1:
+    fraction = preconditioner.settings.grad_worker_fraction
+    if round(fraction * world_size) != 1:
         raise ValueError(
-            f"grad_worker_fraction: with {preconditioner.grad_worker_fraction} several ranks precondition a layer; "
-            f"allowed here: 1/{world_size}"
+            f"grad_worker_fraction: with {fraction} several ranks precondition a layer; allowed here: 1/{world_size}"
         )
-    owners = {}
+    owners: dict[Tensor, int] = {}
     for name, owner in preconditioner.layers().items():
         if owner >= 0:
             owners |= {parameter: owner for parameter in preconditioner.parameters(name)}
@@ -50,10 +56,20 @@ def reduce_to_owners(model: DistributedDataParallel, preconditioner: KFAC) -> No
 
 
 def _reduce(
-    bucket: dist.GradBucket, owners: dict[nn.Parameter, int], preconditioner: KFAC, group: dist.ProcessGroup
+    bucket: dist.GradBucket, owners: dict[Tensor, int], preconditioner: KFAC, group: dist.ProcessGroup
 ) -> torch.futures.Future[Tensor]:
-    """What has no owner, or none any more, is reduced to all."""
-    exchange = preconditioner.exchange
+    """Reduce a bucket's gradients to their owners, and those without an owner to all ranks.
+
+    Args:
+        bucket: DDP's bucket.
+        owners: The owner of each parameter of a layer.
+        preconditioner: It is removed when `gradients_at_owners` is False: no parameter has an owner then.
+        group: DDP's process group.
+
+    Returns:
+        A future of the bucket's buffer.
+    """
+    communicator = preconditioner.communicator
     if preconditioner.gradients_at_owners:
         if bucket.index() in preconditioner.reduced:
             raise RuntimeError(
@@ -62,8 +78,8 @@ def _reduce(
                 "backward pass that no step() follows"
             )
         preconditioner.reduced.add(bucket.index())
-    buffer = bucket.buffer().div_(exchange.world_size)
-    exchange.bytes_sent["reduced"] += buffer.nbytes
+    buffer = bucket.buffer().div_(communicator.world_size)
+    communicator.bytes_sent["reduced"] += buffer.nbytes
     by_owner: dict[int, list[Tensor]] = {}
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         owner = owners.get(parameter, -1) if preconditioner.gradients_at_owners else -1
@@ -75,17 +91,18 @@ def _reduce(
             work = dist.all_reduce(flat, group=group, async_op=True)
         else:
             work = dist.reduce(flat, owner, group=group, async_op=True)
-        reducing.append((work, flat, gradients if owner in (-1, exchange.rank) else []))
+        reducing.append((work, flat, gradients if owner in (-1, communicator.rank) else []))
 
-    def finish(last: torch.futures.Future) -> Tensor:
-        last.value()  # or its error
+    def finish(last: torch.futures.Future[Tensor]) -> Tensor:
+        last.value()  # raises the error, if there was one
         for work, _, _ in reducing[:-1]:
-            work.wait()  # on a GPU the stream does, not the host
+            work.wait()  # on a GPU the stream waits, not the host
         for _, flat, gradients in reducing:
             if flat.is_cuda:
-                flat.record_stream(torch.cuda.current_stream())  # which is not that of the backward pass
-            unpack(flat, [Part(gradient) for gradient in gradients])
+                flat.record_stream(torch.cuda.current_stream())  # another one than that of the backward pass
+            unflatten_messages(flat, [Message(gradient) for gradient in gradients])
         return buffer
 
     # Not torch.futures.collect_all: what follows that waits for no stream, and NCCL's works end when they are queued.
-    return reducing[-1][0].get_future().then(finish)
+    future: torch.futures.Future[Tensor] = reducing[-1][0].get_future().then(finish)
+    return future

@@ -1,105 +1,130 @@
-"""EKFAC: K-FAC whose curvature has the right diagonal in the eigenvectors of the factors.
+"""EKFAC: K-FAC whose curvature has the right diagonal in the eigenvectors of the factors (George et al. 2018).
 
-George et al. 2018, arXiv:1806.03884: with the eigenvectors V_A and V_G, the products of eigenvalues are replaced by
+1. K-FAC's curvature is A ⊗ G, and its eigenvectors are the products of those of the factors, V_A ⊗ V_G. In their
+   coordinates, a gradient D (one row for each output) is V_Gᵀ D V_A, and the curvature is diagonal: the products of the
+   factors' eigenvalues.
+2. The curvature that the factors approximate is the mean over the samples of the outer products of their gradients. Its
+   diagonal in these coordinates is not those products of eigenvalues, but
 
-    S = 1/N Σ (V_Gᵀ D V_A)²   over the gradients D of the samples,
+       S = 1/N Σ (V_Gᵀ D V_A)²   over the gradients D of the samples (the square of each element),
 
-which is the best diagonal there is in that basis. It starts as the products, which count as much as one update of the
-average. Where the eigenvectors are new, it becomes the diagonal in them of the curvature that it was before.
+   which is the best diagonal that there is in this basis. EKFAC keeps a running average of S.
+3. S starts as the products of eigenvalues, which count as much as one update of the average.
+4. When a layer gets new eigenvectors W, the curvature stays what it was: its diagonal in their coordinates is
 
-N samples, T positions, G groups, n inputs and m outputs of a group
+       S' = (W_Gᵀ V_G)² S ((W_Aᵀ V_A)²)ᵀ,
+
+   see `change_basis`.
+5. To precondition, a gradient is taken into the coordinates, divided by S + λ, and taken back.
+
+Letters: N samples, T positions, G groups, n inputs and m outputs of a group.
 """
 
 from __future__ import annotations
+
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .assignment import Grid
-from .curvature_block import Block
+from .curvature_block import CurvatureBlock
 from .factors import accumulating
-from .layers import Convolution, Layer, Linear, Sums
+from .layers import Convolution, Layer, Linear, RowLayer, Sums
 from .preconditioner import KFAC
 from .registration import Skip
-from .solvers import Eigen, State
+from .solvers import Eigen, Solution
 
-CHUNK_BYTES = 64 << 20  # of samples' rows or gradients at a time
+CHUNK_BYTES = 64 << 20  # of the samples' rows or gradients at a time
 
 
 class EKFAC(KFAC):
-    """For Linear, Conv1d and Conv2d; other layers are K-FAC's. Settings are those of `KFAC`.
+    """EKFAC for Linear, Conv1d and Conv2d, and K-FAC for other layers. Settings are those of `KFAC`.
 
-    Over several ranks it needs `local_factors` and one worker for each layer: only the owner has the eigenvectors.
-    Raises ValueError otherwise, for another solver than "eigen", and with `spatially_uncorrelated`.
+    Over several ranks it needs `local_factors` and one gradient worker for each layer, as only the owner has the
+    eigenvectors. It raises ValueError otherwise, for another solver than "eigen", and with `spatially_uncorrelated`.
     """
 
-    def _check_settings(self, ranks: Grid) -> None:
+    __slots__ = ()
+
+    def _check_settings(self, grid: Grid) -> None:
         if self.settings.solver != "eigen":
             raise ValueError(f"solver: {self.settings.solver!r} has no eigenvectors; allowed with EKFAC: eigen")
         if self.settings.spatially_uncorrelated:
             raise ValueError("spatially_uncorrelated: True is out of range; allowed with EKFAC: False")
-        world_size = ranks.num_rows * ranks.num_columns
-        if world_size > 1 and not (self.settings.local_factors and ranks.num_rows == 1):
+        world_size = grid.num_rows * grid.num_columns
+        if world_size > 1 and not (self.settings.local_factors and grid.num_rows == 1):
             raise ValueError(
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
             )
 
     def _find_layers(self, skip: Skip) -> dict[str, Layer]:
-        found = super()._find_layers(skip)
-        return {n: _Projected(of) if isinstance(of, Linear | Convolution) else of for n, of in found.items()}
+        layers = super()._find_layers(skip)
+        return {
+            name: DiagonalLayer(layer) if isinstance(layer, Linear | Convolution) else layer
+            for name, layer in layers.items()
+        }
 
-    def _refresh_block(self, block: Block) -> None:
-        if not (isinstance(block.layer, _Projected) and block.is_owner):
-            super()._refresh_block(block)
-            return
+    def _update_inverse(self, block: CurvatureBlock) -> None:
         failed = self._solver.fallbacks
-        super()._refresh_block(block)
-        if not block.is_known() or self._solver.fallbacks > failed:
+        super()._update_inverse(block)
+        layer = block.layer
+        if not (isinstance(layer, DiagonalLayer) and block.is_owner and block.has_finite_factors()):
             return
-        before, scale = block.layer.state, block.averages["scale"]
-        block.layer.state = block.state
-        if before:
-            scale.value.copy_(turned(scale.value, before, block.state))
-        else:
-            torch.mul(block.state["g_values"][:, :, None], block.state["a_values"][:, None], out=scale.value)
-            scale.weight.fill_(1 - self.settings.factor_decay)
+        if self._solver.fallbacks > failed:
+            return
+        before, diagonal = layer.basis, block.averages["scale"]
+        layer.basis = block.solution
+        if before:  # step 4
+            diagonal.value.copy_(change_basis(diagonal.value, before, layer.basis))
+        else:  # step 3
+            values = layer.basis["g_values"][:, :, None], layer.basis["a_values"][:, None]
+            torch.mul(*values, out=diagonal.value)
+            diagonal.weight.fill_(1 - self.settings.factor_decay)
 
-    def _solve(self, block: Block, gradient: Tensor) -> Tensor:
-        if not (isinstance(block.layer, _Projected) and block.layer.state):
+    def _solve(self, block: CurvatureBlock, gradient: Tensor) -> Tensor:
+        if not (isinstance(block.layer, DiagonalLayer) and block.layer.basis):
             return super()._solve(block, gradient)
-        rotated = Eigen.rotate(block.state, gradient)
+        rotated = Eigen.rotate(block.solution, gradient)  # step 5
         rotated /= block.averages["scale"].value + self.settings.damping
-        return Eigen.rotate_back(block.state, rotated).to(gradient.dtype)
+        return Eigen.rotate_back(block.solution, rotated).to(gradient.dtype)
 
-    def load_state_dict(self, *states: dict) -> None:
+    def load_state_dict(self, *states: dict[str, Any]) -> None:
         super().load_state_dict(*states)
         for block in self.blocks.values():
-            if isinstance(block.layer, _Projected) and block.is_owner:
-                block.layer.state = block.state if block.averages["scale"].weight > 0 else {}
+            if isinstance(block.layer, DiagonalLayer) and block.is_owner:
+                block.layer.basis = block.solution if block.averages["scale"].weight > 0 else {}
 
 
-class _Projected(Layer):
-    """A layer that also sums the squares of its samples' gradients, in the eigenvectors' coordinates."""
+class DiagonalLayer(Layer):
+    """A layer that also sums the squares of its samples' gradients, in the coordinates of the eigenvectors.
 
-    only_once = True  # the square of a sum over the uses is not the sum of their squares
+    Attributes:
+        basis: The solution with the eigenvectors; empty as long as there are none.
+    """
 
-    def __init__(self, layer: Linear | Convolution) -> None:
+    once_per_pass = True  # the square of a sum over the calls is not the sum of their squares
+
+    def __init__(self, layer: RowLayer) -> None:
         super().__init__(layer.module)
         self._layer = layer
         self.factors, self.min_dims = layer.factors | {"scale": "samples"}, layer.min_dims
-        self.state: State = {}  # the eigenvectors, as soon as there are any
+        self.basis: Solution = {}
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         sums = self._layer.sums(x, grad_output)
-        if self.state:
-            vectors = [self.state[name].to(self.state["a_values"].dtype) for name in ("a_vectors", "g_vectors")]
-            chunk = max(1, CHUNK_BYTES // self._sample_bytes(grad_output, vectors[0].element_size()))
-            parts = zip(x.split(chunk), grad_output.split(chunk), strict=True)
-            sums.moments["scale"] = sum(squares(*self._layer.rows(*part), *vectors) for part in parts)
+        if self.basis:
+            dtype = self.basis["a_values"].dtype
+            a_vectors, g_vectors = (self.basis[name].to(dtype) for name in ("a_vectors", "g_vectors"))
+            chunk = max(1, CHUNK_BYTES // self._sample_bytes(grad_output, a_vectors.element_size()))
+            parts = zip(torch.split(x, chunk), torch.split(grad_output, chunk), strict=True)
+            squares = (sum_squares(*self._layer.rows(*part), a_vectors, g_vectors) for part in parts)
+            sums.by_factor["scale"] = reduce(torch.add, squares)
         return sums
 
     def _sample_bytes(self, grad_output: Tensor, element_size: int) -> int:
-        """Of its rows, or of its gradient, which with one position is not formed."""
+        """Return the bytes of a sample's rows, or of its gradient, which with one position is not formed."""
         groups, m, n = self.shapes()["scale"]
         T = grad_output[0].numel() // (groups * m)
         return groups * n * (max(T, m) if T > 1 else 1) * element_size
@@ -115,29 +140,48 @@ class _Projected(Layer):
         self._layer.set_gradient(gradient)
 
 
-def turned(scale_Gmn: Tensor, before: State, now: State) -> Tensor:
-    """The diagonal, in the eigenvectors `now`, of what is diagonal in those `before`: [G, m, n]."""
+def change_basis(diagonal_Gmn: Tensor, before: Solution, now: Solution) -> Tensor:
+    """Return the diagonal, in new eigenvectors, of what is diagonal in those before.
+
+    Args:
+        diagonal_Gmn: The diagonal in the eigenvectors of `before`.
+        before: A solution of "eigen".
+        now: Another one, of the same layer.
+
+    Returns:
+        [G, m, n].
+    """
     a, g = (
-        (now[name].mT.to(scale_Gmn.dtype) @ before[name].to(scale_Gmn.dtype)).square_()
+        (now[name].mT.to(diagonal_Gmn.dtype) @ before[name].to(diagonal_Gmn.dtype)).square_()
         for name in ("a_vectors", "g_vectors")
     )
-    return g @ scale_Gmn @ a.mT
+    return g @ diagonal_Gmn @ a.mT
 
 
-def squares(a_NTGn: Tensor, g_NTGm: Tensor, a_vectors: Tensor, g_vectors: Tensor) -> Tensor:
-    """Sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)²: [G, m, n]. What is rotated are the samples' gradients or, where
-    that is less work, the rows of which they are products. With one position, the square of a product is the product of
-    squares.
+def sum_squares(a_NTGn: Tensor, g_NTGm: Tensor, a_vectors: Tensor, g_vectors: Tensor) -> Tensor:
+    """Return the sum over the samples of (V_Gᵀ (Σ_t g aᵀ) V_A)².
+
+    With one position, the square of a product is the product of squares, and no gradient is formed. Otherwise either
+    the samples' gradients are rotated or the rows that they are products of, whichever is less work.
+
+    Args:
+        a_NTGn: The rows of the inputs.
+        g_NTGm: The rows of the gradients at the output.
+        a_vectors: V_A, [G, n, n].
+        g_vectors: V_G, [G, m, m].
+
+    Returns:
+        [G, m, n].
     """
     T, n, m = a_NTGn.shape[1], a_NTGn.shape[3], g_NTGm.shape[3]
     if T == 1:
         a_GNn, g_GNm = accumulating(a_NTGn[:, 0]).transpose(0, 1), accumulating(g_NTGm[:, 0]).transpose(0, 1)
         return (g_GNm @ g_vectors).square_().mT @ (a_GNn @ a_vectors).square_()
     a_NGTn, g_NGTm = accumulating(a_NTGn).transpose(1, 2), accumulating(g_NTGm).transpose(1, 2)
-    rotate_rows = T * (m * m + n * n) < m * n * (m + n)
-    if rotate_rows:
+    rotates_rows = T * (m * m + n * n) < m * n * (m + n)
+    if rotates_rows:
         a_NGTn, g_NGTm = a_NGTn @ a_vectors, g_NGTm @ g_vectors
     gradients = g_NGTm.mT @ a_NGTn
-    if not rotate_rows:
+    if not rotates_rows:
         gradients = g_vectors.mT @ gradients @ a_vectors
     return gradients.square_().sum(0)

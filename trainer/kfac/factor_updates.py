@@ -1,83 +1,107 @@
-"""The factors of a step, from the backward pass into the averages."""
+"""The factors of a step, from the hooks of the backward pass into the running averages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-from .communication import Exchange
-from .curvature_block import Block
-from .schedule import Turns
+from .communication import Communicator
+from .curvature_block import CurvatureBlock, layer_cost
+from .schedule import StaggeredSchedule, UpdateCost
 from .settings import KFACSettings
-from .usage_checks import Watch
+from .usage_checks import UsageChecks
 
 
-class Updates:
-    """Has layers captured in their turns, and what was captured sent to its owner and averaged.
+class FactorUpdates:
+    """Switches the hooks on by the schedule, and has what they sum sent to the owners and averaged.
 
-    `every`: the `factor_update_steps` by which the turns of this step were decided.
+    Attributes:
+        every: The `factor_update_steps` by which the layers of this step were chosen.
+        schedule: Which layers update their factors and inverses in a step.
     """
 
     def __init__(
-        self, blocks: Mapping[str, Block], exchange: Exchange, settings: KFACSettings, turns: Turns, watch: Watch
+        self,
+        blocks: dict[str, CurvatureBlock],
+        communicator: Communicator,
+        settings: KFACSettings,
+        checks: UsageChecks,
     ) -> None:
-        self._blocks, self._exchange, self._settings, self._turns, self._watch = (
-            blocks, exchange, settings, turns, watch,
-        )  # fmt: skip
+        self._blocks, self._communicator, self._settings, self._checks = blocks, communicator, settings, checks
         self.every = settings.factor_update_steps
-        self._wanted: list[str] = []  # layers whose turn it is, as their factors are sent
-        self._done: set[str] = set()  # those of which all micro-batches are there
+        self._unsent: list[str] = []  # layers of this step, in the order in which their factors are sent
+        self._complete: set[str] = set()  # layers whose micro-batches are all there
         for name, block in blocks.items():
-            block.capture.complete = partial(self._captured, name)
+            block.hook.on_complete = partial(self._end_micro_batch, name)
+        self.reschedule()
 
-    def arm(self, step: int, every: int) -> None:
-        """Have those layers captured whose factors this step updates."""
+    def reschedule(self) -> None:
+        """Make a new schedule, as more is known about what the layers cost."""
+        by_owner = self._settings.local_factors and self._communicator.world_size > 1
+        costs = {
+            name: UpdateCost(
+                factors=block.factor_cost(),
+                inverse=layer_cost(block.layer).inverse,
+                group=block.assignment.owner if by_owner and not block.is_norm else -1,
+            )
+            for name, block in self._blocks.items()
+        }
+        self.schedule = StaggeredSchedule(costs, self._settings.stagger)
+
+    def begin_step(self, step: int, every: int) -> None:
+        """Switch the hooks on of those layers whose factors are updated in this step.
+
+        Args:
+            step: The number of the step, from 0.
+            every: Each layer is updated once in so many steps.
+        """
         self.every = every
         for name, block in self._blocks.items():
-            here = block.is_owner or not (self._settings.local_factors and block.has_factors)
-            block.capture.arm(here and self._turns.updates(name, step, every))
-        self._wanted = [name for name, block in reversed(self._blocks.items()) if block.capture.wanted]
-        self._done.clear()
+            is_here = block.is_owner or not (self._settings.local_factors and block.has_factors)
+            block.hook.begin_step(is_here and self.schedule.updates_factors(name, step, every))
+        self._unsent = [name for name in reversed(self._blocks) if self._blocks[name].hook.is_active]
+        self._complete.clear()
 
-    def _captured(self, name: str, num_micro_batches: int) -> None:
-        """In the backward pass: with the last micro-batch a layer's factors may be sent, but in the same order on
-        every rank: that in which a backward pass most often comes to the layers.
+    def _end_micro_batch(self, name: str, num_micro_batches: int) -> None:
+        """Send a layer's factors if this was the last micro-batch. The hooks call it in the backward pass.
+
+        Every rank sends in the same order: the one in which a backward pass most often reaches the layers.
         """
         block = self._blocks[name]
-        if name in self._done:
-            self._watch.warn_of_more_micro_batches(self._settings.accumulation_steps)
-            block.capture.clear()
+        if name in self._complete:
+            self._checks.warn_of_more_micro_batches(self._settings.accumulation_steps)
+            block.hook.clear()
         elif num_micro_batches == self._settings.accumulation_steps:
             block.begin_update()
-            self._done.add(name)
-            while self._wanted and self._wanted[0] in self._done:
-                self._send(self._blocks[self._wanted.pop(0)])
+            self._complete.add(name)
+            while self._unsent and self._unsent[0] in self._complete:
+                self._send(self._blocks[self._unsent.pop(0)])
 
-    def _send(self, block: Block) -> None:
-        if self._exchange.world_size > 1 and (block.is_norm or not self._settings.local_factors):
-            is_known = bool(block.new)
-            self._exchange.start_reducing(block.to_send(), None if block.is_norm else block.place.owner, is_known)
+    def _send(self, block: CurvatureBlock) -> None:
+        if self._communicator.world_size > 1 and (block.is_norm or not self._settings.local_factors):
+            is_used = bool(block.new)
+            owner = None if block.is_norm else block.assignment.owner
+            self._communicator.start_reducing(block.factor_messages(), owner, is_used)
 
     def send_rest(self) -> None:
-        """What was not sent in the backward pass, too: every rank sends the same. Waits for all of it."""
-        for name in self._wanted:
-            if name not in self._done:  # not all was there
+        """Send what the backward pass has not sent, as every rank sends the same, and wait for all of it."""
+        for name in self._unsent:
+            if name not in self._complete:  # micro-batches are missing
                 self._blocks[name].begin_update()
             self._send(self._blocks[name])
-        self._wanted = []
-        self._exchange.finish_reducing()
+        self._unsent = []
+        self._communicator.finish_reducing()
 
     def average(self) -> None:
-        """All of the step's, once its last backward pass is through."""
+        """Average the factors of this step in, after its last backward pass."""
         self.send_rest()
-        wanted = [block for block in self._blocks.values() if block.capture.wanted]
-        begun = [block for block in wanted if not block.has_factors]
-        if begun:
-            numbers = self._exchange.largest([block.num_rows for block in begun], begun[0].device)
-            for block, number in zip(begun, numbers, strict=True):
+        active = [block for block in self._blocks.values() if block.hook.is_active]
+        first_used = [block for block in active if not block.has_factors]
+        if first_used:
+            numbers = self._communicator.maximum([block.num_rows for block in first_used], first_used[0].device)
+            for block, number in zip(first_used, numbers, strict=True):
                 block.num_rows = number
-            self._turns.forget()  # which depend on those
-        for block in wanted:
+            self.reschedule()  # costs depend on these
+        for block in active:
             block.end_update(self._settings.factor_decay)
-        if wanted:
-            self._watch.warn_of_new_parameters()
+        if active:
+            self._checks.warn_of_new_parameters()

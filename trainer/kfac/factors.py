@@ -1,9 +1,9 @@
-"""Second moments: sums of outer products, over the rows that enter a layer and those of its output's gradient.
+"""The Kronecker factors of layers, as sums of outer products: of the inputs' rows, and of the output gradients' rows.
 
-Exact, and without the row matrix of a convolution (im2col) where there is a way around it.
+They are exact, and do without the row matrix of a convolution (im2col) where there is a way around it.
 
-N samples, T positions of an output, R = N * T rows, G groups, C channels, H and W pixels, K taps of a kernel, n inputs
-and m outputs of a group
+Letters in the names of tensors are their dimensions: N samples, T positions of an output, R = N T rows, G groups,
+C channels, H and W pixels, k (twice) the rows and columns of a kernel, n inputs and m outputs of a group.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 CHUNK_BYTES = 64 << 20  # of a row matrix at a time: more would be the step's largest tensor
 
 
 def accumulating(tensor: Tensor) -> Tensor:
-    """In the type that sums are formed in: float32, or float64 for float64."""
+    """Return the tensor in the type that sums are formed in: float64 for float64, and float32 for all others."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def of_rows(rows_RGn: Tensor) -> Tensor:
-    """Sum over the rows of the outer products of each group: [G, n, n], in float32 or float64."""
+def outer_products(rows_RGn: Tensor) -> Tensor:
+    """Return the sum over the rows of each group's outer products: [G, n, n], in float32 or float64."""
     if rows_RGn.is_cuda and rows_RGn.dtype in (torch.bfloat16, torch.float16):
         rows_GRn = rows_RGn.transpose(0, 1)
         return torch.bmm(rows_GRn.mT, rows_GRn, out_dtype=torch.float32)  # half precision enters, float32 accumulates
@@ -35,28 +36,54 @@ def of_rows(rows_RGn: Tensor) -> Tensor:
     return rows_GRn.mT @ rows_GRn
 
 
-def with_ones(moment_Gnn: Tensor, sums_Gn: Tensor, num_rows: int) -> Tensor:
-    """The moment of the same rows with a 1 at their ends: [G, n + 1, n + 1]. `sums_Gn`: the rows' sum."""
+def append_ones(factor_Gnn: Tensor, sums_Gn: Tensor, num_rows: int) -> Tensor:
+    """Return what `outer_products` is of the same rows with a 1 at the end of each.
+
+    Args:
+        factor_Gnn: The sum of the rows' outer products.
+        sums_Gn: The sum of the rows.
+        num_rows: How many there are.
+
+    Returns:
+        [G, n + 1, n + 1].
+    """
     below = torch.cat([sums_Gn, sums_Gn.new_full((len(sums_Gn), 1), num_rows)], 1)
-    return torch.cat([torch.cat([moment_Gnn, sums_Gn[:, :, None]], 2), below[:, None]], 1)
+    return torch.cat([torch.cat([factor_Gnn, sums_Gn[:, :, None]], 2), below[:, None]], 1)
 
 
-def sum_of_rows(rows_RGn: Tensor) -> Tensor:
-    """[G, n], in float32 or float64."""
+def sum_rows(rows_RGn: Tensor) -> Tensor:
+    """Return the sum of the rows: [G, n], in float32 or float64."""
     return rows_RGn.sum(0, dtype=torch.float64 if rows_RGn.dtype == torch.float64 else torch.float32)
 
 
-def padded(x_NCHW: Tensor, padding: tuple[int, int, int, int], mode: str) -> Tensor:
-    """As a convolution sees its input. `padding`: left, right, top, bottom."""
+def pad_image(x_NCHW: Tensor, padding: tuple[int, int, int, int], mode: str) -> Tensor:
+    """Return the image as a convolution sees it.
+
+    Args:
+        x_NCHW: The image.
+        padding: Pixels to the left, to the right, at the top and at the bottom.
+        mode: The convolution's `padding_mode`.
+    """
     if not any(padding):
         return x_NCHW
     return F.pad(x_NCHW, padding, "constant" if mode == "zeros" else mode)
 
 
-def patches(
+def extract_patches(
     x_NCHW: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int], groups: int
 ) -> Tensor:
-    """A view of what a convolution without padding takes to each position: [N, H', W', G, kh, kw, C / G]."""
+    """Return the patches that a convolution without padding multiplies with its kernel.
+
+    Args:
+        x_NCHW: The image, padded.
+        kernel: Rows and columns of the kernel.
+        stride: Pixels from one position to the next, down and along.
+        dilation: Pixels from one element of the kernel to the next, down and along.
+        groups: The number of groups of channels.
+
+    Returns:
+        A view of the image: [N, H', W', G, k, k, C / G], for an output of H' times W' positions.
+    """
     N, C, H, W = x_NCHW.shape
     (kh, kw), (sh, sw), (dh, dw) = kernel, stride, dilation
     across_N, across_C, down, along = x_NCHW.stride()
@@ -65,76 +92,134 @@ def patches(
     return x_NCHW.as_strided(size, strides)
 
 
-def of_patches(patches_NHWGkkC: Tensor, ones: bool) -> Tensor:
-    """The moment of a convolution's patches as rows (row, column, channel: neighbours in a channels-last image stay
-    together); with `ones`, of those with a 1 at their ends. Chunk by chunk: [G, n, n].
+def patch_factor(patches_NHWGkkC: Tensor, ones: bool) -> Tensor:
+    """Return the sum of the outer products of a convolution's patches.
+
+    A patch's elements are in the order row, column, channel, so that neighbours in a channels-last image stay together.
+    The row matrix is formed in chunks of CHUNK_BYTES.
+
+    Args:
+        patches_NHWGkkC: The patches.
+        ones: Append a 1 to each patch, for a bias.
+
+    Returns:
+        [G, n, n], with n = k k C or one more.
     """
     N, H, W, groups = patches_NHWGkkC.shape[:4]
     n = patches_NHWGkkC[0, 0, 0, 0].numel()
     chunk = max(1, CHUNK_BYTES // (H * W * groups * n * patches_NHWGkkC.element_size()))
-    moment = sums = 0
-    for part in patches_NHWGkkC.split(chunk):
+    factor: Tensor | int = 0
+    sums: Tensor | int = 0
+    for part in torch.split(patches_NHWGkkC, chunk):
         rows_RGn = part.reshape(-1, groups, n)
-        moment = moment + of_rows(rows_RGn)
-        sums = sums + sum_of_rows(rows_RGn) if ones else 0
-    return with_ones(moment, sums, N * H * W) if ones else moment
+        factor = factor + outer_products(rows_RGn)
+        sums = sums + sum_rows(rows_RGn) if ones else 0
+    assert isinstance(factor, Tensor)  # split gives at least one part
+    return append_ones(factor, sums, N * H * W) if isinstance(sums, Tensor) else factor
 
 
-def of_3x3(x_NCHW: Tensor) -> Tensor:
-    """The moment of the patches of a 3×3 convolution of stride 1 with one pixel of zeros around: [1, 9 C, 9 C].
+def conv3x3_factor(x_NCHW: Tensor) -> Tensor:
+    """Return `patch_factor` for a 3×3 kernel with stride 1 and one pixel of zeros around the image, without patches.
 
-    Two taps' block is a correlation of the image with itself, at the offset between them, and the 81 pairs of taps have
-    25 offsets, of which those upwards are the others' transposes. The rest is what the weight gradient of a convolution
-    with 3×5 taps is, which libraries do without im2col. What the window of a tap leaves out at an edge is subtracted.
+    The element (row, column) of the kernel, each from 0 to 2, reads for the output position p the pixel
+    p + (row - 1, column - 1), or a zero beyond the image. The factor's block for two elements s and t, [C, C], is
+
+        B(s, t) = Σ_p x[p + s - 1] x[p + t - 1]ᵀ   over all positions p, which are as many as pixels.
+
+    1. With u = p + s - 1, that is Σ_u x[u] x[u + d]ᵀ with the offset d = t - s, over those pixels u that the element s
+       reads. If it were over all pixels, the block would depend on the offset alone. The 81 pairs of elements have 25
+       offsets, from (-2, -2) to (2, 2). As B(t, s) = B(s, t)ᵀ, those without a component upwards are enough:
+
+           offset    -2  -1   0   1   2   along
+               0      w   w   w   w   w
+               1      w   w   w   w   w       `whole`: the 15 sums over all pixels
+               2      w   w   w   w   w
+             down
+
+    2. These 15 sums are what libraries compute as the weight gradient of a convolution with a kernel of 3×5.
+    3. An element in an outer row of the kernel does not read one row of the image: row 0 of the kernel never reads the
+       last row, row 2 never the first. The products of these pixels are subtracted: minus `row_sums`.
+    4. The same for columns: column 0 never reads the last column, column 2 never the first: minus `column_sums`.
+    5. For the kernel's corners, the pixel in both lines has been subtracted twice: plus its outer product.
+
+    Steps 3 and 4 subtract offsets along the line alone. An offset across it leads out of the image, and its product is
+    zero: row 0 of the kernel has other rows below it only, and below the image's last row there is none. So it is for
+    the three other sides.
+
+    Args:
+        x_NCHW: The image, without padding.
+
+    Returns:
+        [1, 9 C, 9 C], in float32 or float64.
     """
     x_NCHW = accumulating(x_NCHW)
     N, C, H, W = x_NCHW.shape
-    # Sum of x[u] x[u + offset]^T, with zeros beyond the image: [u's channel, offset down and along, the other's]
+    # Step 2: [C of u, offset down, offset along, C of u + d], with zeros below the image for the offsets down.
     below = x_NCHW.new_empty(N, H + 2, W, C).movedim(3, 1)  # F.pad would fill all of it with zeros first
     below[:, :, :H], below[:, :, H:] = x_NCHW, 0
-    whole = torch.nn.grad.conv2d_weight(below, (C, C, 3, 5), x_NCHW, padding=(0, 2)).permute(0, 2, 3, 1).contiguous()
-    # The line that a tap at either end does not reach. From there, an offset towards the edge leads out of the image.
-    rows = {tap: x_NCHW[:, :, y : y + 1] for tap, y in ((0, H - 1), (2, 0))}
-    columns = {tap: x_NCHW[..., x : x + 1] for tap, x in ((0, W - 1), (2, 0))}
-    of_rows = {tap: _along(line, (1, 5), (2, 2, 0, 0))[:, 0] for tap, line in rows.items()}
-    of_columns = {tap: _along(line, (3, 1), (0, 0, 0, 2))[:, :, 0] for tap, line in columns.items()}
-    blocks = x_NCHW.new_empty(3, 3, C, 3, 3, C)  # row and column of a tap, channel; the same of another
+    whole: Tensor = conv2d_weight(below, (C, C, 3, 5), x_NCHW, padding=(0, 2))  # type: ignore[no-untyped-call]
+    whole = whole.permute(0, 2, 3, 1).contiguous()
+    # Steps 3 and 4: the lines that the outer rows and columns of the kernel do not read, and the sums over them.
+    unread_rows = {row: x_NCHW[:, :, y : y + 1] for row, y in ((0, H - 1), (2, 0))}
+    unread_columns = {column: x_NCHW[..., x : x + 1] for column, x in ((0, W - 1), (2, 0))}
+    row_sums = {row: _line_sums(line, (1, 5), (2, 2, 0, 0))[:, 0] for row, line in unread_rows.items()}
+    column_sums = {column: _line_sums(line, (3, 1), (0, 0, 0, 2))[:, :, 0] for column, line in unread_columns.items()}
+    # blocks[row of s, column of s, C, row of t, column of t, C], filled for t in the same row as s or below it.
+    blocks = x_NCHW.new_empty(3, 3, C, 3, 3, C)
     for row, column in product(range(3), range(3)):
-        along = slice(2 - column, 5 - column)
+        along = slice(2 - column, 5 - column)  # the offsets from `column` to columns 0, 1 and 2
         block = blocks[row, column]
-        block[:, row:] = whole[:, : 3 - row, along]
-        if row in rows:
-            block[:, row] -= of_rows[row][:, along]
-        if column in columns:
-            block[:, row:, column] -= of_columns[column][:, : 3 - row]
-        if row in rows and column in columns:  # both have left out their corner
-            corner = rows[row][:, :, 0, -1 if column == 0 else 0]
-            block[:, row, column] += corner.T @ corner
-    moment = blocks.reshape(3, 3 * C, 3, 3 * C)
-    for row, other in ((1, 0), (2, 0), (2, 1)):
-        moment[row, :, other] = moment[other, :, row].T
-    return moment.reshape(1, 9 * C, 9 * C)
+        block[:, row:] = whole[:, : 3 - row, along]  # step 1
+        if row in unread_rows:
+            block[:, row] -= row_sums[row][:, along]  # step 3
+        if column in unread_columns:
+            block[:, row:, column] -= column_sums[column][:, : 3 - row]  # step 4
+        if row in unread_rows and column in unread_columns:
+            corner = unread_rows[row][:, :, 0, -1 if column == 0 else 0]
+            block[:, row, column] += corner.T @ corner  # step 5
+    factor = blocks.reshape(3, 3 * C, 3, 3 * C)
+    for row, lower_row in ((0, 1), (0, 2), (1, 2)):
+        factor[lower_row, :, row] = factor[row, :, lower_row].T
+    return factor.reshape(1, 9 * C, 9 * C)
 
 
-def of_taps(x_NCHW: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]) -> Tensor:
-    """The moment of the pixels that one tap of a convolution without padding takes, in the mean over the taps:
-    [1, C, C].
+def _line_sums(line_NCHW: Tensor, kernel: tuple[int, int], padding: tuple[int, int, int, int]) -> Tensor:
+    """Return Σ_u x[u] x[u + d]ᵀ over a line's pixels u, for each offset d in a kernel: [C, *kernel, C].
+
+    Args:
+        line_NCHW: One row or one column of an image.
+        kernel: The number of offsets down and along.
+        padding: Zeros to the left, to the right, at the top and at the bottom, such that each pixel has all offsets.
+    """
+    C = line_NCHW.shape[1]
+    pixels_RC = line_NCHW.permute(0, 2, 3, 1).reshape(-1, C)
+    others_Rn = extract_patches(F.pad(line_NCHW, padding), kernel, (1, 1), (1, 1), 1).reshape(len(pixels_RC), -1)
+    return (pixels_RC.T @ others_Rn).reshape(C, *kernel, C)
+
+
+def sua_factor(x_NCHW: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]) -> Tensor:
+    """Return the factor of spatially uncorrelated pixels (SUA).
+
+    It is the sum of the outer products of the pixels that one element of the kernel reads, in the mean over the
+    elements.
+
+    Args:
+        x_NCHW: The image, padded.
+        kernel: Rows and columns of the kernel.
+        stride: Pixels from one position to the next, down and along.
+        dilation: Pixels from one element of the kernel to the next, down and along.
+
+    Returns:
+        [1, C, C], in float32 or float64.
     """
     C, H, W = x_NCHW.shape[1:]
     x_NCHW = accumulating(x_NCHW)
-    # How many times each pixel is taken: from the two dimensions, in each the sum over taps of the positions they take.
-    times = [x_NCHW.new_zeros(size) for size in (H, W)]
-    for taken, k, s, d in zip(times, kernel, stride, dilation, strict=True):
-        last = len(taken) - d * (k - 1)  # position of the first tap, at most
-        for tap in range(k):
-            taken[tap * d : tap * d + last : s] += 1 / k
-    weights_HW = torch.outer(*times).sqrt()
-    return of_rows((x_NCHW * weights_HW).movedim(1, -1).reshape(-1, 1, C))
-
-
-def _along(line_NCHW: Tensor, kernel: tuple[int, int], padding: tuple[int, int, int, int]) -> Tensor:
-    """Sum of x[u] x[u + offset]^T over a line's pixels: [u's channel, offset down and along, the other's]."""
-    C = line_NCHW.shape[1]
-    here_RC = line_NCHW.permute(0, 2, 3, 1).reshape(-1, C)
-    others_Rn = patches(F.pad(line_NCHW, padding), kernel, (1, 1), (1, 1), 1).reshape(len(here_RC), -1)
-    return (here_RC.T @ others_Rn).reshape(C, *kernel, C)
+    # How many of the kernel's elements read a pixel, divided by the number of elements: it is a product of two such
+    # counts, one for rows and one for columns, so each pixel is taken once, with the root of that weight.
+    counts = [x_NCHW.new_zeros(size) for size in (H, W)]
+    for count, k, s, d in zip(counts, kernel, stride, dilation, strict=True):
+        end = len(count) - d * (k - 1)  # the first element's positions are below this
+        for element in range(k):
+            count[element * d : element * d + end : s] += 1 / k
+    weights_HW = torch.outer(*counts).sqrt()
+    return outer_products((x_NCHW * weights_HW).movedim(1, -1).reshape(-1, 1, C))

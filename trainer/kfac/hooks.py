@@ -1,10 +1,11 @@
-"""Hooks: what enters a layer and the gradient at its output, on the steps that want them."""
+"""Hooks that sum a layer's statistics: of its inputs, and of the gradients at its output."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,139 +14,150 @@ from .layers import Layer, Sums
 
 
 @dataclass
-class Use:
-    """Of a layer in a forward pass: its input, as it was then, until its gradient was there."""
+class ForwardCall:
+    """A call of a layer. Its input is kept until the gradient at the output is there."""
 
     x: Tensor | None
     version: int
-    is_again: bool  # in a backward pass, which activation checkpointing does
+    is_recomputed: bool  # during a backward pass, by activation checkpointing
 
 
-class Capture:
-    """Sums a layer's second moments over the micro-batches of a step.
+class StatisticsHook:
+    """Sums a layer's statistics over the micro-batches of a step.
 
-    Both are taken when the output's gradient is there, so a forward pass without a backward pass counts for nothing,
-    and so does one that activation checkpointing repeats. A layer that is used several times in a forward pass has
-    that many more positions.
+    They are summed when the gradient at the output is there. So a forward pass without a backward pass counts for
+    nothing, nor does one that activation checkpointing recomputes later. A layer that is called several times in a
+    forward pass has that many times the positions.
 
-    `gradient_scale()`: what makes of the gradient of a mean those of each sample's own loss, for one sample.
-    `complete(number)` is called after each micro-batch with how many there were. `fraction` of the samples are taken,
-    the first ones, at least one.
+    Attributes:
+        is_active: Whether this step's statistics are summed.
+        on_complete: Called after each micro-batch, with the number of micro-batches so far in this step.
+        num_samples: Samples that have been summed in this step.
+        num_rows: Rows that have been summed in this step.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        gradient_scale: Callable[[], float | Tensor],
-        fraction: float = 1.0,
-    ) -> None:
-        self.layer, self.wanted = layer, False
+    def __init__(self, layer: Layer, gradient_scale: Callable[[], float | Tensor], fraction: float = 1.0) -> None:
+        """Register the hook.
+
+        Args:
+            layer: The layer, whose module gets the hook.
+            gradient_scale: Returns the factor that makes the gradient of a mean over one sample the gradient of that
+                sample's own loss.
+            fraction: The share of the samples that is summed, above 0 to 1: the first ones, at least one.
+        """
+        self.layer, self.is_active = layer, False
         self._fraction = 1.0 if layer.whole_batch else fraction
         self._gradient_scale = gradient_scale
-        self.complete: Callable[[int], None] = lambda _: None
-        self._waiting_for = 0  # uses in this forward pass
-        self._counted = False  # the samples of this forward pass
-        self._may_come_again = False  # uses without gradients, of which the backward pass may repeat some with them
-        self.num_samples_now = 0  # of the last micro-batch, whatever the fraction
+        self.on_complete: Callable[[int], None] = lambda _: None
+        self._num_pending = 0  # calls of this forward pass whose gradients are not there yet
+        self._is_counted = False  # Have the samples of this forward pass been counted?
+        # Has there been a call under no_grad (activation checkpointing)? It may be recomputed, with gradients.
+        self._may_be_recomputed = False
+        self._batch_size = 0  # of the last micro-batch, whatever the fraction
         self.clear()
-        # First, since what other hooks return is not the layer's output.
+        # Before all other hooks, since what they return is not the layer's output.
         self._handle = layer.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
 
     def clear(self) -> None:
-        self.moments: dict[str, Tensor] = {}
-        self.num_samples = self.num_rows = self.num_micro_batches = 0
+        """Forget what has been summed."""
+        self.sums: dict[str, Tensor] = {}
+        self.num_samples = self.num_rows = self._num_micro_batches = 0
 
-    def arm(self, wanted: bool) -> None:
-        """For the next step. A forward pass that no backward pass has followed is forgotten."""
-        self.wanted, self._waiting_for, self._counted = wanted, 0, False
-        self._may_come_again = False
+    def begin_step(self, is_active: bool) -> None:
+        """Begin a step. A forward pass that no backward pass has followed is forgotten."""
+        self.is_active, self._num_pending, self._is_counted = is_active, 0, False
+        self._may_be_recomputed = False
 
     def remove(self) -> None:
+        """Take the hook away from the module."""
         self._handle.remove()
 
-    def factors(self) -> dict[str, Tensor]:
-        """Each factor of this step, once: in the moments' memory."""
+    def take_factors(self) -> dict[str, Tensor]:
+        """Return the factors of this step, in the memory of the sums. May be called once, before `clear`."""
         counts = {"samples": self.num_samples, "rows": self.num_rows}
-        return {name: moment.div_(counts[self.layer.factors[name]]) for name, moment in self.moments.items()}
+        return {name: total.div_(counts[self.layer.factors[name]]) for name, total in self.sums.items()}
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Callable[[], StatisticsHook], tuple[()]]:
         """A model's copy (an average of weights, a pickle) has the hook, but not the preconditioner behind it."""
-        return _without_effect, ()
+        return _inactive_hook, ()
 
-    @torch.compiler.disable  # compiled, it would be so anew for each set of layers whose turn it is
-    def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
-        if not (self.wanted and module.training and self.layer.learns()) or _is_transformed(output):
+    # Not compiled: `is_active` changes from step to step, and each combination would recompile the graph.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        if not (self.is_active and module.training and self.layer.is_trainable()) or _is_transformed(output):
             return
-        is_again = torch._C._current_graph_task_id() != -1
-        if self._counted and not is_again:  # a new forward pass
-            self._waiting_for, self._counted = 0, False
-        self._may_come_again |= not torch.is_grad_enabled()
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if self._is_counted and not is_recomputed:  # a new forward pass
+            self._num_pending, self._is_counted = 0, False
+        self._may_be_recomputed |= not torch.is_grad_enabled()
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
         x = (args[0] if args else kwargs["input"]).detach()
-        self._waiting_for += not is_again
-        use = Use(x, x._version, is_again)
+        self._num_pending += not is_recomputed
+        call = ForwardCall(x, x._version, is_recomputed)
         # On the tensor: a module's backward hook would not let an activation work in place behind it.
-        output.register_hook(lambda gradient: self._after_backward(use, gradient))
+        output.register_hook(lambda gradient: self._after_backward(call, gradient))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def _after_backward(self, use: Use, gradient: Tensor | None) -> None:
-        if gradient is not None:  # what comes after may have none for it: as if it had not been used
-            self._take(use, gradient.detach())
-        self._waiting_for -= not use.is_again
-        if self._counted and self._waiting_for == 0 and not (use.is_again or self._may_come_again):
-            self.complete(self.num_micro_batches)
+    def _after_backward(self, call: ForwardCall, gradient: Tensor | None) -> None:
+        if gradient is not None:  # what follows the layer may have none for it, as if it had not been called
+            self._add(call, gradient.detach())
+        self._num_pending -= not call.is_recomputed
+        if self._is_counted and self._num_pending == 0 and not (call.is_recomputed or self._may_be_recomputed):
+            self.on_complete(self._num_micro_batches)
 
-    def _take(self, use: Use, gradient: Tensor) -> None:
-        self._check(use)
-        num_samples = len(use.x)
+    def _add(self, call: ForwardCall, gradient: Tensor) -> None:
+        x = self._checked_input(call)
+        num_samples = len(x)
         some = slice(math.ceil(self._fraction * num_samples))
         with torch.autocast(gradient.device.type, enabled=False):
-            sums = self.layer.sums(use.x[some], gradient[some]) if num_samples else Sums({}, 0, 0)
-        use.x = None  # the hook lives as long as the loss
+            sums = self.layer.sums(x[some], gradient[some]) if num_samples else Sums({}, 0, 0)
+        call.x = None  # the hook lives as long as the loss
         square = (num_samples * self._gradient_scale()) ** 2
-        for name, moment in sums.moments.items():
-            if name != "a":  # of gradients, and cheaper to scale now
-                moment = moment * square
-            self.moments[name] = self.moments[name] + moment if name in self.moments else moment
-        if not self._counted:
-            self.num_samples_now = num_samples
+        for name, total in sums.by_factor.items():
+            if name != "a":  # a sum of gradients, and cheaper to scale now
+                total = total * square
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+        if not self._is_counted:
+            self._batch_size = num_samples
             self.num_samples += sums.num_samples
-            self.num_micro_batches += 1
-        self._counted = True
+            self._num_micro_batches += 1
+        self._is_counted = True
         self.num_rows += sums.num_rows
 
-    def _check(self, use: Use) -> None:
-        name = type(self.layer.module).__name__
-        if use.x is None:
+    def _checked_input(self, call: ForwardCall) -> Tensor:
+        """Return the input of a call; raise RuntimeError if its statistics would be wrong."""
+        name, x = type(self.layer.module).__name__, call.x
+        if x is None:
             raise RuntimeError(
                 f"{name}: a second backward pass through the same forward pass; K-FAC needs the gradient of the whole "
                 "loss at once: add up the losses and call backward() once"
             )
-        if use.x.dim() < self.layer.min_dims:
+        if x.dim() < self.layer.min_dims:
             raise RuntimeError(
-                f"{name}: its input of shape {tuple(use.x.shape)} has no dimension for the samples, over which the "
+                f"{name}: its input of shape {tuple(x.shape)} has no dimension for the samples, over which the "
                 "loss is a mean"
             )
-        if use.x._version != use.version:
+        if x._version != call.version:
             raise RuntimeError(f"{name}: its input was modified in place after it was used, and K-FAC needs it")
-        if self._counted and len(use.x) != self.num_samples_now:
+        if self._is_counted and len(x) != self._batch_size:
             raise RuntimeError(
-                f"{name}: used for {self.num_samples_now} and for {len(use.x)} samples in one forward pass, and the "
+                f"{name}: used for {self._batch_size} and for {len(x)} samples in one forward pass, and the "
                 "loss is a mean over one of them; leave the layer out with `skip`"
             )
-        if self._counted and self.layer.only_once:
+        if self._is_counted and self.layer.once_per_pass:
             raise RuntimeError(
-                f"{name}: used twice in a forward pass, of which EKFAC knows no diagonal; use KFAC or `skip`"
+                f"{name}: used twice in a forward pass, where EKFAC knows no diagonal; use KFAC or `skip`"
             )
+        return x
 
 
 def _is_transformed(output: Tensor) -> bool:
-    """By torch.func, whose gradients are not those of the loss."""
+    """Return whether torch.func computes with it: its gradients are not those of the loss."""
     return torch._C._functorch.is_functorch_wrapped_tensor(output)
 
 
-def _without_effect() -> Capture:
-    capture = Capture.__new__(Capture)
-    capture.wanted = False
-    return capture
+def _inactive_hook() -> StatisticsHook:
+    hook = StatisticsHook.__new__(StatisticsHook)
+    hook.is_active = False
+    return hook

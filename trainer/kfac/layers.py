@@ -1,21 +1,22 @@
-"""What K-FAC knows of each type of layer: one class a type.
+"""What K-FAC knows about each type of layer: one class for each.
 
 Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers" (2016): for N samples and T
-positions of an output, with the inputs a (a 1 at their end where there is a bias) and the gradients g of a sample's own
+positions of an output, with the inputs a (a 1 at their end if there is a bias) and the gradients g of a sample's own
 loss, the curvature of the weight is the Kronecker product of
 
     a_factor = 1/N Σ a aᵀ,   g_factor = 1/(N T) Σ g gᵀ,
 
 sums over all samples and positions. A linear layer has one position, or those of its other dimensions.
 
-G groups, n inputs and m outputs of a group (n with the 1), U units of a norm
+Letters: N samples, T positions, R = N T rows, G groups, n inputs and m outputs of a group (n with the 1), K elements of
+a kernel, C channels, U units of a norm, k parameters of a unit.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,54 +26,83 @@ from . import factors
 
 
 class Sums(NamedTuple):
-    """Of one use of a layer. Moments are not yet divided by the numbers of samples or rows."""
+    """The sums of a forward pass of a layer, by factor, not yet divided by the number of samples or rows."""
 
-    moments: dict[str, Tensor]  # by factor
+    by_factor: dict[str, Tensor]
     num_samples: int
     num_rows: int
 
 
 class Layer(ABC):
-    """A layer's second moments, and its gradient as K-FAC sees it."""
+    """A layer's factors, and its gradient as K-FAC sees it."""
 
     # What each factor's sum is divided by, "samples" or "rows", in the order of `KFAC.factors`.
-    factors: ClassVar[dict[str, str]] = {"a": "samples", "g": "rows"}
-    only_once = False  # in a forward pass
-    min_dims = 2  # of an input: samples first
-    whole_batch = False  # do the moments of some samples depend on the others?
+    factors: dict[str, str] = {"a": "samples", "g": "rows"}  # noqa: RUF012 - replaced by subclasses, never changed
+    once_per_pass = False  # Must it not be used twice in a forward pass?
+    min_dims = 2  # of an input: samples come first
+    whole_batch = False  # Do the factors of some samples depend on the other samples?
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.has_bias = getattr(module, "bias", None) is not None and module.bias.requires_grad
+        bias = getattr(module, "bias", None)
+        self.has_bias = bias is not None and bias.requires_grad
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The module's weight, as it is now."""
+        return self.module.weight  # type: ignore[return-value]  # registration takes no module without one
+
+    @property
+    def bias(self) -> nn.Parameter:
+        """The module's bias, as it is now; only if `has_bias`."""
+        return self.module.bias  # type: ignore[return-value]  # see has_bias
 
     @abstractmethod
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        """Moments of all but the inputs grow with the square of `grad_output`."""
+        """Return the sums of one forward pass.
+
+        Args:
+            x: The layer's input.
+            grad_output: The gradient at its output. All sums except that of "a" grow with its square.
+        """
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each factor."""
+        """Return the shape of each factor."""
 
     def parameters(self) -> list[nn.Parameter]:
-        return [self.module.weight, self.module.bias] if self.has_bias else [self.module.weight]
+        """Return the parameters that K-FAC preconditions."""
+        return [self.weight, self.bias] if self.has_bias else [self.weight]
 
     def num_elements(self) -> int:
+        """Return the number of elements of the parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def learns(self) -> bool:
-        """It may have been frozen meanwhile."""
+    def is_trainable(self) -> bool:
+        """Return whether no parameter has been frozen since registration."""
         return all(parameter.requires_grad for parameter in self.parameters())
 
     @abstractmethod
     def matrix(self, *tensors: Tensor) -> Tensor:
-        """Tensors with the shapes of `parameters` as [G, m, n], or [U, k] of a norm. May share their memory."""
+        """Return tensors with the shapes of `parameters` as [G, m, n], or for a norm as [U, k].
+
+        The result may share their memory.
+        """
 
     def gradient(self) -> Tensor:
-        return self.matrix(*(parameter.grad for parameter in self.parameters()))
+        """Return the parameters' gradients as a matrix."""
+        return self.matrix(*map(require_gradient, self.parameters()))
 
     @abstractmethod
     def set_gradient(self, gradient: Tensor) -> None:
-        """Write it back into the parameters' gradients."""
+        """Write a matrix, as `gradient` returns it, into the parameters' gradients."""
+
+
+def require_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient
 
 
 class _Matrix(Layer):
@@ -80,160 +110,189 @@ class _Matrix(Layer):
 
     groups = 1
 
-    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def matrix(self, *tensors: Tensor) -> Tensor:
+        weight, *bias = tensors
         matrix = weight.movedim(1, -1).reshape(self.groups, len(weight) // self.groups, -1)
-        return matrix if bias is None else torch.cat([matrix, bias.reshape(self.groups, -1, 1)], 2)
-
-    def _with_one(self, rows: Tensor) -> Tensor:
-        return torch.cat([rows, torch.ones_like(rows[..., :1])], -1) if self.has_bias else rows
+        return torch.cat([matrix, bias[0].reshape(self.groups, -1, 1)], 2) if bias else matrix
 
     def set_gradient(self, gradient: Tensor) -> None:
-        weight = self.module.weight.grad
         if self.has_bias:
-            self.module.bias.grad.copy_(gradient[:, :, -1].reshape(-1))
+            require_gradient(self.bias).copy_(gradient[:, :, -1].reshape(-1))
             gradient = gradient[:, :, :-1]
-        weight = weight.movedim(1, -1)
+        weight = require_gradient(self.weight).movedim(1, -1)
         weight.copy_(gradient.reshape(weight.shape))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        weight = self.module.weight
+        weight = self.weight
         m, n = len(weight) // self.groups, weight[0].numel() + self.has_bias
         return {"a": (self.groups, n, n), "g": (self.groups, m, m)}
 
 
-class Linear(_Matrix):
+class RowLayer(_Matrix, ABC):
+    """A layer whose weight's gradient is a sum of products of rows, Σ g aᵀ."""
+
+    @abstractmethod
     def rows(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each position, [N, T, G, n] and [N, T, G, m]."""
+        """Return a and g of each position: [N, T, G, n] and [N, T, G, m]."""
+
+    def _append_one(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, torch.ones_like(rows[..., :1])], -1) if self.has_bias else rows
+
+
+class Linear(RowLayer):
+    """nn.Linear, with any number of dimensions between the first and the last."""
+
+    def rows(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         a, g = (t.reshape(len(t), prod(t.shape[1:-1]), 1, t.shape[-1]) for t in (x, grad_output))
-        return self._with_one(a), g
+        return self._append_one(a), g
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         rows_R1n, rows_R1m = (t.reshape(-1, 1, t.shape[-1]) for t in (x, grad_output))
-        a = factors.of_rows(rows_R1n)
+        a = factors.outer_products(rows_R1n)
         if self.has_bias:
-            a = factors.with_ones(a, factors.sum_of_rows(rows_R1n), len(rows_R1n))
-        return Sums({"a": a, "g": factors.of_rows(rows_R1m)}, len(x), len(rows_R1m))
+            a = factors.append_ones(a, factors.sum_rows(rows_R1n), len(rows_R1n))
+        return Sums({"a": a, "g": factors.outer_products(rows_R1m)}, len(x), len(rows_R1m))
 
 
-class Convolution(_Matrix):
-    """Of one dimension or two: any stride, padding, padding mode, dilation and groups. The inputs of a patch are in the
-    order of a channels-last weight: row, column, channel.
+class Convolution(RowLayer):
+    """nn.Conv1d or nn.Conv2d, with any stride, padding, padding mode, dilation and groups.
+
+    The inputs of a patch are in the order of a channels-last weight: row, column, channel. One dimension is a line of
+    pixels: two dimensions of which the first has the size 1.
     """
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d) -> None:
         super().__init__(module)
-        self.groups, self.min_dims = module.groups, 2 + len(module.kernel_size)
-        two = lambda pair, fill: (fill, *pair) if len(pair) == 1 else tuple(pair)  # noqa: E731
-        self._kernel, self._stride, self._dilation = (
-            two(getattr(module, name), 1) for name in ("kernel_size", "stride", "dilation")
-        )
-        if module.padding == "same":  # an odd pixel goes to the end, as torch has it
-            total = [d * (k - 1) for d, k in zip(self._dilation, self._kernel, strict=True)]
+        self.groups, self.min_dims, self._padding_mode = module.groups, 2 + len(module.kernel_size), module.padding_mode
+        self.kernel = _two_dimensions(module.kernel_size, 1)
+        self._stride = _two_dimensions(module.stride, 1)
+        self._dilation = _two_dimensions(module.dilation, 1)
+        if module.padding == "same":  # an odd pixel goes to the end, as in torch
+            total = [d * (k - 1) for d, k in zip(self._dilation, self.kernel, strict=True)]
             down, along = ((t // 2, t - t // 2) for t in total)
         else:
-            sides = (0, 0) if module.padding == "valid" else two(module.padding, 0)
+            sides = (0, 0) if isinstance(module.padding, str) else _two_dimensions(module.padding, 0)
             down, along = ((side, side) for side in sides)
         self._padding = *along, *down
-        self._by_offsets = (
-            (self._kernel, self._stride, self._dilation) == ((3, 3), (1, 1), (1, 1))
+        self._is_plain_3x3 = (
+            (self.kernel, self._stride, self._dilation) == ((3, 3), (1, 1), (1, 1))
             and (self._padding, self.groups, module.padding_mode) == ((1, 1, 1, 1), 1, "zeros")
             and not self.has_bias
         )
 
     def rows(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each position, [N, T, G, n] and [N, T, G, m]."""
-        x, grad_output = self._pixels(x, grad_output)
+        x, grad_output = self._images(x, grad_output)
         a, g = self._patches(x).flatten(1, 2).flatten(3), self._gradient_rows(grad_output)
-        return self._with_one(a), g.reshape(*a.shape[:2], *g.shape[1:])
+        return self._append_one(a), g.reshape(*a.shape[:2], *g.shape[1:])
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        x, grad_output = self._pixels(x, grad_output)
+        x, grad_output = self._images(x, grad_output)
         rows_RGm = self._gradient_rows(grad_output)
-        return Sums({"a": self._of_inputs(x), "g": factors.of_rows(rows_RGm)}, len(x), len(rows_RGm))
+        return Sums({"a": self._a_sum(x), "g": factors.outer_products(rows_RGm)}, len(x), len(rows_RGm))
 
-    def _of_inputs(self, x: Tensor) -> Tensor:
-        return factors.of_3x3(x) if self._by_offsets else factors.of_patches(self._patches(x), self.has_bias)
+    def _a_sum(self, x: Tensor) -> Tensor:
+        if self._is_plain_3x3:
+            return factors.conv3x3_factor(x)
+        return factors.patch_factor(self._patches(x), self.has_bias)
 
-    def _pixels(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """In two dimensions: one is a line of pixels."""
+    def _images(self, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         return (x[:, :, None], grad_output[:, :, None]) if grad_output.dim() == 3 else (x, grad_output)
 
     def _padded(self, x: Tensor) -> Tensor:
-        return factors.padded(x, self._padding, self.module.padding_mode)
+        return factors.pad_image(x, self._padding, self._padding_mode)
 
     def _patches(self, x: Tensor) -> Tensor:
-        return factors.patches(self._padded(x), self._kernel, self._stride, self._dilation, self.groups)
+        return factors.extract_patches(self._padded(x), self.kernel, self._stride, self._dilation, self.groups)
 
     def _gradient_rows(self, grad_output: Tensor) -> Tensor:
-        """[R, G, m]"""
+        """Return the gradient at the output as [R, G, m]."""
         return grad_output.movedim(1, -1).reshape(-1, self.groups, grad_output.shape[1] // self.groups)
 
 
+def _two_dimensions(sizes: tuple[int, ...], fill: int) -> tuple[int, int]:
+    """Return sizes down and along, with `fill` for the first if there is only one dimension."""
+    down, along = (fill, *sizes) if len(sizes) == 1 else sizes
+    return down, along
+
+
 class UncorrelatedConvolution(Convolution):
-    """One whose inputs are taken as uncorrelated between the K taps of its kernel, and alike: the a_factor is the mean
-    of the K blocks on the diagonal of Convolution's, and stands for each of them. Laurent et al. 2018, "An evaluation
-    of Fisher approximations beyond Kronecker factorization". Without groups and bias.
+    """A convolution whose inputs are assumed to be uncorrelated between the K elements of its kernel, and alike (SUA).
+
+    The a_factor is the mean of the K blocks on the diagonal of Convolution's, and stands for each of them. Laurent et
+    al. 2018, "An evaluation of Fisher approximations beyond Kronecker factorization". Without groups and bias.
     """
 
     @staticmethod
     def fits(layer: Layer) -> bool:
-        return type(layer) is Convolution and prod(layer._kernel) > 1 and layer.groups == 1 and not layer.has_bias
+        """Return whether a layer is a convolution that this class may replace, with a gain."""
+        return type(layer) is Convolution and prod(layer.kernel) > 1 and layer.groups == 1 and not layer.has_bias
 
-    def _of_inputs(self, x: Tensor) -> Tensor:
-        return factors.of_taps(self._padded(x), self._kernel, self._stride, self._dilation)
+    def _a_sum(self, x: Tensor) -> Tensor:
+        return factors.sua_factor(self._padded(x), self.kernel, self._stride, self._dilation)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        m, n = self.module.weight.shape[:2]
+        m, n = self.weight.shape[:2]
         return {"a": (1, n, n), "g": (1, m, m)}
 
-    def matrix(self, weight: Tensor) -> Tensor:
-        """[K, m, n]"""
+    def matrix(self, *tensors: Tensor) -> Tensor:
+        """Return the weight as [K, m, n]."""
+        (weight,) = tensors
         return weight.flatten(2).movedim(2, 0)
 
     def set_gradient(self, gradient: Tensor) -> None:
-        weight = self.module.weight.grad
+        weight = require_gradient(self.weight)
         weight.copy_(gradient.movedim(0, 2).reshape(weight.shape))
 
 
 class Embedding(_Matrix):
-    """Its inputs are one-hot, so that the a_factor is diagonal: [1, number of embeddings]. Padding counts for nothing;
-    in the g_factor's mean over the rest, parts of a batch (micro-batches, ranks) count alike, however much each has.
+    """nn.Embedding. Its inputs are one-hot, so the a_factor is diagonal: [1, number of embeddings].
+
+    Padding tokens are ignored. The g_factor is averaged over micro-batches and ranks with equal weights, regardless of
+    how many tokens in each are padding.
     """
 
     min_dims = 1
 
+    def __init__(self, module: nn.Embedding) -> None:
+        super().__init__(module)
+        self._num_embeddings, self._padding_idx = module.num_embeddings, module.padding_idx
+
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
-        rows_R1m, padding = grad_output.reshape(-1, 1, grad_output.shape[-1]), self.module.padding_idx
+        rows_R1m, padding = grad_output.reshape(-1, 1, grad_output.shape[-1]), self._padding_idx
         num_rows = len(rows_R1m)
-        if padding is not None:  # has no gradient, whatever comes back
-            is_real = x.reshape(-1, 1, 1) != padding
-            rows_R1m = rows_R1m * is_real
-        g = factors.of_rows(rows_R1m)
+        if padding is not None:  # it has no gradient, whatever comes back
+            is_token = x.reshape(-1, 1, 1) != padding
+            rows_R1m = rows_R1m * is_token
+        g = factors.outer_products(rows_R1m)
         if padding is not None:
-            g = g * (num_rows / is_real.sum().clamp(min=1))  # a mean over the others
-        # Like bincount, which would wait for the GPU.
-        places = x.reshape(-1)
-        counts = g.new_zeros(self.module.num_embeddings).scatter_add_(0, places, torch.ones_like(places, dtype=g.dtype))
+            g = g * (num_rows / is_token.sum().clamp(min=1))  # a mean over the other rows
+        # As bincount, which would wait for the GPU.
+        tokens = x.reshape(-1)
+        counts = g.new_zeros(self._num_embeddings).scatter_add_(0, tokens, torch.ones_like(tokens, dtype=g.dtype))
         if padding is not None:
             counts[padding] = 0
         return Sums({"a": counts[None], "g": g}, len(x), num_rows)
 
-    def matrix(self, weight: Tensor) -> Tensor:
+    def matrix(self, *tensors: Tensor) -> Tensor:
+        (weight,) = tensors
         return weight.T[None]
 
     def set_gradient(self, gradient: Tensor) -> None:
-        self.module.weight.grad.copy_(gradient[0].T)
+        require_gradient(self.weight).copy_(gradient[0].T)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        vocabulary, m = self.module.weight.shape
+        vocabulary, m = self.weight.shape
         return {"a": (1, vocabulary), "g": (1, m, m)}
 
 
 class Norm(Layer):
-    """Scale and shift of a norm: the exact Fisher matrix of each unit, [U, k, k] with k = 2, or 1 without a shift."""
+    """The scale and shift of a norm: the exact Fisher matrix of each unit, [U, k, k].
 
-    factors: ClassVar[dict[str, str]] = {"unit": "samples"}
-    whole_batch = True  # where it normalises over it, and it costs little
+    k is 2, or 1 without a shift.
+    """
+
+    factors = {"unit": "samples"}  # noqa: RUF012 - as in Layer
+    whole_batch = True  # where it normalises over the batch; and all samples cost little
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -242,35 +301,36 @@ class Norm(Layer):
 
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         x, grad_output = factors.accumulating(x), factors.accumulating(grad_output)
-        normalised = self._normalised(x)
+        normalised = self.normalise(x)
         parts = [normalised * grad_output, grad_output] if self.has_bias else [normalised * grad_output]
         gradients_NUk = torch.stack([self._per_sample(part) for part in parts], -1)
-        moment = torch.einsum("nuj,nuk->ujk", gradients_NUk, gradients_NUk)
-        return Sums({"unit": moment}, len(x), len(x))
+        unit = torch.einsum("nuj,nuk->ujk", gradients_NUk, gradients_NUk)
+        return Sums({"unit": unit}, len(x), len(x))
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        """What the scale is multiplied with."""
+    def normalise(self, x: Tensor) -> Tensor:
+        """Return what the module multiplies with its scale."""
         module = self.module
         if isinstance(module, nn.LayerNorm):
             return F.layer_norm(x, module.normalized_shape, eps=module.eps)
         if isinstance(module, nn.GroupNorm):
             return F.group_norm(x, module.num_groups, eps=module.eps)
+        assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)
         return F.batch_norm(x, None, None, training=True, eps=module.eps)
 
     def _per_sample(self, gradient: Tensor) -> Tensor:
-        """[N, U]: summed over what shares a unit."""
+        """Return [N, U]: the sum over all positions that share a unit."""
         if isinstance(self.module, nn.LayerNorm):
             units = self.module.weight.numel()
             return gradient.reshape(len(gradient), -1, units).sum(1)
         return gradient.reshape(*gradient.shape[:2], -1).sum(2)
 
-    def matrix(self, *vectors: Tensor) -> Tensor:
-        return torch.stack([vector.reshape(-1) for vector in vectors], -1)
+    def matrix(self, *tensors: Tensor) -> Tensor:
+        return torch.stack([tensor.reshape(-1) for tensor in tensors], -1)
 
     def set_gradient(self, gradient: Tensor) -> None:
         for i, parameter in enumerate(self.parameters()):
-            parameter.grad.copy_(gradient[:, i].reshape(parameter.shape))
+            require_gradient(parameter).copy_(gradient[:, i].reshape(parameter.shape))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         k = len(self.parameters())
-        return {"unit": (self.module.weight.numel(), k, k)}
+        return {"unit": (self.weight.numel(), k, k)}

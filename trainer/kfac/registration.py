@@ -1,10 +1,10 @@
-"""Which of a model's modules K-FAC takes: one line in `TYPES` a type."""
+"""Which modules of a model K-FAC takes as layers. A supported type is one line in TYPES."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .layers import Convolution, Embedding, Layer, Linear, Norm, UncorrelatedConvolution
 
-TYPES: dict[type[nn.Module], type[Layer]] = {
+TYPES: dict[type[nn.Module], Callable[..., Layer]] = {
     nn.Linear: Linear,
     nn.Conv1d: Convolution,
     nn.Conv2d: Convolution,
@@ -23,58 +23,76 @@ TYPES: dict[type[nn.Module], type[Layer]] = {
     nn.GroupNorm: Norm,
 }
 
+Pattern = str | type[object]
+Skip = Pattern | Iterable[Pattern]
+"""Regular expressions, which are searched for in the names of modules and of their classes; or classes."""
 
-Skip = str | type | Iterable[str | type]
-"""Regular expressions, which are searched for in names and names of classes; or classes."""
 
-
-def layer_of(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer | None:
-    """The module as a layer; None for a type that is not supported, or where there is nothing to learn."""
+def make_layer(module: nn.Module, spatially_uncorrelated: bool = False) -> Layer | None:
+    """Return the module as a layer; None if its type is not supported, or it has nothing to learn."""
     base = next((base for base in type(module).__mro__ if base in TYPES), None)
     weight = getattr(module, "weight", None)
     if base is None or not isinstance(weight, nn.Parameter) or not weight.requires_grad:  # or parametrized
         return None
     if not weight.is_floating_point():  # complex
         return None
-    if type(module).forward is not base.forward or "forward" in vars(module):  # who knows what it does
+    if type(module).forward is not base.forward or "forward" in vars(module):  # it may compute anything
         return None
     if isinstance(module, NonDynamicallyQuantizableLinear):  # MultiheadAttention's, which never calls it
         return None
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None or module.scale_grad_by_freq):
         return None
     layer = TYPES[base](module)
-    uncorrelated = spatially_uncorrelated and UncorrelatedConvolution.fits(layer)
-    return UncorrelatedConvolution(module) if uncorrelated else layer
+    is_uncorrelated = spatially_uncorrelated and UncorrelatedConvolution.fits(layer)
+    return UncorrelatedConvolution(module) if is_uncorrelated else layer  # type: ignore[arg-type]  # fits: a convolution
 
 
-def find(model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False) -> tuple[dict[str, Layer], list[str]]:
-    """The layers of a model, by name, without those whose name or class is in `skip`; and, as text, the modules and
-    parameters that learn besides. Raises ValueError for parameters that are not there, or not whole, and for a pattern
-    that is none.
+def register_layers(
+    model: nn.Module, skip: Skip = (), spatially_uncorrelated: bool = False
+) -> tuple[dict[str, Layer], list[str]]:
+    """Find the layers of a model.
+
+    Args:
+        model: Any module.
+        skip: Modules to leave out, by name or class.
+        spatially_uncorrelated: Take convolutions as `UncorrelatedConvolution`, where that fits.
+
+    Returns:
+        The layers by name, and the names of all other modules and parameters that learn.
+
+    Raises:
+        ValueError: Parameters have no shape yet or are sharded, or `skip` is not a valid pattern.
     """
-    layers, unsupported, patterns = {}, [], _patterns(skip)
-    uses = Counter(of for module in model.modules() for of in set(module.parameters(recurse=False)))
-    for name, module in model.named_modules():
-        own = {of: parameter for of, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
-        if not own or _is_skipped(name, module, patterns):
+    layers: dict[str, Layer] = {}
+    unsupported, patterns = [], _compile_patterns(skip)
+    uses = Counter(parameter for module in model.modules() for parameter in set(module.parameters(recurse=False)))
+    for module_name, module in model.named_modules():
+        parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if not parameters or _is_skipped(module_name, module, patterns):
             continue
-        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in own.values()):
-            raise ValueError(f"{name}: its parameters have no shape yet; run the model once before")
-        require_whole(name, own.values())
-        layer = layer_of(module, spatially_uncorrelated)
-        if layer is None or any(uses[parameter] > 1 for parameter in own.values()):  # or tied: there is no one input
-            has_others = next(module.children(), None) is not None  # which may be taken
-            its_own = [f"{name}.{of}".lstrip(".") for of in own]
-            unsupported += its_own if has_others else [f"{name} ({type(module).__name__})"]
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in parameters.values()):
+            raise ValueError(f"{module_name}: its parameters have no shape yet; run the model once before")
+        require_whole(module_name, parameters.values())
+        layer = make_layer(module, spatially_uncorrelated)
+        if layer is None or any(uses[parameter] > 1 for parameter in parameters.values()):  # or tied: it has two inputs
+            if next(module.children(), None) is not None:  # the children may be supported
+                unsupported += [f"{module_name}.{name}".lstrip(".") for name in parameters]
+            else:
+                unsupported.append(f"{module_name} ({type(module).__name__})")
             continue
-        layers[name] = layer
-        taken = set(layer.parameters())
-        unsupported += [f"{name}.{of}" for of, parameter in own.items() if parameter not in taken]
+        layers[module_name] = layer
+        preconditioned = set(layer.parameters())
+        unsupported += [f"{module_name}.{name}" for name, p in parameters.items() if p not in preconditioned]
     return layers, unsupported
 
 
 def require_whole(name: str, parameters: Iterable[nn.Parameter]) -> None:
-    """Raises ValueError for what FSDP2 (its DTensor), FSDP1 or DeepSpeed has sharded, if only the gradients."""
+    """Raise ValueError for parameters that FSDP2 (its DTensor), FSDP1 or DeepSpeed has sharded, or only the gradients.
+
+    Args:
+        name: The layer's name, for the message.
+        parameters: The layer's parameters.
+    """
     for parameter in parameters:
         if hasattr(parameter, "device_mesh") or hasattr(parameter, "_fsdp_flattened"):
             raise ValueError(f"{name}: its parameters are sharded (FSDP), and K-FAC needs whole layers; use DDP")
@@ -93,28 +111,32 @@ def require_whole(name: str, parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def _is_skipped(name: str, module: nn.Module, patterns: list[re.Pattern | type]) -> bool:
+def _is_skipped(name: str, module: nn.Module, patterns: list[re.Pattern[str] | type[object]]) -> bool:
     return any(
-        isinstance(module, of) if isinstance(of, type) else of.search(name) or of.search(type(module).__name__)
-        for of in patterns
+        isinstance(module, pattern)
+        if isinstance(pattern, type)
+        else pattern.search(name) or pattern.search(type(module).__name__)
+        for pattern in patterns
     )
 
 
-def _patterns(skip: Skip) -> list[re.Pattern | type]:
-    patterns = []
-    for of in [skip] if isinstance(skip, str | type) else skip:
+def _compile_patterns(skip: Skip) -> list[re.Pattern[str] | type[object]]:
+    patterns: list[re.Pattern[str] | type[object]] = []
+    for pattern in [skip] if isinstance(skip, str | type) else skip:
         try:
-            patterns.append(of if isinstance(of, type) else re.compile(of))
+            patterns.append(pattern if isinstance(pattern, type) else re.compile(pattern))
         except (re.error, TypeError) as error:
-            raise ValueError(f"skip: {of!r} is no regular expression and no class ({error})") from error
+            raise ValueError(f"skip: {pattern!r} is not a regular expression and not a class ({error})") from error
     return patterns
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Out of DistributedDataParallel and torch.compile: names are those of the model itself. Raises TypeError for what
-    is no module.
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile, so that names are those of the model itself.
+
+    Raises:
+        TypeError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} is no torch.nn.Module")
+        raise TypeError(f"model: {type(model).__name__} is not a torch.nn.Module")
     inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return model if inner is None else unwrapped(inner)
+    return model if inner is None else unwrap(inner)

@@ -1,56 +1,67 @@
-"""The settings of K-FAC, checked."""
+"""The settings of K-FAC: their types, defaults and ranges. Each stands here, and nowhere else.
+
+`KFAC` documents what they mean. Its signature, the cost formulas and a recipe's section take their defaults from here.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, get_args
 
-from .solvers import SOLVERS
+SolverName = Literal["eigen", "cholesky"]
+InverseDtype = Literal["bfloat16"]
 
-WHOLE = Integral, lambda value: value >= 1, "whole numbers from 1"
-EITHER = bool, lambda value: True, "True or False"
-ALLOWED = {
-    "damping": (Real, lambda value: 0 < value < math.inf, "above 0"),
-    "factor_update_steps": WHOLE,
-    "inv_update_steps": WHOLE,
-    "factor_decay": (Real, lambda value: 0 <= value < 1, "from 0 to below 1"),
-    "kl_clip": (Real, lambda value: 0 < value < math.inf, "above 0, or None"),
-    "lr": (Real, lambda value: 0 <= value < math.inf, "from 0"),
-    "accumulation_steps": WHOLE,
-    "factor_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
-    "solver": (str, lambda value: value in SOLVERS, ", ".join(SOLVERS)),
-    "stagger": EITHER,
-    "spatially_uncorrelated": EITHER,
-    "inv_dtype": (str, lambda value: value == "bfloat16", "bfloat16, or None"),
-    "grad_worker_fraction": (Real, lambda value: 0 < value <= 1, "above 0 to 1"),
-    "local_factors": EITHER,
-}
-CHANGEABLE = "damping", "factor_update_steps", "inv_update_steps", "factor_decay", "kl_clip", "lr"
+
+class Allowed(NamedTuple):
+    """What a setting may be: a value of type `kind` that `fits`, in words `text`; or None, if that is `optional`."""
+
+    kind: type
+    fits: Callable[[Any], bool]
+    text: str
+    optional: bool = False
+
+
+COUNT = Allowed(Integral, lambda value: value >= 1, "whole numbers from 1")
+POSITIVE = Allowed(Real, lambda value: 0 < value < math.inf, "above 0")
+POSITIVE_OR_NONE = Allowed(Real, lambda value: 0 < value < math.inf, "above 0, or None", optional=True)
+FROM_ZERO = Allowed(Real, lambda value: 0 <= value < math.inf, "from 0")
+BELOW_ONE = Allowed(Real, lambda value: 0 <= value < 1, "from 0 to below 1")
+FRACTION = Allowed(Real, lambda value: 0 < value <= 1, "above 0 to 1")
+BOOLEAN = Allowed(bool, lambda value: True, "True or False")
+SOLVER = Allowed(str, lambda value: value in get_args(SolverName), ", ".join(get_args(SolverName)))
+INVERSE_DTYPE = Allowed(str, lambda value: value in get_args(InverseDtype), "bfloat16, or None", optional=True)
 
 
 @dataclass
 class KFACSettings:
-    """See `KFAC`. Raises ValueError naming the setting, its value and what is allowed."""
+    """The settings of `KFAC`, which documents them.
 
-    damping: float = 0.003
-    factor_update_steps: int = 10
-    inv_update_steps: int = 100
-    factor_decay: float = 0.95
-    kl_clip: float | None = 0.001
-    lr: float = 0.1
-    accumulation_steps: int = 1
-    factor_fraction: float = 1.0
-    solver: str = "eigen"
-    stagger: bool = True
-    spatially_uncorrelated: bool = False
-    inv_dtype: str | None = None
-    grad_worker_fraction: float = 1.0
-    local_factors: bool = False
+    Raises:
+        ValueError: A value is out of range, when it is set. The message names the setting, the value and what is
+            allowed.
+    """
+
+    damping: float = field(default=0.003, metadata={"allowed": POSITIVE})
+    factor_update_steps: int = field(default=10, metadata={"allowed": COUNT})
+    inv_update_steps: int = field(default=100, metadata={"allowed": COUNT})
+    factor_decay: float = field(default=0.95, metadata={"allowed": BELOW_ONE})
+    kl_clip: float | None = field(default=0.001, metadata={"allowed": POSITIVE_OR_NONE})
+    lr: float = field(default=0.1, metadata={"allowed": FROM_ZERO})
+    accumulation_steps: int = field(default=1, metadata={"allowed": COUNT})
+    factor_fraction: float = field(default=1.0, metadata={"allowed": FRACTION})
+    solver: SolverName = field(default="eigen", metadata={"allowed": SOLVER})
+    stagger: bool = field(default=True, metadata={"allowed": BOOLEAN})
+    spatially_uncorrelated: bool = field(default=False, metadata={"allowed": BOOLEAN})
+    inv_dtype: InverseDtype | None = field(default=None, metadata={"allowed": INVERSE_DTYPE})
+    grad_worker_fraction: float = field(default=1.0, metadata={"allowed": FRACTION})
+    local_factors: bool = field(default=False, metadata={"allowed": BOOLEAN})
 
     def __setattr__(self, name: str, value: object) -> None:
-        kind, fits, allowed = ALLOWED[name]
-        good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool) and fits(value)
-        if not good and not (value is None and name in ("kl_clip", "inv_dtype")):
-            raise ValueError(f"{name}: {value!r} is out of range; allowed: {allowed}")
+        allowed: Allowed = self.__dataclass_fields__[name].metadata["allowed"]
+        fits = isinstance(value, allowed.kind) and isinstance(value, bool) == (allowed.kind is bool)
+        if not (fits and allowed.fits(value)) and not (value is None and allowed.optional):
+            raise ValueError(f"{name}: {value!r} is out of range; allowed: {allowed.text}")
         object.__setattr__(self, name, value)

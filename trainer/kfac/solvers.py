@@ -1,15 +1,16 @@
-"""Solvers: from two factors to the preconditioned gradient. One class each; a new one is a line in SOLVERS.
+"""Solvers: from two factors to the preconditioned gradient. Each is a class here, and a line in SOLVERS.
 
-With a_factor A, g_factor G, damping λ and a gradient D (one row an output), the solution D' of
+With an a_factor A, a g_factor G, the damping λ and a gradient D (one row for each output), they solve for D'
 
     eigen       G D' A + λ D' = D                                (the damping on the product, exact)
     cholesky    (G + √λ/π I) D' (A + π √λ I) = D                 (on each factor: Martens and Grosse 2015, 6.3)
 
-where π² is the ratio of the mean eigenvalues of A and G.
+where π² is the ratio of the mean eigenvalues of A and G. So "eigen" uses the damping where it preconditions, and
+"cholesky" where it inverts.
 
-G groups, n inputs and m outputs of a group. A factor is [G, n, n], or [1, n] for a diagonal. A state's matrices may be
-kept in less precision than factors have: gradients are then multiplied in it. (Rounded eigenvectors still make a
-positive definite solution; rounded inverses only where the damping is not too far below the largest eigenvalue.)
+G groups, n inputs and m outputs of a group. A factor is [G, n, n], or [1, n] for a diagonal. A solution's matrices may
+be kept in less precision than factors have: gradients are then multiplied in it. (Rounded eigenvectors still make a
+positive definite solution; rounded inverses do so only where the damping is not too far below the largest eigenvalue.)
 """
 
 from __future__ import annotations
@@ -20,91 +21,126 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from .settings import SolverName
+
 logger = logging.getLogger(__name__)
 
-State = dict[str, Tensor]  # what is kept of a pair of factors between refreshes, named as in a state_dict
-ROUNDING = 8  # of the smallest pivot, at least, in parts of what is rounded
+Solution = dict[str, Tensor]
+"""An inverse or an eigen-decomposition of a pair of factors. Names are those in a state_dict."""
+
+ROUNDING = 8  # the smallest pivot of a norm's unit is at least so many units of rounding
 
 
 class Solver(ABC):
-    """`fallbacks`: how many decompositions have failed. What was there before is then kept; at first, that leaves the
-    gradient as it is.
+    """Computes and applies solutions.
+
+    Attributes:
+        fallbacks: How many decompositions have failed. The solution before is then kept; at first that is the one
+            which leaves the gradient as it is.
     """
 
-    symmetric = False  # are the matrices of a state?
+    symmetric = False  # Are a solution's matrices symmetric?
 
     def __init__(self) -> None:
         self.fallbacks: int | Tensor = 0
 
     @abstractmethod
-    def empty(self, a_factor: Tensor, g_factor: Tensor) -> State:
-        """A state for factors of these shapes that leaves gradients (about) as they are."""
+    def identity(self, a_factor: Tensor, g_factor: Tensor) -> Solution:
+        """Return a solution for factors of these shapes that leaves gradients (about) as they are."""
 
     @abstractmethod
-    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State) -> State:
-        """The state of new factors."""
+    def update_inverse(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: Solution) -> Solution:
+        """Return the solution of new factors.
+
+        Args:
+            a_factor: [G, n, n], or [1, n] for a diagonal.
+            g_factor: [G, m, m].
+            damping: λ, above 0.
+            before: The last solution, which is returned where a decomposition fails.
+        """
 
     @abstractmethod
-    def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
-        """[G, m, n] to the same; for factors of one group also [K, m, n], each of the K alike."""
+    def precondition(self, solution: Solution, gradient: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradient.
+
+        Args:
+            solution: What `update_inverse` has returned.
+            gradient: [G, m, n]; for factors of one group also [K, m, n], of which the K are treated alike.
+            damping: λ, above 0.
+
+        Returns:
+            A tensor with the shape and type of `gradient`.
+        """
 
 
 class Eigen(Solver):
-    def empty(self, a_factor: Tensor, g_factor: Tensor) -> State:
-        state = {}
-        for name, factor in (("a", a_factor), ("g", g_factor)):
-            state[f"{name}_values"] = torch.ones_like(factor[..., 0]) if factor.dim() == 3 else torch.ones_like(factor)
-            if factor.dim() == 3:
-                state[f"{name}_vectors"] = _identity(factor)
-        return state
+    """Eigen-decompositions of both factors."""
 
-    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State) -> State:
-        state = {}
+    def identity(self, a_factor: Tensor, g_factor: Tensor) -> Solution:
+        """Return the identity as eigenvectors, and eigenvalues of 1."""
+        solution = {}
+        for name, factor in (("a", a_factor), ("g", g_factor)):
+            values = torch.ones_like(factor[..., 0]) if factor.dim() == 3 else torch.ones_like(factor)
+            solution[f"{name}_values"] = values
+            if factor.dim() == 3:
+                solution[f"{name}_vectors"] = _identity(factor)
+        return solution
+
+    def update_inverse(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: Solution) -> Solution:
+        """Return the eigenvalues and eigenvectors of both factors; the damping is not used."""
+        solution = {}
         for name, factor in (("a", a_factor), ("g", g_factor)):
             if factor.dim() == 2:
-                state[f"{name}_values"] = factor.clone()
+                solution[f"{name}_values"] = factor.clone()
                 continue
-            found = _eigh(factor)
-            if found is None:
+            decomposition = _eigh(factor)
+            if decomposition is None:
                 self.fallbacks += 1
                 logger.warning("K-FAC: no eigenvectors of a factor %s; those before stay", tuple(factor.shape))
                 return before
-            state[f"{name}_values"], state[f"{name}_vectors"] = found
-        return state
+            solution[f"{name}_values"], solution[f"{name}_vectors"] = decomposition
+        return solution
 
-    def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
-        rotated = self.rotate(state, gradient)
-        rotated /= (state["g_values"][:, :, None] * state["a_values"][:, None]).add_(damping)
-        return self.rotate_back(state, rotated).to(gradient.dtype)
-
-    @staticmethod
-    def rotate(state: State, gradient: Tensor) -> Tensor:
-        """Into the eigenvectors' coordinates."""
-        gradient = state["g_vectors"].mT @ gradient.to(state["g_vectors"].dtype)
-        return gradient @ state["a_vectors"] if "a_vectors" in state else gradient
+    def precondition(self, solution: Solution, gradient: Tensor, damping: float) -> Tensor:
+        """Divide the gradient by the damped eigenvalues of the product, in its eigenvectors' coordinates."""
+        rotated = self.rotate(solution, gradient)
+        rotated /= (solution["g_values"][:, :, None] * solution["a_values"][:, None]).add_(damping)
+        return self.rotate_back(solution, rotated).to(gradient.dtype)
 
     @staticmethod
-    def rotate_back(state: State, rotated: Tensor) -> Tensor:
-        rotated = state["g_vectors"] @ rotated
-        return rotated @ state["a_vectors"].mT if "a_vectors" in state else rotated
+    def rotate(solution: Solution, gradient: Tensor) -> Tensor:
+        """Return the gradient in the eigenvectors' coordinates."""
+        gradient = solution["g_vectors"].mT @ gradient.to(solution["g_vectors"].dtype)
+        return gradient @ solution["a_vectors"] if "a_vectors" in solution else gradient
+
+    @staticmethod
+    def rotate_back(solution: Solution, rotated: Tensor) -> Tensor:
+        """Return in a layer's coordinates what is in those of the eigenvectors."""
+        rotated = solution["g_vectors"] @ rotated
+        return rotated @ solution["a_vectors"].mT if "a_vectors" in solution else rotated
 
 
 class Cholesky(Solver):
+    """Inverses of both damped factors."""
+
     symmetric = True
 
-    def empty(self, a_factor: Tensor, g_factor: Tensor) -> State:
+    def identity(self, a_factor: Tensor, g_factor: Tensor) -> Solution:
+        """Return the identity as inverses."""
         a = _identity(a_factor) if a_factor.dim() == 3 else torch.ones_like(a_factor)
         return {"a_inverse": a, "g_inverse": _identity(g_factor)}
 
-    def refresh(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: State) -> State:
-        a, g = damped(a_factor, g_factor, damping)
+    def update_inverse(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: Solution) -> Solution:
+        """Return the inverses of both factors, damped."""
+        a, g = damp_factors(a_factor, g_factor, damping)
         return {name: self._inverse(new, before[name]) for name, new in (("a_inverse", a), ("g_inverse", g))}
 
-    def precondition(self, state: State, gradient: Tensor, damping: float) -> Tensor:
-        a_inverse, g_inverse = state["a_inverse"], state["g_inverse"]
-        found = g_inverse @ gradient.to(g_inverse.dtype)
-        found = found * a_inverse[:, None] if a_inverse.dim() == 2 else found @ a_inverse
-        return found.to(gradient.dtype)
+    def precondition(self, solution: Solution, gradient: Tensor, damping: float) -> Tensor:
+        """Multiply the gradient with both inverses; the damping is in them."""
+        a_inverse, g_inverse = solution["a_inverse"], solution["g_inverse"]
+        product = g_inverse @ gradient.to(g_inverse.dtype)
+        product = product * a_inverse[:, None] if a_inverse.dim() == 2 else product @ a_inverse
+        return product.to(gradient.dtype)
 
     def _inverse(self, factor: Tensor, before: Tensor) -> Tensor:
         if factor.dim() == 2:
@@ -116,23 +152,29 @@ class Cholesky(Solver):
         return torch.where(failed, before, torch.cholesky_inverse(triangle))
 
 
-SOLVERS: dict[str, type[Solver]] = {"eigen": Eigen, "cholesky": Cholesky}
+SOLVERS: dict[SolverName, type[Solver]] = {"eigen": Eigen, "cholesky": Cholesky}
 
 
-def damped(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """A + π √λ I and G + √λ/π I, with π² = (tr A / n) / (tr G / m), for each group."""
+def damp_factors(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Return A + π √λ I and G + √λ/π I, with π² = (tr A / n) / (tr G / m), for each group.
+
+    Args:
+        a_factor: [G, n, n], or [1, n] for a diagonal.
+        g_factor: [G, m, m].
+        damping: λ, above 0.
+    """
     a_mean, g_mean = _mean_eigenvalue(a_factor), _mean_eigenvalue(g_factor)
     known = (a_mean > 0) & (g_mean > 0)
     pi = torch.where(known, (a_mean / torch.where(known, g_mean, 1)).sqrt(), 1)
     root = damping**0.5
-    return _plus(a_factor, pi * root), _plus(g_factor, root / pi)
+    return _add_to_diagonal(a_factor, pi * root), _add_to_diagonal(g_factor, root / pi)
 
 
 def _mean_eigenvalue(factor: Tensor) -> Tensor:
     return factor.mean(1) if factor.dim() == 2 else factor.diagonal(dim1=1, dim2=2).mean(1)
 
 
-def _plus(factor: Tensor, shift_G: Tensor) -> Tensor:
+def _add_to_diagonal(factor: Tensor, shift_G: Tensor) -> Tensor:
     if factor.dim() == 2:
         return factor + shift_G[:, None]
     factor = factor.clone()
@@ -145,7 +187,7 @@ def _identity(factor: Tensor) -> Tensor:
 
 
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Eigenvalues (none below zero) and eigenvectors; None where no way converges."""
+    """Return the eigenvalues (none below zero) and eigenvectors; None if it does not converge in float64 either."""
     for precise in (False, True):
         try:
             values, vectors = torch.linalg.eigh(factor.double().cpu() if precise else factor)
@@ -158,18 +200,28 @@ def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def unit_solution(unit_factor: Tensor, gradient: Tensor, damping: float) -> Tensor:
-    """(F + λ I)⁻¹ d for each unit of a norm: F folded, [U, 1] or [U, 3], and [U, k] to [U, k] with k = 1 or 2."""
+def precondition_units(packed_factor: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """Return (F + λ I)⁻¹ d for each unit of a norm.
+
+    Args:
+        packed_factor: F as packed triangles: [U, 1] or [U, 3].
+        gradient: d, [U, k] with k = 1 or 2.
+        damping: λ, above 0.
+
+    Returns:
+        [U, k].
+    """
     if gradient.shape[-1] == 1:
-        return gradient / (unit_factor + damping)
-    # L D Lᵀ, the larger pivot first: no library call for thousands of 2×2 matrices. But for rounding, which must not
-    # become a step, the second pivot is λ or more.
-    p, q, s = unit_factor.unbind(-1)
+        return gradient / (packed_factor + damping)
+    # L D Lᵀ with the larger pivot first, instead of a library call for thousands of 2×2 matrices. Without rounding, the
+    # second pivot is at least λ. It is kept at that, and above what rounding makes of it, or a rounding error would
+    # become a long step.
+    p, q, s = packed_factor.unbind(-1)
     swapped = (p < s)[:, None]
     p, s = torch.maximum(p, s) + damping, torch.minimum(p, s) + damping
     first, second = torch.where(swapped, gradient.flip(-1), gradient).unbind(-1)
     below = q / p
     pivot = (s - q * below).clamp(min=damping).maximum(ROUNDING * torch.finfo(s.dtype).eps * s)
     last = (second - below * first) / pivot
-    found = torch.stack([first / p - below * last, last], -1)
-    return torch.where(swapped, found.flip(-1), found)
+    solution = torch.stack([first / p - below * last, last], -1)
+    return torch.where(swapped, solution.flip(-1), solution)

@@ -1,15 +1,26 @@
-"""The states of all ranks, put together."""
+"""The states of all ranks, merged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from .curvature_block import Block
+from .curvature_block import CurvatureBlock
 
 
-def merged(states: Sequence[dict], keys: set[str], solver: str, blocks: Mapping[str, Block]) -> dict[str, dict]:
-    """The states of all layers, of a preconditioner whose own state has these `keys`. Raises ValueError when they are
-    not those of its layers, shapes and solver, or not of one step.
+def merge_state_dicts(
+    states: Sequence[dict[str, Any]], keys: set[str], solver: str, blocks: Mapping[str, CurvatureBlock]
+) -> dict[str, dict[str, Any]]:
+    """Return the states of all layers, by name.
+
+    Args:
+        states: The states of all ranks that there were.
+        keys: The keys that each must have.
+        solver: The solver that each must have.
+        blocks: The layers that they must have together, by name.
+
+    Raises:
+        ValueError: The states have other layers, shapes or another solver, or are not all of one step.
     """
     if not all(isinstance(state, dict) for state in states):
         raise ValueError("states: not dictionaries; call load_state_dict(*states)")
@@ -23,14 +34,14 @@ def merged(states: Sequence[dict], keys: set[str], solver: str, blocks: Mapping[
     solvers = {state["solver"] for state in states}
     if solvers != {solver}:
         raise ValueError(f"solver: the state is of {', '.join(sorted(solvers))}, not {solver}")
-    layers = {name: saved for state in states for name, saved in state["layers"].items()}
+    layers = {name: layer for state in states for name, layer in state["layers"].items()}
     missing, unknown = sorted(blocks.keys() - layers.keys()), sorted(layers.keys() - blocks.keys())
     if missing or unknown:
         raise ValueError(f"layers: the states (of all ranks?) lack {missing}, and have {unknown} besides")
     for name, block in blocks.items():
-        saved = layers[name].get("shapes")
-        if saved != block.layer.shapes():
-            raise ValueError(f"layer {name}: the state's factors are {saved}, not {block.layer.shapes()}")
+        shapes = layers[name].get("shapes")
+        if shapes != block.layer.shapes():
+            raise ValueError(f"layer {name}: the state's factors are {shapes}, not {block.layer.shapes()}")
         if lacking := block.state_dict().keys() - layers[name].keys():
             raise ValueError(f"layer {name}: the state lacks {', '.join(sorted(lacking))}")
     return layers

@@ -1,7 +1,14 @@
 """Symmetric matrices as their upper triangles: half the memory, half the bytes to send.
 
-Rows i and n - i of a triangle have n elements together, so the first half of the rows has room for the second half,
-turned by 180°, left of its diagonal. To fold so takes no indices, which would be twice the matrix.
+Rows i and n - i of a triangle have n elements together. So the first half of the rows has room for the second half,
+rotated by 180°, to the left of its diagonal; for n = 4, with the elements of the triangle numbered:
+
+     0  1  2  3                      0  1  2  3
+     .  4  5  6    is packed as      9  4  5  6    and flattened without the last two elements.
+     .  .  7  8                      8  7  .  .
+     .  .  .  9
+
+To pack in this way needs no index tensors, which would take twice the memory of the matrix.
 """
 
 from __future__ import annotations
@@ -11,23 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def folded_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of [..., n, n]: [..., n (n + 1) / 2]."""
+def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape [..., n (n + 1) / 2] of the packed triangles of matrices [..., n, n]."""
     return (*shape[:-2], shape[-1] * (shape[-1] + 1) // 2)
 
 
-def fold(matrix: Tensor) -> Tensor:
-    """The upper triangles of [..., n, n], in an order that `unfold` knows; what is below them is not looked at."""
+def pack_triangle(matrix: Tensor) -> Tensor:
+    """Return the upper triangles [..., n (n + 1) / 2] of [..., n, n]; what is below the diagonal is not read."""
     n = matrix.shape[-1]
     half = n // 2 + 1
-    folded = matrix[..., :half, :].triu()
-    folded[..., 1:, :] += matrix[..., n - half + 1 :, :].flip(-2, -1).tril()
-    return folded.flatten(-2)[..., : n * (n + 1) // 2]
+    packed = matrix[..., :half, :].triu()
+    packed[..., 1:, :] += matrix[..., n - half + 1 :, :].flip(-2, -1).tril()
+    return packed.flatten(-2)[..., : n * (n + 1) // 2]
 
 
-def unfold(folded: Tensor, n: int) -> Tensor:
-    """The symmetric matrices [..., n, n] of which `fold` has made [..., n (n + 1) / 2]."""
+def unpack_triangle(packed: Tensor, n: int) -> Tensor:
+    """Return the symmetric matrices [..., n, n] that `pack_triangle` has packed as [..., n (n + 1) / 2]."""
     half = n // 2 + 1
-    rows = F.pad(folded, (0, half * n - folded.shape[-1])).unflatten(-1, (half, n))
+    rows = F.pad(packed, (0, half * n - packed.shape[-1])).reshape(*packed.shape[:-1], half, n)
     upper = torch.cat([rows[..., : n - half + 1, :].triu(), rows[..., 1:, :].tril().flip(-2, -1)], -2)
     return upper.add_(upper.triu(1).mT)

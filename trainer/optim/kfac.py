@@ -1,57 +1,135 @@
-"""K-FAC and its kin as a recipe asks for them."""
+"""K-FAC and EKFAC: their section of a recipe, and how a run builds and changes them."""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import torch
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config.recipe import Kfac
+from ..fields import BelowOne, Count, Fraction, Positive, Section, or_none
 from ..kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
+from ..kfac.settings import InverseDtype, KFACSettings, SolverName
 
 KINDS = {"kfac": KFAC, "ekfac": EKFAC}
+SCHEDULED = "damping", "factor_update_steps", "inv_update_steps"
+FROM_THE_RUN = "lr", "accumulation_steps"  # settings of KFAC that are no part of the section
 
 
-def build(name: str, settings: Kfac, model: nn.Module, scaler: torch.amp.GradScaler, world_size: int) -> KFAC:
-    """For `model`, in DistributedDataParallel where there are several ranks; its gradients are then reduced to the
-    layers' owners where one rank preconditions each. Raises ValueError.
+def _pairs(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+    return ((0, value),)
+
+
+def _rising_from_0(pairs: tuple[tuple[float, Any], ...]) -> tuple[tuple[float, Any], ...]:
+    starts = [start for start, _ in pairs]
+    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError("must be one value, or pairs of an epoch and a value, with epochs that rise from 0")
+    return pairs
+
+
+_Epoch = Annotated[float, Field(ge=0)]
+_Pairs = BeforeValidator(_pairs), AfterValidator(_rising_from_0)
+_Positives = Annotated[tuple[tuple[_Epoch, Positive], ...], *_Pairs]
+_Counts = Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs]
+
+
+class Settings(Section):
+    """For the preconditioners "kfac" and "ekfac": the settings of `trainer.kfac.KFAC`, with its defaults.
+
+    Damping and the two intervals may change with the epoch: [[0, 0.03], [10, 0.003]].
     """
-    preconditioner = KINDS[name](
-        model,
-        skip=settings.skip,
-        grad_scaler=scaler,
-        factor_decay=settings.factor_decay,
-        kl_clip=settings.kl_clip,
-        solver=settings.solver,
-        stagger=settings.stagger,
-        factor_fraction=settings.factor_fraction,
-        spatially_uncorrelated=settings.spatially_uncorrelated,
-        inv_dtype=settings.inv_dtype,
-        local_factors=settings.local_factors,
-        grad_worker_fraction=settings.grad_worker_fraction or 1 / world_size,
-        **_scheduled(settings, 0.0),
-    )
+
+    damping: _Positives = ((0, KFACSettings.damping),)
+    """λ, which is added to the curvature."""
+    factor_update_steps: _Counts = ((0, KFACSettings.factor_update_steps),)
+    """Steps between updates of a layer's factors."""
+    inv_update_steps: _Counts = ((0, KFACSettings.inv_update_steps),)
+    """Steps between updates of a layer's solution, the inverse or eigendecomposition of its factors."""
+    damping_update_steps: Annotated[Count | None, or_none()] = None
+    """Steps between adaptations of the damping (Levenberg–Marquardt); "none": it does not adapt."""
+    factor_decay: BelowOne = KFACSettings.factor_decay
+    """Decay of the factors' running averages."""
+    kl_clip: Annotated[Positive | None, or_none()] = KFACSettings.kl_clip
+    """Bound of a step in the Fisher metric, the trust region; "none": no bound."""
+    factor_fraction: Annotated[Positive, Field(le=1)] = KFACSettings.factor_fraction
+    """Fraction of a batch's samples that enters the factors."""
+    spatially_uncorrelated: bool = KFACSettings.spatially_uncorrelated
+    """Assume neighbouring pixels to be uncorrelated (SUA): one factor for all positions of a kernel."""
+    inv_dtype: Annotated[InverseDtype | None, or_none()] = KFACSettings.inv_dtype
+    """Type in which solutions are kept; "none": that of the factors."""
+    solver: SolverName = KFACSettings.solver
+    """"eigen" damps the product of the factors, exactly; "cholesky" damps each factor, at a lower cost."""
+    stagger: bool = KFACSettings.stagger
+    """Let layers take turns, so that steps take equally long."""
+    grad_worker_fraction: Fraction = KFACSettings.grad_worker_fraction
+    """Fraction of the ranks that precondition a layer; 0: one rank for each layer."""
+    local_factors: bool = KFACSettings.local_factors
+    """Take factors from the owner's part of the batch alone, and send none."""
+    skip: tuple[str, ...] = ()
+    """Regular expressions: layers whose name or class one of them matches are left out."""
+
+    @model_validator(mode="after")
+    def _one_rule_for_damping(self) -> Settings:
+        if self.damping_update_steps is not None and len(self.damping) > 1:
+            raise ValueError("damping changes with the epoch, and damping_update_steps adapts it: only one of the two")
+        return self
+
+    def at_epoch(self, epoch: float) -> dict[str, Any]:
+        """Return the values of the SCHEDULED settings at an epoch, which may be a fraction."""
+        return {
+            name: next(value for start, value in reversed(getattr(self, name)) if start <= epoch) for name in SCHEDULED
+        }
+
+
+def build(
+    name: str, settings: Settings, model: nn.Module, scaler: torch.amp.GradScaler | None, world_size: int
+) -> KFAC:
+    """Return the preconditioner that a recipe asks for.
+
+    If one rank preconditions each layer, gradients are reduced to the layers' owners.
+
+    Args:
+        name: "kfac" or "ekfac".
+        settings: The recipe's section.
+        model: The model, in DistributedDataParallel if there are several ranks.
+        scaler: The scaler of mixed precision, if there is one.
+        world_size: The number of ranks.
+
+    Raises:
+        ValueError: A setting does not fit the model or the ranks.
+    """
+    names = KFACSettings.__dataclass_fields__.keys() - {*FROM_THE_RUN}
+    arguments: dict[str, Any] = {field: getattr(settings, field) for field in names}
+    arguments["grad_worker_fraction"] = settings.grad_worker_fraction or 1 / world_size
+    arguments |= settings.at_epoch(0.0)
+    preconditioner = KINDS[name](model, skip=settings.skip, grad_scaler=scaler, **arguments)
     at_owners = settings.grad_worker_fraction == 0 and not preconditioner.scales_gradients()
     if at_owners and isinstance(model, DistributedDataParallel):
         reduce_to_owners(model, preconditioner)
     return preconditioner
 
 
-def adaptive_damping(settings: Kfac, preconditioner: KFAC | None) -> AdaptiveDamping | None:
-    """If the recipe asks for it."""
+def adaptive_damping(settings: Settings, preconditioner: KFAC | None) -> AdaptiveDamping | None:
+    """Return the adaptive damping if the recipe asks for it."""
     if preconditioner is None or settings.damping_update_steps is None:
         return None
     return AdaptiveDamping(preconditioner, settings.damping_update_steps)
 
 
-def set_for_step(preconditioner: KFAC, settings: Kfac, epoch: float, lr: float) -> None:
-    """What the next step uses. `epoch`: how far the run is, with fractions."""
-    for name, value in _scheduled(settings, epoch).items():
+def set_for_step(preconditioner: KFAC, settings: Settings, epoch: float, lr: float) -> None:
+    """Set what the next step uses.
+
+    Args:
+        preconditioner: The preconditioner that is changed.
+        settings: The recipe's section.
+        epoch: How far the run is, with fractions.
+        lr: The learning rate of the step.
+    """
+    for name, value in settings.at_epoch(epoch).items():
         if name != "damping" or settings.damping_update_steps is None:
             setattr(preconditioner, name, value)
     preconditioner.lr = lr
-
-
-def _scheduled(settings: Kfac, epoch: float) -> dict[str, float]:
-    names = ("damping", "factor_update_steps", "inv_update_steps")
-    return {name: next(value for start, value in reversed(getattr(settings, name)) if start <= epoch) for name in names}

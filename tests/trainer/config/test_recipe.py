@@ -5,10 +5,12 @@ import re
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 from datapipe.errors import SettingError
 from datapipe.loaders import open_loader
-from trainer.config.recipe import built_in, check_resumable, load_recipe
+from trainer.config.explain import section_classes
+from trainer.config.recipe import Recipe, built_in, check_resumable, load_recipe
 from trainer.optim import kfac
 
 NAMES = [
@@ -22,6 +24,14 @@ def test_built_in_recipes_are_valid_and_name_their_source():
         recipe = load_recipe(name)
         assert recipe.name == name
         assert recipe.source
+
+
+def test_every_setting_has_a_description_which_the_reference_page_shows():
+    sections = [kind for name in Recipe.model_fields for kind in section_classes(Recipe, name)]
+    assert len(sections) > 10
+    for section in [Recipe, *sections]:
+        if section is not Recipe.model_fields["kfac"].annotation and issubclass(section, BaseModel):
+            assert [name for name, field in section.model_fields.items() if not field.description] == [], section
 
 
 def test_published_settings():
@@ -79,7 +89,7 @@ def test_set_values():
         ("data.crop=middle", ["data.crop", "'middle'", "random_resized"]),
         ("trian.epochs=3", ["trian", "did you mean train"]),
         ("train=3", ["train", "3"]),
-        ("name.x=3", ["name.x=3", "no section"]),
+        ("name.x=3", ["name.x=3", "not a section"]),
         ("epochs", ["epochs", "section.key=value"]),
         ("=3", ["section.key=value"]),
     ],
@@ -102,7 +112,7 @@ def test_missing_section_and_bad_file(tmp_path):
     with pytest.raises(SettingError, match="model is missing"):
         load_recipe(str(path))
     path.write_text("[train\n")
-    with pytest.raises(SettingError, match=r"mine\.toml is no TOML"):
+    with pytest.raises(SettingError, match=r"mine\.toml is not TOML"):
         load_recipe(str(path))
     with pytest.raises(SettingError, match="built in: cifar10-resnet32"):
         load_recipe("cifar10")
@@ -170,7 +180,7 @@ def test_settings_of_a_recipe_reach_kfac(name, value):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     recipe = load_recipe("cifar10-resnet32-kfac", [f"kfac.{name}={str(value).lower()}"])
     assert getattr(load_recipe("cifar10-resnet32-kfac").kfac, name) != value
-    assert getattr(kfac.build("kfac", recipe.kfac, model, None, 1), name) == value
+    assert getattr(kfac.build("kfac", recipe.kfac, model, None, 1).settings, name) == value
 
 
 @pytest.mark.parametrize(

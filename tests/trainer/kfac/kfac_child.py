@@ -104,7 +104,7 @@ def train(
         if adaptive:
             rule.begin(loss)
         if in_the_background and step == 0:
-            assert bool(preconditioner.exchange._reducing) == (world_size > 1)
+            assert bool(preconditioner.communicator._reducing) == (world_size > 1)
         preconditioner.step()
         if not (broken and step == BROKEN_AT):
             optimizer.step()

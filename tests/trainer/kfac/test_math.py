@@ -12,9 +12,9 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from trainer.kfac import EKFAC, KFAC, factors
-from trainer.kfac.ekfac import squares
+from trainer.kfac.ekfac import sum_squares
 from trainer.kfac.layers import Norm
-from trainer.kfac.registration import layer_of
+from trainer.kfac.registration import make_layer
 
 DAMPING = 0.01
 CONVOLUTIONS = {
@@ -92,7 +92,7 @@ def stepped(module, x, **settings):
     options = {"damping": DAMPING, "kl_clip": None, "factor_update_steps": 1, "inv_update_steps": 1} | settings
     preconditioner = KFAC(model, **options)
     loss_of(model(x)).mean().backward()
-    layer = layer_of(module)
+    layer = make_layer(module)
     gradient = (lambda: layer.gradient().clone()) if isinstance(layer, Norm) else (lambda: by_hand(module))
     raw = gradient()
     preconditioner.step()
@@ -226,8 +226,8 @@ def test_solutions_in_bfloat16(kind, solver):
     (exact, _, wanted), (preconditioner, _, gradient) = found.values()
     assert gradient.dtype == torch.float64
     assert 1e-4 < (gradient - wanted).norm() / wanted.norm() < 2**-6
-    for name, tensor in preconditioner.blocks["0"].state.items():
-        whole = exact.blocks["0"].state[name]
+    for name, tensor in preconditioner.blocks["0"].solution.items():
+        whole = exact.blocks["0"].solution[name]
         assert tensor.dtype == (torch.bfloat16 if tensor.dim() == 3 else torch.float64)
         assert torch.equal(tensor, whole.to(tensor.dtype))
 
@@ -261,7 +261,7 @@ def test_a_norm_against_brute_force(module):
     """Each unit's Fisher matrix from per-sample gradients, with the batch's statistics as they are."""
     module = randomised(module)
     x = input_of(module)
-    normalised = Norm(module)._normalised(x)  # of which the gradients below are taken
+    normalised = Norm(module).normalise(x)  # of which the gradients below are taken
     shape = (1, -1, *[1] * (x.dim() - 2)) if not isinstance(module, nn.LayerNorm) else module.weight.shape
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -287,16 +287,16 @@ def test_offsets_instead_of_patches(size, layout):
     """The same moments, by correlations of the image with itself."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, *size, dtype=torch.float64).to(memory_format=layout)
-    taken = factors.patches(factors.padded(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1), 1)
-    close(factors.of_3x3(x), factors.of_patches(taken, False), 1e-13)
+    taken = factors.extract_patches(factors.pad_image(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1), 1)
+    close(factors.conv3x3_factor(x), factors.patch_factor(taken, False), 1e-13)
 
 
 def test_chunks_of_patches(monkeypatch):
     x = torch.randn(5, 3, 6, 6, dtype=torch.float64)
-    taken = factors.patches(x, (3, 3), (1, 1), (1, 1), 1)
-    whole = factors.of_patches(taken, True)
+    taken = factors.extract_patches(x, (3, 3), (1, 1), (1, 1), 1)
+    whole = factors.patch_factor(taken, True)
     monkeypatch.setattr(factors, "CHUNK_BYTES", 2 * 16 * 27 * 8)
-    close(factors.of_patches(taken, True), whole, 1e-13)
+    close(factors.patch_factor(taken, True), whole, 1e-13)
 
 
 def test_one_linear_layer_is_the_exact_fisher():
@@ -369,7 +369,7 @@ def test_ekfac_against_the_gradients_of_samples(name, chunk_bytes, monkeypatch):
     loss_of(model(x)).mean().backward()
     preconditioner.factor_update_steps = 50  # from here on, nothing is updated
     for block in preconditioner.blocks.values():
-        block.capture.wanted = False
+        block.hook.is_active = False
     preconditioner.step()
     for group in range(groups):
         basis = torch.kron(state["g_vectors"][group], state["a_vectors"][group])
@@ -387,7 +387,7 @@ def test_squares_of_the_samples_gradients(T, n, m):
     for sample, group in itertools.product(range(7), range(2)):
         gradient = g[sample, :, group].T @ a[sample, :, group]
         wanted[group] += (g_vectors[group].T @ gradient @ a_vectors[group]) ** 2
-    close(squares(a, g, a_vectors, g_vectors), wanted)
+    close(sum_squares(a, g, a_vectors, g_vectors), wanted)
 
 
 def test_ekfac_starts_as_kfac():
@@ -398,7 +398,7 @@ def test_ekfac_starts_as_kfac():
         preconditioner = kind(model, damping=DAMPING, kl_clip=None)
         loss_of(model(x)).mean().backward()
         preconditioner.step()
-        found.append(layer_of(model[0]).gradient())
+        found.append(make_layer(model[0]).gradient())
     close(found[1], found[0])
 
 
@@ -412,16 +412,16 @@ def test_new_eigenvectors_of_ekfac_keep_the_curvature():
         module.zero_grad()
         loss_of(model(part)).mean().backward()
         new = block.new.get("scale", torch.zeros(())).clone()
-        before, diagonal = block.layer.state, preconditioner.factors("0")[2].clone()
+        before, diagonal = block.layer.basis, preconditioner.factors("0")[2].clone()
         preconditioner.step()
         scale = preconditioner.factors("0")[2]
         if number == 0:
-            close(scale, block.state["g_values"][:, :, None] * block.state["a_values"][:, None])
+            close(scale, block.solution["g_values"][:, :, None] * block.solution["a_values"][:, None])
             continue
         weight = 0.95 * weight + 0.05
         diagonal += 0.05 / weight * (new - diagonal)
         for group in range(2):
-            old, now = (torch.kron(of["g_vectors"][group], of["a_vectors"][group]) for of in (before, block.state))
+            old, now = (torch.kron(of["g_vectors"][group], of["a_vectors"][group]) for of in (before, block.solution))
             curvature = old @ torch.diag(diagonal[group].flatten()) @ old.T
             close(scale[group].flatten(), (now.T @ curvature @ now).diagonal())
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from datapipe.errors import DatapipeError, SettingError
-from trainer.reporting.page import MAX_POINTS, PARTS, read_run, write_report
+from trainer.reporting.page import write_report
+from trainer.reporting.plots import MAX_POINTS
+from trainer.reporting.runlog import SECTIONS, read_run
 
 STEPS = 100  # per epoch
 TIME_S = {
@@ -121,7 +123,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def without_plots(monkeypatch):
     """For what is said in words only: the plots take most of the time."""
-    monkeypatch.setattr("trainer.reporting.page._plot", lambda *_: "")
+    monkeypatch.setattr("trainer.reporting.page.write_plots", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,7 @@ def test_a_single_run_shows_the_figures_of_its_end_line(single):
         "2.13.0",
     ):
         assert text in page.text, text
-    shown = {part: page.row(part)[1] for part in PARTS}
+    shown = {part: page.row(part)[1] for part in SECTIONS}
     assert shown == {
         "wait": "30.0 s",
         "forward_backward": "1 min 00 s",
@@ -188,7 +190,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_follows_the_mode(single):
     assert all(link.startswith("#") for link in links)
     ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
     assert {link[1:] for link in links} <= ids
-    assert "prefers-color-scheme:dark" in page.source and str(single.parent.parent) not in page.source
+    assert "prefers-color-scheme: dark" in page.source and str(single.parent.parent) not in page.source
     svg = page.source[page.source.index("<svg") :]
     assert "var(--c0)" in svg and "#0072b2" not in svg
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainer.kfac import EKFAC, KFAC
-from trainer.kfac.launch import num_processes
+from trainer.kfac.usage_checks import num_processes
 
 ROOT = Path(__file__).parents[3]
 # Each process learns from batches of its own, and prints the sum of its weights.

@@ -1,0 +1,78 @@
+"""The gradients of a step: preconditioned by the ranks that have the solutions, sent to the others, and clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .communication import Communicator, Message
+from .curvature_block import CurvatureBlock
+
+
+def precondition_gradients(
+    blocks: Mapping[str, CurvatureBlock],
+    communicator: Communicator,
+    solve: Callable[[CurvatureBlock, Tensor], Tensor],
+    kl_clip: float | None,
+    lr: float,
+) -> dict[str, Tensor]:
+    """Replace the gradients of layers by preconditioned ones, on all ranks.
+
+    Args:
+        blocks: The layers that have a gradient and a solution (or are norms), by name.
+        communicator: The ranks.
+        solve: Returns the preconditioned gradient of a layer, from its block and its raw gradient as a matrix.
+        kl_clip: The bound of the step, see `clip`.
+        lr: The learning rate.
+
+    Returns:
+        The cosine between the raw and the preconditioned gradient of each layer: scalars on the device.
+    """
+    gradients: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}  # of each layer ⟨D', D⟩ and the cosine
+    by_column: dict[int, list[Message]] = {}
+    for name, block in blocks.items():
+        raw = block.layer.gradient().to(block.dtype)
+        if block.is_norm or block.assignment.column == communicator.column:
+            gradients[name] = solve(block, raw)
+            product = torch.dot(raw.flatten(), gradients[name].flatten())
+            numbers[name] = torch.stack([product, product / (raw.norm() * gradients[name].norm())])
+        else:
+            gradients[name], numbers[name] = torch.empty_like(raw), raw.new_empty(2)
+        if not block.is_norm:
+            messages = by_column.setdefault(block.assignment.column, [])
+            messages.extend((Message(gradients[name]), Message(numbers[name])))
+    communicator.send_gradients(by_column)
+    clip(list(gradients.values()), [product for product, _ in numbers.values()], kl_clip, lr)
+    for name, block in blocks.items():
+        block.layer.set_gradient(gradients[name])
+    return {name: cosine for name, (_, cosine) in numbers.items()}
+
+
+def clip(gradients: Sequence[Tensor], products: Sequence[Tensor], kl_clip: float | None, lr: float) -> None:
+    """Scale gradients, in place, such that a step is not longer than allowed in the metric of the Fisher matrix.
+
+    All are multiplied by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))).
+
+    Args:
+        gradients: The preconditioned gradients D'.
+        products: ⟨D', D⟩ of each, with its raw gradient D.
+        kl_clip: The bound, above 0; None for no bound.
+        lr: The learning rate.
+    """
+    if kl_clip is None or lr == 0 or not gradients:
+        return
+    divergence = (torch.stack(list(products)).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
+    torch._foreach_mul_(list(gradients), (kl_clip / divergence).sqrt().clamp(max=1))
+
+
+def send_raw_gradients(blocks: Iterable[CurvatureBlock], communicator: Communicator) -> None:
+    """Send the gradients of layers that are not preconditioned, as they are, from the owners to all ranks."""
+    by_column: dict[int, list[Message]] = {}
+    for block in blocks:
+        gradients = [parameter.grad for parameter in block.layer.parameters() if parameter.grad is not None]
+        if gradients:
+            by_column.setdefault(block.assignment.column, []).extend(map(Message, gradients))
+    communicator.send_gradients(by_column)
