@@ -33,7 +33,7 @@ from benchmarks.measure import (
 )
 from benchmarks.peers import packing
 from benchmarks.peers.packing import PEERS_VENV, QUALITY, RESTART, SECTIONS, SHORT, Packer, read_files, summary
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 
 OURS = "datapipe, tar"
 SPACE = 4  # times the corpus, free on a RAM disk that is written to

@@ -35,7 +35,7 @@ from benchmarks.measure import (
     write_record,
 )
 from datapipe.dataset import DataSet
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 
 MOUNT = ROOT.parent / "shared" / "testbed" / "slowfs-mount.sh"
 READERS = 32  # threads of the bare ceiling

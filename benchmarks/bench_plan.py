@@ -27,7 +27,7 @@ from benchmarks.measure import (
     table,
     write_record,
 )
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 from datapipe.images.codec import encode_png
 
 IMAGENET = 1_281_167  # training images of ILSVRC2012
@@ -44,20 +44,21 @@ from datapipe.packing import PackOptions
 from datapipe.packing.plan import make_plan
 from datapipe.sources import open_source
 options = PackOptions()
-plan = make_plan(open_source(Path(sys.argv[1])), options.settings(), options.seed, options.shard_mib << 20)
+plan = make_plan(open_source(Path(sys.argv[1])), options.settings())
 """,
     PACK: """
 from pathlib import Path
 import json, sys, time
 from datapipe import packing
-finish = packing.complete
+from datapipe.packing import job
+complete = job.complete
 def timed(*arguments):
     start = time.process_time()
     try:
-        return finish(*arguments)
+        return complete(*arguments)
     finally:
         print(json.dumps({"index_cpu_s": time.process_time() - start}))
-packing.complete = timed
+job.complete = timed
 packing.pack(Path(sys.argv[1]), Path(sys.argv[2]), packing.PackOptions())
 """,
 }

@@ -27,8 +27,9 @@ from datapipe.dataset import DataSet
 from datapipe.dataset.index import open_index, write_index
 from datapipe.dataset.manifest import INDEX, KEYS, FileInfo, Manifest
 from datapipe.fsio import checksum
-from datapipe.loaders.base import LoaderOptions
-from datapipe.loaders.threaded import FillingLoader, Slots
+from datapipe.loaders.options import LoaderOptions
+from datapipe.loaders.prefetch import BatchSlots
+from datapipe.loaders.threaded import ThreadedLoader
 from datapipe.sampling.augment import Augment
 
 BATCH, BLOCK_BYTES = 256, 8 << 20
@@ -56,28 +57,33 @@ print(json.dumps({"open_s": opened - began, "first_batch_s": done - began, "inde
 """
 
 
-class ReadingLoader(FillingLoader):
-    """Reads and checks samples, and drops them."""
+class ReadingLoader(ThreadedLoader[BatchSlots]):
+    """A loader that reads and checks samples, and drops them."""
 
-    def _new_slots(self, positions, samples) -> Slots:
-        return Slots(positions, samples)
+    def _new_slots(self, positions, count) -> BatchSlots:
+        return BatchSlots(positions, count)
 
-    def _put(self, slots, wanted) -> dict[str, float]:
+    def _put(self, slots, images) -> dict[str, float]:
         return {}
 
     def _put_nothing(self, slots, slot) -> None:
         pass
 
-    def _finish(self, slots) -> Slots:
+    def _finish(self, slots) -> BatchSlots:
         return slots
 
 
 def ours(folder: Path, order: str, io: str) -> dict[str, float]:
     options = LoaderOptions(
-        batch_size=BATCH, train=True, size=224, seed=0, rank=0, world_size=1, order=order, threads=1,
-        augment=Augment("random_resized"), last="drop", io=io, block_mib=BLOCK_BYTES >> 20, max_bad=0, retries=0,
+        BATCH,
+        order=order,
+        threads=1,
+        augment=Augment("random_resized"),
+        io=io,
+        block_mib=BLOCK_BYTES >> 20,
+        retries=0,
         timeout_s=600.0,
-    )  # fmt: skip
+    )
     loader = ReadingLoader(DataSet(folder, io), options)
     try:
         list(loader)  # an epoch in which memory is touched for the first time

@@ -26,7 +26,7 @@ from benchmarks.measure import (
     table,
     write_record,
 )
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 from datapipe.images.recode import RecodeOptions
 
 WAYS = {  # the options of `datapipe pack`: as they are, and as RecodeOptions

@@ -221,7 +221,7 @@ def _check(images: Path) -> None:
         raise SystemExit(f"error: images of {mean:,} bytes on average, not of {MEAN_BYTES[0]:,} to {MEAN_BYTES[-1]:,}")
 
 
-def _pack(source: Path, folder: Path, shard_mib: int) -> None:
+def _pack(source: Path, folder: Path, shard_mib: float) -> None:
     """Pack in every format, into an even number of tar shards: WebDataset's two workers share them out."""
     while not (folder / "tar").exists():
         manifest = pack(source, folder / "tar", PackOptions(format="tar", shard_mib=shard_mib))["train"]

@@ -5,54 +5,57 @@ from __future__ import annotations
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 from .dataset.manifest import Manifest, find_data_sets
-from .loaders import open_loader
+from .loaders import Loader, open_loader
 from .sampling.augment import Augment
 
 STAGES = ("read", "window", "decode", "resize", "copy", "other")
-WAITED = 0.05  # of the time: less waiting than that is noise
+NOISE = 0.05  # of the time: less waiting than that says nothing
 CONSUMER = "the consumer"
 
 
 def bench(
-    folder: Path, backend: str, batch_size: int, epochs: int, size: int | None, step_s: float = 0.0, **settings
-) -> dict:
+    folder: Path,
+    backend: str,
+    batch_size: int,
+    epochs: int,
+    size: int | None,
+    step_s: float = 0.0,
+    **settings: Any,
+) -> dict[str, Any]:
     """Iterate over a data set (of several splits: `train`, else the first) and measure.
 
-    `size` in pixels (default: the images' own where they share one, else 224); `step_s`: what the consumer, in place
-    of an accelerator, does with each batch: nothing, for so long; `settings`: of `open_loader`. Returns
+    Args:
+        folder: The data set, or the folder of its splits.
+        backend: Of `open_loader`.
+        batch_size: Images per batch, from 1.
+        epochs: How often to iterate over the data set, from 1.
+        size: Of the images in pixels (default: their own where they share one, else 224).
+        step_s: Seconds that the consumer waits, in place of an accelerator, with each batch.
+        settings: Others of `open_loader`.
 
-    - `images_per_s`, `images_per_cpu_s` (CPU seconds of this process and its children, opening the loader included),
-      and per epoch the images and seconds;
-    - `first_batch_s`: from opening the loader to its first batch;
-    - `stages_s`: seconds of all threads in each stage, waiting because the queue is full (`queue_full`), and of the
-      consumer, waiting because it is empty (`queue_empty`); `limit`: the stage that takes longest, or the consumer;
-    - with `step_s`: `wanted_images_per_s`, at most taken; `utilisation`: the share of the time in which the consumer
-      did not wait for data (accelerator utilisation as in MLPerf Storage: time of computation by time in all);
-      `enough_cores`: how many cores would provide that many images.
+    Returns:
+        - `images_per_s`, `images_per_cpu_s` (CPU seconds of this process and its children, opening the loader
+          included), and per epoch the images and seconds;
+        - `first_batch_s`: from opening the loader to its first batch;
+        - `stages_s`: seconds of all threads in each stage, waiting because the queue is full (`queue_full`), and of the
+          consumer, waiting because it is empty (`queue_empty`); `limit`: the stage that takes longest, or the consumer;
+        - with `step_s`: `wanted_images_per_s`, the most that the steps can take; `utilisation`: the share of the time
+          in which the consumer did not wait for data (accelerator utilisation as in MLPerf Storage: time of computation
+          by time in all); `enough_cores`: how many cores would provide that many images.
     """
     folders = find_data_sets(folder)
     folder = next((path for path in folders if path.name == "train"), folders[0])
-    cpu_started, opened = _cpu_s(), time.perf_counter()
-    rows, first_batch_s = [], None
+    cpu_began, began = _cpu_s(), time.perf_counter()
     size = _own_size(folder) if size is None else size
     with open_loader(folder, batch_size, backend=backend, size=size, augment=Augment(), **settings) as loader:
-        for epoch in range(epochs):
-            loader.set_epoch(epoch)
-            started, num_images = time.perf_counter(), 0
-            for batch in loader:
-                if first_batch_s is None:
-                    first_batch_s = time.perf_counter() - opened
-                num_images += len(batch.labels)
-                time.sleep(step_s)
-            seconds = time.perf_counter() - started
-            rows.append({"images": num_images, "seconds": seconds, "images_per_s": num_images / seconds})
-        images, seconds = sum(row["images"] for row in rows), sum(row["seconds"] for row in rows)
+        rows, first_batch_at = _iterate(loader, epochs, step_s)
         stages = loader.stages()
         threads = loader.options.num_threads()
-    cpu_s = _cpu_s() - cpu_started
-    waited = stages["queue_empty"] / seconds
+    cpu_s = _cpu_s() - cpu_began
+    images, seconds = sum(row["images"] for row in rows), sum(row["seconds"] for row in rows)
     result = {
         "data": str(folder),
         "loader": backend,
@@ -61,28 +64,44 @@ def bench(
         "threads": threads,
         "images_per_s": images / seconds,
         "images_per_cpu_s": images / cpu_s,
-        "first_batch_s": first_batch_s,
+        "first_batch_s": None if first_batch_at is None else first_batch_at - began,
         "wait_s": stages["queue_empty"],
         "stages_s": stages,
-        "limit": _limit(stages, waited),
+        "limit": _limit(stages, stages["queue_empty"] / seconds),
         "epochs": rows,
     }
     if step_s:
-        wanted = batch_size / step_s
-        computed_s = step_s * images / batch_size
+        most_per_s = batch_size / step_s
         result |= {
             "step_s": step_s,
-            "wanted_images_per_s": wanted,
-            "utilisation": min(1.0, computed_s / seconds),
-            "enough_cores": wanted * cpu_s / images,
+            "wanted_images_per_s": most_per_s,
+            "utilisation": min(1.0, step_s * images / batch_size / seconds),
+            "enough_cores": most_per_s * cpu_s / images,
         }
     return result
 
 
-def told(result: dict) -> list[str]:
-    """The result as lines for a reader."""
+def _iterate(loader: Loader, epochs: int, step_s: float) -> tuple[list[dict[str, float]], float | None]:
+    """Return each epoch's images and seconds, and when the first batch came (by time.perf_counter)."""
+    rows: list[dict[str, float]] = []
+    first_batch_at = None
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        began, num_images = time.perf_counter(), 0
+        for batch in loader:
+            if first_batch_at is None:
+                first_batch_at = time.perf_counter()
+            num_images += len(batch.labels)
+            time.sleep(step_s)
+        seconds = time.perf_counter() - began
+        rows.append({"images": num_images, "seconds": seconds, "images_per_s": num_images / seconds})
+    return rows, first_batch_at
+
+
+def format_result(result: dict[str, Any]) -> list[str]:
+    """Write what `bench` returned as lines for a reader."""
     lines = [
-        f"{result['images_per_s']:,.0f} images/s, {result['images_per_cpu_s']:,.0f} images a CPU-second "
+        f"{result['images_per_s']:,.0f} images/s, {result['images_per_cpu_s']:,.0f} images per CPU-second "
         f"({result['threads']} threads, {result['size']} pixels, batches of {result['batch_size']}); "
         f"first batch after {result['first_batch_s']:.2f} s"
     ]
@@ -91,12 +110,13 @@ def told(result: dict) -> list[str]:
     if known:
         images = sum(row["images"] for row in result["epochs"])
         parts = ", ".join(f"{name} {1e6 * seconds / images:,.0f}" for name, seconds in known.items())
-        lines.append(f"microseconds an image, in the threads: {parts}")
+        lines.append(f"microseconds per image, in the threads: {parts}")
     seconds = sum(row["seconds"] for row in result["epochs"])
-    lines.append(
-        f"limited by {result['limit']}: the consumer waited {stages['queue_empty'] / seconds:.0%} of the time for "
-        f"batches, the threads {stages.get('queue_full', 0.0) / seconds / result['threads']:.0%} for room"
-    )
+    waited = stages["queue_empty"] / seconds
+    limit = f"limited by {result['limit']}: the consumer waited {waited:.0%} of the time for batches"
+    if "queue_full" in stages:
+        limit += f", the threads {stages['queue_full'] / seconds / result['threads']:.0%} for room"
+    lines.append(limit)
     if "utilisation" in result:
         lines.append(
             f"steps of {1000 * result['step_s']:g} ms take {result['wanted_images_per_s']:,.0f} images/s at most: "
@@ -106,17 +126,20 @@ def told(result: dict) -> list[str]:
 
 
 def _limit(stages: dict[str, float], waited: float) -> str:
+    """Name the stage that takes longest, or the consumer if it `waited` for hardly any (share) of the time."""
     known = [name for name in STAGES if name in stages]
-    if waited <= WAITED:
+    if waited <= NOISE:
         return CONSUMER
-    return max(known, key=stages.__getitem__, default="the loader, which tells nothing of its stages")
+    return max(known, key=stages.__getitem__, default="the loader, which measures no stages")
 
 
 def _own_size(folder: Path) -> int:
+    """Return the side of square images that share one size, else 224."""
     manifest = Manifest.read(folder)
     return manifest.width if manifest.width and manifest.width == manifest.height else 224
 
 
 def _cpu_s() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

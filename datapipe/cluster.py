@@ -1,8 +1,8 @@
-"""Which of the processes of one job this is, as what launched it tells by the environment. Pure.
+"""Which process of a job this is, from the environment variables that its launcher sets. Pure.
 
-Launchers nest, and each leaves its variables to what it starts: a process of torchrun under srun has torchrun's and
-Slurm's. The innermost one tells how many processes there are. A job array is around all of them: each of its
-elements runs a whole command of its own, so their numbers multiply.
+Launchers nest, and a process inherits the variables of all of them: a process of torchrun under srun has torchrun's
+and Slurm's. The innermost launcher says how many processes there are. A job array is the outermost: each of its
+elements runs a whole command of its own, so the numbers multiply.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from .errors import SettingError
 
 @dataclass(frozen=True)
 class Task:
-    """Number `index` (from 0) of `count`; `launcher`: who says so, for messages, "" for nobody."""
+    """A process's share of a pack: number `index` (from 0) of `count`.
+
+    `launcher` names what said so, for messages; it is empty where nothing did.
+    """
 
     index: int
     count: int
@@ -25,9 +28,10 @@ class Task:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables that tell a process's number and how many there are; it counts if both are set.
+    """A launcher, recognised by the variables in which it gives a process's number and the number of processes.
 
-    `beside`: and one of these, where the other names are such that anybody may have set them.
+    `beside`: one of these must be set, too. Needed where the names of the other two are so common that something else
+    may have set them.
     """
 
     name: str
@@ -46,8 +50,8 @@ class _Launcher:
 
 # Not SLURM_NTASKS: a batch script, which runs once, has that and SLURM_PROCID=0 as well.
 _SLURM_STEP = _Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-# Innermost first. Both mpiruns start a process of theirs on each node by srun, whose variables ours then inherits;
-# torchrun is started once a node by any of the others.
+# Innermost first. Both mpiruns start a helper on each node by srun, whose variables our process then inherits; torchrun
+# is started once per node by any of the others.
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
     _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -57,9 +61,9 @@ _LAUNCHERS = (
 
 
 def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
-    """This process's task; `explicit`: "I/N" as the user gave it, goes before all that the environment says.
+    """Find out this process's task. `explicit`, "I/N" from the user, overrides the environment.
 
-    Raises SettingError when the numbers contradict each other, or do not tell how many tasks there are.
+    Raises SettingError when the numbers contradict each other, or do not say how many tasks there are.
     """
     if explicit is not None:
         return _explicit(explicit)
@@ -78,12 +82,12 @@ def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
 def _explicit(value: str) -> Task:
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", value)
     if not match or int(match[1]) >= int(match[2]):
-        raise SettingError(f"--task: {value!r} is no task; allowed: I/N with I from 0 to N - 1, such as 0/4")
+        raise SettingError(f"--task: {value!r} is not a task; allowed: I/N with I from 0 to N - 1, such as 0/4")
     return Task(int(match[1]), int(match[2]), "--task")
 
 
 def _check_step(environ: Mapping[str, str], step: Task) -> None:
-    """sbatch, called within a step, leaves that step's variables to the new job, whose script is in no step."""
+    """Refuse variables of another job: sbatch, called in a step, passes on that step's, and its script is in none."""
     tasks = environ.get("SLURM_NTASKS", str(step.count))
     if step.count > 1 and tasks != str(step.count):
         raise SettingError(
@@ -104,11 +108,11 @@ def _array(environ: Mapping[str, str]) -> Task | None:
     number, first, last, step, count = (
         _number(environ, f"SLURM_ARRAY_TASK_{name}") for name in ("ID", "MIN", "MAX", "STEP", "COUNT")
     )
-    # The environment has no list: only of a range with one step can be told which place a number has.
+    # The environment does not list the numbers: a number's place is known only if they are a range with a fixed step.
     numbers = range(first, last + 1, step or 1)
     if len(numbers) != count or number not in numbers:
         raise SettingError(
-            f"SLURM_ARRAY_TASK_ID: {number} is one of {count} between {first} and {last}, which are no plain range, "
+            f"SLURM_ARRAY_TASK_ID: {number} is one of {count} between {first} and {last}, which are not a plain range, "
             "so its place is not known; submit the job with --array=0-7, say, or give --task I/N"
         )
     return Task(numbers.index(number), count, "Slurm job array")
@@ -117,5 +121,5 @@ def _array(environ: Mapping[str, str]) -> Task | None:
 def _number(environ: Mapping[str, str], name: str) -> int:
     value = environ.get(name, "")
     if not re.fullmatch("[0-9]{1,9}", value):
-        raise SettingError(f"{name}: {value!r} in the environment is no number; allowed: 0 and more")
+        raise SettingError(f"{name}: {value!r} in the environment is not a number; allowed: 0 and more")
     return int(value)

@@ -1,4 +1,4 @@
-"""What both commands share: exit codes, signals, logging and progress."""
+"""What both commands use: exit codes, signals, logging and progress."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 
 from .errors import DatapipeError, SettingError
 
@@ -18,10 +19,10 @@ LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
 
 
 def run(command: Callable[[], object]) -> int:
-    """Run a command line and return its exit code: 0 good, 1 data or check failed, 2 usage.
+    """Run a command line and return its exit code: 0 success, 1 data or a check failed, 2 usage.
 
-    SIGTERM unwinds like Ctrl-C, so that nothing half-finished is left under any name. What the terminal's encoding
-    cannot hold (a × in ASCII, a file's name that is not UTF-8) is printed escaped.
+    SIGTERM unwinds the stack as Ctrl-C does, so that no file is left half-written under its final name. Characters
+    that the terminal's encoding does not have (× in ASCII, a file's name that is not UTF-8) are printed escaped.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -42,7 +43,7 @@ def run(command: Callable[[], object]) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _interrupted()
-    except SystemExit as stop:  # the command-line library's own way out, of most Ctrl-Cs as well
+    except SystemExit as stop:  # how the command-line library ends, after most Ctrl-Cs as well
         if stop.code == 128 + signal.SIGINT:
             return _interrupted()
         if stop.code == 128 + signal.SIGTERM:
@@ -56,7 +57,7 @@ def _interrupted() -> int:
     return 128 + signal.SIGINT
 
 
-def _terminate(number, _frame):
+def _terminate(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
@@ -66,7 +67,13 @@ def _fail(error: Exception, code: int) -> int:
 
 
 class Progress:
-    """How far a piece of work is: a bar on a terminal, a log line every half minute elsewhere."""
+    """The progress of a piece of work: a bar on a terminal, elsewhere a log line every half minute.
+
+    Args:
+        what: is done, for the reader.
+        total: number of units.
+        unit: what is counted.
+    """
 
     def __init__(self, what: str, total: int, unit: str = "images") -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -92,11 +99,12 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         if self._bar:
             self._bar.stop()
 
     def advance(self, count: int = 1) -> None:
+        """Count more units that are done."""
         self.done += count
         now = time.monotonic()
         rate = f"{_short(self.done / max(now - self._started, 1e-9))} {self.unit}/s"

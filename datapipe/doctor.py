@@ -1,4 +1,4 @@
-"""What a filesystem and a node can do, and how to set the loader for them."""
+"""Measure a filesystem and a node, and advise how to set the loader for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.metadata
 import mmap
 import os
 import random
-import re
 import shutil
 import tempfile
 import time
@@ -17,46 +16,57 @@ from pathlib import Path
 
 from .dataset.shard_reader import ALIGNMENT
 from .errors import DatapipeError
+from .fsio import mounted_as
 
 SMALL_FILES = 200
-FILE_BYTES = 64 << 20  # written where DIR holds no file that is large enough to read from
-MAX_LOOKED_AT = 500  # entries, not the millions of an unpacked data set
+FILE_BYTES = 64 << 20  # written where DIR has no file that is large enough to read from
+MAX_LOOKED_AT = 500  # entries, instead of the millions of an unpacked data set
 SEQUENTIAL_BYTES, RANDOM_BYTES = 8 << 20, 128 << 10  # a block; an image and its neighbourhood
 LIMIT_S = 3.0  # for each measurement
-# Of /proc/mounts: shared over a network, and slow to open files on.
+# Kinds in /proc/mounts that are shared over a network, and slow at opening files.
 SHARED = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "9p", "glusterfs")
 SLOW_METADATA_PER_S = 5_000  # a local disk does tens of thousands of stat, open and close
-RAGGED = 0.5  # random reads that reach less than so much of sequential bandwidth
+SLOW_AT_RANDOM = 0.5  # of the sequential bandwidth: random reads that reach less are slow
 DALI_PACKAGES = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")
 
 
 def doctor(folder: Path) -> dict:
-    """Measure under `folder`. Returns `filesystem`, `node`, `decoders` and `advice` (lines).
+    """Measure under `folder`. Return `filesystem`, `node`, `decoders` and `advice` (lines).
 
-    Writes small files, and a large one where there is none to read, and removes them. Reads go past the page cache
-    where the filesystem can do that. Raises DatapipeError when the folder is not there, or cannot be written to and
-    holds nothing to read.
+    It writes small files, and a large one where there is none to read, and removes them. Reads bypass the page cache
+    where the filesystem allows it. Raises DatapipeError when the folder does not exist, or cannot be written to and
+    has nothing to read.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DatapipeError("is no folder", path=folder)
-    found = {"filesystem": _filesystem(folder), "node": _node(), "decoders": _decoders()}
-    return {"folder": str(folder), **found, "advice": advice(**found)}
+        raise DatapipeError("is not a folder", path=folder)
+    filesystem, node, decoders = _filesystem(folder), _node(), _decoders()
+    measured = {"folder": str(folder), "filesystem": filesystem, "node": node, "decoders": decoders}
+    return {**measured, "advice": advice(filesystem, node, decoders)}
 
 
 def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
-    """What follows from measurements. Pure."""
+    """Say what follows from measurements. Pure.
+
+    Args:
+        filesystem: as in `doctor`'s result.
+        node: the same.
+        decoders: the same.
+
+    Returns:
+        lines for the user.
+    """
     kind, lines = filesystem["kind"], []
     sequential, scattered = filesystem["sequential_mb_per_s"], filesystem["random_mb_per_s"]
     metadata = filesystem["metadata_per_s"]
     is_shared = kind in SHARED or kind.startswith("fuse")
     is_slow = metadata is not None and metadata < SLOW_METADATA_PER_S
-    ragged = scattered < RAGGED * sequential
+    is_slow_at_random = scattered < SLOW_AT_RANDOM * sequential
     if is_shared or is_slow:
-        why = f"{kind} is shared over a network" if is_shared else f"{metadata:,.0f} metadata operations a second"
+        why = f"{kind} is shared over a network" if is_shared else f"{metadata:,.0f} metadata operations per second"
         lines.append(f"stage: yes ({why}); `datapipe stage` copies the shards to node-local disk, each byte read once")
         lines.append('order: "full" once staged; "blocks" where there is no room to stage')
-    elif ragged:
+    elif is_slow_at_random:
         lines.append("stage: no, the filesystem is local")
         lines.append(f'order: "blocks" (random reads reach {scattered / sequential:.0%} of sequential bandwidth)')
     else:
@@ -66,7 +76,7 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     if gpus and decoders["dali"]:
         lines.append(f"backend: dali (GPU and DALI {decoders['dali']} are here)")
     elif gpus:
-        lines.append("backend: cpu; with DALI (pip install 'datapipe-trainer[dali]') the GPU would decode")
+        lines.append("backend: cpu; with DALI (in the project's folder: pip install '.[dali]') the GPU would decode")
     else:
         lines.append(f"backend: cpu ({'torch sees no GPU' if node['unseen_gpus'] else 'no GPU here'})")
     if node["unseen_gpus"]:
@@ -74,22 +84,22 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     ranks = max(1, gpus)
     each = "" if ranks == 1 else f" for each of {ranks} ranks"
     lines.append(
-        f"workers: {max(1, cores // ranks)} threads{each}, one a core; "
+        f"workers: {max(1, cores // ranks)} threads{each}, one per core; "
         "`datapipe bench DATA --step-ms MS` says whether they are enough for an accelerator"
     )
     return lines
 
 
-def told(result: dict) -> list[str]:
-    """The result as lines for a reader."""
+def describe(result: dict) -> list[str]:
+    """Return `doctor`'s result as lines for a reader."""
     filesystem, node, decoders = result["filesystem"], result["node"], result["decoders"]
     metadata = filesystem["metadata_per_s"]
-    past = "past the page cache" if filesystem["direct"] else "through the page cache: these are no disk's figures"
+    past = "past the page cache" if filesystem["direct"] else "through the page cache: these are not a disk's figures"
     gib = 2**30
     return [
         f"{result['folder']}: {filesystem['kind']}, {filesystem['free_bytes'] / gib:,.0f} GiB free",
         "  metadata: "
-        + (f"{metadata:,.0f} operations a second (create, stat, open, remove)" if metadata else "cannot write here"),
+        + (f"{metadata:,.0f} operations per second (create, stat, open, remove)" if metadata else "cannot write here"),
         f"  reads, {past}: {filesystem['sequential_mb_per_s']:,.0f} MB/s in blocks of 8 MiB, "
         f"{filesystem['random_mb_per_s']:,.0f} MB/s at random in pieces of 128 KiB",
         f"node: {node['cores']} cores, {node['memory_bytes'] / gib:,.0f} GiB of memory, "
@@ -111,18 +121,8 @@ def _filesystem(folder: Path) -> dict:
     }
 
 
-def mounted_as(folder: Path) -> str:
-    """The kind of filesystem, such as lustre or ext4 (proc(5), mounts)."""
-    place, kinds = folder.resolve(), {}
-    for line in Path("/proc/self/mounts").read_bytes().splitlines():  # names of any bytes
-        _, mount, kind = line.split(b" ")[:3]
-        name = re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8) & 0xFF]), mount)
-        kinds[Path(os.fsdecode(name))] = kind.decode()  # the last mount on a folder is the one that is seen
-    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")
-
-
 def _metadata(folder: Path) -> float | None:
-    """Operations a second, one after another; None where nothing can be written."""
+    """Measure operations per second, one after another; None where nothing can be written."""
     try:
         temporary = Path(tempfile.mkdtemp(prefix=".doctor-", dir=folder))
     except OSError:
@@ -144,7 +144,7 @@ def _metadata(folder: Path) -> float | None:
 
 
 def _reads(folder: Path) -> tuple[bool, float, float]:
-    """Past the page cache? MB/s in large blocks, MB/s at random."""
+    """Return whether reads bypass the page cache, MB/s in large blocks, and MB/s at random."""
     large, made = _large_file(folder), None
     try:
         if large is None:
@@ -187,7 +187,7 @@ def _written(folder: Path) -> Path:
 
 
 def _large_file(folder: Path) -> Path | None:
-    """The largest of the first files there, one level down included, if it will do."""
+    """Return the largest of the first files there and one level below, if it is large enough."""
     best, best_size = None, FILE_BYTES - 1
     with suppress(OSError):
         for path in islice(chain(folder.iterdir(), folder.glob("*/*")), MAX_LOOKED_AT):
@@ -197,7 +197,7 @@ def _large_file(folder: Path) -> Path | None:
 
 
 def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 << 30) -> float:
-    memory = mmap.mmap(-1, size)  # aligned, as O_DIRECT wants it
+    memory = mmap.mmap(-1, size)  # aligned, as O_DIRECT requires
     memory[:] = bytes(size)
     began, done, count = time.perf_counter(), 0, 0
     while count < at_most and (offset := place()) is not None:
@@ -209,8 +209,7 @@ def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 
 
 
 def _node() -> dict:
-    from .loaders.base import gpu_names
-    from .loaders.device import explain_unseen_gpus
+    from .loaders.device import explain_unseen_gpus, gpu_names
 
     shm = Path("/dev/shm")
     return {

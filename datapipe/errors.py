@@ -1,13 +1,13 @@
-"""What can go wrong.
+"""The errors, and the exit codes they lead to.
 
 DatapipeError            data, disk or network: exit code 1
 ├── SourceError          the raw data set cannot be used as it is
-├── FetchError           a data set could not be downloaded, or is not the one expected
+├── FetchError           a data set could not be downloaded, or is not the expected one
 ├── ManifestError        no data set here, or one that this version cannot read
 ├── ShardCorruptError    a shard does not hold the bytes that were packed
 │   └── ShardReadError   it is missing, cut short, or cannot be read
 ├── StagingError         a copy to local disk could not be made
-├── DecodeError          a sample's bytes are no readable image
+├── DecodeError          a sample's bytes are not a readable image
 └── MissingBackendError  a library or program that this needs is not installed
 SettingError             a bad setting (also a ValueError): exit code 2
 """
@@ -15,12 +15,17 @@ SettingError             a bad setting (also a ValueError): exit code 2
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class DatapipeError(Exception):
     """Root of every error about data.
 
-    `path`, `shard` and `key` say where, as far as known, and are part of the message.
+    Args:
+        message: what is wrong.
+        path: the file or folder, if known. It begins the message, as do the following.
+        shard: name of the shard, if known.
+        key: of the sample, if known.
     """
 
     def __init__(
@@ -34,7 +39,8 @@ class DatapipeError(Exception):
         super().__init__(message, path, shard, key)
         self.message, self.path, self.shard, self.key = message, path, shard, key
 
-    def __reduce__(self):  # crosses process boundaries with its keyword arguments
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the keyword arguments when the error is sent to another process."""
         return _rebuild, (type(self), self.message, self.path, self.shard, self.key)
 
     def __str__(self) -> str:
@@ -44,7 +50,9 @@ class DatapipeError(Exception):
         return ": ".join([", ".join(where), self.message] if where else [self.message])
 
 
-def _rebuild(kind, message, path, shard, key):
+def _rebuild(
+    kind: type[DatapipeError], message: str, path: Path | str | None, shard: str | None, key: str | None
+) -> DatapipeError:
     return kind(message, path=path, shard=shard, key=key)
 
 
@@ -53,7 +61,7 @@ class SourceError(DatapipeError):
 
 
 class FetchError(DatapipeError):
-    """A data set could not be downloaded, or is not the one expected."""
+    """A data set could not be downloaded, or is not the expected one."""
 
 
 class ManifestError(DatapipeError):
@@ -81,12 +89,17 @@ class MissingBackendError(DatapipeError):
 
     @classmethod
     def for_extra(cls, message: str, extra: str, path: Path | str | None = None) -> MissingBackendError:
-        """Make the error for a library of one of the extras in pyproject.toml.
+        """Make the error for a missing library that one of the extras in pyproject.toml brings.
 
         The command in its message is quoted, as zsh needs it, and installs this project from its checkout.
+
+        Args:
+            message: what is missing.
+            extra: its name in pyproject.toml.
+            path: of the file that needs it, if any.
         """
         return cls(f"{message}: in the folder of the project's pyproject.toml, pip install '.[{extra}]'", path=path)
 
 
 class SettingError(ValueError):
-    """A setting out of its range: names the field, the value and what is allowed."""
+    """A setting is out of its range; the message names it, its value and what is allowed."""

@@ -18,107 +18,36 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from .console import Progress
 from .errors import FetchError, SettingError
 from .fsio import atomic_write, locked, make_folder
+from .public_data import DATASETS, DebianPackage, RemoteFile
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
-STALL_S = 30.0  # a connection that says nothing for so long is given up
+STALL_S = 30.0  # after which a silent connection is given up
 APT_S = 600.0  # for one call of apt-get or dpkg-deb: a slow mirror may need minutes for 31 MB
 MIRROR_VARIABLE = "DATAPIPE_MIRROR"
 MIRROR_SCHEMES = ("http://", "https://", "file://")
-# What apt-get (LC_ALL=C) says when its package lists are missing, or older than the mirror.
-STALE_LISTS = ("Unable to locate package", "Can't select candidate version", "404  Not Found")
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    name: str
-    sha256: str
-
-
-@dataclass(frozen=True)
-class DebianPackage:
-    """A Debian package whose folder `folder` (without a leading slash) holds a data set's files."""
-
-    name: str
-    folder: str
-
-
-@dataclass(frozen=True)
-class RemoteDataSet:
-    """Where a data set comes from: its files lie at `address`/NAME, perhaps also in a Debian package."""
-
-    address: str
-    files: tuple[RemoteFile, ...]
-    package: DebianPackage | None = None
-
-
-# Sums: Fashion-MNIST's from Debian's package 0.0~git20200523.55506a9-1, which has upstream's files; CIFAR's
-# as Keras checks them (keras.datasets.cifar10, cifar100), for https://www.cs.toronto.edu/~kriz/cifar.html.
-DATASETS = {
-    "fashion-mnist": RemoteDataSet(
-        address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-        files=(
-            RemoteFile(
-                "train-images-idx3-ubyte.gz",
-                "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7",
-            ),
-            RemoteFile(
-                "train-labels-idx1-ubyte.gz",
-                "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056",
-            ),
-            RemoteFile(
-                "t10k-images-idx3-ubyte.gz",
-                "cc1d090a38ace84dfa1aa66e3ada7c336ef481a96936906477e6dd344da56eaa",
-            ),
-            RemoteFile(
-                "t10k-labels-idx1-ubyte.gz",
-                "8d3605d196f4be44669e46906da9733c8131fef761fdbfec72c424d5222f1a05",
-            ),
-        ),
-        package=DebianPackage("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"),
-    ),
-    "cifar10": RemoteDataSet(
-        address="https://www.cs.toronto.edu/~kriz",
-        files=(
-            RemoteFile(
-                "cifar-10-python.tar.gz",
-                "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
-            ),
-        ),
-    ),
-    "cifar100": RemoteDataSet(
-        address="https://www.cs.toronto.edu/~kriz",
-        files=(
-            RemoteFile(
-                "cifar-100-python.tar.gz",
-                "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
-            ),
-        ),
-    ),
-}
 
 
 def fetch(name: str, folder: Path) -> list[Path]:
     """Put the files of data set `name` (a key of `DATASETS`) into `folder` and return their paths.
 
-    A file that is there with the right sum is kept, and nothing is asked of the network if all are; one
-    with a wrong sum is replaced, but only once the new one is complete and right. A file gets its name
-    when it is complete and right, so that Ctrl-C, a full disk or a lost connection leave none in part. Several
-    processes may fetch into one folder: the first does, the others wait and find its files there.
+    A file that is there with the right sum is kept, and the network is not used if all are. A file with a wrong sum
+    is replaced. A file gets its name only when it is complete and right, so Ctrl-C, a full disk or a lost connection
+    leave no partial files. Several processes may fetch into the same folder: the first does, and the others wait for
+    its files.
 
-    The environment variable DATAPIPE_MIRROR (an http, https or file address) replaces the folder of the
-    public address, for a site with its own copy: files are then taken from $DATAPIPE_MIRROR/NAME, and
-    apt is not tried. Proxies are taken from the usual variables (http_proxy, https_proxy, no_proxy).
+    The environment variable DATAPIPE_MIRROR (an http, https or file address) replaces the folder of the public
+    address, for a site with a copy of its own: files then come from $DATAPIPE_MIRROR/NAME, and apt is not tried.
+    Proxies come from the usual variables (http_proxy, https_proxy, no_proxy).
 
-    Raises `SettingError` for an unknown name or a mirror that is no such address, and `FetchError` when a
-    file cannot be had or written; its message lists what to place where by hand.
+    Raises SettingError for an unknown name or a mirror that is not such an address, and FetchError when a file cannot
+    be fetched or written; its message lists what to place where by hand.
     """
     if name not in DATASETS:
         raise SettingError(f"name={name!r}: must be one of {', '.join(sorted(DATASETS))}")
@@ -150,11 +79,11 @@ def _is_there(path: Path, sha256: str) -> bool:
     if not path.exists():
         return False
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found == sha256:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual == sha256:
         logger.info("%s is there already", path)
         return True
-    logger.warning("%s has the sha256 sum %s, not %s: fetching it anew", path, found, sha256)
+    logger.warning("%s has the sha256 sum %s, not %s: fetching it again", path, actual, sha256)
     return False
 
 
@@ -173,24 +102,24 @@ def _place(chunks: Iterable[bytes], file: RemoteFile, folder: Path) -> None:
 
 
 def _from_address(url: str, file: RemoteFile, folder: Path, still_missing: list[RemoteFile]) -> None:
-    """Download one file; what goes wrong tells how to bring it and the rest of `still_missing` by hand."""
+    """Download one file. An error says how to bring it, and the rest of `still_missing`, by hand."""
     logger.info("fetching %s", url)
     try:
         with contextlib.closing(_download(url, file.name)) as chunks:
             _place(chunks, file, folder)
     except FetchError as error:
         address = url.rpartition("/")[0]
-        wanted = "".join(
+        to_place = "".join(
             f"\n  {folder / each.name}\n    sha256 {each.sha256}\n    from   {address}/{each.name}"
             for each in still_missing
         )
         raise FetchError(
-            f"{error} (fetching {url}).\nWithout a network here, place by hand and run again:{wanted}"
+            f"{error} (fetching {url}).\nWithout a network here, place by hand and run again:{to_place}"
         ) from error
 
 
 def _download(url: str, name: str) -> Generator[bytes, None, None]:
-    """Yield the body of `url`; `FetchError` when it cannot be had, or ends before its announced length."""
+    """Yield the body of `url`; FetchError when it cannot be fetched, or ends before its announced length."""
     try:
         with urllib.request.urlopen(url, timeout=STALL_S) as response:
             length = response.headers.get("Content-Length", "")
@@ -213,45 +142,36 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
 # ---- Debian's package
 
 
-def _from_debian(package: DebianPackage, wanted: list[RemoteFile], folder: Path) -> list[RemoteFile]:
-    """Take the files from a Debian package and return those that it did not give, with sums as wanted."""
+def _from_debian(package: DebianPackage, files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
+    """Take the files from a Debian package, and return those that it does not hold with the right sum."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        return wanted
+        return files
     with tempfile.TemporaryDirectory(prefix="datapipe-fetch-") as scratch:
         try:
-            logger.info("asking apt for Debian's package %s", package.name)
             _unpack(package.name, Path(scratch))
         except FetchError as error:
-            logger.info("Debian's package cannot be had (%s): using the public address", error)
-            return wanted
-        missing = []
-        for file in wanted:
-            source = Path(scratch, package.folder, file.name)
-            if not source.is_file():
-                missing.append(file)
-                continue
-            try:
-                with source.open("rb") as opened:
-                    _place(iter(lambda opened=opened: opened.read(CHUNK_BYTES), b""), file, folder)
-                logger.info("%s is from Debian's package %s", folder / file.name, package.name)
-            except FetchError as error:
-                logger.warning("Debian's package %s holds another file: %s", package.name, error)
-                missing.append(file)
-        return missing
+            logger.info("Debian's package %s cannot be downloaded (%s): using the public address", package.name, error)
+            return files
+        unpacked = Path(scratch, package.folder)
+        return [file for file in files if not _copied(unpacked / file.name, file, folder)]
+
+
+def _copied(source: Path, file: RemoteFile, folder: Path) -> bool:
+    """Copy a file of the package into `folder`; return whether it was there, and the right one."""
+    if not source.is_file():
+        return False
+    try:
+        _place([source.read_bytes()], file, folder)
+    except FetchError as error:
+        logger.warning("Debian's package holds another file: %s", error)
+        return False
+    return True
 
 
 def _unpack(package: str, scratch: Path) -> None:
-    """Download and unpack `package` in `scratch`, renewing apt's lists once if they need it and we may."""
-    download = ["apt-get", "-o", f"Acquire::http::Timeout={STALL_S:.0f}", "download", package]
-    try:
-        _command(download, scratch)
-    except FetchError as error:
-        if os.geteuid() != 0 or not any(sign in str(error) for sign in STALE_LISTS):
-            raise
-        logger.info("apt does not know the package, or an old version: renewing apt's lists")
-        _command(["apt-get", "-o", f"Acquire::http::Timeout={STALL_S:.0f}", "update"], scratch)
-        _command(download, scratch)
-    archives = sorted(scratch.glob("*.deb"))
+    logger.info("asking apt for Debian's package %s", package)
+    _command(["apt-get", "-o", f"Acquire::http::Timeout={STALL_S:.0f}", "download", package], scratch)
+    archives = list(scratch.glob("*.deb"))
     if len(archives) != 1:
         raise FetchError(f"apt-get download left {len(archives)} packages instead of one")
     _command(["dpkg-deb", "-x", archives[0].name, "."], scratch)
@@ -262,7 +182,6 @@ def _command(arguments: list[str], folder: Path) -> None:
     process = subprocess.Popen(
         arguments,
         cwd=folder,
-        env={**os.environ, "LC_ALL": "C"},  # messages are compared with STALE_LISTS
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -273,7 +192,7 @@ def _command(arguments: list[str], folder: Path) -> None:
     with process:
         try:
             said, _ = process.communicate(timeout=APT_S)
-        except BaseException as error:  # Ctrl-C too: apt's own children would go on, and hold the pipe open
+        except BaseException as error:  # Ctrl-C, too: apt's own children would continue, and keep the pipe open
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise FetchError(f"{arguments[0]} took longer than {APT_S:.0f} s") from error

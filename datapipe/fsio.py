@@ -1,10 +1,11 @@
-"""Files: never a finished name on unfinished bytes, and checksums."""
+"""Files: a final name only on complete bytes, locks, checksums, and copies that are verified."""
 
 from __future__ import annotations
 
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -13,26 +14,28 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import xxhash
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
-# What numpy.load raises, or json for what is nested too deep, or a part that is missing.
+# What numpy.load and json raise for a file that is damaged, nested too deep, or incomplete.
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
-PROBED = 4  # items whose time tells whether the filesystem makes us wait
-AT_ONCE = 32  # requests to a filesystem that does
-_warned: set[Path] = set()  # folders that cannot be locked, as the user knows by now
+PROBED = 4  # items that are timed, to find out whether the filesystem has a high latency
+AT_ONCE = 32  # requests at a time to a filesystem that has
+_warned: set[Path] = set()  # folders that cannot be locked, for which a warning has been logged
 BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
 
 
 def partial_path(path: Path, alone: bool = True) -> Path:
-    """The name under which `path` is written until it is complete.
+    """Return the name under which `path` is written until it is complete.
 
-    Not `alone`: a name of this call's own, since another process may be writing the same file.
+    If not `alone`, it is unique to this call, since another process may be writing the same file.
     """
     return path.with_name(f".{path.name}.partial" if alone else f".{path.name}.{uuid.uuid4().hex}.partial")
 
@@ -41,8 +44,8 @@ def partial_path(path: Path, alone: bool = True) -> Path:
 def atomic_path(path: Path, alone: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on leaving, sync it and rename it to `path`.
 
-    On any exception the temporary file is removed and `path` stays as it was. What an earlier,
-    killed run left under the temporary name is overwritten, unless it was not `alone`.
+    On any exception the temporary file is removed and `path` is unchanged. What an earlier call that was killed left
+    under the temporary name is overwritten (if `alone`, see `partial_path`).
     """
     partial = partial_path(path, alone)
     partial.unlink(missing_ok=True)
@@ -60,19 +63,27 @@ def atomic_path(path: Path, alone: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(path: Path, alone: bool = True) -> Iterator[BinaryIO]:
-    """Like `atomic_path`, but yields the temporary file opened for binary writing."""
+    """Do what `atomic_path` does, and yield the temporary file opened for binary writing."""
     with atomic_path(path, alone) as partial, open(partial, "wb") as file:
         yield file
 
 
 @contextmanager
 def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
-    """Hold a folder for this process, or all that share it; the kernel lets go when the process ends, however it ends.
+    """Lock a folder. The kernel unlocks it when the process ends, in whatever way.
 
-    Raises BlockingIOError when another holds it and `wait` is False; else the wait is logged. A filesystem that cannot
-    lock folders (NFS, Lustre without `flock`) does without: then it yields False.
+    Args:
+        folder: must exist.
+        wait: wait for other processes that have locked it (and log that), instead of raising.
+        shared: other processes may have a shared lock at the same time.
+
+    Yields:
+        whether it is locked: a filesystem that cannot lock folders (NFS, Lustre without `flock`) is used without.
+
+    Raises:
+        BlockingIOError: another process has locked it, and `wait` is False.
     """
-    fd, held = os.open(folder, os.O_RDONLY), True
+    fd, is_locked = os.open(folder, os.O_RDONLY), True
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
@@ -86,17 +97,17 @@ def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
             if folder not in _warned:
                 _warned.add(folder)
                 logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
-            held = False
-        yield held
+            is_locked = False
+        yield is_locked
     finally:
         os.close(fd)
 
 
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """What `function` says of each item: several at once where a filesystem's latency is most of the time.
+    """Call `function` for each item and return the results in order; in threads where that is faster.
 
-    Elsewhere threads only hinder each other: listing lets go of Python's lock at each name, and 8 threads take 3 to 7
-    times as long as one.
+    Threads help where most of the time is a filesystem's latency, which the first items tell. Elsewhere they hinder
+    each other: listing releases Python's lock at each name, and 8 threads take 3 to 7 times as long as a single one.
     """
     wall, cpu = time.perf_counter(), time.thread_time()
     results = list(map(function, items[:PROBED]))
@@ -109,7 +120,7 @@ def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> l
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Give an OSError from a read or write the name of the file: "no space left" alone helps nobody."""
+    """Add the file's name to an OSError from a read or write: "no space left" alone does not help."""
     try:
         yield
     except OSError as error:
@@ -128,29 +139,38 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, so that they survive a power cut; one that exists is left as it is."""
+    """Make a folder, and those above it, so that they survive a power cut; one that exists is not changed."""
     if path.is_dir():
         return
     make_folder(path.parent)
     path.mkdir(exist_ok=True)
-    with suppress(PermissionError):  # a parent that may be written, but not listed
+    with suppress(PermissionError):  # a parent that may be written to, but not listed
         sync_folder(path.parent)
 
 
 def _ignore() -> None:
-    """Nobody watches."""
+    """Do nothing: no caller watches the progress."""
 
 
 def checksum(path: Path, moved: Callable[[], None] = _ignore) -> str:
-    """xxh3-128 of a file's bytes, as 32 hexadecimal digits. `moved` is called after each read."""
+    """Compute the xxh3-128 of a file's bytes, as 32 hexadecimal digits. `moved` is called after each read."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         update_from(digest, file, moved)
     return digest.hexdigest()
 
 
-def update_from(digest: xxhash.xxh3_128, file: BinaryIO, moved: Callable[[], None] = _ignore) -> int:
-    """Feed the rest of `file` to `digest`; return the number of bytes. `moved` is called after each read."""
+def update_from(digest: xxhash.xxh3_128, file: FileIO, moved: Callable[[], None] = _ignore) -> int:
+    """Feed the rest of a file to a digest.
+
+    Args:
+        digest: is updated.
+        file: open for reading, unbuffered.
+        moved: called after each read.
+
+    Returns:
+        the number of bytes.
+    """
     buffer = memoryview(bytearray(BLOCK_BYTES))
     total = 0
     while count := file.readinto(buffer):
@@ -163,14 +183,24 @@ def update_from(digest: xxhash.xxh3_128, file: BinaryIO, moved: Callable[[], Non
 def copy_verified(
     source: Path, target: Path, size_bytes: int, expected: str, moved: Callable[[], None] = _ignore
 ) -> int:
-    """Copy `source` to `target`, resuming what an interrupted call left, and verify it.
+    """Copy a file, resuming what an interrupted call left, and verify it.
 
-    The bytes already there under the temporary name are hashed, not trusted: when the checksum of the
-    whole is not `expected` (xxh3-128, hexadecimal) and some bytes were there before, the file is
-    copied once more from its beginning. Returns the number of bytes read from `source`; raises
-    ValueError when even a whole copy has another checksum. Unlike elsewhere, an interrupted copy
-    leaves its temporary file behind: that is what the next call resumes. `moved` is called after each read and write;
-    what it raises interrupts the copy.
+    The bytes that are there already under the temporary name are hashed, not trusted: when the whole has another
+    checksum than expected and some bytes were there before, the file is copied again from its beginning. An
+    interrupted copy leaves its temporary file behind, which the next call resumes.
+
+    Args:
+        source: the file.
+        target: the name of the copy.
+        size_bytes: of the file.
+        expected: its xxh3-128, in hexadecimal.
+        moved: called after each read and write; what it raises interrupts the copy.
+
+    Returns:
+        the number of bytes read from `source`.
+
+    Raises:
+        ValueError: even a whole copy has another checksum.
     """
     partial = partial_path(target)
     with named(partial), open(source, "rb", buffering=0) as reader, open(partial, "a+b", buffering=0) as writer:
@@ -202,10 +232,21 @@ def copy_verified(
     return copied
 
 
-def _write_all(file: BinaryIO, block: memoryview) -> None:
+def _write_all(file: FileIO, block: memoryview) -> None:
     while block:
         block = block[file.write(block) :]
 
 
 def free_bytes(folder: Path) -> int:
+    """Return the free space of the filesystem that `folder` lies on."""
     return shutil.disk_usage(folder).free
+
+
+def mounted_as(folder: Path) -> str:
+    """Return the kind of filesystem that a folder lies on, such as lustre or ext4 (proc(5), mounts)."""
+    place, kinds = folder.resolve(), {}
+    for line in Path("/proc/self/mounts").read_bytes().splitlines():  # names may be any bytes
+        _, mount, kind = line.split(b" ")[:3]
+        name = re.sub(rb"\\([0-7]{3})", lambda escape: bytes([int(escape[1], 8) & 0xFF]), mount)
+        kinds[Path(os.fsdecode(name))] = kind.decode()  # the last mount on a folder hides the others
+    return next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "unknown")

@@ -1,4 +1,4 @@
-"""Several files at once, each in a thread that is watched: a filesystem that does not answer ends the work in time."""
+"""Work on several files at once, in threads that are watched: a filesystem that does not answer ends it in time."""
 
 from __future__ import annotations
 
@@ -6,48 +6,62 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .errors import DatapipeError
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
-Work = Callable[[Item, Callable[[], None]], Result]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Done = tuple[int, Any, BaseException | None]  # number of the item, the result, what was raised instead
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0  # as packing's
 STREAMS = 4  # files at a time: a parallel filesystem serves several streams better than one
-TELL_S = 10.0  # how often it is told that a filesystem does not answer
+WARN_S = 10.0  # how often to log that a filesystem does not answer
 LOOK_S = 1.0
-GRACE_S = 1.0  # for the read or write that a thread is at when it is to end
+GRACE_S = 1.0  # for the read or write that a thread is in when it should end
 
 
 class _Ended(Exception):
-    """Raised in a thread whose result nobody waits for any more."""
+    """Raised in a thread whose result nobody waits for."""
 
 
 def work_on_files(
-    work: Work, items: Sequence[Item], name: Callable[[Item], Path], limit_s: float, count: int = STREAMS
-) -> Iterator[Result]:
-    """Call `work(item, moved)` for each item, in `count` threads, and yield the results in order.
+    work: Callable[[Item, Callable[[], None]], Result],
+    items: Sequence[Item],
+    path_of: Callable[[Item], Path],
+    limit_s: float,
+    count: int = STREAMS,
+) -> Generator[Result, None, None]:
+    """Call `work(item, moved)` for each item, in several threads, and yield the results in order.
 
-    `work` has to call `moved` after each read and write. A generator: closing it ends the threads, of which one that
-    hangs in the system is left behind, and does no more than what it is at.
+    Closing the generator ends the threads. One that hangs in the system is left behind, and ends with the system call
+    it is in.
 
-    Raises: what `work` raises; DatapipeError with `name(item)` where nothing moved for `limit_s` seconds.
+    Args:
+        work: must call `moved` after each read and write.
+        items: what to work on.
+        path_of: the file that an item is about, for messages.
+        limit_s: how long a read or write may take, in seconds.
+        count: of threads.
+
+    Raises:
+        DatapipeError: nothing moved for `limit_s` seconds; names the file. And whatever `work` raises.
     """
-    upcoming, answers = queue.SimpleQueue(), queue.SimpleQueue()
+    upcoming: queue.SimpleQueue[int] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
     for number in range(len(items)):
         upcoming.put(number)
-    doing: dict[int, tuple[float, Path]] = {}  # since when, by the thread
+    doing: dict[int, tuple[float, Path]] = {}  # by thread: when it last moved, and the file it is at
     ending = threading.Event()
 
-    def run(me: int) -> None:
+    def run(thread: int) -> None:
         def moved() -> None:
             if ending.is_set():
                 raise _Ended
-            doing[me] = time.monotonic(), path
+            doing[thread] = time.monotonic(), path
 
         while not ending.is_set():
             try:
@@ -55,13 +69,13 @@ def work_on_files(
             except queue.Empty:
                 return
             try:
-                path = name(items[number])
+                path = path_of(items[number])
                 moved()
                 answers.put((number, work(items[number], moved), None))
             except BaseException as error:
                 answers.put((-1, None, error))
             finally:
-                doing.pop(me, None)
+                doing.pop(thread, None)
 
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(min(count, len(items)))]
     for thread in threads:
@@ -82,17 +96,17 @@ def work_on_files(
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _answer(answers: queue.SimpleQueue, doing: dict[int, tuple[float, Path]], limit_s: float) -> tuple:
+def _answer(answers: queue.SimpleQueue[Done], doing: dict[int, tuple[float, Path]], limit_s: float) -> Done:
     """Wait for the next answer of a thread. Raises DatapipeError."""
-    told = time.monotonic()
+    warned = time.monotonic()
     while True:
         now = time.monotonic()
         for since, path in list(doing.values()):
             if now - since > limit_s:
                 message = f"a read or write has not been answered for {now - since:.0f} s (timeout_s={limit_s:g})"
                 raise DatapipeError(message, path=path)
-            if now - since > TELL_S and now - told > TELL_S:
-                told = now
+            if now - since > WARN_S and now - warned > WARN_S:
+                warned = now
                 logger.warning("%s: a read or write has not been answered for %.0f s", path, now - since)
         try:
             return answers.get(timeout=min(LOOK_S, limit_s))

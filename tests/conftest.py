@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,12 +26,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
+# A test that uses the fixture has the marker, whether it says so or not.
+IMPLIED = {"mounted": "testbed", "two_ranks": "ranks"}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for fixture, marker in IMPLIED.items():
+        if fixture in getattr(item, "fixturenames", ()):
+            item.add_marker(marker)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--slow"):
-        return
+    if not config.getoption("--slow"):
+        _skip(items, "slow", "slow: run with --slow")
+    if any("gpu" in item.keywords for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            _skip(items, "gpu", "no GPU here")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
     for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if marker in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
@@ -84,14 +101,13 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`image_folder`, packed in each format of encoded images into several shards: format -> folder of the splits."""
-    from datapipe.formats import FORMATS
+    from datapipe.names import FORMATS
     from datapipe.packing import PackOptions, pack
 
     root = tmp_path_factory.mktemp("packed")
     formats = [name for name in FORMATS if name != "npy"]
     for name in formats:
-        with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 400_000):  # shards of few images
-            pack(image_folder, root / name, PackOptions(format=name, shard_mib=8, workers=1))
+        pack(image_folder, root / name, PackOptions(format=name, shard_mib=0.37, workers=1))  # three shards of train
     return {name: root / name for name in formats}
 
 

@@ -1,15 +1,75 @@
-"""The import rules: trainer → datapipe, never back; heavy packages only where they are used."""
+"""The import rules: which part may import which; no circles; heavy packages only where they are used."""
+
+from __future__ import annotations
 
 import ast
+import graphlib
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Each part (a folder, or a file at a package's root) and the parts it may import, by level: arrows point down. In
+# brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
+GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams"}
+DATAPIPE = {
+    # 0: the ground floor, which every part above may import
+    "errors": "",
+    "fsio": "",
+    "names": "",
+    "public_data": "",
+    "memory": "errors",
+    "cluster": "errors",
+    "console": "errors",
+    "streams": "errors",
+    # 1
+    "images": "",
+    "sampling": "",
+    # 2
+    "formats": "images",
+    "dataset": "images",
+    # 3
+    "sources": "images dataset formats.naming",
+    "staging": "dataset sampling",
+    # 4
+    "packing": "sources formats images dataset sampling",
+    "loaders": "dataset images sampling formats.naming (staging)",
+    # 5
+    "fetch": "",
+    "bench": "loaders dataset sampling",
+    "doctor": "dataset (images) (loaders)",
+    "summaries": "(dataset)",
+    "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging) (summaries)",
+    "__main__": "cli",
+    "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
+}
+RUNNING = ["checkpoint", "distributed", "evaluate", "job", "loop", "precision", "run", "state", "stop"]
+BELOW = "errors config kfac models optim reporting datapipe datapipe.dataset datapipe.loaders datapipe.sampling"
+TRAINER = {
+    # 0
+    "errors": "datapipe",
+    "fields": "",
+    "kfac": "",
+    "models": "",
+    "reporting": "datapipe",
+    # 1
+    "optim": "fields kfac",
+    # 2
+    "config": "fields models optim datapipe datapipe.dataset",
+    # 3: the trainer itself, whose files import each other
+    **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
+    # 4
+    "cli": "datapipe (config) (distributed) (errors) (reporting) (run)",
+    "__main__": "cli",
+    "__init__": "",
+}
 # Optional or heavy packages, and the only files that may import them.
-ALLOWED = {
-    "torch": ["datapipe/loaders/", "datapipe/staging/exchange.py", "trainer/"],
+PACKAGES = {
+    "torch": ["datapipe/loaders/", "trainer/"],
     "h5py": ["datapipe/formats/hdf5.py"],
     "lmdb": ["datapipe/formats/lmdb.py"],
     "crc32c": ["datapipe/formats/tfrecord.py"],
@@ -17,45 +77,158 @@ ALLOWED = {
     "pyarrow": ["datapipe/sources/parquet.py"],
     "scipy": ["datapipe/sources/imagenet.py"],
     "webdataset": ["datapipe/loaders/tar_streams.py"],
-    "nvidia": ["datapipe/loaders/dali.py", "datapipe/loaders/dali_native.py"],
-    "mpi4py": ["datapipe/cluster.py"],
+    "nvidia": ["datapipe/loaders/dali.py"],
     "simplejpeg": ["datapipe/images/codec.py"],
     "PIL": ["datapipe/images/codec.py"],
-    "matplotlib": ["trainer/reporting/page.py"],
+    "matplotlib": ["trainer/reporting/"],
     "pytorch_optimizer": [f"trainer/optim/{name}.py" for name in ("lamb", "lars", "muon", "soap")],
 }
-FILES = sorted(
-    path.relative_to(ROOT).as_posix() for name in ("datapipe", "trainer") for path in (ROOT / name).rglob("*.py")
+AT_TOP = {"torch", "simplejpeg", "PIL"}  # those that may be imported when a file is loaded, not only when it is used
+
+
+class Import(NamedTuple):
+    """One import of a file."""
+
+    module: str  # the module or package that is imported, by its whole name
+    is_late: bool  # inside a function, or for the type checker alone
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(path for name in ("datapipe", "trainer") for path in (ROOT / name).rglob("*.py"))
+MODULES = {module_name(path) for path in FILES}
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Yield what a file imports, submodules by their own names, wherever in the file it stands."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package.pop()
+
+    def visit(node: ast.AST, is_late: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, is_late) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                above = package[: len(package) - child.level + 1] if child.level else []
+                origin = ".".join([*above, *filter(None, [child.module])])
+                for alias in child.names:
+                    submodule = f"{origin}.{alias.name}"
+                    yield Import(submodule if submodule in MODULES else origin, is_late)
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from visit(child, is_late or is_function or is_for_types)
+
+    return visit(ast.parse(path.read_text()), False)
+
+
+def part(module: str) -> str:
+    """Return the part of its package that a module belongs to."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def is_allowed(importer: str, imported: Import) -> bool:
+    package, target = importer.split(".")[0], imported.module
+    if target == package or f"{target}.".startswith(f"{package}.{part(importer)}."):
+        return True  # the version, or a neighbour in the same part
+    table = DATAPIPE if package == "datapipe" else TRAINER
+    arrows = table[part(importer)].split()
+    ground = [f"datapipe.{name}" for name in GROUND]
+    if package == "trainer":
+        target = target.removeprefix("trainer.")
+        arrows += ground if "datapipe" in arrows else []
+    else:
+        target = target.removeprefix("datapipe.")
+        arrows += [] if part(importer) in GROUND else GROUND
+    if imported.is_late:
+        arrows = [arrow.strip("()") for arrow in arrows]
+    return target in arrows or any(target.startswith(f"{arrow}.") for arrow in arrows if arrow != "datapipe")
+
+
+def wrong_arrows() -> set[str]:
+    return {
+        f"{module_name(path)} → {imported.module}"
+        for path in FILES
+        for imported in imports(path)
+        if imported.module in MODULES and not is_allowed(module_name(path), imported)
+    }
+
+
+def circle() -> list[str]:
+    """Return the modules of a circle of imports; none if there is none."""
+    graph = {module_name(path): {imported.module for imported in imports(path)} & MODULES for path in FILES}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_arrows_between_parts_point_down():
+    assert wrong_arrows() == set()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert circle() == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "module", "expected"),
+    [
+        ("datapipe.images.codec", "datapipe.sampling.order", ""),
+        ("datapipe.images.codec", "datapipe.errors", "at once"),
+        ("datapipe.errors", "datapipe.fsio", ""),
+        ("datapipe.sources.csv", "datapipe.formats.naming", "at once"),
+        ("datapipe.sources.csv", "datapipe.formats.tar", ""),
+        ("datapipe.loaders", "datapipe.staging", "late"),
+        ("trainer.kfac.solvers", "datapipe.errors", ""),
+        ("trainer.reporting.page", "datapipe.fsio", "at once"),
+        ("trainer.reporting.page", "datapipe.loaders", ""),
+        ("trainer.cli", "trainer.run", "late"),
+        ("trainer.state", "trainer.config.recipe", "at once"),
+    ],
 )
+def test_what_the_table_allows(importer, module, expected):
+    answers = [is_allowed(importer, Import(module, is_late)) for is_late in (False, True)]
+    assert answers == {"": [False, False], "late": [False, True], "at once": [True, True]}[expected]
 
 
-def imports(path):
-    """(package, line is at the module's top level) for every absolute import of a file."""
-    tree = ast.parse((ROOT / path).read_text())
-    top = set(tree.body)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name.split(".")[0], node in top) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module.split(".")[0], node in top
+def test_each_part_has_its_row():
+    parts = {
+        package: {part(name) for name in MODULES if name.split(".")[0] == package}
+        for package in ("datapipe", "trainer")
+    }
+    assert parts == {"datapipe": set(DATAPIPE), "trainer": set(TRAINER)}
 
 
-@pytest.mark.parametrize("path", FILES)
-def test_import_rules(path):
-    for package, at_top in imports(path):
-        if path.startswith("datapipe/"):
-            assert package != "trainer", f"{path} imports trainer"
-        if path.startswith("trainer/kfac/"):
-            assert package in {"torch", "__future__"} | set(sys.stdlib_module_names), f"{path} imports {package}"
-        if package in ALLOWED:
-            assert path.startswith(tuple(ALLOWED[package])), f"{path} imports {package}"
-        if package in ALLOWED.keys() - {"torch", "simplejpeg", "PIL"}:
-            assert not at_top, f"{path} imports {package} when loaded, not when used"
+def test_the_table_itself_points_down():
+    for table in (DATAPIPE, TRAINER):
+        rows = list(table)
+        for name, arrows in table.items():
+            for arrow in arrows.replace("(", "").replace(")", "").split():
+                target = arrow.split(".")[0]
+                between_equals = {name, target} <= set(RUNNING)
+                assert target == "datapipe" or between_equals or rows.index(target) < rows.index(name), (name, arrow)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_packages_are_imported_where_they_are_used(path):
+    name = path.relative_to(ROOT).as_posix()
+    for imported in imports(path):
+        package = imported.module.split(".")[0]
+        if name.startswith("datapipe/"):
+            assert package != "trainer", f"{name} imports trainer"
+        if name.startswith("trainer/kfac/") and imported.module not in MODULES:
+            assert package in {"torch", *sys.stdlib_module_names}, f"{name} imports {package}"
+        if package in PACKAGES:
+            assert name.startswith(tuple(PACKAGES[package])), f"{name} imports {package}"
+            assert imported.is_late or package in AT_TOP, f"{name} imports {package} when loaded, not when used"
 
 
 def test_packing_loads_no_torch():
-    import subprocess
-
     program = (
         "import sys, datapipe.packing, datapipe.dataset.verify, datapipe.staging, datapipe.fetch\n"
         "sys.exit('torch' in sys.modules)"

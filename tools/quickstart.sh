@@ -24,6 +24,12 @@ mkdir -p "$work"
 raw=$work/raw
 settings=()
 say "Fetching Fashion-MNIST into $raw"
+# apt on a new machine or in a new container does not know its mirrors' packages yet, and only root can change that.
+if [[ ! -e $raw && -z ${DATAPIPE_MIRROR:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null &&
+    ! apt-cache show dataset-fashion-mnist >/dev/null 2>&1; then
+    say "Renewing apt's lists, which do not have Debian's package dataset-fashion-mnist"
+    timeout 600 apt-get -qq -o Acquire::http::Timeout=30 update || say "They cannot be renewed: continuing without"
+fi
 fetched=0
 datapipe fetch fashion-mnist "$raw" || fetched=$?
 if [[ $fetched == 1 ]]; then

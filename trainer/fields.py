@@ -1,4 +1,4 @@
-"""What the sections of a recipe have in common."""
+"""What the sections of a recipe share: their strictness, and the ranges of their settings."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Frozen; an unknown key or a value of another type is an error."""
+    """A frozen part of a recipe; an unknown key, or a value of another type, is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    The text under a field is its description, which the reference page of recipes shows.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def or_none() -> BeforeValidator:
-    """The word none is None: TOML has no null, and --set must be able to say it."""
+    """Read the word "none" as None: TOML has no null, and --set must be able to say it."""
     return BeforeValidator(lambda value: None if value == "none" else value)
 
 
 def one_of(kind: str, names: Sequence[str]) -> BeforeValidator:
+    """Allow only `names`, of which each names a `kind`."""
+
     def check(value: object) -> object:
         if value not in names:
             raise ValueError(f"there is no such {kind}; allowed: {', '.join(names)}")
@@ -30,5 +37,6 @@ def one_of(kind: str, names: Sequence[str]) -> BeforeValidator:
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FromZero = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]  # of a running average
+BelowOne = Annotated[float, Field(ge=0, lt=1)]  # decay of a running average, and the like

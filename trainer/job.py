@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from datapipe.errors import SettingError
-from datapipe.loaders import normalise, open_loader
-from datapipe.loaders.base import Loader
+from datapipe.loaders import Loader, normalise, open_loader
 from datapipe.sampling.augment import Augment
 
 from . import models, optim
@@ -27,8 +26,8 @@ from .kfac import KFAC, AdaptiveDamping
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
-from .reporting.metrics import NAME as METRICS
 from .reporting.metrics import MetricsFile
+from .reporting.runlog import NAME as METRICS
 from .reporting.timing import Clock
 from .state import State
 

@@ -21,8 +21,9 @@ from .job import Job, open_job, read_checkpoint, restore
 from .loop import train
 from .precision import Precision, choose_precision
 from .reporting import metrics
+from .reporting.runlog import FORMAT, wait_share
+from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
-from .reporting.timing import wait_share
 from .state import MeanLoss, State
 from .stop import StopSignal
 
@@ -81,7 +82,7 @@ def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: Exit
     with together(world):
         if world.is_main:
             _lock(out, stack)
-            begun = any((out / name).exists() for name in (CHECKPOINT, metrics.NAME))
+            begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
             if begun and not resume:
                 raise SettingError(f"--out {out}: holds a run; use --resume to go on, or another folder")
             checkpoint = read_checkpoint(out, recipe) if resume else None
@@ -118,7 +119,7 @@ def _write_start(job: Job, state: State, resumed: bool) -> None:
     if job.metrics.is_empty:
         job.metrics.write(
             "run",
-            format=metrics.FORMAT,
+            format=FORMAT,
             recipe=job.recipe.model_dump(mode="json"),
             recipe_name=job.recipe.name,
             commit=metrics.commit(),

@@ -10,6 +10,7 @@ results/loader_gpu.json. `--device cpu` runs all that does not need a GPU, for a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 from benchmarks import corpus
 from benchmarks.bench_loader import with_our_packs
 from benchmarks.measure import WORK, column, cpu_s, environment, interleaved, shown, table, write_record
+from benchmarks.peers import Task
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError
 from datapipe.loaders import open_loader
@@ -40,6 +42,15 @@ def ours(folder: Path, device: torch.device, **settings) -> Epoch:
         return (batch.images for batch in loader)
 
     return epoch
+
+
+def dali_alone(folder: Path, device: torch.device) -> Epoch:
+    """DALI with its own tar reader and random crop."""
+    from benchmarks.peers.dali_tar import open_epochs
+
+    task = Task(SIZE, channels=3, crop="random_resized", batch_size=BATCH, workers=len(os.sched_getaffinity(0)))
+    epochs = open_epochs(folder, task, device)
+    return lambda number: (images for images, _ in epochs(number))
 
 
 def torchvision_decode(folder: Path, device: torch.device) -> Epoch:
@@ -76,7 +87,7 @@ def ways(folder: Path, device: torch.device) -> dict[str, Callable[[], Epoch]]:
         "cpu, windows (--restart 8)": lambda: ours(marked, device),
         "cpu, whole images": lambda: ours(plain, device),
         "pixels of 256": lambda: ours(pixels, device),
-        "DALI's own reader": lambda: ours(plain, device, backend="dali", reader="native"),
+        "DALI's own reader": lambda: dali_alone(plain, device),
         "torchvision decode_jpeg": lambda: torchvision_decode(plain, device),
     }
 

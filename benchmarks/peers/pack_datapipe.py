@@ -8,8 +8,9 @@ from pathlib import Path
 
 from benchmarks.peers.packing import QUALITY, RESTART, SHORT, Job
 from datapipe.dataset import DataSet
-from datapipe.formats import FORMATS, shard_format
+from datapipe.formats import shard_format
 from datapipe.images.recode import RecodeOptions
+from datapipe.names import FORMATS
 from datapipe.packing import PackOptions
 from datapipe.packing import pack as pack_data_set
 from datapipe.sources import MODULES

@@ -1,4 +1,4 @@
-"""A packed data set on disk: its manifest, its index, and how its samples are read and verified."""
+"""A packed data set on disk: its manifest, its index, how its samples are read and how all is verified."""
 
 from .dataset import DataSet
 

@@ -1,4 +1,4 @@
-"""A packed data set, open for reading: the one hot path of all formats."""
+"""A packed data set, open for reading: the hot path, which all formats share."""
 
 from __future__ import annotations
 
@@ -8,39 +8,58 @@ import numpy as np
 
 from ..errors import DecodeError, ManifestError, ShardCorruptError, ShardReadError
 from ..images.codec import decode
+from ..names import Io
 from .index import ENCODINGS, open_index, read_keys, sample_checksum
 from .manifest import Manifest
-from .shard_reader import Data, Io, ShardReader, release
+from .shard_reader import Data, ShardReader, release
 
 
 class DataSet:
-    """Reads any sample's bytes with one read, from any number of threads.
+    """A packed data set, of which any thread reads any sample's bytes with a single read.
 
-    Attributes: `folder`, `manifest`, `index` (RECORD[num_samples], memory-mapped), `raw_shape` (of images whose bytes
-    are nothing but pixels, else None), `reader` (a ShardReader, with `io` and `retries`). Raises ManifestError when
-    there is no readable data set in `folder`.
+    Args:
+        folder: of the data set (one split).
+        io: how shards are read, see ShardReader.
+        retries: how often an open or a read that fails is repeated, at least 0.
+
+    Attributes:
+        manifest: what `manifest.json` says.
+        index: RECORD[num_samples], memory-mapped.
+        raw_shape: (height, width, channels) of every image where the stored bytes are nothing but pixels, else None.
+        reader: the ShardReader.
+
+    Raises:
+        ManifestError: there is no readable data set in `folder`.
+        SettingError: `io` or `retries` is out of range.
     """
 
     def __init__(self, folder: Path | str, io: Io = "cached", retries: int = 0) -> None:
         self.folder = Path(folder)
         self.manifest = Manifest.read(self.folder)
         self.index = open_index(self.folder, self.manifest)
-        of = self.manifest
-        self.raw_shape = (of.height, of.width, of.channels) if of.format == "npy" else None
-        self.reader = ShardReader([self.folder / shard.name for shard in of.shards], io, retries)
+        self.raw_shape = _raw_shape(self.manifest)
+        self.reader = ShardReader([self.folder / shard.name for shard in self.manifest.shards], io, retries)
         self._keys: list[str] | None = None
 
     def __len__(self) -> int:
         return self.manifest.num_samples
 
     def read(self, sample: int) -> Data:
-        """The encoded image. Raises ShardCorruptError when it is not the one that was packed."""
+        """Read an encoded image. Raises ShardCorruptError when it is not the one that was packed."""
         record = self.index[sample]
-        place = (int(record[field]) for field in ("shard", "offset", "size", "checksum"))
-        return self.read_at(sample, *place)
+        shard, offset, size, checksum = (int(record[field]) for field in ("shard", "offset", "size", "checksum"))
+        return self.read_at(sample, shard, offset, size, checksum)
 
     def read_at(self, sample: int, shard: int, offset: int, size: int, checksum: int) -> Data:
-        """Like `read`, for a caller that has the index's fields at hand."""
+        """Do what `read` does, for a caller that has the index's fields already.
+
+        Args:
+            sample: its number, for messages.
+            shard: number of the shard, as in the manifest.
+            offset: of the image's bytes in the shard's file.
+            size: in bytes.
+            checksum: lower half of the bytes' xxh3-64.
+        """
         try:
             data = self.reader.read(shard, offset, size)
         except ShardReadError as error:
@@ -50,7 +69,16 @@ class DataSet:
         return data
 
     def check(self, sample: int, data: Data, checksum: int) -> None:
-        """Raises ShardCorruptError when these are not the sample's bytes."""
+        """Compare bytes with a sample's checksum.
+
+        Args:
+            sample: its number, for messages.
+            data: what was read.
+            checksum: lower half of the expected xxh3-64.
+
+        Raises:
+            ShardCorruptError: these are not the sample's bytes.
+        """
         if sample_checksum(data) != checksum:
             record = self.index[sample]
             name = self.manifest.shards[record["shard"]].name
@@ -58,7 +86,7 @@ class DataSet:
             raise ShardCorruptError(message, path=self.folder, shard=name, key=self.key(sample))
 
     def pixels(self, sample: int, data: Data) -> np.ndarray:
-        """The decoded image, uint8[height, width, channels]. Raises DecodeError."""
+        """Decode an image that was read: uint8[height, width, channels]. Raises DecodeError."""
         try:
             if self.raw_shape:
                 return np.frombuffer(data, np.uint8).reshape(self.raw_shape)
@@ -68,11 +96,11 @@ class DataSet:
             raise DecodeError(str(error), path=self.folder, shard=name, key=self.key(sample)) from error
 
     def holds_pixels(self) -> bool:
-        """Are all images stored as plain pixels?"""
+        """Return whether all images are stored as plain pixels."""
         return all(ENCODINGS[number] in ("raw", "pnm") for number in np.unique(self.index["encoding"]))
 
     def key(self, sample: int) -> str:
-        """For messages; the sample's number where the keys themselves are damaged."""
+        """Return a sample's key, for messages; its number where the keys themselves are damaged."""
         if self._keys is None:
             try:
                 self._keys = read_keys(self.folder)
@@ -90,5 +118,11 @@ class DataSet:
     def __enter__(self) -> DataSet:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+def _raw_shape(manifest: Manifest) -> tuple[int, int, int] | None:
+    if manifest.format != "npy" or manifest.height is None or manifest.width is None:
+        return None
+    return manifest.height, manifest.width, manifest.channels

@@ -11,9 +11,10 @@ import xxhash
 
 from ..errors import ManifestError
 from ..fsio import atomic_write, checksum
+from ..images import Buffer
 from .manifest import INDEX, KEYS, Manifest
 
-# 32 bytes a sample: ImageNet's 1.28 million are 41 MB, shared between processes by the page cache.
+# 32 bytes per sample: ImageNet's 1.28 million are 41 MB, shared between processes by the page cache.
 RECORD = np.dtype(
     [
         ("offset", "<u8"),  # of the image's bytes in the shard's file
@@ -27,13 +28,14 @@ RECORD = np.dtype(
         ("encoding", "<u2"),  # of ENCODINGS
     ]
 )
-pack_record = struct.Struct("<Q4I4H").pack  # the same, of one sample: bytes, which the garbage collector passes over
-PART = 1 << 14  # records that are checked at a time: half a megabyte stays in the cache
+pack_record = struct.Struct("<Q4I4H").pack  # one sample's, as bytes, which the garbage collector skips
+PART = 1 << 14  # records checked at a time: half a megabyte stays in the processor's cache
 KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")  # a name in tar and zip, and never one that leaves a folder
 ENCODINGS = ("jpeg", "png", "pnm", "pnm+lz4", "pnm+zstd", "raw")  # raw: only pixels, in npy shards
 
 
-def sample_checksum(data: bytes | memoryview) -> int:
+def sample_checksum(data: Buffer) -> int:
+    """Return the checksum that the index keeps of a sample: the lower half of its bytes' xxh3-64."""
     return xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF
 
 
@@ -46,8 +48,8 @@ def write_index(folder: Path, records: np.ndarray) -> None:
 def open_index(folder: Path, manifest: Manifest) -> np.ndarray:
     """Map the index read-only: RECORD[num_samples].
 
-    Its checksum is compared (ImageNet's 41 MB take 10 ms from the page cache): a flipped byte here would be a
-    wrong label there. What it says is compared with the manifest, see `check_records`. Raises ManifestError.
+    Its checksum is compared (ImageNet's 41 MB take 10 ms from the page cache), since a flipped byte in the index could
+    be a wrong label. Its records are compared with the manifest, see `check_records`. Raises ManifestError.
     """
     path = Path(folder) / INDEX
     expected = next((file.xxh3_128 for file in manifest.files if file.name == INDEX), None)
@@ -68,10 +70,18 @@ def open_index(folder: Path, manifest: Manifest) -> np.ndarray:
 
 
 def check_records(records: np.ndarray, manifest: Manifest, path: Path) -> None:
-    """Raise ManifestError where RECORD[num_samples] contradicts `manifest`, naming the first bad sample and its field.
+    """Compare an index with its manifest.
 
-    Checked are: the label, the shard, the place in the shard, the sides, the encoding, and how many samples each shard
-    has. ImageNet's 1.28 million records take 13 ms.
+    Label, shard, place in the shard, width, height and encoding of each sample are checked, and how many samples each
+    shard has. ImageNet's 1.28 million records take 13 ms.
+
+    Args:
+        records: RECORD[num_samples].
+        manifest: of the same data set.
+        path: of the index, for messages.
+
+    Raises:
+        ManifestError: they contradict each other; names the first bad sample and its field.
     """
     bounds, records = _bounds(manifest), np.asarray(records)  # slices of a memmap cost more than these comparisons
     sizes = np.array([shard.size_bytes for shard in manifest.shards], np.uint64)
@@ -127,12 +137,13 @@ def _first_out_of_shard(records: np.ndarray, sizes: np.ndarray) -> tuple[int, st
 
 
 def write_keys(folder: Path, keys: list[str]) -> None:
+    """Write every sample's key, in the order of the index, one per line."""
     with atomic_write(folder / KEYS) as file:
         file.write("".join(f"{key}\n" for key in keys).encode())
 
 
 def read_keys(folder: Path) -> list[str]:
-    """Every sample's key, in the index's order. For messages and tools: the loader does without."""
+    """Read every sample's key, in the order of the index. For messages and tools: loading does not need them."""
     try:
         return (Path(folder) / KEYS).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +151,16 @@ def read_keys(folder: Path) -> list[str]:
 
 
 def check_keys(keys: list[str], manifest: Manifest, path: Path) -> None:
-    """Raise ManifestError unless these are a key for each sample, all different, and of the kind that `pack` makes."""
+    """Check that these are a data set's keys.
+
+    Args:
+        keys: should be one per sample, all different, each as `pack` makes them (see KEY).
+        manifest: of the data set.
+        path: of the file with the keys, for messages.
+
+    Raises:
+        ManifestError: they are not.
+    """
     if len(keys) != manifest.num_samples:
         raise ManifestError(f"holds {len(keys)} keys, expected {manifest.num_samples}", path=path)
     seen = set()

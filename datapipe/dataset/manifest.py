@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,14 +18,15 @@ MANIFEST = "manifest.json"
 INDEX = "index.npy"
 KEYS = "keys.txt"
 QUARANTINE = "quarantine.jsonl"
-# A pack writes below OUT/.pack/new, and puts its splits in place when all are whole (see `target`). In these folders
-# those lie that are not yet, or no longer, in place: for a moment, or until the next pack if it was killed meanwhile.
+# A pack writes below OUT/.pack/new, and moves its splits into place when all are whole (see packing/out_folder.py).
+# Splits on their way out of place or into it lie in these folders: for a moment, or until the next pack if this one
+# was killed in between.
 MOVED_OUT, MOVING_IN = ".pack/old", ".pack-done/new"
-FORMAT_VERSION = 3
-UNSEALED_VERSIONS = (1, 2)  # these have no checksum of their own content
+FORMAT_VERSION: Final = 3
+UNSEALED_VERSIONS = (1, 2)  # without a checksum of their own content
 SEAL = "xxh3_128"  # the field with that checksum
 NO_DIGITS = "0" * 32
-MAX_BYTES = 256 << 20  # a million classes with long names are 100 MB; more is something else under this name
+MAX_BYTES = 256 << 20  # a million classes with long names take 100 MB; a larger file is not a manifest
 MAX_COUNT = 2**63 - 1  # what the index and the filesystem can hold
 
 
@@ -42,17 +43,35 @@ class FileInfo(_Record):
 
 
 class ShardInfo(FileInfo):
+    """A shard, and how many samples lie in it."""
+
     num_samples: int = Field(gt=0, le=MAX_COUNT)
 
 
 class Manifest(_Record):
-    """One data set: one split, packed.
+    """What `manifest.json` says of one data set (one split).
 
-    Sample `i` is row `i` of the index and line `i` of the keys. `channels` is 1 when every image is
-    grey, else 3; `width` and `height` are the images' common size in pixels, or None when they differ.
-    `recode` is what was done to the images (the options of that name), `converted` counts those that were of another
-    kind, `source_bytes` and `image_bytes` are the images' size before and after; `num_bad` were left out, and are
-    listed in quarantine.jsonl.
+    Sample `i` is row `i` of the index and line `i` of the keys.
+
+    Attributes:
+        version: of the manifest's format.
+        format: of the shards.
+        kind: of the raw data set that was packed.
+        split: "train" or "val".
+        num_samples: at least 1.
+        classes: their names, by label.
+        channels: 1 when every image is grey, else 3.
+        width: of every image, in pixels; None when they differ.
+        height: the same.
+        seed: of the order in which the samples lie in the shards.
+        shard_mib: the size asked for, in MiB.
+        recode: what was done to the images (those of RecodeOptions that are not at their defaults).
+        converted: number of images by what was unusual about them and no longer is, such as "progressive".
+        source_bytes: size of all images before packing.
+        image_bytes: size of all images as stored.
+        num_bad: number of images left out, which quarantine.jsonl lists.
+        shards: the files with the images.
+        files: the other files of the data set.
     """
 
     version: Literal[1, 2, 3] = FORMAT_VERSION
@@ -65,7 +84,7 @@ class Manifest(_Record):
     width: int | None = Field(gt=0, le=0xFFFF)
     height: int | None = Field(gt=0, le=0xFFFF)
     seed: int
-    shard_mib: int = Field(gt=0)
+    shard_mib: int | float = Field(gt=0)
     recode: dict[str, str | int | bool] = {}
     converted: dict[str, int] = {}
     source_bytes: int | None = Field(None, ge=0, le=MAX_COUNT)
@@ -80,10 +99,11 @@ class Manifest(_Record):
 
     @property
     def size_bytes(self) -> int:
-        """All files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(file.size_bytes for file in self.all_files())
 
     def all_files(self) -> Iterator[FileInfo]:
+        """Yield all files of the data set except the manifest."""
         yield from self.shards
         yield from self.files
 
@@ -163,7 +183,8 @@ def compute_checksum(content: bytes, digits: str) -> str:
         content: the file's exact bytes.
         digits: what stands in the file as that checksum, 32 characters.
 
-    Returns: xxh3-128, in hexadecimal, of `content` with `digits` replaced by zeros wherever they stand.
+    Returns:
+        xxh3-128, in hexadecimal, of `content` with `digits` replaced by zeros wherever they stand.
     """
     return xxhash.xxh3_128_hexdigest(content.replace(digits.encode(), NO_DIGITS.encode()))
 
@@ -184,7 +205,7 @@ def _check_seal(content: bytes, version: Any, digits: Any, path: Path) -> None:
 
 
 def find_data_sets(folder: Path) -> list[Path]:
-    """The data sets at `folder`: itself, or its sub-folders (splits) that have a manifest, by name.
+    """List the data sets at `folder`: itself, or those of its sub-folders (splits) that have a manifest, by name.
 
     Raises ManifestError when there is none.
     """

@@ -1,4 +1,4 @@
-"""Reading bytes out of shards: from any number of threads, tried again when a filesystem fails, and watched."""
+"""Reading bytes from shards: in any number of threads, repeated when a filesystem fails, and watched."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import SettingError, ShardReadError
+from ..names import IOS, Io
 
 logger = logging.getLogger(__name__)
 
-Io = Literal["cached", "mmap", "direct"]
-IOS = ("cached", "mmap", "direct")
 ALIGNMENT = 4096  # of O_DIRECT: no disk in use asks for more (open(2))
 FIRST_WAIT_S = 0.1  # before the first retry; doubled before each further one
-CLOSE_S = 0.5  # how long closing files is waited for
-SPARE_FILES = 256  # descriptors for all else
+CLOSE_S = 0.5  # how long to wait for files to be closed
+SPARE_FILES = 256  # descriptors for everything else
 
 Data = bytes | memoryview
 
@@ -33,16 +32,22 @@ class Read(NamedTuple):
     since: float  # time.monotonic()
     path: Path
     offset: int
-    problem: str  # why it is about to be tried again; empty while it has not failed
+    problem: str  # why it is about to be repeated; empty while it has not failed
 
 
 class ShardReader:
-    """Reads parts of shards. Thread-safe.
+    """Reads parts of shards. Thread-safe. A shard is opened when it is first read.
 
-    `io`: "cached" (pread), "mmap" (without a copy; but a shard that is cut short while it is mapped ends the process,
-    and a filesystem that hangs stops it as a whole) or "direct" (past the page cache, which is left to others). A shard
-    is opened when it is first read. An open or a read that fails, or a read that falls short, is tried `retries` times
-    again, with the shard opened once more, after pauses of 0.1 s, 0.2 s, 0.4 s and so on.
+    Args:
+        paths: of the shards, by number.
+        io: "cached" (pread through the page cache); "mmap" (without a copy, but a shard that is truncated while it is
+            mapped ends the process, and a filesystem that hangs stops all of its threads); "direct" (past the page
+            cache, which is left to others).
+        retries: how often an open or a read that fails, or a read that falls short, is repeated, at least 0. Each time
+            the shard is opened again, after a pause of 0.1 s, 0.2 s, 0.4 s and so on.
+
+    Raises:
+        SettingError: `io` or `retries` is out of range.
     """
 
     def __init__(self, paths: list[Path], io: Io = "cached", retries: int = 0) -> None:
@@ -56,26 +61,35 @@ class ShardReader:
         _allow_open_files(len(paths))
 
     def _begin(self) -> None:
-        """Start with no shard open, and with locks that nobody holds, also not a thread before a fork."""
+        """Start with no shard open and with new locks: after a fork, a thread of the parent may hold the old ones."""
         self._closed = threading.Event()
         self._shards = [_Shard(path, self._kind, self._closed) for path in self._paths]
         self._under_way: dict[int, tuple[float, int, int, str]] = {}
 
     def read(self, shard: int, offset: int, size: int, into: memoryview | None = None) -> Data:
-        """The bytes are put `into` memory, if any is given: on whole pages, and of `room_for(size)` bytes. Not with
-        `io` "mmap".
+        """Read bytes of a shard.
 
-        Raises ShardReadError, naming path and offset, when the bytes cannot be had.
+        Args:
+            shard: its number.
+            offset: in the shard's file, in bytes.
+            size: in bytes.
+            into: memory to read into: page-aligned and of `room_for(size)` bytes. Not with `io` "mmap".
+
+        Returns:
+            exactly `size` bytes; a view of `into` where that is given.
+
+        Raises:
+            ShardReadError: the bytes cannot be read; names path and offset.
         """
-        thread, since, under_way, its = threading.get_ident(), time.monotonic(), self._under_way, self._shards[shard]
+        thread, since, under_way, opened = threading.get_ident(), time.monotonic(), self._under_way, self._shards[shard]
         under_way[thread] = since, shard, offset, ""
         failed = 0
         try:
             while True:
-                file = its.file
+                file = opened.file
                 try:
                     if file is None:
-                        file = its.open()
+                        file = opened.open()
                     data = file.read(offset, size, into)
                     if len(data) == size:
                         return data
@@ -84,22 +98,27 @@ class ShardReader:
                     problem = f"is missing, and with it {size} bytes at {offset}"
                 except OSError as error:
                     problem = f"{size} bytes at {offset} cannot be read: {error.strerror} (errno {error.errno})"
-                its.drop(file)
+                opened.drop(file)
                 file = None
                 failed += 1
                 under_way[thread] = since, shard, offset, problem
-                if failed > self._retries or its.pause(problem, failed, self._retries + 1):
+                if failed > self._retries or opened.pause(problem, failed, self._retries + 1):
                     break
         finally:
             file = None  # an error's traceback keeps this frame, and would keep the file open
             del under_way[thread]
         tried = f" (tried {failed} times)" if failed > 1 else ""
-        raise ShardReadError(problem + tried, path=its.path.parent, shard=its.path.name)
+        raise ShardReadError(problem + tried, path=opened.path.parent, shard=opened.path.name)
 
     def will_read(self, shard: int, offset: int, size: int) -> None:
-        """Tell the kernel: it may read ahead (posix_fadvise(2)). Nothing for shards that were not read yet.
+        """Let the kernel read ahead (posix_fadvise(2)). Does nothing for a shard that has not been read yet.
 
-        May take as long as a read: some filesystems ask their server first.
+        This may take as long as a read: some filesystems ask their server first.
+
+        Args:
+            shard: its number.
+            offset: in the shard's file, in bytes.
+            size: in bytes.
         """
         file = self._shards[shard].file
         if file is not None and file.hints:
@@ -107,7 +126,7 @@ class ShardReader:
                 os.posix_fadvise(file.fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def oldest(self) -> Read | None:
-        """Of the reads that are under way, the one that began first."""
+        """Return the read that began first among those under way; None if there is none."""
         reads = list(self._under_way.values())
         if not reads:
             return None
@@ -115,9 +134,9 @@ class ShardReader:
         return Read(since, self._paths[shard], offset, problem)
 
     def close(self) -> None:
-        """Release all files, and end the pauses before further tries. May be called twice; reading opens files again.
+        """Release all files and end the pauses before retries. May be called twice; a later read opens files again.
 
-        A file that is being read is closed by the thread that reads it. No lock is waited for, since the thread that
+        A file that is being read is closed by the thread that reads it. This waits for no lock, since the thread that
         holds it may hang in a system call.
         """
         files = []
@@ -146,18 +165,18 @@ class _Shard:
             return file
 
     def drop(self, file: _File | None) -> None:
-        """Have the shard opened once more (ESTALE lasts as long as the descriptor), unless another thread did it.
+        """Make the next read open the shard again (ESTALE lasts as long as the descriptor), unless it was reopened.
 
-        The file is closed when the last thread that reads it has let go of it. No lock: should another thread open the
-        shard between these two lines, it is opened once more than needed.
+        The file is closed when the last thread that reads it has dropped it. This needs no lock: should another thread
+        open the shard between these two lines, it is opened once more than necessary.
         """
         if self.file is file:
             self.file = None
 
     def pause(self, problem: str, failed: int, tries: int) -> bool:
-        """Wait before the next try. Returns whether the reader was closed meanwhile.
+        """Wait before the next try. Return whether the reader was closed in the meantime.
 
-        Of all threads that fail on this shard, one logs it, until its pause is over.
+        When many threads fail on this shard, the first logs it and the others are silent until its pause is over.
         """
         pause_s = FIRST_WAIT_S * 2 ** (failed - 1)
         now = time.monotonic()
@@ -167,10 +186,10 @@ class _Shard:
         return self._closed.wait(pause_s)
 
 
-def release(things: list) -> None:
-    """Empty a list of what is closed with the last reference to it, such as files and maps of them.
+def release(things: list[Any]) -> None:
+    """Empty a list of things that close with their last reference, such as files and memory maps.
 
-    A filesystem that does not answer hangs who closes a file, too: a thread does it, and is waited for only a moment.
+    Closing hangs, too, on a filesystem that does not answer. So a thread does it, for which this waits only a moment.
     """
     closing = threading.Thread(target=things.clear, name="datapipe-close", daemon=True)
     try:
@@ -182,7 +201,7 @@ def release(things: list) -> None:
 
 
 class _File:
-    """An open file, closed when nothing refers to it any more: never under a thread that reads it."""
+    """An open file. It is closed with the last reference to it, so never while a thread reads it."""
 
     flags = os.O_RDONLY | os.O_CLOEXEC
     hints = True
@@ -212,7 +231,7 @@ class _Map(_File):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self._view = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))  # it goes with the last view of it
+            self._view = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))  # unmapped with the last view of it
         except ValueError as error:
             raise OSError(0, "an empty file") from error
 
@@ -246,14 +265,14 @@ class _Direct(_File):
 
 
 def room_for(size: int) -> int:
-    """Bytes of memory to read that many into: `io` "direct" reads whole pages, from the first to the last."""
+    """Return how many bytes of memory a read of `size` bytes may fill: `io` "direct" reads whole pages."""
     return (-(-size // ALIGNMENT) + 1) * ALIGNMENT
 
 
 def _allow_open_files(count: int) -> None:
-    """One descriptor stays open a shard; the usual soft limit of 1,024 is below some data sets."""
+    """Raise the limit of open files: each shard keeps a descriptor, and 1,024, the usual limit, may be too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,12 +1,14 @@
-"""Check a packed data set against its checksums, and on demand decode every image."""
+"""Check a packed data set against its checksums and, if asked, decode every image."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,11 +22,13 @@ from .index import ENCODINGS, check_keys, read_keys
 from .manifest import KEYS, FileInfo
 
 GROUP = 256  # samples decoded per task
+Item = TypeVar("Item", bound=FileInfo | range)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong in file `file` of the data set; `key` names the sample, if it is one."""
+    """Something wrong in a file of the data set; `key` names the sample, None if it is not about a single sample."""
 
     file: str
     key: str | None
@@ -35,22 +39,33 @@ class Problem:
 
 
 def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> list[Problem]:
-    """All that is wrong with one data set: none means that every file has its checksum.
+    """Check one data set.
 
-    A file that has not is searched for the samples that are damaged. `deep` also decodes every image, as strictly as
-    `pack` with `check="decode"`, and compares its header with the index. When manifest or index cannot be read, that
-    is all it says. Raises DatapipeError when a read takes longer than `timeout_s`.
+    A file with a wrong checksum is searched for the samples that are damaged.
+
+    Args:
+        folder: of the data set.
+        deep: also decode every image, as strictly as `pack` with check="decode", and compare its header with the index.
+        timeout_s: how long a read may take, in seconds, above 0.
+
+    Returns:
+        all that is wrong; an empty list means that every file has its checksum. When manifest or index cannot be read,
+        that is the only problem.
+
+    Raises:
+        DatapipeError: a read takes longer than `timeout_s`.
+        SettingError: `timeout_s` is out of range.
     """
     if not timeout_s > 0:
         raise SettingError(f"timeout_s: {timeout_s!r} is out of range; allowed: seconds, above 0")
     try:
         data_set = DataSet(folder)
     except ManifestError as error:
-        return [Problem(error.path.name, None, error.message)]
+        return [Problem(Path(error.path or folder).name, None, error.message)]
     with data_set:
         files = list(data_set.manifest.all_files())
         problems: list[Problem] = []
-        reasons = _work(lambda file, moved: _check_file(data_set, file, moved), files, data_set, timeout_s)
+        reasons = _work_on(files, partial(_check_file, data_set), data_set, timeout_s)
         with closing(reasons), Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
             for file, reason in zip(files, reasons, strict=True):
                 if reason:
@@ -64,15 +79,17 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
     return problems
 
 
-def _work(work: Callable, items: list, data_set: DataSet, timeout_s: float) -> Iterator:
-    """Work on files, or on groups of samples (range)."""
+def _work_on(
+    items: list[Item], work: Callable[[Item, Callable[[], None]], Result], data_set: DataSet, timeout_s: float
+) -> Generator[Result, None, None]:
+    """Work on files, or on groups of samples, in as many threads as there are cores."""
 
-    def name(item: FileInfo | range) -> Path:
+    def path_of(item: FileInfo | range) -> Path:
         if isinstance(item, FileInfo):
             return data_set.folder / item.name
-        return data_set.folder / data_set.manifest.shards[data_set.index["shard"][item[0]]].name
+        return data_set.folder / data_set.manifest.shards[int(data_set.index["shard"][item[0]])].name
 
-    return work_on_files(work, items, name, timeout_s, os.cpu_count() or 1)
+    return work_on_files(work, items, path_of, timeout_s, os.cpu_count() or 1)
 
 
 def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) -> str | None:
@@ -81,10 +98,10 @@ def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) ->
         size = path.stat().st_size
         if size != file.size_bytes:
             return f"has {size} bytes, expected {file.size_bytes}"
-        found = checksum(path, moved)
+        actual = checksum(path, moved)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return None if found == file.xxh3_128 else f"has checksum {found}, expected {file.xxh3_128}"
+    return None if actual == file.xxh3_128 else f"has checksum {actual}, expected {file.xxh3_128}"
 
 
 def _wrong_keys(data_set: DataSet) -> Iterator[Problem]:
@@ -113,7 +130,7 @@ def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator
 
 def _decode_all(data_set: DataSet, timeout_s: float) -> Iterator[Problem]:
     groups = [range(i, min(i + GROUP, len(data_set))) for i in range(0, len(data_set), GROUP)]
-    results = _work(lambda group, moved: _decode(data_set, group, moved), groups, data_set, timeout_s)
+    results = _work_on(groups, partial(_decode, data_set), data_set, timeout_s)
     with closing(results), Progress(f"decoding {data_set.folder}", len(data_set)) as progress:
         for group, problems in zip(groups, results, strict=True):
             yield from problems

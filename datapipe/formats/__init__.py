@@ -1,15 +1,15 @@
-"""Shard formats: one file and one line here each.
+"""Shard formats: one file each, and one line in `datapipe/names.py`.
 
 A format module has
 
-    SUFFIX          of a shard's file name
-    OVERHEAD_BYTES  what a sample costs beside its image, for planning shard sizes
-    Writer()        a ShardWriter
-    read(path)      yields (key, image bytes, label) of every sample, through a standard reader
+    SUFFIX          The ending of a shard's file name.
+    OVERHEAD_BYTES  What a sample costs beside its image, to plan the size of shards.
+    Writer()        A ShardWriter.
+    read(path)      Yield key, image bytes and label of every sample, through a standard reader.
 
-A writer lays a shard out and touches no file: it says which bytes come next, so that any thread can write
-them at their place. The loader needs neither writer nor reader: the writer says where each image's bytes lie in the
-file, and that is where they are read.
+A writer lays a shard out and does not touch the file: it says which bytes come next, so that any thread can write them
+at their place. Loaders need neither writer nor reader: the writer says where in the file each image's bytes lie, and
+loaders read them there.
 """
 
 from __future__ import annotations
@@ -19,22 +19,15 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
 
-FORMATS = ("tar", "hdf5", "lmdb", "zip", "tfrecord", "npy")
-# Of an image file, by encoding. WebDataset takes the part behind the key's first dot for the kind of content.
-EXTENSIONS = {
-    "jpeg": "jpg",
-    "png": "png",
-    "pnm": "pnm",
-    "pnm+lz4": "pnm.lz4",
-    "pnm+zstd": "pnm.zst",
-}
-
-Buffer = bytes | bytearray | memoryview
+__all__ = ["Finished", "ShardWriter", "shard_format"]
 
 
 class Finished(NamedTuple):
+    """What completes a shard behind its last sample."""
+
     tail: bytes  # what comes last in the file
     patches: dict[int, bytes]  # what goes over bytes written before: position and content
     offsets: Sequence[int]  # of each image's bytes in the shard's file, in the order of `add`
@@ -42,19 +35,31 @@ class Finished(NamedTuple):
 
 
 class ShardWriter(Protocol):
+    """Lays out one shard."""
+
     head: bytes  # what the file begins with
 
     def add(self, key: str, label: int, data: Buffer, header: ImageHeader) -> Sequence[Buffer]:
-        """The next pieces of the file for one more sample, `data` itself among them, uncopied, where it goes now.
+        """Lay out one more sample. Called for one after another, in the shard's order.
 
-        `key` is unique in the shard. Called for one sample after another, in the shard's order. `data` may
-        change once the pieces are written: a writer that keeps it for `finish` copies it. Raises ValueError for an
-        image that the format cannot hold.
+        Args:
+            key: The sample's key, unique in the shard.
+            label: Its class.
+            data: The encoded image. It may change once the pieces are written: a writer that keeps it for `finish`
+                copies it.
+            header: What is known of the image.
+
+        Returns:
+            The next pieces of the file. `data` itself is one of them, unless it is written in `finish`.
+
+        Raises:
+            ValueError: The format cannot hold the image.
         """
 
     def finish(self) -> Finished:
-        """Called once, after the last `add`."""
+        """Complete the shard. Called once, after the last `add`."""
 
 
 def shard_format(name: str) -> ModuleType:
+    """Import the module of a format, one of `names.FORMATS`."""
     return importlib.import_module(f".{name}", __name__)

@@ -3,9 +3,9 @@
 Image `i` is bytes[offsets[i] : offsets[i+1]]. Because `bytes` is contiguous (HDF5 File Format Specification, IV.A.2.i,
 "Data Layout Message"), each image lies in one piece in the file, at the dataset's own file offset plus offsets[i].
 
-The images stream although HDF5 wants a contiguous dataset's size at its creation: `bytes`, created first in a new file,
-begins at the same place whatever its size. There the images go; in the end h5py makes the file of that size around
-them, in memory and without them.
+HDF5 needs the size of a contiguous dataset when it is created, but the images are written as they come. That works
+because `bytes`, created first in a new file, begins at the same place whatever its size: the images go there. In the
+end h5py creates the rest of the file, for that size, in memory and without the images.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import Buffer, Finished
+from . import Finished
 
 SUFFIX = ".h5"
 OVERHEAD_BYTES = 64
 
 
 class Writer:
+    """Lays out an HDF5 shard."""
+
     def __init__(self) -> None:
         self.head = bytes(_first_place())
         self._keys: list[str] = []
@@ -56,22 +59,23 @@ class Writer:
 
 
 class _FileAround(io.BytesIO):
-    """A file in memory, less its `size` bytes from `begin` on, which nobody may read or write."""
+    """A file in memory, without its `size` bytes from `begin` on, which must not be read or written."""
 
     def __init__(self, begin: int, size: int) -> None:
         super().__init__()
         self._begin, self._size = begin, size
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        kept = super().seek(self._kept(position) if whence == os.SEEK_SET else position, whence)
-        return kept if kept < self._begin else kept + self._size
+        place = super().seek(self._kept_position(position) if whence == os.SEEK_SET else position, whence)
+        return place if place < self._begin else place + self._size
 
-    def truncate(self, length: int) -> int:
-        super().truncate(self._kept(length))
-        return length
+    def truncate(self, size: int | None = None, /) -> int:
+        assert size is not None, "HDF5 says how long the file is to be"
+        super().truncate(self._kept_position(size))
+        return size
 
-    def _kept(self, position: int) -> int:
-        """Where the byte at `position` is among those that are kept."""
+    def _kept_position(self, position: int) -> int:
+        """Return where the byte at `position` is among those that are kept in memory."""
         if position < self._begin:
             return position
         assert position >= self._begin + self._size, f"HDF5 wants to touch the images, at {position}"
@@ -80,7 +84,7 @@ class _FileAround(io.BytesIO):
 
 @cache
 def _first_place() -> int:
-    """Where in the file the dataset `bytes` begins."""
+    """Return where in the file the dataset `bytes` begins."""
     import h5py
 
     with h5py.File(io.BytesIO(), "w") as file:
@@ -88,7 +92,7 @@ def _first_place() -> int:
 
 
 def _create_bytes(file, total: int):
-    """The dataset `bytes`, with its place in the file and no content: an h5py.h5d.DatasetID."""
+    """Create the dataset `bytes`, with its place in the file and no content: an h5py.h5d.DatasetID."""
     import h5py
 
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -100,6 +104,7 @@ def _create_bytes(file, total: int):
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield key, image and label of every sample, through h5py."""
     import h5py
 
     with h5py.File(path, "r", locking=False) as file:

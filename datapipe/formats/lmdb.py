@@ -1,7 +1,7 @@
 """LMDB shards: one environment file with the entries `key.jpg` -> image and `key.cls` -> the label in ASCII.
 
-The file is laid out here, as LMDB 0.9 (data version 1, 64-bit, little-endian) would lay it out, because LMDB itself
-writes through a map of the whole file. The structures are those of libraries/liblmdb/mdb.c: MDB_meta on the first two
+The file is laid out here, as LMDB 0.9 (data version 1, 64-bit, little-endian) would do it, because LMDB itself writes
+through a memory map of the whole file. The structures are those of libraries/liblmdb/mdb.c: MDB_meta on the first two
 pages, MDB_page and MDB_node in a B+tree of the entries in the order of their names. A value too large for a node lies
 in one piece on overflow pages of its own, which are written as it comes; the tree's pages follow at the end.
 """
@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import EXTENSIONS, Buffer, Finished
+from . import Finished
+from .naming import EXTENSIONS
 
 SUFFIX = ".lmdb"
 PAGE_BYTES = 4096
-# Half a page of padding behind each image; names and label in the leaves.
+# Half a page of padding behind each image, and the names and the label in the leaves.
 OVERHEAD_BYTES = PAGE_BYTES // 2 + 128
 
 MAGIC, DATA_VERSION = 0xBEEFC0DE, 1
@@ -47,6 +49,8 @@ Node = tuple[bytes, bytes, int]  # name, content, and which image its value is: 
 
 
 class Writer:
+    """Lays out an LMDB shard."""
+
     head = bytes(NUM_METAS * PAGE_BYTES)
 
     def __init__(self) -> None:
@@ -64,7 +68,7 @@ class Writer:
         self._nodes.append((label_name, _leaf_node(label_name, text, len(text), 0), -1))
         if NODE_HEADER.size + len(name) + size <= MAX_NODE_BYTES:
             self._nodes.append((name, _leaf_node(name, data, size, 0), len(self._offsets)))
-            self._offsets.append(0)  # the leaf's place is known in the end
+            self._offsets.append(0)  # replaced in `finish`, when the leaf has a place
             return ()
         page = self._num_pages
         num_bytes = OVERFLOW_HEADER.size + size
@@ -90,7 +94,7 @@ class Writer:
 
 
 class _Tree:
-    """The pages of a B+tree of `nodes`, which are in order: the leaves first, the root last."""
+    """The pages of a B+tree of sorted `nodes`: the leaves first, the root last."""
 
     def __init__(self, nodes: list[Node], first_page: int) -> None:
         self.pages: list[bytes] = []
@@ -103,13 +107,13 @@ class _Tree:
             nodes = self._add_level(BRANCH, nodes)
 
     def _add_level(self, flags: int, nodes: list[Node]) -> list[Node]:
-        """Put the nodes on pages; return the nodes of the level above, one a page."""
+        """Put the nodes on pages; return the nodes of the level above, one per page."""
         parents = []
-        for group in _by_page(nodes):
+        for group in _group_by_page(nodes):
             number = self._first_page + len(self.pages)
             parents.append((group[0][0], _branch_node(group[0][0], number), -1))
             contents = [content for _, content, _ in group]
-            if flags == BRANCH:  # what is less than all other names goes to the first child: it needs no name
+            if flags == BRANCH:  # the first child is for all names before the second's: it needs no name itself
                 contents[0] = contents[0][:6] + bytes(2)
             places = [PAGE_BYTES - end for end in accumulate(map(len, contents))]
             self.pages.append(_tree_page(number, flags, contents, places))
@@ -120,9 +124,10 @@ class _Tree:
         return parents
 
 
-def _by_page(nodes: list[Node]) -> list[list[Node]]:
-    """As many as fit on each page, each with a pointer; a branch must have two children at least."""
-    groups, room = [], 0
+def _group_by_page(nodes: list[Node]) -> list[list[Node]]:
+    """Group nodes by page, as many as fit with a pointer each. A branch must have at least two children."""
+    groups: list[list[Node]] = []
+    room = 0
     for node in nodes:
         needed = len(node[1]) + 2
         if needed > room:
@@ -136,7 +141,7 @@ def _by_page(nodes: list[Node]) -> list[list[Node]]:
 
 
 def _tree_page(number: int, flags: int, nodes: list[bytes], places: list[int]) -> bytes:
-    """Pointers to the nodes, in order, grow up from the page's beginning; the nodes grow down from its end."""
+    """Build a page. Pointers to the nodes, in order, grow up from its beginning; the nodes grow down from its end."""
     lower, upper = PAGE_HEADER.size + 2 * len(places), places[-1]
     pointers = struct.pack(f"<{len(places)}H", *places)
     return PAGE_HEADER.pack(number, flags, lower, upper) + pointers + bytes(upper - lower) + b"".join(nodes[::-1])
@@ -148,21 +153,22 @@ def _leaf_node(name: bytes, value: Buffer, size: int, flags: int) -> bytes:
 
 
 def _branch_node(name: bytes, page: int) -> bytes:
-    """The page's number takes six bytes: mn_lo, mn_hi and mn_flags of MDB_node."""
+    """Build a branch's node. The page's number takes six bytes: mn_lo, mn_hi and mn_flags of MDB_node."""
     return (page | len(name) << 48).to_bytes(8, "little") + name + bytes(len(name) % 2)
 
 
 def _meta_page(number: int, map_bytes: int, entries: bytes, last_page: int) -> bytes:
-    """A page's number is the number of the transaction that wrote it, too."""
+    """Build a meta page, whose number is also that of the transaction that wrote it."""
     meta = META_PAGE.pack(number, META, MAGIC, DATA_VERSION, 0, map_bytes, FREE_PAGES, entries, last_page, number)
     return meta.ljust(PAGE_BYTES, b"\0")
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield key, image and label of every sample, through the package lmdb."""
     import lmdb
 
     with lmdb.open(os.fsencode(path), subdir=False, readonly=True, lock=False) as env, env.begin() as transaction:
         for name, value in transaction.cursor():
             key, _, extension = name.decode().partition(".")
             if extension != "cls":
-                yield key, value, int(transaction.get(f"{key}.cls".encode()))
+                yield key, value, int(transaction.get(f"{key}.cls".encode(), b""))

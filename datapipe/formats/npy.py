@@ -1,7 +1,7 @@
 """npy shards: the pixels of equally large images as one uint8[N, H, W, C] array, which `numpy.load` maps.
 
 Format version 1.0 (numpy.lib.format). Beside each shard lie its labels (`.labels.npy`, uint32[N]) and its keys
-(`.keys.txt`, one a line).
+(`.keys.txt`, one per line).
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import Buffer, Finished
+from . import Finished
 
 SUFFIX = ".npy"
 OVERHEAD_BYTES = 0
-# Two blocks of 64, to which the format wants the array aligned: room for any shape.
+# Twice the 64 bytes that the format aligns the array to: room for any shape.
 HEAD_BYTES = 128
 
 
 class Writer:
-    """Takes images of the encoding "raw": height times width times channels bytes."""
+    """Lays out an npy shard, of images of the encoding "raw": height times width times channels bytes."""
 
-    head = bytes(HEAD_BYTES)  # the number of images is part of it, and known in the end
+    head = bytes(HEAD_BYTES)  # replaced in `finish`, when the number of images is known
 
     def __init__(self) -> None:
         self._shape: tuple[int, int, int] | None = None
@@ -44,7 +45,9 @@ class Writer:
                 f"{'×'.join(map(str, self._shape))}: an npy shard holds one size"
             )
         if len(data) != height * width * channels:
-            raise ValueError(f"{len(data)} bytes are no image of {height}×{width}×{channels} (height, width, channels)")
+            raise ValueError(
+                f"{len(data)} bytes are not an image of {height}×{width}×{channels} (height, width, channels)"
+            )
         self._keys.append(key)
         self._labels.append(label)
         return (data,)
@@ -59,13 +62,14 @@ class Writer:
 
 
 def _head(shape: tuple[int, ...]) -> bytes:
-    """Magic, version, length, and a dictionary literal, ended by a line feed, with spaces before it to the length."""
+    """Build the head: magic, version, length, and a dictionary literal, padded with spaces and ended by a line feed."""
     start = b"\x93NUMPY\x01\x00" + (HEAD_BYTES - 10).to_bytes(2, "little")
     text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}"
     return start + text.encode().ljust(HEAD_BYTES - 11) + b"\n"
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield key, image and label of every sample, through numpy."""
     path = Path(path)
     images = np.load(path, mmap_mode="r")
     labels = np.load(path.with_suffix(".labels.npy"))

@@ -1,4 +1,4 @@
-"""Tar shards as WebDataset wants them: `key.jpg` and `key.cls` (the label in ASCII) side by side.
+"""Tar shards as WebDataset reads them: `key.jpg` and `key.cls` (the label in ASCII) side by side.
 
 Members have ustar headers (POSIX.1-1988, "ustar Interchange Format"). Beside each shard lies DALI's index (`.idx`,
 version 1.2: per sample the extension, offset, size and name of each of its files).
@@ -10,8 +10,10 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import EXTENSIONS, Buffer, Finished
+from . import Finished
+from .naming import EXTENSIONS
 
 SUFFIX = ".tar"
 BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -20,15 +22,15 @@ OVERHEAD_BYTES = 3 * BLOCK_BYTES + BLOCK_BYTES // 2
 MAX_NAME_BYTES = tarfile.LENGTH_NAME
 MAX_IMAGE_BYTES = 8**11 - 1  # eleven octal digits
 
-# A header in which only name, size and checksum are to be set: no time and no owner, so that the same input gives the
-# same bytes. TarInfo.tobuf itself would take most of a sample's time.
+# A header in which name, size and checksum are to be set. It has no time and no owner, so that the same input gives the
+# same bytes. It is a template because TarInfo.tobuf would take most of a sample's time.
 _TEMPLATE = tarfile.TarInfo("").tobuf(tarfile.USTAR_FORMAT)
 _MODE_AND_OWNER, _TIME, _REST = _TEMPLATE[100:124], _TEMPLATE[136:148], _TEMPLATE[156:]
 _CONSTANT_SUM = sum(_MODE_AND_OWNER) + sum(_TIME) + sum(_REST) + 8 * ord(" ")  # the checksum counts as spaces
 
 
 def member_header(name: bytes, size: int) -> bytes:
-    """The ustar header of a regular file. Raises ValueError when it has no room for the name or the size."""
+    """Build the ustar header of a regular file. Raises ValueError when it has no room for the name or the size."""
     if len(name) > MAX_NAME_BYTES:
         raise ValueError(f"the name {name.decode()!r} has {len(name)} bytes, a tar shard holds {MAX_NAME_BYTES}")
     if size > MAX_IMAGE_BYTES:
@@ -39,6 +41,8 @@ def member_header(name: bytes, size: int) -> bytes:
 
 
 class Writer:
+    """Lays out a tar shard."""
+
     head = b""
 
     def __init__(self) -> None:
@@ -67,10 +71,12 @@ class Writer:
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield key, image and label of every sample, through tarfile."""
     with tarfile.open(path, "r:") as archive:
         image = b""
         for member in archive:
-            data = archive.extractfile(member).read()
+            file = archive.extractfile(member)
+            data = file.read() if file else b""
             key, _, extension = member.name.partition(".")
             if extension == "cls":
                 yield key, image, int(data)

@@ -1,12 +1,12 @@
-"""TFRecord shards: a tf.train.Example a sample, with the features that TensorFlow's ImageNet scripts give it.
+"""TFRecord shards: a tf.train.Example per sample, with the features of TensorFlow's ImageNet scripts.
 
     image/encoded      bytes, the image        image/class/label  int64, from 0
     image/format       bytes, JPEG or PNG      image/filename     bytes, the key
     image/height, image/width, image/channels  int64
 
-A record is the length, its checksum, the Example and its checksum, the checksums being masked CRC-32C
+A record is the length, its checksum, the Example and its checksum. Checksums are masked CRC-32C
 (tensorflow/core/lib/io/record_writer.h). The Example (tensorflow/core/example/example.proto) is encoded here, so that
-the image, which comes last, is written from where it lies. Beside each shard lies the index that DALI and the package
+the image, which comes last, is written without a copy. Beside each shard lies the index that DALI and the package
 `tfrecord` read (`.idx`: offset and length of each record).
 """
 
@@ -17,8 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import MissingBackendError
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import Buffer, Finished
+from . import Finished
 
 SUFFIX = ".tfrecord"
 # Lengths and checksums 16, the features' names, tags and numbers 180, the key.
@@ -27,7 +28,7 @@ CRC_MASK = 0xA282EAD8
 
 
 class Writer:
-    """Raises MissingBackendError without the package `crc32c`."""
+    """Lays out a TFRecord shard. Raises MissingBackendError without the package `crc32c`."""
 
     head = b""
 
@@ -61,7 +62,7 @@ def _masked(crc: int) -> bytes:
 
 
 def _example_before(key: str, label: int, size: int, header: ImageHeader) -> bytes:
-    """All of the Example but the image's `size` bytes, which come last."""
+    """Encode the Example except the image's `size` bytes, which come last."""
     features = (
         _number_feature(b"image/height", header.height),
         _number_feature(b"image/width", header.width),
@@ -75,7 +76,7 @@ def _example_before(key: str, label: int, size: int, header: ImageHeader) -> byt
 
 
 def _bytes_feature(name: bytes, value: bytes, more: int = 0) -> bytes:
-    """An entry of the map `Features.feature`: the name, and a Feature (field 1) of a BytesList (1) of one value (1)."""
+    """Encode an entry of the map `Features.feature`: a name, and a Feature of a BytesList (1) of one value (1)."""
     values = _field(FIELD_1, _field(FIELD_1, value, more), more)
     return _field(FIELD_1, name + _field(FIELD_2, values, more), more)
 
@@ -87,18 +88,18 @@ def _format_feature(encoding: str) -> bytes:
 
 @lru_cache(1 << 14)
 def _number_feature(name: bytes, value: int) -> bytes:
-    """Like `_bytes_feature`, of an Int64List (field 3) of packed numbers."""
+    """Encode an entry as `_bytes_feature` does, with an Int64List (field 3) of packed numbers."""
     values = _field(FIELD_3, _field(FIELD_1, _varint(value)))
     return _field(FIELD_1, _field(FIELD_1, name) + _field(FIELD_2, values))
 
 
 def _field(tag: bytes, content: bytes, more: int = 0) -> bytes:
-    """A length-delimited field of a protobuf message; `more` bytes of it are still to come behind these."""
+    """Encode a length-delimited field of a protobuf message, of which `more` bytes follow these."""
     return tag + _varint(len(content) + more) + content
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    """Encode a number, seven bits per byte, the lowest first; the eighth bit says that more follow."""
     if value < 0x80:
         return ONE_BYTE[value]
     parts = bytearray()
@@ -116,6 +117,7 @@ FILENAME, ENCODED = (_field(FIELD_1, name) for name in (b"image/filename", b"ima
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield key, image and label of every sample, through the package tfrecord."""
     try:
         from tfrecord.reader import tfrecord_loader
     except ImportError as error:

@@ -12,13 +12,15 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..images import Buffer
 from ..images.codec import ImageHeader
-from . import EXTENSIONS, Buffer, Finished
+from . import Finished
+from .naming import EXTENSIONS
 
 SUFFIX = ".zip"
 # Two local headers, two central ones, two names of about 40 bytes in each, and the label.
 OVERHEAD_BYTES = 2 * (30 + 46 + 2 * 40) + 3
-# A field of all ones says: look into the ZIP64 record.
+# A field of all ones means: see the ZIP64 record.
 MAX_16, MAX_32 = 0xFFFF, 0xFFFFFFFF
 
 LOCAL = struct.Struct("<4s 5H 3I 2H")
@@ -36,6 +38,8 @@ ATTRIBUTES = 0o100644 << 16
 
 
 class Writer:
+    """Lays out a zip shard."""
+
     head = b""
 
     def __init__(self) -> None:
@@ -52,7 +56,7 @@ class Writer:
         return image_header, data, self._member(f"{key}.cls".encode(), text) + text
 
     def _member(self, name: bytes, data: Buffer) -> bytes:
-        """The local header of a file, which is entered into the directory and moves the position behind the data."""
+        """Build a file's local header, enter the file into the directory, and move the position behind its data."""
         size, position = len(data), self._position
         same = FLAGS, STORED, TIME, DATE, zlib.crc32(data), size, size, len(name)
         extra, version = b"", VERSION
@@ -77,6 +81,7 @@ class Writer:
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Yield key, image and label of every sample, through zipfile."""
     with zipfile.ZipFile(path) as archive:
         image = b""
         for name in archive.namelist():

@@ -1,1 +1,3 @@
 """Images as bytes: read headers, decode, encode, re-encode, and cut windows out of JPEG files."""
+
+Buffer = bytes | bytearray | memoryview

@@ -1,4 +1,4 @@
-"""An encoded image: what its header says, its pixels, and the PNG or JPEG that pixels become."""
+"""Encoded images: read their headers, decode them, and encode pixels as PNG or JPEG."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import jpeg, pnm
+from . import Buffer, jpeg, pnm
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_COLOUR_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 1, 6: 3}  # PNG specification 11.2.2, without alpha
-# Beyond this Pillow speaks of a decompression bomb, and so do we: 1/4 GiB / 3 bytes, doubled.
+# Larger images are refused, as Pillow refuses them as decompression bombs: 1/4 GiB / 3 bytes, doubled.
 MAX_PIXELS = 2 * (1 << 28) // 3
 
 
-Buffer = bytes | bytearray | memoryview
-
-
 class ImageHeader(NamedTuple):
-    encoding: str  # of index.ENCODINGS, from the bytes, whatever the file's name
+    """What an image's first bytes say of it."""
+
+    encoding: str  # one of index.ENCODINGS: from the bytes, not from a file's name
     width: int
     height: int
     channels: int  # 1 or 3
-    restart_interval: int
+    restart_interval: int  # of a JPEG, in MCUs; 0 for none
 
 
 def read_header(data: Buffer) -> ImageHeader:
-    """Raises ValueError when the bytes are no whole JPEG, PNG or PNM, or of a bomb's size.
+    """Read an image's header. Raises ValueError unless the bytes are a whole JPEG, PNG or PNM of an allowed size.
 
-    A compressed PNM is not unpacked beyond its head: `decode` tells whether it is whole.
+    Of a compressed PNM only the head is unpacked: whether the rest is whole, `decode` finds out.
     """
     if jpeg.is_jpeg(data):
-        found = jpeg.read_header(data)
-        channels = 1 if found.components == 1 else 3
-        header = ImageHeader("jpeg", found.width, found.height, channels, found.restart_interval)
+        frame = jpeg.read_header(data)
+        channels = 1 if frame.components == 1 else 3
+        header = ImageHeader("jpeg", frame.width, frame.height, channels, frame.restart_interval)
     elif data[:8] == PNG_SIGNATURE:
         if len(data) < 33 or data[12:16] != b"IHDR" or data[25] not in PNG_COLOUR_CHANNELS:
             raise ValueError("PNG without a valid header")
@@ -56,27 +55,37 @@ def read_header(data: Buffer) -> ImageHeader:
 
 
 def _last(data: Buffer, part: bytes) -> int:
-    """Where `part` is last found, -1 for nowhere. Mostly that is near the end, and `data` need not be copied."""
+    """Return where `part` occurs last, -1 for nowhere. It is usually near the end: then `data` is not copied."""
     tail = max(0, len(data) - 64)
-    found = bytes(data[tail:]).rfind(part)
-    return tail + found if found >= 0 else bytes(data).rfind(part)
+    place = bytes(data[tail:]).rfind(part)
+    return tail + place if place >= 0 else bytes(data).rfind(part)
 
 
 def png_bits(data: Buffer) -> int:
-    """Bits a sample of a PNG that `read_header` takes: 1 to 16."""
+    """Return the bits per sample, 1 to 16, of a PNG that `read_header` accepts."""
     return data[24]
 
 
 def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), strict: bool = False) -> np.ndarray:
-    """The pixels, uint8[height, width, channels], with channels 1 (grey) or 3 (RGB).
+    """Decode an image.
 
-    JPEG through libjpeg-turbo, PNM and the PNG of `encode_png` directly, anything else (other PNG, CMYK)
-    through Pillow. Alpha is dropped, 16-bit samples keep their upper byte. The EXIF orientation is
-    not applied, as elsewhere in the field.
+    JPEG is decoded by libjpeg-turbo; PNM and the PNG of `encode_png` here; everything else (other PNG, CMYK) by
+    Pillow. Alpha is dropped, and samples of 16 bits keep their upper byte. The EXIF orientation is not applied, as
+    is usual in loaders.
 
-    `smallest`, a width and height, allows a JPEG to be decoded at an eighth to a half of its size, but no smaller
-    than that, which is faster. `strict` refuses damaged JPEG data, which otherwise are made the best of.
-    Raises ValueError, MissingBackendError.
+    Args:
+        data: the encoded image.
+        channels: 1 (grey) or 3 (RGB).
+        smallest: width and height. A JPEG may be decoded at a half, a quarter or an eighth of its size, which is
+            faster, as long as it is no smaller than this; (0, 0) is its full size.
+        strict: refuse a damaged JPEG instead of decoding what can be decoded.
+
+    Returns:
+        uint8[height, width, channels]
+
+    Raises:
+        ValueError: the image cannot be decoded.
+        MissingBackendError: its compression needs a library that is not installed.
     """
     if jpeg.is_jpeg(data):
         try:
@@ -94,9 +103,10 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
 
 
 def check_image(data: Buffer) -> ImageHeader:
-    """Decode an image strictly, a JPEG at an eighth of its size (which looks at all of its data); return its header.
+    """Decode an image strictly and return its header.
 
-    Raises ValueError for whatever a decoder warns of, MissingBackendError.
+    A JPEG is decoded at an eighth of its size, which still reads all of its data. Raises ValueError for whatever a
+    decoder warns of, MissingBackendError.
     """
     header = read_header(data)
     decode(data, header.channels, smallest=(1, 1), strict=True)
@@ -112,10 +122,21 @@ def decode_jpeg(
     strict: bool = True,
     out: memoryview | None = None,
 ) -> np.ndarray:
-    """What of `decode` libjpeg-turbo does: uint8[height, width, channels], in `out`, if that is given.
+    """Decode a JPEG by libjpeg-turbo.
 
-    `smallest` and `factor`: decode at a smaller size, at least `smallest` (width, height), at most 1/`factor`. Without
-    `strict`, damage is made the best of. Raises ValueError, also for an image that it has no grey or RGB for.
+    Args:
+        data: the JPEG.
+        channels: 1 (grey) or 3 (RGB).
+        smallest: width and height; the image may be decoded smaller, but no smaller than this. (0, 0): its full size.
+        factor: decode at 1/factor of the full size at least: 1, 2, 4 or 8.
+        strict: refuse damaged data instead of decoding what can be decoded.
+        out: memory for the pixels; new memory by default.
+
+    Returns:
+        uint8[height, width, channels]
+
+    Raises:
+        ValueError: it cannot be decoded, or libjpeg-turbo does not convert its colours to grey or RGB.
     """
     import simplejpeg
 
@@ -131,7 +152,7 @@ def decode_jpeg(
 
 
 def _check_cmyk(data: Buffer) -> None:
-    """simplejpeg makes no RGB of CMYK, but sees damage where Pillow does not."""
+    """Raise ValueError for a damaged CMYK image: simplejpeg cannot convert it to RGB, but sees damage Pillow misses."""
     import simplejpeg
 
     try:
@@ -150,7 +171,7 @@ def _in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
 
 
-# What Pillow runs into with damaged files, beside its own errors.
+# What Pillow raises on damaged files, besides its own errors.
 PILLOW_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, AssertionError, TypeError,
                  IndexError, AttributeError, OverflowError)  # fmt: skip
 
@@ -161,29 +182,36 @@ def _decode_pillow(data: Buffer, channels: int) -> np.ndarray:
     try:
         with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_header has the bound
+            whole: Image.Image = image
             if image.mode.startswith("I"):  # 16-bit grey: convert() would clip it to white
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+                whole = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            pixels = np.asarray(whole.convert("L" if channels == 1 else "RGB"))
     except (*PILLOW_ERRORS, Image.DecompressionBombError) as e:
         raise ValueError(f"cannot be decoded: {e}") from e
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
 def encode_jpeg(pixels: np.ndarray, quality: int, restart_interval: int = 0) -> bytes:
-    """uint8[height, width, 1 or 3] as a baseline JPEG, in colour 4:2:0, with restart markers every so many MCUs."""
+    """Encode a baseline JPEG, colour as 4:2:0.
+
+    Args:
+        pixels: uint8[height, width, 1 or 3].
+        quality: 1 to 100.
+        restart_interval: MCUs between restart markers, 0 for none.
+    """
     from PIL import Image
 
     image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    # Into a file, if only in memory, Pillow encodes without the interpreter's lock; into a BytesIO it keeps it.
+    # Pillow releases the interpreter's lock when it encodes into a file, even one in memory, but not into a BytesIO.
     with os.fdopen(os.memfd_create("jpeg"), "r+b", buffering=0) as file:
         image.save(file, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_blocks=restart_interval)
         return os.pread(file.fileno(), file.tell(), 0)
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """uint8[height, width] or [height, width, 3] as a PNG without row filters.
+    """Encode pixels (uint8[height, width] or [height, width, 3]) as a PNG without row filters.
 
-    Filters gain nothing on images of this size (Fashion-MNIST: 516 bytes against 507), and without
+    Filters save nothing on small images (Fashion-MNIST: 516 bytes with them, 507 without), and without
     them encoding takes a quarter and decoding a fifth of Pillow's time.
     """
     height, width = pixels.shape[:2]
@@ -211,7 +239,9 @@ def _decode_plain_png(data: Buffer, channels: int) -> np.ndarray | None:
     size = height * (1 + width * channels)
     unpacker = zlib.decompressobj()
     try:
-        rows = np.frombuffer(unpacker.decompress(data[41 : 41 + length], size + 1), np.uint8)  # no bomb's bytes
+        rows = np.frombuffer(
+            unpacker.decompress(data[41 : 41 + length], size + 1), np.uint8
+        )  # never more memory than that
     except zlib.error as error:
         raise ValueError(f"cannot be decoded: {error}") from error
     if rows.size != size or not unpacker.eof:

@@ -3,65 +3,67 @@
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-SOI, EOI, SOS, DRI, APP1, APP7, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xE7, 0xEE
+from . import Buffer
+
+SOI, EOI, SOS, DRI, APP1, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xEE
 # Start of frame: C0 to CF without DHT (C4), JPG (C8) and DAC (CC).
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 SEQUENTIAL, PROGRESSIVE, ARITHMETIC = {0xC0, 0xC1}, {0xC2, 0xC6, 0xCA, 0xCE}, frozenset(range(0xC9, 0xD0))
-NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP7, APP14}  # the other segments are passed over
+NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP14}  # the other segments are skipped
 RST0 = 0xD0
-# Without a length behind them: stuffed zero, TEM, RST0 to RST7. A fill byte is no marker.
+# Markers that no length follows: stuffed zero, TEM, RST0 to RST7. A fill byte is not a marker.
 STANDALONE = frozenset([0x00, 0x01, *range(RST0, RST0 + 8)])
 NO_SEGMENT = STANDALONE | {0xFF}
 EXIF = b"Exif\0\0"
-PIECES = b"Pieces\0"  # our own segment, see `note_pieces`
 END = bytes((0xFF, EOI))
 ORIENTATION = 0x0112  # EXIF 2.3, section 4.6.4
-TAIL_BYTES = 64  # where the end of the image is looked for first: some cameras pad their files
+TAIL_BYTES = 64  # of a file, searched first for the end of the image: some cameras pad their files
 
 _segment = struct.Struct(">BBH").unpack_from  # 0xFF, marker, length
-_frame = struct.Struct(">BHHB").unpack_from  # bits a sample, height, width, components
+_frame = struct.Struct(">BHHB").unpack_from  # bits per sample, height, width, components
 _short = struct.Struct(">H").unpack_from
 
 
 class JpegHeader(NamedTuple):
+    """What a JPEG says before its first scan. Positions are in bytes from the beginning of the file."""
+
     width: int
     height: int
     components: int
     restart_interval: int  # MCUs, 0 for none
     frame: int  # the SOF marker: what kind of JPEG this is
-    bits: int  # a sample
+    bits: int  # per sample
     sampling: bytes  # each component's factors, horizontal * 16 + vertical
     interleaved: bool  # the first scan holds all components
     adobe: int | None  # colour transform of the Adobe segment, None without one
     exif: int  # where the EXIF data begin (a TIFF header), 0 for none
     frame_at: int  # where the frame header's marker lies
     scan_at: int  # where the first scan's entropy-coded data begin
-    pieces_at: int  # where the segment of `note_pieces` lies, 0 for none
 
     def mcu_size(self) -> tuple[int, int]:
-        """Width and height in pixels of an MCU. A single component's is one block (T.81, A.2.2)."""
+        """Return the width and height of an MCU in pixels. With a single component it is one block (T.81, A.2.2)."""
         if self.components == 1:
             return 8, 8
         wide, high = max(factors >> 4 for factors in self.sampling), max(factors & 15 for factors in self.sampling)
-        return 8 * max(wide, 1), 8 * max(high, 1)  # a factor of 0 is invalid, and for the decoder to refuse
+        return 8 * max(wide, 1), 8 * max(high, 1)  # a factor of 0 is invalid, which the decoder refuses
 
 
-def is_jpeg(data: bytes | bytearray | memoryview) -> bool:
+def is_jpeg(data: Buffer) -> bool:
+    """Return whether the bytes begin like a JPEG."""
     return data[:3] == b"\xff\xd8\xff"
 
 
-def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
-    """Walk the markers up to the first scan. Raises ValueError when the bytes are no whole JPEG.
+def read_header(data: Buffer) -> JpegHeader:
+    """Read the markers up to the first scan. Raises ValueError unless the bytes are a whole JPEG.
 
-    Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data between
-    is not looked at.
+    Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data in between
+    are not looked at.
     """
-    frame = frame_at = restart = bits = height = width = components = exif = pieces_at = 0
+    frame = frame_at = restart = bits = height = width = components = exif = 0
     sampling, adobe, at = b"", None, 2
     try:
         while True:
@@ -77,8 +79,6 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
                     (restart,) = _short(data, at + 4)
                 elif marker == APP1:
                     exif = exif or (at + 10 if data[at + 4 : at + 10] == EXIF else 0)
-                elif marker == APP7:
-                    pieces_at = at if data[at + 4 : at + 4 + len(PIECES)] == PIECES else pieces_at
                 elif marker == APP14:
                     adobe = data[at + 15] if length >= 14 and data[at + 4 : at + 9] == b"Adobe" else adobe
                 elif frame or marker not in SOF:
@@ -97,61 +97,26 @@ def read_header(data: bytes | bytearray | memoryview) -> JpegHeader:
     if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
     kind = components, restart, frame, bits, sampling, interleaved, adobe, exif
-    return JpegHeader(width, height, *kind, frame_at, scan_at, pieces_at)
+    return JpegHeader(width, height, *kind, frame_at, scan_at)
 
 
-def piece_ends(data: bytes | bytearray | memoryview, header: JpegHeader, count: int) -> list[int] | None:
-    """Where the marker behind each of `count` pieces lies, the last being the end of image; None unless there are as
-    many, rightly numbered.
+def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None:
+    """Locate the pieces between a JPEG's restart markers.
+
+    Args:
+        data: the JPEG.
+        header: its header.
+        count: how many pieces it should have.
+
+    Returns:
+        the position of the marker behind each piece, the last being the end of image; None unless there are `count`
+        pieces, and the last marker has the right number.
     """
-    noted = _noted_ends(data, header, count) if header.pieces_at else None
-    return noted or _found_ends(data, header.scan_at, count)
-
-
-def note_pieces(data: bytes, header: JpegHeader) -> bytes:
-    """The same JPEG with the lengths of its pieces noted, so that `piece_ends` need not look for the markers.
-
-    In a segment that decoders pass over: PIECES, and 16 bits (little-endian) for each piece, its marker included.
-    Where these do not suffice, and where the pieces are not to be found, nothing is noted.
-    """
-    columns, rows = (-(-side // unit) for side, unit in zip(header[:2], header.mcu_size(), strict=True))
-    count = -(-columns * rows // header.restart_interval) if header.restart_interval and header.interleaved else 0
-    size = 2 + len(PIECES) + 2 * count
-    ends = piece_ends(data, header, count) if count > 1 and size <= 0xFFFF and not header.pieces_at else None
-    if ends is None:
-        return data
-    lengths = np.diff([header.scan_at, *(end + 2 for end in ends)])
-    if lengths.max() > 0xFFFF:
-        return data
-    segment = b"".join((bytes((0xFF, APP7)), size.to_bytes(2, "big"), PIECES, lengths.astype("<u2").tobytes()))
-    return b"".join((data[: header.frame_at], segment, data[header.frame_at :]))
-
-
-def _noted_ends(data: bytes | bytearray | memoryview, header: JpegHeader, count: int) -> list[int] | None:
-    start = header.pieces_at + 4 + len(PIECES)
-    if start + 2 * count != header.pieces_at + 2 + _short(data, header.pieces_at + 2)[0]:
-        return None
-    ends = np.frombuffer(data, "<u2", count, start).cumsum(dtype=np.int64)
-    ends += header.scan_at - 2
-    if ends[0] < header.scan_at or ends[-1] > len(data) - 2:
-        return None
-    pairs = np.ndarray(len(data) - 1, "<u2", data, strides=(1,))  # each byte and the next
-    return ends.tolist() if (pairs[ends] == _markers(count)).all() else None
-
-
-@lru_cache(1024)
-def _markers(count: int) -> np.ndarray:
-    """As `_noted_ends` reads them."""
-    markers = RST0 | np.arange(count, dtype=np.uint16) & 7
-    markers[-1] = EOI
-    return markers << 8 | 0xFF
-
-
-def _found_ends(data: bytes | bytearray | memoryview, scan_at: int, count: int) -> list[int] | None:
+    scan_at = header.scan_at
     content = np.frombuffer(data, np.uint8, offset=scan_at)
     places = np.flatnonzero(content[:-1] == 0xFF)  # in entropy-coded data 0xFF stands before a zero or a marker
     ends = (places[content[1:][places] & 0xF8 == RST0] + scan_at).tolist()
-    following = ends[count - 1 : count]  # of another image behind this one
+    following = ends[count - 1 : count]  # a marker of another image behind this one
     ends = ends[: count - 1]
     last = ends[-1] if ends else scan_at
     end = last + bytes(data[last:]).find(END)
@@ -162,8 +127,8 @@ def _found_ends(data: bytes | bytearray | memoryview, scan_at: int, count: int) 
     return [*ends, end]
 
 
-def _ends(data: bytes | bytearray | memoryview, at: int) -> bool:
-    """Is there an end of image from `at` on? Mostly these are the last two bytes."""
+def _ends(data: Buffer, at: int) -> bool:
+    """Return whether there is an end of image from `at` on. Usually it is the last two bytes."""
     return (
         (data[-2:] == END and at <= len(data) - 2)
         or END in bytes(data[max(at, len(data) - TAIL_BYTES) :])
@@ -171,17 +136,17 @@ def _ends(data: bytes | bytearray | memoryview, at: int) -> bool:
     )
 
 
-def _next_marker(data: bytes | bytearray | memoryview, at: int) -> int:
-    """Past fill bytes, garbage and markers without a length, as libjpeg does."""
+def _next_marker(data: Buffer, at: int) -> int:
+    """Skip fill bytes, garbage and markers without a length, as libjpeg does; return the position of a marker."""
     at += 2 if data[at] == 0xFF and data[at + 1] in STANDALONE else 1
     while data[at] != 0xFF:
-        found = bytes(data[at : at + 256]).find(b"\xff")
-        at += found if found >= 0 else 256
+        distance = bytes(data[at : at + 256]).find(b"\xff")
+        at += distance if distance >= 0 else 256
     return at
 
 
-def orientation(data: bytes | bytearray | memoryview, header: JpegHeader) -> int:
-    """The EXIF orientation: 1 (upright, also where there is none or nonsense) to 8."""
+def orientation(data: Buffer, header: JpegHeader) -> int:
+    """Read the EXIF orientation: 1 to 8, and 1 (upright) where there is none, or a value that is not valid."""
     start = header.exif
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(data[start : start + 4])) if start else None
     if order is None:
@@ -192,18 +157,21 @@ def orientation(data: bytes | bytearray | memoryview, header: JpegHeader) -> int
         for entry in range(start + first + 2, start + first + 2 + 12 * count, 12):
             tag, kind, _, value = struct.unpack_from(order + "HHIH", data, entry)
             if tag == ORIENTATION:
-                return value if kind == 3 and 1 <= value <= 8 else 1
+                return int(value) if kind == 3 and 1 <= value <= 8 else 1
     except struct.error:
         pass
     return 1
 
 
-def restart_interval(mcu_columns: int, wanted: int) -> int:
-    """The interval in MCUs that cuts each of an image's MCU rows into equal pieces of about `wanted` MCUs.
+def restart_interval(mcu_columns: int, desired: int) -> int:
+    """Choose the restart interval, in MCUs, that divides each row of MCUs into equal pieces of about `desired` MCUs.
 
-    That is the divisor of `mcu_columns` nearest to `wanted` by ratio, between its half and its double, and of two that
-    are equally near the smaller; without any, a whole row. So the pieces make columns, and a rectangle of the image
-    is a row of whole pieces (see the design, "Decode only what the crop needs").
+    It is the divisor of `mcu_columns` nearest to `desired` by ratio, at least its half and at most its double, and the
+    smaller of two that are equally near; if there is none, a whole row. So the pieces of all rows form columns, and
+    a rectangle of the image is made of whole pieces (see window.py).
+
+        >>> restart_interval(mcu_columns=32, desired=5), restart_interval(mcu_columns=31, desired=5)
+        (4, 31)
     """
-    divisors = [n for n in range(-(-wanted // 2), 2 * wanted + 1) if mcu_columns % n == 0 and n <= mcu_columns]
-    return min(divisors, key=lambda n: (max(n / wanted, wanted / n), n), default=mcu_columns)
+    divisors = [n for n in range(-(-desired // 2), 2 * desired + 1) if mcu_columns % n == 0 and n <= mcu_columns]
+    return min(divisors, key=lambda n: (max(n / desired, desired / n), n), default=mcu_columns)

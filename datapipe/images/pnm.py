@@ -1,4 +1,4 @@
-"""Decoded pixels as a binary PNM image (netpbm's P5 and P6), which Pillow and WebDataset read, maybe compressed."""
+"""Pixels as binary PNM images (netpbm's P5 and P6), which Pillow and WebDataset read, with or without compression."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from types import ModuleType
 import numpy as np
 
 from ..errors import MissingBackendError
+from . import Buffer
 
 MAGIC = {b"P5": "pnm", b"P6": "pnm", b"\x04\x22\x4d\x18": "pnm+lz4", b"\x28\xb5\x2f\xfd": "pnm+zstd"}
 HEAD = re.compile(rb"P([56])\s+(\d{1,5})\s+(\d{1,5})\s+255\s")
-HEAD_BYTES = 64  # more than any head of ours
+HEAD_BYTES = 64  # longer than any head that `encode` writes
 MODULES = {"lz4": "lz4.frame", "zstd": "zstandard"}
-# Photographs of 256×256: level 3 saves 1 % more than level 1 and takes 1.6 times as long.
+# On photographs of 256×256 pixels, level 3 saves 1 % more than level 1 and takes 1.6 times as long.
 ZSTD_LEVEL = 1
-
-Buffer = bytes | bytearray | memoryview
 
 
 def encoding_of(data: Buffer) -> str | None:
-    """ "pnm", "pnm+lz4", "pnm+zstd", or None for anything else."""
+    """Return "pnm", "pnm+lz4" or "pnm+zstd", or None for anything else."""
     return MAGIC.get(bytes(data[:4])) or MAGIC.get(bytes(data[:2]))
 
 
 def encode(pixels: np.ndarray) -> bytes:
-    """uint8[height, width, channels] with 1 or 3 channels."""
+    """Encode pixels, uint8[height, width, 1 or 3], without compression."""
     height, width, channels = pixels.shape
     return b"".join((b"P%d\n%d %d\n255\n" % (5 if channels == 1 else 6, width, height), pixels.tobytes()))
 
 
 def read_size(data: Buffer, max_bytes: int) -> tuple[int, int, int]:
-    """Width, height and channels. Raises ValueError when it is no PNM of 8 bits, or larger than `max_bytes`.
+    """Read width, height and channels. Of a compressed image, only the head is unpacked.
 
-    Of what is compressed, only the head is unpacked. Raises MissingBackendError.
+    Raises ValueError when it is not a PNM of 8 bits, or larger than `max_bytes`; MissingBackendError.
     """
-    encoding = encoding_of(data)
+    encoding = encoding_of(data) or "pnm"
     try:
         head = data if encoding == "pnm" else _unpack(data, encoding, HEAD_BYTES)
     except _errors(encoding) as error:
@@ -52,12 +51,12 @@ def read_size(data: Buffer, max_bytes: int) -> tuple[int, int, int]:
 
 
 def decode(data: Buffer, max_bytes: int) -> np.ndarray:
-    """The pixels, uint8[height, width, channels], read-only. Raises ValueError, MissingBackendError.
+    """Decode an image: uint8[height, width, channels], read-only. Raises ValueError, MissingBackendError.
 
-    Never unpacks more than `max_bytes`, nor more than the image's head announces.
+    This never unpacks more than `max_bytes`, nor more than the image's head announces.
     """
     width, height, channels = read_size(data, max_bytes)
-    encoding = encoding_of(data)
+    encoding = encoding_of(data) or "pnm"
     if encoding != "pnm":
         expected = HEAD_BYTES + width * height * channels
         try:
@@ -71,7 +70,10 @@ def decode(data: Buffer, max_bytes: int) -> np.ndarray:
 
 
 def compressor(name: str) -> Callable[[bytes], bytes]:
-    """Of "lz4" or "zstd": bytes -> one frame. May be called by many threads. Raises MissingBackendError."""
+    """Return the function that compresses bytes into a single frame of "lz4" or "zstd".
+
+    It may be called by many threads. Raises MissingBackendError.
+    """
     module = _backend(name)
     if name == "lz4":
         return module.compress
@@ -81,20 +83,20 @@ def compressor(name: str) -> Callable[[bytes], bytes]:
 def _parse(head: Buffer) -> tuple[int, int, int, int]:
     match = HEAD.match(head)
     if not match:
-        raise ValueError("PNM without a valid header of 8 bits a sample")
+        raise ValueError("PNM without a valid header of 8 bits per sample")
     kind, width, height = (int(group) for group in match.groups())
     return width, height, 1 if kind == 5 else 3, match.end()
 
 
 def _unpack(data: Buffer, encoding: str, max_bytes: int) -> bytes:
-    """The first bytes of what is compressed, at most `max_bytes`."""
+    """Unpack the first bytes, at most `max_bytes`."""
     if encoding == "pnm+lz4":
         return _backend("lz4").LZ4FrameDecompressor().decompress(data, max_length=max_bytes)
     return _backend("zstd").ZstdDecompressor().stream_reader(data).read(max_bytes)
 
 
 def _errors(encoding: str) -> tuple[type[Exception], ...]:
-    """What the backend says of damaged data."""
+    """Return the errors that the backend raises for damaged data."""
     if encoding == "pnm+lz4":
         return RuntimeError, EOFError
     return (_backend("zstd").ZstdError,) if encoding == "pnm+zstd" else ()

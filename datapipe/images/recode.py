@@ -1,40 +1,43 @@
-"""What is stored of an image: its bytes as they are, the same with restart markers, smaller, or only its pixels."""
+"""Make of an image what is stored: its bytes unchanged, with restart markers, resized, or only its pixels."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import MissingBackendError, SettingError
-from . import jpeg, pnm, turbojpeg
-from .codec import Buffer, ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
+from ..names import CHECKS, COMPRESSIONS, STORES
+from . import Buffer, jpeg, pnm, turbojpeg
+from .codec import ImageHeader, check_image, decode, encode_jpeg, png_bits, read_header
 from .lanczos import decoded_size, resize
 
-CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
 RESIZE = re.compile(r"(short|max)=([1-9]\d{0,4})")
 DEFAULT_QUALITY = 90
 MAX_SIDE = 0xFFFF
-Recoded = tuple[Buffer, ImageHeader, tuple[str, ...]]
-# Memory that decoding takes, bytes for each pixel (measured; Pillow holds 4 for each of RGB, and copies). A JPEG's are
-# its coefficients, where it is progressive.
+Recoded = tuple[Buffer, ImageHeader, tuple[str, ...]]  # what is stored, its header, and what was unusual before
+# Memory that decoding takes, in bytes per pixel (measured). Pillow holds RGB as 4 bytes, and copies; for JPEG it is the
+# coefficients, which a progressive image needs all at once.
 PNG_BYTES, GREY_PNG_BYTES, JPEG_BYTES = 14, 7, 6
 
 
 @dataclass(frozen=True)
 class RecodeOptions:
-    """How images are stored. Raises SettingError.
+    """How images are stored. Raises SettingError for a value out of range.
 
-    `check`: "header", or "decode" to decode every image once, and refuse damaged ones. `resize`: "short=256" (the
-    shorter side, in pixels) or "max=500" (the longer); images are never enlarged. `quality`: of JPEG that is encoded
-    anew, 1 to 100 (given: all is; default 90). `restart`: restart markers about every so many MCUs.
-
-    `store="raw"` keeps decoded pixels as PNM: at their size, or with `size` scaled so that the shorter side has so
-    many pixels, and cut to the square in the middle; `compress`ed with "lz4" or "zstd", or `headerless`, without
-    PNM's header; with 1 or 3 `channels`, or as many as the image has.
+    Attributes:
+        check: "header", or "decode" to decode every image once and refuse damaged ones.
+        resize: "short=256" (the shorter side, in pixels) or "max=500" (the longer side). Images are never enlarged.
+        quality: of JPEG, 1 to 100. If given, every image is re-encoded; those that must be re-encoded anyway have 90.
+        restart: distance of restart markers in MCUs, approximately, 1 to 65,535.
+        store: "encoded", or "raw" to store decoded pixels, as PNM.
+        size: with "raw", scale the shorter side to this many pixels, and crop to the central square.
+        compress: with "raw", compress with "lz4" or "zstd".
+        headerless: with "raw", store pixels without PNM's header.
+        channels: with "raw", 1 or 3; None keeps those of the image.
     """
 
     check: str = "header"
@@ -65,14 +68,15 @@ class RecodeOptions:
                 raise SettingError(
                     f"{name}: {getattr(self, name)!r} has no meaning with store={self.store}; leave it out"
                 )
-        for one, other in (("size", "resize"), ("headerless", "compress")):
-            if getattr(self, one) and getattr(self, other):
-                raise SettingError(f"{one}: {getattr(self, one)!r} excludes {other}; leave one of them out")
+        for name, other in (("size", "resize"), ("headerless", "compress")):
+            if getattr(self, name) and getattr(self, other):
+                raise SettingError(f"{name}: {getattr(self, name)!r} excludes {other}; leave one of them out")
 
     def settings(self) -> dict[str, Any]:
-        """What the stored bytes depend on, as JSON values: what is not at its default, and which libraries do it.
+        """Return what the stored bytes depend on, as JSON values.
 
-        Those are not the same on every node, and two encoders do not write the same bytes.
+        These are the options that are not at their defaults, and the libraries that encode: nodes may have different
+        ones, and two encoders do not write the same bytes.
         """
         defaults = asdict(RecodeOptions(check=self.check))
         settings = {name: value for name, value in asdict(self).items() if value != defaults[name]}
@@ -83,14 +87,19 @@ class RecodeOptions:
         return settings
 
     def target(self, width: int, height: int) -> tuple[int, int]:
-        """The size in pixels that an image of this size gets (before `size` cuts it)."""
-        if self.resize is None and self.size is None:
+        """Return the width and height that an image of this size gets, in pixels (before `size` crops it)."""
+        if self.size is not None:
+            side, new_side = min(width, height), self.size
+        elif self.resize is not None:
+            kind, pixels = self.resize.split("=")
+            side = (min if kind == "short" else max)(width, height)
+            new_side = min(int(pixels), side)  # images are never enlarged
+        else:
             return width, height
-        kind, pixels = self.resize.split("=") if self.resize else ("short", self.size)
-        side, wanted = (min if kind == "short" else max)(width, height), int(pixels)
-        if side <= wanted and self.size is None:
-            return width, height
-        return tuple(min(max(1, (2 * n * wanted + side) // (2 * side)), MAX_SIDE) for n in (width, height))
+        new_width, new_height = (
+            min(max(1, (2 * n * new_side + side) // (2 * side)), MAX_SIDE) for n in (width, height)
+        )
+        return new_width, new_height
 
 
 def _bad(options: RecodeOptions, name: str, allowed: str) -> SettingError:
@@ -98,9 +107,9 @@ def _bad(options: RecodeOptions, name: str, allowed: str) -> SettingError:
 
 
 class Recoder:
-    """Makes of an image what is stored of it. Called by many threads at once.
+    """Makes of an image what is stored. Called by many threads at once.
 
-    Raises MissingBackendError at once when the options need what is not installed.
+    Raises MissingBackendError when the options need what is not installed.
     """
 
     def __init__(self, options: RecodeOptions) -> None:
@@ -110,17 +119,26 @@ class Recoder:
         self._turbojpeg = turbojpeg.turbojpeg() if encoded and not self._as_it_is else None
         self._restart = self._compress = None
         if encoded and options.restart is not None:
-            # What is encoded anew gets its markers then, and so can the few images that are small enough already.
+            # Images that are re-encoded get their markers then, so the few that are not can be re-encoded, too.
             self._restart = turbojpeg.lossless() if new else turbojpeg.need_lossless()
         if options.compress:
             self._compress = pnm.compressor(options.compress)
 
     def __call__(self, data: Buffer, claim: Callable[[int], None] = lambda size: None) -> Recoded:
-        """What is stored (`data` itself where nothing is to be done), its header, and what of it was unusual and is not
-        any more: "png", "progressive", "multi-scan", "arithmetic", "cmyk", "16-bit", "rotated", "damaged" (decoders
-        make the best of it). Raises ValueError for a bad image.
+        """Make what is stored of an image.
 
-        `claim` is called before anything is decoded, with about the memory in bytes that it takes until this returns.
+        Args:
+            data: the image.
+            claim: called before anything is decoded, with the memory in bytes that is needed until this returns,
+                approximately.
+
+        Returns:
+            what is stored (`data` itself if nothing has to be done), its header, and what was unusual and no longer
+            is: "png", "progressive", "multi-scan", "arithmetic", "cmyk", "16-bit", "rotated", "damaged" (but decoded
+            as far as possible).
+
+        Raises:
+            ValueError: the image is bad.
         """
         try:
             header = read_header(data)
@@ -129,7 +147,7 @@ class Recoder:
             claim(self._memory_bytes(header))
             if self.options.check == "decode":
                 check_image(data)
-        except MissingBackendError as error:  # of a kind that hardly anybody has: the other images need nothing
+        except MissingBackendError as error:  # hardly any image needs it: this one is bad, the others are not
             raise ValueError(error.message) from error
         if self._as_it_is:
             return data, header, ()
@@ -159,8 +177,6 @@ class Recoder:
         if self.options.store == "raw":
             return self._raw(image)
         data, unusual = self._encoded(image)
-        if self.options.restart is not None:
-            data = jpeg.note_pieces(data, jpeg.read_header(data))
         return data, read_header(data), unusual
 
     def _encoded(self, image: _Image) -> tuple[Buffer, tuple[str, ...]]:
@@ -179,9 +195,10 @@ class Recoder:
         return encoded, unusual
 
     def _restarted(self, image: _Image) -> Buffer | None:
-        """The image with the coefficients it has; None if that cannot be."""
+        """Return the image with the same coefficients and restart markers; None if that is not possible."""
         if self.options.restart is None:
             return None if image.unusual else image.data
+        assert image.jpeg is not None
         (across, down), (width, height) = image.jpeg.mcu_size(), image.jpeg[:2]
         if image.turn != 1 and (width % across or height % down):
             return None  # blocks at the edges are not whole
@@ -200,9 +217,10 @@ class Recoder:
         return jpeg.restart_interval(-(-width // (8 if channels == 1 else 16)), self.options.restart)
 
     def _from_planes(self, image: _Image, size: tuple[int, int], quality: int, interval: int) -> bytes | None:
-        """Decode, resize and encode luma and chroma at their own resolutions: less work than by way of RGB.
+        """Decode, resize and encode luma and chroma at their own resolutions, which is less work than through RGB.
 
-        None where that way is not open: without libturbojpeg, for what is no upright YCbCr, or is damaged.
+        Return None where this is not possible: without libturbojpeg, and for an image that is damaged, rotated, or
+        neither YCbCr nor grey.
         """
         if self._turbojpeg is None or image.jpeg is None or image.turn != 1:
             return None
@@ -239,7 +257,7 @@ class Recoder:
 
 
 class _Image:
-    """An image to be worked on. `turn`: its EXIF orientation; `size`: width and height in pixels when upright."""
+    """An image that is recoded. `turn`: its EXIF orientation; `size`: width and height in pixels when upright."""
 
     def __init__(self, data: Buffer, header: ImageHeader) -> None:
         self.data, self.header = data, header
@@ -248,37 +266,38 @@ class _Image:
         self.size = (header.height, header.width) if self.turn >= 5 else (header.width, header.height)
         self.unusual = tuple(self._unusual())
 
-    def _unusual(self):
-        found = self.jpeg
-        if found is None:
+    def _unusual(self) -> Iterator[str]:
+        header = self.jpeg
+        if header is None:
             if self.header.encoding == "png":
                 yield "png"
                 if png_bits(self.data) == 16:
                     yield "16-bit"
             return
-        if found.frame in jpeg.ARITHMETIC:
+        if header.frame in jpeg.ARITHMETIC:
             yield "arithmetic"
-        if found.frame in jpeg.PROGRESSIVE:
+        if header.frame in jpeg.PROGRESSIVE:
             yield "progressive"
-        elif not found.interleaved:
+        elif not header.interleaved:
             yield "multi-scan"
-        if found.components == 4:
+        if header.components == 4:
             yield "cmyk"
         if self.turn != 1:
             yield "rotated"
 
     def is_plain_jpeg(self) -> bool:
-        """Can it become a baseline JPEG of the same coefficients, grey or in three colours?"""
-        found = self.jpeg
-        huffman = found is not None and found.frame in (*jpeg.SEQUENTIAL, 0xC2)
-        return huffman and found.bits == 8 and found.components in (1, 3)
+        """Return whether it can become a baseline JPEG with the same coefficients, grey or in three colours."""
+        header = self.jpeg
+        if header is None or header.frame not in (*jpeg.SEQUENTIAL, 0xC2):  # 0xC2: progressive, Huffman
+            return False
+        return header.bits == 8 and header.components in (1, 3)
 
     def pixels(self, channels: int, size: tuple[int, int]) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Upright and decoded (no smaller than it takes to resize it to `size`); what is unusual, damage among it."""
+        """Decode the image, upright and large enough to be resized to `size`; return what is unusual, too."""
         smallest = decoded_size(*size)
         smallest = smallest[::-1] if self.turn >= 5 else smallest
         if 2 * smallest[0] > self.header.width or 2 * smallest[1] > self.header.height:
-            smallest = (0, 0)  # to five eighths and more, libjpeg-turbo decodes slower than to the full size
+            smallest = (0, 0)  # libjpeg-turbo decodes to five eighths or more slower than to the full size
         unusual = self.unusual
         try:
             pixels = decode(self.data, channels, smallest=smallest, strict=True)
@@ -288,7 +307,7 @@ class _Image:
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """[height, width, channels] as the EXIF orientation (1 to 8) says that they are to be looked at."""
+    """Turn pixels, [height, width, channels], as the EXIF orientation (1 to 8) says."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     down, across = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)

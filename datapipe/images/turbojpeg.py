@@ -1,8 +1,8 @@
-"""Work on JPEG data short of pixels: new restart markers, upright, by moving coefficients; planes in and out.
+"""Work on JPEG below the level of pixels: move coefficients (restart markers, rotation), read and write planes.
 
-Through libturbojpeg, TurboJPEG C API version 3 (libjpeg-turbo 3.0: planes; 3.1: restart markers in lossless
-transforms, too), or through the program jpegtran (any libjpeg), which costs a process for each image. What a library
-can do is tried out, not concluded from its version.
+It is done by libturbojpeg, through version 3 of the TurboJPEG C API (libjpeg-turbo 3.0 has the planes, 3.1 also restart
+markers in lossless transforms), or by the program jpegtran (of any libjpeg), which takes a process per image. What a
+library can do is tried, not derived from its version.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DatapipeError, MissingBackendError
-from . import jpeg
+from . import Buffer, jpeg
 from .codec import decode, encode_jpeg
 
-Buffer = bytes | bytearray | memoryview
-# Image, restart interval in MCUs, EXIF orientation to undo -> baseline JPEG without metadata. The pixels stay.
-# Raises ValueError when the image is damaged, or cannot be turned without losing edges.
+# (image, restart interval in MCUs, EXIF orientation to undo) -> baseline JPEG without metadata, with the same pixels.
+# Raises ValueError when the image is damaged, or cannot be rotated without losing its edges.
 Restart = Callable[[Buffer, int, int], bytes]
 
 COMPRESS, DECOMPRESS, TRANSFORM = range(3)  # enum TJINIT
 QUALITY, SUBSAMPLING, WIDTH, HEIGHT, COLOURS, SCANS, RESTART = 3, 4, 5, 6, 8, 13, 18  # enum TJPARAM
 PERFECT, NO_METADATA = 1 << 0, 1 << 6  # TJXOPT
 SAMP_420, SAMP_GREY = 2, 3  # enum TJSAMP
-CHROMA = (1, 1), (2, 1), (2, 2), (1, 1), (1, 2), (4, 1), (1, 4)  # by TJSAMP: pixels of a sample, across and down
+CHROMA = (1, 1), (2, 1), (2, 2), (1, 1), (1, 2), (4, 1), (1, 4)  # by TJSAMP: pixels per sample, across and down
 YCBCR_OR_GREY = (1, 2)  # enum TJCS
 MAX_SCANS = 500  # a progressive JPEG has about 10; thousands of empty ones would take hours
-# By EXIF orientation, 1 to 8: enum TJXOP, and the same as jpegtran's options.
+# By EXIF orientation, 1 to 8: enum TJXOP, and the same as options of jpegtran.
 TURNS = (0, 1, 6, 2, 3, 5, 4, 7)
 OPTIONS = ("", "-flip horizontal", "-rotate 180", "-flip vertical", "-transpose", "-rotate 90", "-transverse",
            "-rotate 270")  # fmt: skip
@@ -56,14 +55,15 @@ class _Factor(ctypes.Structure):  # tjscalingfactor
 
 
 class _Handle:
-    """A TurboJPEG instance: for one thread at a time."""
+    """A TurboJPEG instance, for use by a single thread at a time."""
 
     def __init__(self, library: ctypes.CDLL, kind: int) -> None:
         self.library, self.pointer = library, library.tj3Init(kind)
         if not self.pointer:
             raise MemoryError("tj3Init failed")
 
-    def __call__(self, function: str, *arguments) -> None:
+    def __call__(self, function: str, *arguments: object) -> None:
+        """Call a function of the library on this instance. Raises ValueError with the library's message."""
         if getattr(self.library, function)(self.pointer, *arguments):
             raise ValueError(self.library.tj3GetErrorStr(self.pointer).decode(errors="replace"))
 
@@ -72,10 +72,17 @@ class _Handle:
             self.library.tj3Destroy(self.pointer)
 
 
+class _Handles(threading.local):
+    """Each thread's own instances, by kind."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[int, _Handle] = {}
+
+
 class TurboJpeg:
     """libturbojpeg. Thread-safe; its functions run without the interpreter's lock.
 
-    Raises OSError or AttributeError when `path` is no libturbojpeg with the API's version 3.
+    Raises OSError or AttributeError when `path` is not a libturbojpeg with version 3 of the API.
     """
 
     def __init__(self, path: str) -> None:
@@ -98,21 +105,34 @@ class TurboJpeg:
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        self._threads = threading.local()
+        self._handles = _Handles()
 
     def restart(self, data: Buffer, interval: int, orientation: int) -> bytes:
-        """A `Restart`."""
+        """Give a JPEG restart markers without changing its pixels (see Restart).
+
+        Args:
+            data: the JPEG.
+            interval: MCUs between markers.
+            orientation: EXIF orientation to undo, 1 to 8.
+        """
         handle, source = self._handle(TRANSFORM), np.frombuffer(data, np.uint8)
         handle("tj3Set", RESTART, interval)
         transform = _Transform(op=TURNS[orientation - 1], options=PERFECT | NO_METADATA)
         return self._output(handle, "tj3Transform", source.ctypes.data, len(source), 1, last=ctypes.byref(transform))
 
     def planes(self, data: Buffer, smallest: tuple[int, int]) -> tuple[list[np.ndarray], int, tuple[int, int]]:
-        """The planes (Y, or Y, Cb, Cr) as they are stored, uint8[height, width] each; how often they were halved, and
-        how many pixels across and down a sample of chroma stands for.
+        """Decode a JPEG's planes as they are stored, without interpolating chroma.
 
-        `smallest` (width, height): as in `image.decode`. Planes may be a sample larger than the image. Raises
-        ValueError when the JPEG is damaged, or holds no YCbCr or grey.
+        Args:
+            data: the JPEG.
+            smallest: width and height, as in `codec.decode`.
+
+        Returns:
+            Y, or Y, Cb and Cr, uint8[height, width] each, which may be a sample larger than the image; how often they
+            were halved; how many pixels a sample of chroma covers, across and down.
+
+        Raises:
+            ValueError: the JPEG is damaged, or neither YCbCr nor grey.
         """
         handle, source = self._handle(DECOMPRESS), np.frombuffer(data, np.uint8)
         get, pointer = self._library.tj3Get, handle.pointer
@@ -133,7 +153,15 @@ class TurboJpeg:
         return planes, halved, CHROMA[sampling]
 
     def compress(self, planes: list[np.ndarray], width: int, height: int, quality: int, interval: int) -> bytes:
-        """Y, or Y, Cb, Cr subsampled 4:2:0, as a baseline JPEG. In colour, Y has an even width and height."""
+        """Encode planes as a baseline JPEG.
+
+        Args:
+            planes: Y, or Y, Cb and Cr subsampled 4:2:0, uint8[height, width] each. In colour, Y's sides are even.
+            width: of the image, in pixels.
+            height: of the image, in pixels.
+            quality: 1 to 100.
+            interval: MCUs between restart markers, 0 for none.
+        """
         handle = self._handle(COMPRESS)
         handle("tj3Set", QUALITY, quality)
         handle("tj3Set", SUBSAMPLING, SAMP_GREY if len(planes) == 1 else SAMP_420)
@@ -142,15 +170,15 @@ class TurboJpeg:
         return self._output(handle, "tj3CompressFromYUVPlanes8", _pointers(planes), width, None, height)
 
     def _handle(self, kind: int) -> _Handle:
-        handles = self._threads.__dict__
+        handles = self._handles.by_kind
         if kind not in handles:
             handles[kind] = _Handle(self._library, kind)
             if kind != COMPRESS:
                 handles[kind]("tj3Set", SCANS, MAX_SCANS)
         return handles[kind]
 
-    def _output(self, handle: _Handle, function: str, *arguments, last: object = None) -> bytes:
-        """Call what writes a JPEG into memory that the library allocates."""
+    def _output(self, handle: _Handle, function: str, *arguments: object, last: object = None) -> bytes:
+        """Call a function that writes a JPEG into memory which the library allocates."""
         memory, size = ctypes.c_void_p(), ctypes.c_size_t()
         try:
             rest = () if last is None else (last,)
@@ -165,6 +193,8 @@ def _pointers(planes: list[np.ndarray]) -> ctypes.Array:
 
 
 def jpegtran(program: str) -> Restart:
+    """Return the function that gives a JPEG restart markers by running jpegtran."""
+
     def restart(data: Buffer, interval: int, orientation: int) -> bytes:
         # Files in memory and posix_spawn: no pipes to serve, and a third of subprocess.run's time in Python.
         command = [program, "-copy", "none", "-perfect", "-restart", f"{interval}B", *OPTIONS[orientation - 1].split()]
@@ -189,7 +219,7 @@ def jpegtran(program: str) -> Restart:
 
 @lru_cache(1)
 def turbojpeg() -> TurboJpeg | None:
-    """The first libturbojpeg that has the API's version 3 and writes restart markers: conda's, the linker's, pip's."""
+    """Load the first libturbojpeg whose API has version 3 and writes restart markers: conda's, the system's, pip's."""
     bundled = Path(sysconfig.get_path("platlib")).glob("turbojpeg.libs/libturbojpeg-*.so*")
     for path in (Path(sys.prefix, "lib", "libturbojpeg.so.0"), "libturbojpeg.so.0", *bundled):
         try:
@@ -205,7 +235,7 @@ def turbojpeg() -> TurboJpeg | None:
 
 @lru_cache(1)
 def lossless() -> Restart | None:
-    """What writes restart markers without a loss here: libturbojpeg, jpegtran, or nothing."""
+    """Return what writes restart markers without loss here: libturbojpeg, jpegtran, or None."""
     library, program = turbojpeg(), shutil.which("jpegtran")
     restarts = ([library.restart] if library else []) + ([jpegtran(program)] if program else [])
     tile = np.add.outer(np.arange(32), np.arange(32)).astype(np.uint8)
@@ -220,17 +250,19 @@ def lossless() -> Restart | None:
 
 
 def need_lossless() -> Restart:
-    """`lossless`. Raises MissingBackendError."""
+    """Return what writes restart markers without loss. Raises MissingBackendError if there is nothing."""
     restart = lossless()
     if restart is None:
         raise MissingBackendError(
-            "restart markers without re-encoding need libturbojpeg 3.1 or newer (conda install -c conda-forge "
-            "libjpeg-turbo) or the program jpegtran (apt install libjpeg-turbo-progs); or give a quality to re-encode"
+            "restart markers without re-encoding need libturbojpeg 3.1 or newer, or the program jpegtran, and pip "
+            "installs neither (the extra turbo has 3.0). Without root: conda install -c conda-forge libjpeg-turbo, or "
+            "on a cluster perhaps module load libjpeg-turbo; with root: apt install libjpeg-turbo-progs, or dnf "
+            "install libjpeg-turbo-utils. Or re-encode all images, which needs none of these: --quality 90"
         )
     return restart
 
 
 def _same(plain: bytes, marked: bytes) -> bool:
-    """Did `plain` get restart markers after each MCU, and nothing else?"""
+    """Return whether `marked` is `plain` with a restart marker after each MCU, and the same pixels."""
     marks = jpeg.read_header(marked).restart_interval == 1 and b"\xff\xd0" in marked
     return marks and np.array_equal(decode(plain, 3), decode(marked, 3))

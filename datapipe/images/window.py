@@ -1,11 +1,11 @@
 """Decode only what a crop needs: windows cut out of a JPEG's bytes, and smaller scales.
 
-A JPEG with restart markers (ITU-T T.81, E.1.4) is a row of pieces that are decoded independently. Where the pieces
-divide the rows of MCUs, those that cover a crop are a JPEG themselves: the same header with another width and height,
-and the markers numbered anew. Any decoder takes it.
+A JPEG with restart markers (ITU-T T.81, E.1.4) is a sequence of pieces that are decoded independently. Where a whole
+number of pieces makes a row of MCUs, the pieces that cover a crop make a JPEG of their own: the same header with
+another width and height, and the markers renumbered. Any decoder reads it.
 
-Pixels are the same as of a whole decode: decoders interpolate chroma from the neighbouring sample, so a window covers
-one pixel more than the crop on each side.
+The pixels are those of decoding the whole image: decoders interpolate chroma from the neighbouring sample, so a window
+covers one pixel more than the crop on each side.
 """
 
 from __future__ import annotations
@@ -15,43 +15,64 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import jpeg
-from .codec import MAX_PIXELS, Buffer, decode, decode_jpeg
+from . import Buffer, jpeg
+from .codec import MAX_PIXELS, decode, decode_jpeg
 
-MARGIN = 1  # pixels: libjpeg's "fancy upsampling" takes the next sample of chroma, and no more
-NARROW = 2  # samples of chroma across: libjpeg interpolates nothing in an image as narrow as that
+MARGIN = 1  # pixels: libjpeg's "fancy upsampling" uses the next sample of chroma, and none beyond
+NARROW = 2  # samples of chroma across: in an image as narrow as that, libjpeg does not interpolate
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
 
 
 class Window(NamedTuple):
-    """A JPEG file of a part of an image."""
+    """A JPEG of a part of an image."""
 
     data: Buffer
     left: int  # where its corner lies in the image, pixels
     top: int
     width: int
     height: int
-    ends_late: bool = False  # behind the last row that is wanted there is more, which decoders call extraneous
-    scalable: bool = True  # by the DCT: chroma that is halved in one direction alone loses the other there, too
+    # The entropy-coded data go on past the last row of the window: decoders warn of extraneous bytes.
+    ends_late: bool = False
+    # It may be decoded at reduced size. Not with 4:2:2 or 4:4:0, where libjpeg's scaled decoding would also drop
+    # chroma in the direction that has full resolution.
+    scalable: bool = True
 
 
 class Decoded(NamedTuple):
-    pixels: np.ndarray  # uint8[H, W, C]
-    box: Box  # where the box that was asked for lies in them
+    """Decoded pixels (uint8[H, W, C]), and where in them the box lies that was asked for."""
+
+    pixels: np.ndarray
+    box: Box
 
 
 def check_size(width: int, height: int, expected: tuple[int, int]) -> None:
-    """Raise ValueError unless an image has the width and height (pixels) that its window was drawn for."""
+    """Check that an image has the size for which its window was chosen.
+
+    Args:
+        width: of the image, in pixels.
+        height: the same.
+        expected: width and height.
+
+    Raises:
+        ValueError: it has another size.
+    """
     if (width, height) != expected:
         raise ValueError(f"has {width}×{height} pixels, and the index says {expected[0]}×{expected[1]}")
 
 
 def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
-    """The least that can be cut out of a JPEG without decoding, and covers what of `box` lies in the image.
+    """Cut the smallest possible JPEG that covers a box out of another JPEG, without decoding it.
 
-    Without usable restart markers that is, of a baseline JPEG, all but the rows of MCUs below the box; anything else
-    stays whole. `size`: the image's width and height, for which `box` was drawn. Raises ValueError when the header is
-    damaged, or gives another size.
+    With usable restart markers it is made of the pieces that cover the box. Without them, a baseline JPEG only loses
+    the rows of MCUs below the box, and any other stays whole.
+
+    Args:
+        data: the JPEG.
+        box: in pixels of the image; what lies outside the image is ignored.
+        size: width and height of the image for which the box was chosen; None to accept any.
+
+    Raises:
+        ValueError: the header is damaged, or gives another size.
     """
     header = jpeg.read_header(data)
     if size is not None:
@@ -87,15 +108,17 @@ def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
 
 
 def _covering(start: int, length: int, unit: int, count: int) -> tuple[int, int]:
-    """The first of `count` units, and the one behind the last, that cover a line with its margin."""
+    """Return the first of `count` units that cover a line with its margin, and the end of their range."""
     first = min(max(0, start - MARGIN) // unit, count - 1)
     return first, max(first + 1, min(count, -(-(start + length + MARGIN) // unit)))
 
 
-def _join(data: Buffer, header: jpeg.JpegHeader, size: tuple[int, int], rows: list[tuple[int, int]], ends: list[int]):
-    """A JPEG file of some pieces of each of `rows`: the first, and the one behind the last."""
+def _join(
+    data: Buffer, header: jpeg.JpegHeader, size: tuple[int, int], rows: list[tuple[int, int]], ends: list[int]
+) -> bytearray:
+    """Make a JPEG of `size` out of the pieces first to end - 1, for each (first, end) in `rows`."""
     at, view = header.frame_at + 5, memoryview(data)
-    parts = [view[:at], struct.pack(">HH", size[1], size[0]), view[at + 4 : header.scan_at]]
+    parts: list[Buffer] = [view[:at], struct.pack(">HH", size[1], size[0]), view[at + 4 : header.scan_at]]
     length, places = header.scan_at, []
     for first, end in rows:
         start = ends[first - 1] + 2 if first else header.scan_at
@@ -113,11 +136,19 @@ def _join(data: Buffer, header: jpeg.JpegHeader, size: tuple[int, int], rows: li
 
 
 def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: int, out: memoryview) -> Decoded:
-    """Decode a window that was cut out of `data`.
+    """Decode a window.
 
-    `box` is the one it was cut for; `scale` 2, 4 or 8: decode at 1/2, 1/4 or 1/8 (by libjpeg-turbo, in the DCT's
-    domain), where the box is on multiples of that. `out` is used for the pixels where it is large enough. Raises
-    ValueError.
+    Args:
+        data: the JPEG that the window was cut out of.
+        window: what `cut` returned.
+        box: the box it was cut for.
+        channels: 1 (grey) or 3 (RGB).
+        scale: 1, or 2, 4 or 8 to decode at 1/2, 1/4 or 1/8 of the size, in libjpeg-turbo's inverse DCT. The box must
+            lie on multiples of it.
+        out: memory, used for the pixels where it is large enough.
+
+    Raises:
+        ValueError: the image cannot be decoded.
     """
     scale = scale if window.scalable else 1
     fits = window.width * window.height * channels <= len(out)
@@ -131,7 +162,7 @@ def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: 
             strict=not window.ends_late,
             out=out if fits else None,
         )
-    except ValueError:  # damaged, or of a kind that libjpeg-turbo has no RGB for: the best is made of the whole
+    except ValueError:  # damaged, or its colours need Pillow: decode what can be decoded of the whole image
         return Decoded(decode(data, channels), box)
     left, top, width, height = box
     left, top = left - window.left, top - window.top

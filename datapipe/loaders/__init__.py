@@ -1,22 +1,23 @@
-"""Loaders: one file and one line here for each backend."""
+"""Loaders: one file for each backend, and one line in `datapipe/names.py`."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from pathlib import Path
-from typing import Literal
+
+import torch
 
 from ..dataset.manifest import MANIFEST
-from ..dataset.shard_reader import Io
 from ..errors import SettingError
+from ..names import BACKENDS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
-from .base import Batch, Loader, LoaderOptions, normalise
+from .base import Batch, Loader
+from .device import normalise
+from .options import LoaderOptions
 
 __all__ = ["Batch", "Loader", "LoaderOptions", "normalise", "open_loader"]
-
-BACKENDS = ("cpu", "dali", "webdataset")
 
 
 def open_loader(
@@ -32,7 +33,7 @@ def open_loader(
     order: str = "full",
     threads: int | None = None,
     cache: Path | str | None = None,
-    device: object = None,
+    device: torch.device | str | int | None = None,
     augment: Augment | None = None,
     last: Last | None = None,
     io: Io = "cached",
@@ -40,40 +41,49 @@ def open_loader(
     max_bad: int = 0,
     retries: int = 9,
     timeout_s: float = 300.0,
-    reader: Literal["indexed", "native"] = "indexed",
 ) -> Loader:
     """Open one packed data set (one split) for one rank.
 
-    Iterate over it once per epoch; each batch has `batch_size` samples of this rank, as uint8 images
-    of `size` × `size` pixels. `train` shuffles, cuts and mirrors (as `augment` says; default: see
-    Augment) and leaves out what does not fill a global batch; evaluation goes in order, cuts the
-    centre, and pads the last batch (`valid` is False there). `last` ("drop" or "pad") overrides that.
-    `threads` decode (default: the cores of this process, shared by the ranks of the node). `cache` is a
-    node-local folder to which the data set is staged first, once per node. `device`: where batches are
-    delivered (default: the CPU).
+    Iterate over the loader once per epoch. Training shuffles, crops and mirrors; evaluation goes in order and crops the
+    centre. Settings have the same names and defaults in LoaderOptions, recipes and `datapipe bench`.
 
-    `order`: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and each
-    byte once an epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk. `io`: "cached",
-    "mmap" or "direct" (see datapipe/dataset/shard_reader.py). Loaders that stream (`backend="webdataset"`,
-    `reader="native"`) have neither, and try no read again; `reader="native"` has no time limit, either.
+    Args:
+        path: The data set's folder; with backend "webdataset" also a folder of tar shards, or URLs such as
+            "pipe:ssh server cat shard-{000..146}.tar".
+        batch_size: Samples per batch of this rank, from 1.
+        backend: "cpu"; "dali", NVIDIA's DALI, which decodes on `device`; or "webdataset", which streams tar shards
+            (see datapipe/loaders/webdataset.py), has neither `order` nor `io`, and tries no read again.
+        train: Whether to train, or to evaluate.
+        size: Width and height of the images in pixels, from 1.
+        seed: Of the order, the crops and the flips, from 0.
+        rank: This process's number, from 0 to `world_size` - 1.
+        world_size: The number of ranks, which share each global batch of `batch_size` · `world_size` samples.
+        order: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and
+            each byte once per epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk.
+        threads: Threads that decode (default: the cores of this process, shared by the ranks of the node).
+        cache: A node-local folder to which the data set is staged first, once per node.
+        device: Where batches are delivered (default: the CPU).
+        augment: How to crop and mirror in training; see Augment, whose defaults are the default.
+        last: What becomes of samples that do not fill a global batch: "drop" leaves them out, "pad" fills it with
+            black images that are not `valid` (default: "drop" in training, "pad" in evaluation).
+        io: "cached", "mmap" or "direct" (see datapipe/dataset/shard_reader.py).
+        block_mib: Of order "blocks", from 1.
+        max_bad: The number of bad samples (damaged, or not a readable image) that each rank tolerates, from 0. Each is
+            logged, and replaced by a black image that is not `valid`; the next one is an error.
+        retries: How often an open or a read that fails is tried again, from 0, with pauses of 0.1 s, 0.2 s, 0.4 s and
+            so on: 51 s in all for 9, as long as a file server takes to be replaced.
+        timeout_s: Seconds, above 0, after which it is an error that a batch, opening the data set, or a read or write
+            of staging it has not come. Every 10 s it is logged which read does not answer, or is being tried again.
 
-    So many bad samples (damaged, or no readable image) as `max_bad` allows for on a rank are named in the log, and
-    their slots are black and not `valid`; one more is an error. An open or a read that fails is tried `retries` times
-    again, and then an error: with pauses of 0.1 s, 0.2 s, 0.4 s and so on, 51 s in all for 9, as long as a file server
-    takes to be replaced. A consumer that waits for a batch is told each 10 s which read does not answer or is being
-    tried again; after `timeout_s` that is an error, too, and so is opening the data set, and a read or write of
-    staging it.
+    Returns:
+        A Loader, to be closed, or used in a `with`. Its batches hold uint8 images of `size` × `size` pixels.
 
-    `backend`: "cpu"; "dali" (NVIDIA DALI, on `device`; `reader="native"` reads with DALI's own tar reader, see
-    datapipe/loaders/dali_native.py); "webdataset" (streams tar shards, also from URLs such as
-    "pipe:ssh server cat shard-{000..146}.tar", see datapipe/loaders/webdataset.py).
-
-    Raises SettingError for a setting out of range, ManifestError when there is no data set at `path`.
+    Raises:
+        SettingError: For a setting out of its range.
+        ManifestError: When there is no data set at `path`.
     """
     if backend not in BACKENDS:
         raise SettingError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if reader not in ("indexed", "native") or (reader == "native" and backend != "dali"):
-        raise SettingError(f"reader: {reader!r} is not indexed, nor native with backend dali")
     options = LoaderOptions(
         batch_size=batch_size,
         train=train,
@@ -84,7 +94,7 @@ def open_loader(
         order=order,
         threads=threads,
         augment=Augment() if augment is None else augment,
-        last=("drop" if train else "pad") if last is None else last,
+        last=last,
         io=io,
         block_mib=block_mib,
         max_bad=max_bad,
@@ -97,5 +107,5 @@ def open_loader(
         from ..staging import stage_once
 
         path = stage_once(Path(path), Path(cache), options.timeout_s)
-    module = backend if reader == "indexed" else f"{backend}_{reader}"
-    return importlib.import_module(f".{module}", __name__).open(path, options, device)
+    loader: Loader = importlib.import_module(f".{backend}", __name__).make_loader(path, options, device)
+    return loader

@@ -1,4 +1,4 @@
-"""Memory for batches, and for runs."""
+"""Memory that is used again: for batches, and for blocks that are read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import torch
 
 
 class BatchMemory:
-    """Memory for batches, used again once no tensor and no array refers to it."""
+    """Arrays of one shape, each used again once no tensor and no array refers to it.
+
+    Args:
+        shape: Of each array.
+        pinned: Whether it is locked in memory, from which copies to a GPU need not be waited for.
+    """
 
     def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:
         self._shape, self._pinned = shape, pinned
         self._free: list[np.ndarray] = []
 
     def take(self) -> np.ndarray:
-        """uint8 of the shape, on whole pages, with whatever the last batch left in it."""
+        """Give an array, uint8 on whole pages, with whatever the last batch left in it."""
         try:
             memory = self._free.pop()
         except IndexError:

@@ -1,85 +1,129 @@
-"""Runs of neighbouring samples, each read at once, for the order "blocks"."""
+"""Contiguous reads of many samples, each read once and shortly before it is needed, for the order "blocks"."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 
-from ..dataset import DataSet
-from ..dataset.shard_reader import Data
+from ..dataset.shard_reader import Data, ShardReader
 from ..errors import ShardReadError
 from ..sampling.block_order import BlockOrder, Needs
 from .batch_memory import BatchMemory
+from .coalesced_reads import Extent
 from .threads import Pool
 
-READ_AHEAD = 8  # runs, beyond those that the batches under way need: rides out the times when many lanes begin one
+READ_AHEAD = 8  # reads, beyond those that the batches under way need: for the times when many lanes begin one at once
 
 
-class Runs:
-    """The runs that one rank needs in one epoch. A run is in memory from shortly before its first sample's turn to its
-    last's.
+class ReadFrom(NamedTuple):
+    """What a block is read with."""
 
-    `needs` are those of `order`. `memory` gives room for any run, and `readers` read them ahead.
+    reader: ShardReader
+    records: np.ndarray  # the index, RECORD[num_samples]
+    memory: BatchMemory  # for any block
+
+
+class BlockRead:
+    """A rank's part of a block: neighbouring samples that are read at once.
+
+    Args:
+        source: What it is read with.
+        samples: int64[N], in the order of the file.
+        last_step: The step that may need one of them last.
     """
 
-    def __init__(self, data_set: DataSet, order: BlockOrder, needs: Needs, memory: BatchMemory, readers: Pool) -> None:
-        self._index, self._reader, self._memory, self._readers = data_set.index, data_set.reader, memory, readers
-        self._order, self._needs = order, needs
-        self._runs: dict[int, Run] = {}  # those that were begun and may still be needed, by their number
-        self._begun, self._futures = 0, []
+    def __init__(self, source: ReadFrom, samples: np.ndarray, last_step: int) -> None:
+        self.last_step = last_step
+        self._source, self._samples = source, samples
+        self._start = 0  # of its bytes in the shard
+        self._left = len(samples)  # not asked for yet; some of them other ranks may ask for
+        self._data: Data | ShardReadError | None = None
+        self._lock = threading.Lock()
 
-    def begin(self, step: int, numbers: list[int]) -> list[Run]:
-        """Give the runs with these numbers, whose samples are about to be taken at this step, and begin to read them
-        and a few more.
+    def load(self) -> Data | ShardReadError | None:
+        """Read the bytes unless that was done; whoever comes meanwhile waits."""
+        with self._lock:
+            if self._data is None and self._left:
+                reader, index, memory = self._source
+                records = index[self._samples]
+                starts = records["offset"].astype(np.int64)
+                self._start, stop = int(starts.min()), int((starts + records["size"]).max())
+                try:
+                    into = memory.take().data
+                    self._data = reader.read(int(records["shard"][0]), self._start, stop - self._start, into)
+                except ShardReadError as error:  # raised where the first sample is asked for
+                    self._data = error
+            return self._data
+
+    def take(self, offset: int, size: int) -> memoryview:
+        """Return the bytes of one sample, which is asked for once. Raises ShardReadError."""
+        data = self.load()
+        if isinstance(data, ShardReadError):
+            raise data
+        if data is None:
+            raise ValueError(f"the {size} bytes at {offset} were asked for twice")
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._data = None
+        return memoryview(data)[offset - self._start : offset - self._start + size]
+
+
+class BlockedReads:
+    """The reads of a chunk of samples, each a part of the block that was read with it."""
+
+    def __init__(self, reads: Sequence[BlockRead], extents: Sequence[Extent]) -> None:
+        self._reads, self._extents = reads, extents
+
+    def read(self, i: int) -> memoryview:
+        """Return the bytes of the chunk's `i`-th sample, not checked. Raises ShardReadError."""
+        _, _, offset, size, _ = self._extents[i]
+        return self._reads[i].take(offset, size)
+
+
+class RankReads:
+    """The blocks that one rank reads in one epoch, each in memory from shortly before its first sample's turn to its
+    last's.
+
+    Args:
+        source: What they are read with.
+        order: Of the epoch.
+        needs: `order`'s, of this rank.
+        readers: The threads that read ahead.
+    """
+
+    def __init__(self, source: ReadFrom, order: BlockOrder, needs: Needs, readers: Pool) -> None:
+        self._source, self._order, self._needs, self._readers = source, order, needs, readers
+        self._reads: dict[int, BlockRead] = {}  # by their number: those begun, while they may still be needed
+        self._num_begun = 0
+        self._futures: list[Future[Data | ShardReadError | None]] = []
+
+    def begin(self, step: int, numbers: list[int]) -> list[BlockRead]:
+        """Begin to read what a step needs, and a few blocks more.
+
+        Args:
+            step: Of the epoch; steps come in order.
+            numbers: For each sample of the batch, the number of the read that it is part of.
+
+        Returns:
+            The reads with these numbers.
         """
         stop = int(np.searchsorted(self._needs.first, step, "right")) + READ_AHEAD
         self._futures = [future for future in self._futures if not future.done()]
-        for number, last in zip(*(column[self._begun : stop].tolist() for column in self._needs[::2]), strict=True):
-            run = self._runs[number] = Run(self._order.samples_of(number), last)
-            self._futures.append(self._readers.submit(self._load, run))
-        self._begun = max(self._begun, stop)
-        runs = [self._runs[number] for number in numbers]
-        self._runs = {number: run for number, run in self._runs.items() if run.last > step}
-        return runs
+        columns = (column[self._num_begun : stop].tolist() for column in (self._needs.runs, self._needs.last))
+        for number, last_step in zip(*columns, strict=True):
+            read = self._reads[number] = BlockRead(self._source, self._order.samples_of(number), last_step)
+            self._futures.append(self._readers.submit(read.load))
+        self._num_begun = max(self._num_begun, stop)
+        reads = [self._reads[number] for number in numbers]
+        self._reads = {number: read for number, read in self._reads.items() if read.last_step > step}
+        return reads
 
     def end(self) -> None:
         """Read nothing more ahead."""
         for future in self._futures:
             future.cancel()
-
-    def take(self, run: Run, offset: int, size: int) -> memoryview:
-        """The bytes of one sample, which is asked for once. Raises ShardReadError."""
-        data = self._load(run)
-        if isinstance(data, ShardReadError):
-            raise data
-        with run.lock:
-            run.left -= 1
-            if not run.left:
-                run.data = None
-        return memoryview(data)[offset - run.start : offset - run.start + size]
-
-    def _load(self, run: Run) -> Data | ShardReadError | None:
-        """Read a run unless that was done; whoever comes meanwhile waits."""
-        with run.lock:
-            if run.data is None and run.left:
-                records = self._index[run.samples]
-                starts = records["offset"].astype(np.int64)
-                run.start, stop = int(starts.min()), int((starts + records["size"]).max())
-                try:
-                    room = memoryview(self._memory.take())
-                    run.data = self._reader.read(int(records["shard"][0]), run.start, stop - run.start, room)
-                except ShardReadError as error:  # of whoever takes the first sample
-                    run.data = error
-            return run.data
-
-
-class Run:
-    """`samples` int64[N], in the order of the file; `last`: the step at which it may be needed last."""
-
-    def __init__(self, samples: np.ndarray, last: int) -> None:
-        self.samples, self.last = samples, last
-        self.start = 0  # of its bytes in the shard
-        self.left = len(samples)  # not taken yet; some of them others may take
-        self.data: Data | ShardReadError | None = None
-        self.lock = threading.Lock()

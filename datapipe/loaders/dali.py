@@ -1,4 +1,4 @@
-"""The `dali` backend: our threads read and cut windows out of the files, NVIDIA DALI decodes and scales them.
+"""The `dali` backend: our threads read and cut windows out of the files, NVIDIA DALI decodes and resizes them.
 
 On a GPU decoding is nvJPEG's, partly on hardware engines. Samples, windows and flips are those of the `cpu` backend;
 pixels differ by the decoder and by rounding. Without a GPU (`device_id=None`) it is for tests: the `cpu` backend needs
@@ -10,50 +10,65 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..dataset import DataSet
 from ..dataset.index import ENCODINGS
-from ..dataset.shard_reader import Data
 from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingError
+from ..images import Buffer
 from ..images.codec import encode_png, read_header
 from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
-from .base import Batch, LoaderOptions, device_of
+from .base import Batch, Loader
 from .batch_memory import BatchMemory
-from .threaded import FillingLoader, Slots, Wanted
-from .threads import in_time, wait_for
+from .device import resolve_device
+from .options import LoaderOptions
+from .prefetch import BatchSlots, PendingImage
+from .threaded import ThreadedLoader, open_on
+from .threads import Pool, wait_for
+
+if TYPE_CHECKING:
+    from nvidia.dali import Pipeline
 
 DEPTH = 2  # batches that DALI works on
 DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
-def open(path: Path | str, options: LoaderOptions, device: object) -> DaliLoader:
-    data_set = in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
-    try:
-        return DaliLoader(data_set, options, device_of(device))
-    except BaseException:
-        data_set.close()
-        raise
+def make_loader(path: Path | str, options: LoaderOptions, device: torch.device | str | int | None) -> Loader:
+    """Open the data set at `path`, and make a loader that delivers to `device`."""
+
+    def make(data_set: DataSet) -> DaliLoader:
+        return DaliLoader(data_set, options, resolve_device(device))
+
+    return open_on(path, options, make)
 
 
-class _Encoded(Slots):
-    """With what DALI is fed: `data` uint8[bytes] each, `starts` and `shapes` int32[B, 2] (rows, columns), `flips`."""
+class EncodedImages(BatchSlots):
+    """Slots with what DALI is fed.
 
-    data: list[np.ndarray]
-    starts: np.ndarray
-    shapes: np.ndarray
-    flips: np.ndarray
+    `data` are uint8[bytes] each, `starts` and `shapes` int32[B, 2] (rows, columns), `flips` int32[B].
+
+    Args:
+        positions: int64[B], of the epoch.
+        count: How many of them have a sample.
+        nothing: A small image, fed for slots without one.
+    """
+
+    def __init__(self, positions: np.ndarray, count: int, nothing: np.ndarray) -> None:
+        super().__init__(positions, count)
+        self.data = [nothing] * len(positions)
+        self.starts, self.shapes = (np.empty((len(positions), 2), np.int32) for _ in range(2))
+        self.flips = np.zeros(len(positions), np.int32)
 
 
-class DaliLoader(FillingLoader):
-    """See `open_loader`."""
+class DaliLoader(ThreadedLoader[EncodedImages]):
+    """The loader of the `dali` backend. See `open_loader`."""
 
-    begun_ahead = DEPTH - 1
+    num_on_device = DEPTH - 1
 
     def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
         super().__init__(data_set, options)
@@ -70,9 +85,9 @@ class DaliLoader(FillingLoader):
         self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
         # Windows are as large as the output, and may reach beyond the image.
         self._pads = options.train and self._augment.crop == "pad"
-        self._scheduled: deque[_Encoded] = deque()
-        self._pipelines = [self._built()]
-        # A pipeline that is still there when the interpreter goes down aborts the process.
+        self._scheduled: deque[EncodedImages] = deque()
+        self._pipelines = [self._build()]
+        # A pipeline that is still there when the interpreter shuts down aborts the process.
         weakref.finalize(self, self._pipelines.clear)
 
     def close(self) -> None:
@@ -80,12 +95,13 @@ class DaliLoader(FillingLoader):
         self._pipelines.clear()
 
     @property
-    def _pipeline(self):
+    def _pipeline(self) -> Pipeline:
         return self._pipelines[0]
 
-    def _built(self):
+    def _build(self) -> Pipeline:
         try:
-            from nvidia.dali import Pipeline, fn, types
+            from nvidia.dali import Pipeline, fn
+            from nvidia.dali.types import DALIDataType, DALIImageType, DALIInterpType
         except ImportError as error:
             raise MissingBackendError.for_extra("DALI is not installed", "dali") from error
         on_gpu = self._device.type == "cuda"
@@ -97,74 +113,79 @@ class DaliLoader(FillingLoader):
             prefetch_queue_depth=1,  # DALI runs so many batches at first: it has one
         )
         with pipeline:
-            data = fn.external_source(name="data", ndim=1, dtype=types.UINT8)
-            start, shape = (fn.external_source(name=name, ndim=1, dtype=types.INT32) for name in ("start", "shape"))
-            flip = fn.external_source(name="flip", ndim=0, dtype=types.INT32)
-            kind = types.RGB if self.channels == 3 else types.GRAY
+            data = fn.external_source(name="data", ndim=1, dtype=DALIDataType.UINT8)
+            start, shape = (
+                fn.external_source(name=name, ndim=1, dtype=DALIDataType.INT32) for name in ("start", "shape")
+            )
+            flip = fn.external_source(name="flip", ndim=0, dtype=DALIDataType.INT32)
+            kind = DALIImageType.RGB if self.channels == 3 else DALIImageType.GRAY
             # Windows are those of the image as it is stored, which no other backend turns by its EXIF orientation.
-            decoding = {"device": "mixed" if on_gpu else "cpu", "output_type": kind, "adjust_orientation": False}
+            decoding: dict[str, Any] = {
+                "device": "mixed" if on_gpu else "cpu",
+                "output_type": kind,
+                "adjust_orientation": False,
+            }
+            images: Any  # by DALI's stubs, fn.resize may return nothing
             if self._pads:
-                images = fn.decoders.image(data, **decoding)
-                images = fn.slice(images, start=start, shape=shape, axes=[0, 1], out_of_bounds_policy="pad")
+                decoded = fn.decoders.image(data, **decoding)
+                images = fn.slice(decoded, start=start, shape=shape, axes=[0, 1], out_of_bounds_policy="pad")
             else:
-                images = fn.decoders.image_slice(data, start=start, shape=shape, axes=[0, 1], **decoding)
-                images = fn.resize(images, size=[self.size, self.size], interp_type=types.INTERP_LINEAR, antialias=True)
+                decoded = fn.decoders.image_slice(data, start=start, shape=shape, axes=[0, 1], **decoding)
+                images = fn.resize(
+                    decoded, size=[self.size, self.size], interp_type=DALIInterpType.INTERP_LINEAR, antialias=True
+                )
             pipeline.set_outputs(fn.flip(images, horizontal=flip))
         pipeline.build()
         return pipeline
 
     # --- in the threads ---
 
-    def _put(self, slots: _Encoded, wanted: list[Wanted]) -> dict[str, float]:
+    def _put(self, slots: EncodedImages, images: list[PendingImage]) -> dict[str, float]:
         began = time.perf_counter()
-        for one in wanted:
+        for image in images:
+            slot = image.slot
             try:
-                data, box = _window(one)
+                data, box = _cut_window(image)
             except ValueError as error:
-                self._take_bad(slots, one.slot, error)
+                self._take_bad(slots, slot, error)
                 continue
-            slots.data[one.slot] = np.frombuffer(data, np.uint8)
-            slots.starts[one.slot] = box[1], box[0]
-            slots.shapes[one.slot] = box[3], box[2]
-            slots.flips[one.slot] = one.flip
+            slots.data[slot] = np.frombuffer(data, np.uint8)
+            slots.starts[slot] = box[1], box[0]
+            slots.shapes[slot] = box[3], box[2]
+            slots.flips[slot] = image.flip
         return {"window": time.perf_counter() - began}
 
-    def _put_nothing(self, slots: _Encoded, slot: int | slice) -> None:
+    def _put_nothing(self, slots: EncodedImages, slot: int | slice) -> None:
         for i in range(*slot.indices(len(slots.data))) if isinstance(slot, slice) else (slot,):
             slots.data[i] = self._nothing
         slots.starts[slot], slots.shapes[slot] = 0, self.size if self._pads else 1
 
     # --- in the consumer ---
 
-    def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> _Encoded:
-        slots = _Encoded(positions, samples)
-        count = len(positions)
-        slots.data = [self._nothing] * count
-        slots.starts, slots.shapes = np.empty((count, 2), np.int32), np.empty((count, 2), np.int32)
-        slots.flips = np.zeros(count, np.int32)
-        return slots
+    def _new_slots(self, positions: np.ndarray, count: int) -> EncodedImages:
+        return EncodedImages(positions, count, self._nothing)
 
-    def _begin(self, slots: _Encoded) -> None:
+    def _begin(self, slots: EncodedImages) -> None:
         self._scheduled.append(slots)
         self._feed(slots)
 
-    def _feed(self, slots: _Encoded) -> None:
+    def _feed(self, slots: EncodedImages) -> None:
         for name, values in (("data", slots.data), ("start", slots.starts), ("shape", slots.shapes)):
             self._pipeline.feed_input(name, values)
         self._pipeline.feed_input("flip", slots.flips)
         self._pipeline.schedule_run()
 
-    def _finish(self, slots: _Encoded) -> Batch:
+    def _finish(self, slots: EncodedImages) -> Batch:
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
-        asked = time.perf_counter()
+        began = time.perf_counter()
         try:
             (images,) = self._pipeline.share_outputs()
         except RuntimeError as error:
-            self._begin_anew(slots, error)
+            self._restart_without_bad(slots, error)
             (images,) = self._pipeline.share_outputs()
         self._scheduled.popleft()
-        self.stage_s["decode"] += time.perf_counter() - asked
+        self.stage_s["decode"] += time.perf_counter() - began
         images = images.as_tensor()
         if self._device.type == "cuda":
             shape = (len(slots.data), self.size, self.size, self.channels)
@@ -180,46 +201,54 @@ class DaliLoader(FillingLoader):
         rest = (torch.from_numpy(a).to(self._device) for a in (slots.labels, slots.samples, slots.valid))
         return Batch(images_BHWC.permute(0, 3, 1, 2), *rest)
 
-    def _drain(self, begun: Collection[Slots]) -> None:
+    def _drain(self) -> None:
         try:
             while self._scheduled and self._pipelines:
                 self._scheduled.popleft()
                 self._pipeline.share_outputs()
                 self._pipeline.release_outputs()
         except (RuntimeError, StopIteration):
-            self._pipelines[:] = [self._built()]
+            self._pipelines[:] = [self._build()]
         finally:
             self._scheduled.clear()
 
-    def _begin_anew(self, slots: _Encoded, error: Exception) -> None:
-        """DALI cannot decode a batch, and says no more: find the bad images with our own decoder, and go on without."""
-        self._pipelines[:] = [self._built()]  # the old one takes no more batches
+    def _restart_without_bad(self, slots: EncodedImages, error: Exception) -> None:
+        """Continue without the bad images of a batch.
+
+        DALI refuses the batch as a whole, and takes no others: our own decoder finds the images.
+        """
+        self._pipelines[:] = [self._build()]
         scheduled = list(self._scheduled)
         self._scheduled.clear()
-        searching = self._pool.submit(self._take_undecodable, slots)  # in a thread: it reads again
-        if not wait_for(searching, self.options.timeout_s, self._tell):
+        pool = Pool(1)  # it reads again
+        try:
+            has_bad = wait_for(pool.submit(self._take_undecodable, slots), self.options.timeout_s, self._report_wait)
+        finally:
+            pool.close()
+        if not has_bad:
             raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self.data_set.folder) from error
-        for begun in scheduled:
-            self._begin(begun)
+        for batch in scheduled:
+            self._begin(batch)
 
-    def _take_undecodable(self, slots: _Encoded) -> bool:
+    def _take_undecodable(self, slots: EncodedImages) -> bool:
         """In a thread: take for bad what our own decoder refuses as a whole. Returns whether there is any."""
-        found_any = False
+        has_bad = False
         for slot in np.flatnonzero(slots.valid).tolist():
             sample = int(slots.samples[slot])
             try:
                 self.data_set.pixels(sample, self.data_set.read(sample))
-            except DecodeError as bad:
-                self._take_bad(slots, slot, bad)
-                found_any = True
-        return found_any
+            except DecodeError as error:
+                self._take_bad(slots, slot, error)
+                has_bad = True
+        return has_bad
 
 
-def _window(wanted: Wanted) -> tuple[Data, Box]:
-    data, box = wanted.data, wanted.box
+def _cut_window(image: PendingImage) -> tuple[Buffer, Box]:
+    """Cut out what has to be decoded of a JPEG, and give the box in it; other images stay whole."""
+    data, box = image.data, image.box
     if not is_jpeg(data):
         header = read_header(data)
-        check_size(header.width, header.height, wanted.size)
+        check_size(header.width, header.height, image.size)
         return data, box
-    window = cut(data, box, wanted.size)
+    window = cut(data, box, image.size)
     return window.data, (box[0] - window.left, box[1] - window.top, box[2], box[3])

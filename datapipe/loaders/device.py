@@ -1,7 +1,8 @@
-"""NVIDIA's driver as the kernel shows it: what there is to say where torch sees none of its GPUs."""
+"""The device that batches are delivered on: choosing it, normalising images on it, and why torch may see no GPU."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ..errors import SettingError
+
 # For each major version of CUDA, newest first: the oldest driver that runs it
 # (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1), and a build of torch,
 # of those that there are for 2.13 and 2.14 (https://github.com/pytorch/pytorch/issues/190355).
@@ -17,12 +20,59 @@ BUILDS = {13: (580, "cu130"), 12: (525, "cu126")}
 WHEELS = "https://download.pytorch.org/whl"
 
 
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """Return a CPU or a GPU that is here; None is the CPU. Raises SettingError."""
+    try:
+        resolved = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SettingError(f"device: {device!r} is not a device; allowed: cpu, cuda, cuda:0 …") from error
+    gpus = torch.cuda.device_count()
+    if resolved.type == "cpu" or (resolved.type == "cuda" and (resolved.index or 0) < gpus):
+        return resolved
+    raise SettingError(f"device: {device!r} is not here; allowed: cpu, and any of {gpus} cuda devices")
+
+
+def gpu_names() -> list[str]:
+    """List the names of the GPUs that torch sees."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def normalise(
+    images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Compute (images / 255 - mean) / std on the images' device.
+
+    Args:
+        images: uint8[B, C, H, W].
+        mean: One number per channel, of pixels from 0 to 1.
+        std: Likewise.
+        dtype: Of the result.
+
+    Returns:
+        `dtype`[B, C, H, W], in the same memory format.
+
+    Raises:
+        SettingError: When the images have another number of channels.
+    """
+    if len(mean) != images.shape[1] or len(std) != images.shape[1]:
+        raise SettingError(f"mean, std: {len(mean)} and {len(std)} numbers for images of {images.shape[1]} channels")
+    scale, shift = _affine(tuple(mean), tuple(std), images.device)
+    return images.to(torch.float32).mul_(scale).add_(shift).to(dtype)
+
+
+@functools.lru_cache  # on a GPU each of these is a copy that the host waits for
+def _affine(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.tensor([1 / (255 * s) for s in std], device=device)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
+    return scale.view(1, -1, 1, 1), shift.view(1, -1, 1, 1)
+
+
 @dataclass(frozen=True)
 class Driver:
-    """A driver that is loaded. `version`: such as "535.104.05", "" where it does not tell; `num_gpus`: from 1."""
+    """An NVIDIA driver that is loaded."""
 
-    version: str
-    num_gpus: int
+    version: str  # such as "535.104.05"; "" where the driver does not say it
+    num_gpus: int  # from 1
 
 
 def read_driver(root: Path = Path("/")) -> Driver | None:
@@ -55,13 +105,19 @@ def explain_unseen_gpus(environ: Mapping[str, str] = os.environ, root: Path = Pa
     driver = read_driver(root)
     if driver is None:
         return None
-    named = f"NVIDIA's driver {driver.version}".rstrip()
+    name = f"NVIDIA's driver {driver.version}".rstrip()
     reason = _reason(driver, torch.__version__, torch.version.cuda)
-    return f"{named} has {driver.num_gpus} GPU(s) here, and torch sees none of them: {reason}"
+    return f"{name} has {driver.num_gpus} GPU(s) here, and torch sees none of them: {reason}"
 
 
 def _reason(driver: Driver, version: str, cuda: str | None) -> str:
-    """`version`, `cuda`: torch's own, and of what it was built for, None for a build without CUDA."""
+    """Say why torch sees no GPU.
+
+    Args:
+        driver: The driver that is loaded.
+        version: torch's.
+        cuda: The version of CUDA that torch was built for; None for a build without CUDA.
+    """
     major = int(driver.version.partition(".")[0] or 0)
     if cuda is None:
         return f"torch {version} is a build without CUDA; {_build_for(major, version)}"
@@ -76,7 +132,7 @@ def _reason(driver: Driver, version: str, cuda: str | None) -> str:
 
 
 def _build_for(major: int, version: str) -> str:
-    """The wheel to install. `major`: of the driver's version, 0 where it is not known."""
+    """Say which wheel to install. `major`: of the driver's version, 0 where it is not known."""
     builds = [build for oldest, build in BUILDS.values() if not major or major >= oldest]
     if not builds:
         oldest = min(oldest for oldest, _ in BUILDS.values())

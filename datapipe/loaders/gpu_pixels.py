@@ -1,12 +1,11 @@
-"""Pixels of one size, cut, scaled and mirrored on the device: the processor only copies them.
+"""Pixels of one size, cropped, resized and mirrored on the device: the processor only copies them.
 
-B samples, H and W pixels of an image, S pixels of the output, C channels
+Shapes: B samples, H and W pixels of the images, S pixels of the output, C channels.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -14,74 +13,86 @@ import torch
 from ..dataset import DataSet
 from ..errors import DecodeError
 from ..images.window import check_size
-from .base import Batch, LoaderOptions
-from .cpu import Delivery, Images
-from .threaded import FillingLoader, Slots, Wanted
+from .base import Batch
+from .delivery import Delivery, Images
+from .options import LoaderOptions
+from .prefetch import PendingImage
+from .threaded import ThreadedLoader
 
 
 def fits(data_set: DataSet) -> bool:
-    """Are all images pixels, and of one size?"""
+    """Return whether all images are pixels, and of one size."""
     manifest = data_set.manifest
     return manifest.width is not None and manifest.height is not None and data_set.holds_pixels()
 
 
-class RawLoader(FillingLoader):
-    """For `device="cuda"` and a data set that `fits`. See `open_loader`."""
+class Pixels(Images):
+    """Slots with whole images, and what is cut out of each: `boxes` int32[B, 4] and `flips` bool[B]."""
+
+    def __init__(self, positions: np.ndarray, count: int, images: np.ndarray) -> None:
+        super().__init__(positions, count, images)
+        self.boxes = np.zeros((len(positions), 4), np.int32)
+        self.boxes[:, 2:] = 1
+        self.flips = np.zeros(len(positions), bool)
+
+
+class GpuPixelsLoader(ThreadedLoader[Pixels]):
+    """The loader for `device="cuda"` and a data set that `fits`. See `open_loader`."""
 
     def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
         super().__init__(data_set, options)
-        manifest = data_set.manifest
+        width, height = data_set.manifest.width, data_set.manifest.height
+        if width is None or height is None:
+            raise ValueError("the images have different sizes")
         self._device = device
-        self._delivery = Delivery((options.batch_size, manifest.height, manifest.width, self.channels), device)
+        self._delivery = Delivery((options.batch_size, height, width, self.channels), device)
 
-    def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> _Pixels:
-        slots = _Pixels(positions, samples)
-        slots.images = self._delivery.memory.take()
-        slots.boxes = np.zeros((len(positions), 4), np.int32)
-        slots.boxes[:, 2:] = 1
-        slots.flips = np.zeros(len(positions), bool)
-        return slots
+    def _new_slots(self, positions: np.ndarray, count: int) -> Pixels:
+        return Pixels(positions, count, self._delivery.new_images())
 
-    def _put(self, slots: _Pixels, wanted: list[Wanted]) -> dict[str, float]:
+    def _put(self, slots: Pixels, images: list[PendingImage]) -> dict[str, float]:
         began = time.perf_counter()
-        for one in wanted:
+        for image in images:
             try:
-                pixels = self.data_set.pixels(one.sample, one.data)
-                check_size(pixels.shape[1], pixels.shape[0], one.size)  # numpy would repeat a single row
-                slots.images[one.slot] = pixels
+                pixels = self.data_set.pixels(image.sample, image.data)
+                check_size(pixels.shape[1], pixels.shape[0], image.size)  # numpy would repeat a single row
+                slots.images[image.slot] = pixels
             except (ValueError, DecodeError) as error:
-                self._take_bad(slots, one.slot, error)
+                self._take_bad(slots, image.slot, error)
                 continue
-            slots.boxes[one.slot] = one.box
-            slots.flips[one.slot] = one.flip
+            slots.boxes[image.slot] = image.box
+            slots.flips[image.slot] = image.flip
         return {"copy": time.perf_counter() - began}
 
-    def _put_nothing(self, slots: _Pixels, slot: int | slice) -> None:
+    def _put_nothing(self, slots: Pixels, slot: int | slice) -> None:
         slots.images[slot] = 0
 
-    def _finish(self, slots: _Pixels) -> Batch:
-        batch = self._delivery.batch(slots)
+    def _finish(self, slots: Pixels) -> Batch:
+        batch = self._delivery.deliver(slots)
         boxes, flips = (torch.from_numpy(a).to(self._device) for a in (slots.boxes, slots.flips))
         images_BHWC = batch.images.permute(0, 2, 3, 1)
-        images_BSSC = cut_and_scale(images_BHWC, boxes, flips, self.size)
+        images_BSSC = crop_resize_flip_batch(images_BHWC, boxes, flips, self.size)
         return Batch(images_BSSC.permute(0, 3, 1, 2), batch.labels, batch.samples, batch.valid)
 
-    def _drain(self, begun: Collection[Slots]) -> None:
+    def _drain(self) -> None:
         self._delivery.drain()
 
 
-class _Pixels(Images):
-    """With `boxes` int32[B, 4] and `flips` bool[B]."""
-
-    boxes: np.ndarray
-    flips: np.ndarray
-
-
-def cut_and_scale(images_BHWC: torch.Tensor, boxes: torch.Tensor, flips: torch.Tensor, size: int) -> torch.Tensor:
-    """Of each image (uint8) its box (left, top, width, height), scaled to `size` (antialiased bilinear), mirrored where
-    `flips`: uint8[B, S, S, C]. What of a box lies beyond its image is black.
+def crop_resize_flip_batch(
+    images_BHWC: torch.Tensor, boxes: torch.Tensor, flips: torch.Tensor, size: int
+) -> torch.Tensor:
+    """Crop each image, resize its crop (antialiased bilinear), and mirror it if its flip says so.
 
     Both passes are matrix products, in half precision on a GPU; the result is within 1 of exact arithmetic there.
+
+    Args:
+        images_BHWC: uint8[B, H, W, C].
+        boxes: int32[B, 4]: left, top, width and height of each crop in pixels. What lies beyond the image is black.
+        flips: bool[B].
+        size: S, pixels.
+
+    Returns:
+        uint8[B, S, S, C].
     """
     B, H, W, C = images_BHWC.shape
     dtype = torch.float16 if images_BHWC.is_cuda else torch.float32
@@ -94,9 +105,18 @@ def cut_and_scale(images_BHWC: torch.Tensor, boxes: torch.Tensor, flips: torch.T
 
 
 def _weights(start_B: torch.Tensor, length_B: torch.Tensor, pixels: int, size: int) -> torch.Tensor:
-    """float32[B, S, pixels]: what each pixel of a line contributes to each output.
+    """Compute what each pixel of a line contributes to each output.
 
     A triangle as wide as two outputs, at least two pixels, as torch.nn.functional.interpolate(antialias=True) has it.
+
+    Args:
+        start_B: int32[B], the crop's first pixel in the line.
+        length_B: int32[B], the crop's length in pixels.
+        pixels: The line's length.
+        size: S, the number of outputs.
+
+    Returns:
+        float32[B, S, pixels]; each output's weights sum to 1, or are 0 where no pixel lies under it.
     """
     step = (length_B / size)[:, None, None]
     support = step.clamp(min=1)

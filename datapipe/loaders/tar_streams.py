@@ -1,6 +1,6 @@
 """Tar shards as streams of samples, through the webdataset library, and how many each of them holds.
 
-A shard is a file (a Path) or a URL (a str). Only what the user himself gave is ever a URL, which the library opens and
+A shard is a file (a Path) or a URL (a str). Only what users themselves give is ever a URL, which the library opens and
 may run as a command: what a folder or a manifest names is a file, whatever it is called.
 """
 
@@ -15,16 +15,18 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, NamedTuple
 
 import torch
 import xxhash
 
 from ..dataset.manifest import MANIFEST, Manifest
-from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, ShardReadError
-from ..sources.webdataset import IMAGES, LABELS, label_of
-from .base import LoaderOptions, Split
-from .threads import in_time
+from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, SettingError, ShardReadError
+from ..formats.naming import IMAGES, LABELS, read_label
+from .base import DataDescription, Place
+from .options import LoaderOptions
+from .threads import call_in_time
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +40,22 @@ Shard = Path | str
 
 
 class Sample(NamedTuple):
+    """A sample of a stream, or why there is none."""
+
     number: int  # in the stream of shards as they are named: unique
     shard: Shard
     key: str
     label: int
     data: bytes
-    error: DatapipeError | None = None  # why it is none
+    error: DatapipeError | None = None  # why it has no image, or no label
 
 
-def samples_of(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
-    """A shard's samples, through the webdataset library. What they are read from is among the `streams` meanwhile.
+def read_samples(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
+    """Read a shard's samples, through the webdataset library. What is being read is one of the `streams` meanwhile.
 
     Raises ShardReadError.
     """
-    tar = _backend().tariterators
+    tar = _import_webdataset().tariterators
     stream, after = None, ""
     try:
         stream = shard.open("rb") if isinstance(shard, Path) else tar.gopen.gopen(shard)
@@ -60,12 +64,12 @@ def samples_of(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
         for parts in tar.group_by_keys(members, handler=tar.reraise_exception):
             after = f" after key {parts['__key__']}"
             try:
-                sample = _sample(shard, parts)
+                sample = _read_sample(shard, parts)
             except DatapipeError as error:
                 sample = Sample(-1, shard, parts["__key__"], 0, b"", error)
             yield sample
     except Exception as error:  # of tarfile, of the command, of the filesystem
-        raise ShardReadError(f"cannot be read{after}: {error}", **place(shard)) from error
+        raise ShardReadError(f"cannot be read{after}: {error}", **locate(shard)) from error
     finally:
         if stream is not None:
             with suppress(Exception):  # a command that has more to say fails here
@@ -73,21 +77,22 @@ def samples_of(shard: Shard, streams: list[BinaryIO]) -> Generator[Sample]:
             streams.remove(stream)
 
 
-def _sample(shard: Shard, parts: dict) -> Sample:
+def _read_sample(shard: Shard, parts: dict) -> Sample:
     key = parts["__key__"]
+    place: Place = {**locate(shard), "key": key}
     image = next((parts[name] for name in IMAGES if name in parts), None)
     if image is None:
-        found = ", ".join(name for name in parts if not name.startswith("__"))
-        raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {found}", **place(shard), key=key)
-    label = label_of(str(shard), key, {name: {key: parts[name]} if name in parts else {} for name in LABELS})
+        names = ", ".join(name for name in parts if not name.startswith("__"))
+        raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {names}", **place)
+    label = read_label(str(shard), key, {name: parts[name] for name in LABELS if name in parts})
     if not NUMBER.fullmatch(label):
-        message = f"its label is no number of a class, {label!r}: `datapipe pack` numbers names"
-        raise DecodeError(message, **place(shard), key=key)
+        message = f"its label is not the number of a class, {label!r}: `datapipe pack` numbers names"
+        raise DecodeError(message, **place)
     return Sample(-1, shard, key, int(label), image)
 
 
-def place(shard: Shard) -> dict[str, Path | str]:
-    """Where an error of the shard is, for DatapipeError."""
+def locate(shard: Shard) -> Place:
+    """Say where an error of the shard is."""
     return {"path": shard.parent, "shard": shard.name} if isinstance(shard, Path) else {"path": shard}
 
 
@@ -102,7 +107,7 @@ def end_commands(streams: Iterable[BinaryIO]) -> None:
 
 
 def _descendants(process: int) -> list[int]:
-    """A process, and all that it and its children began: what a shell runs does not end with the shell."""
+    """List a process, and all that it and its children began: what a shell runs does not end with the shell."""
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:  # it has ended, or the kernel does not list them
@@ -110,25 +115,34 @@ def _descendants(process: int) -> list[int]:
     return [process, *(each for child in children for each in _descendants(int(child)))]
 
 
-def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], Split]:
-    """List the shards at `path`, count their samples, and tell what is known of their images. Raises ManifestError."""
-    _backend()
-    shards, manifest = in_time(options.timeout_s, path, "opening the data set", _listed, path)
+def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], DataDescription]:
+    """List the shards at `path`, count their samples, and describe their images as far as that is known.
+
+    Raises ManifestError, SettingError.
+    """
+    _import_webdataset()
+    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path)
     if manifest is not None:
         counts = [shard.num_samples for shard in manifest.shards]
-        size = manifest.width, manifest.height
-        smallest = size if None not in size else None
-        split = Split(sum(counts), manifest.num_classes, manifest.channels, *size, smallest, _checksum(shards, counts))
-        return shards, counts, split._replace(classes=tuple(manifest.classes))
+        width, height = manifest.width, manifest.height
+        smallest = None if width is None or height is None else (width, height)
+        checksum, classes = _checksum(shards, counts), tuple(manifest.classes)
+        return (
+            shards,
+            counts,
+            DataDescription(
+                sum(counts), manifest.num_classes, manifest.channels, width, height, smallest, checksum, classes
+            ),
+        )
     if not shards:
         raise ManifestError("holds no tar shards", path=path)
-    counts = _counted(shards, options)
+    counts = _count_all(shards, options)
     if not sum(counts):
         raise ManifestError("its tar shards hold no samples", path=path)
-    return shards, counts, Split(sum(counts), None, 3, None, None, None, _checksum(shards, counts))
+    return shards, counts, DataDescription(sum(counts), None, 3, None, None, None, _checksum(shards, counts))
 
 
-def _listed(path: str) -> tuple[list[Shard], Manifest | None]:
+def _list_shards(path: str) -> tuple[list[Shard], Manifest | None]:
     if not os.path.isdir(path):  # a Path would raise where a command is longer than a name may be
         import braceexpand
 
@@ -137,8 +151,9 @@ def _listed(path: str) -> tuple[list[Shard], Manifest | None]:
     if not (folder / MANIFEST).exists():
         return sorted(file for file in folder.iterdir() if file.suffix == SUFFIX), None
     manifest = Manifest.read(folder)
-    if manifest.format != "tar":
-        raise ManifestError(f"holds {manifest.format} shards; backend webdataset reads tar", path=folder)
+    stored = "raw pixels" if manifest.recode.get("store") == "raw" else f"{manifest.format} shards"
+    if stored != "tar shards":
+        raise SettingError(f"backend: 'webdataset' reads image files in tar shards, and {folder} holds {stored}")
     return [folder / shard.name for shard in manifest.shards], manifest
 
 
@@ -147,36 +162,37 @@ def _checksum(shards: list[Shard], counts: list[int]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(names).encode())
 
 
-def _counted(shards: list[Shard], options: LoaderOptions) -> list[int]:
-    """Samples in each shard. Ranks that can talk to each other share the work."""
+def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
+    """Count the samples in each shard. Ranks that can talk to each other share the work."""
     distributed = torch.distributed
     shared = options.world_size > 1 and distributed.is_available() and distributed.is_initialized()
     if not shared:
         return [_count(shard, options.timeout_s) for shard in shards]
-    counts, error = {}, None
+    counts: dict[int, int] = {}
+    error = None
     try:
         mine = range(options.rank, len(shards), options.world_size)
         counts = {i: _count(shards[i], options.timeout_s) for i in mine}
-    except DatapipeError as caught:  # all ranks take part in what follows, or those that do would wait for ever
+    except DatapipeError as caught:  # all ranks take part in what follows, or those that do would wait forever
         error = caught
     gathered: list = [None] * options.world_size
     distributed.all_gather_object(gathered, (counts, error))
-    for of_rank, failed in gathered:
-        if failed is not None:
-            raise failed
-        counts |= of_rank
+    for its_counts, failure in gathered:
+        if failure is not None:
+            raise failure
+        counts |= its_counts
     return [counts[i] for i in range(len(shards))]
 
 
 def _count(shard: Shard, timeout_s: float) -> int:
-    noted = in_time(timeout_s, shard, "counting its samples", _noted, shard)
-    if noted is not None:
-        return noted
+    known = call_in_time(timeout_s, shard, "counting its samples", _read_count, shard)
+    if known is not None:
+        return known
     logger.info("counting the samples of %s, once", shard)
     streams: list[BinaryIO] = []
-    samples, count = samples_of(shard, streams), 0
+    samples, count = read_samples(shard, streams), 0
     try:
-        while more := in_time(timeout_s, shard, "counting its samples", _count_some, samples):
+        while more := call_in_time(timeout_s, shard, "counting its samples", _count_some, samples):
             count += more
     except BaseException:
         end_commands(streams)
@@ -188,8 +204,8 @@ def _count_some(samples: Iterator[Sample]) -> int:
     return sum(1 for _ in islice(samples, COUNTED))
 
 
-def _noted(shard: Shard) -> int | None:
-    """What a file beside a shard says of its samples."""
+def _read_count(shard: Shard) -> int | None:
+    """Read from a file beside a shard how many samples it holds; None where there is no such file."""
     beside = Path(shard)
     try:
         sizes, index = beside.with_name("sizes.json"), beside.with_suffix(".idx")
@@ -208,7 +224,7 @@ def _noted(shard: Shard) -> int | None:
     return None
 
 
-def _backend():
+def _import_webdataset() -> ModuleType:
     try:
         import webdataset
 

@@ -1,350 +1,246 @@
-"""Batches filled by threads: the way from positions to images that all backends with our own reader share.
+"""Loaders of packed data sets: threads read samples by the index, and put them into their slots.
 
-A batch is cut into chunks; a thread fills the slots of one chunk at a time, and works out the chunk's samples and
-windows itself, since they are pure functions of its positions. Readers and decoders release the interpreter's lock.
+A batch is cut into chunks; a thread fills the slots of one chunk at a time. Samples, crops and flips are pure functions
+of positions, which the first of a batch's threads works out. Readers and decoders release the interpreter's lock.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
 from abc import abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..dataset import DataSet
-from ..dataset.shard_reader import Data, room_for
-from ..errors import DatapipeError, DecodeError, ShardCorruptError, ShardReadError
+from ..dataset.shard_reader import room_for
+from ..errors import ShardCorruptError, ShardReadError
 from ..images.window import Box
 from ..sampling.augment import scales
 from ..sampling.block_order import BlockOrder, grid, longest
-from ..sampling.order import KeyedPermutation, slice_positions
-from .base import Batch, Budget, Loader, LoaderOptions, Split
+from ..sampling.order import KeyedPermutation, epoch_order
+from .base import DataDescription, Loader, Place
 from .batch_memory import BatchMemory
-from .block_reads import Run, Runs
-from .threads import Pool, wait_for
+from .block_reads import BlockedReads, BlockRead, RankReads, ReadFrom
+from .coalesced_reads import CoalescedReads, Extent
+from .options import LoaderOptions
+from .prefetch import AHEAD, CHUNK, ChunkReport, PendingImage, PrefetchLoader, SlotsT, Threads
+from .threads import Pool, call_in_time
 
-logger = logging.getLogger(__name__)
-
-CHUNK = 32  # samples: small enough to share a batch among threads, large enough for numpy's overhead
-READERS = 2  # threads that read runs ahead, in blocks: one can go on while the other's filesystem answers
-AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
+BLOCK_READERS = 2  # threads that read blocks ahead: one can continue while the other's filesystem answers
 SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundredths
-GAP_BYTES = 4096  # between two neighbours that are read at once: copying it takes less than another call
 
 
-Order = np.ndarray | KeyedPermutation | BlockOrder
+LoaderT = TypeVar("LoaderT", bound=Loader)
 
 
-class Slots:
-    """A batch being filled: slot `i` is for `samples[i]`, at `positions[i]`; the rest, behind them, is padding."""
+def open_on(path: Path | str, options: LoaderOptions, make: Callable[[DataSet], LoaderT]) -> LoaderT:
+    """Open a data set within the time limit, and make a loader of it, which closes it.
 
-    runs: list[Run] | None = None  # in blocks: that each sample is read with
+    Args:
+        path: The data set's folder.
+        options: The loader's.
+        make: Makes the loader. The data set is closed if that fails.
+    """
+    data_set = call_in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
+    try:
+        return make(data_set)
+    except BaseException:
+        data_set.close()
+        raise
 
-    def __init__(self, positions: np.ndarray, samples: np.ndarray) -> None:
-        self.positions = positions
-        self.valid = np.arange(len(positions)) < len(samples)
-        self.samples = np.full(len(positions), -1, np.int64)
-        self.samples[: len(samples)] = samples
-        self.labels = np.zeros(len(positions), np.int64)
-        self.abandoned = False
-        self.lock, self.planned = threading.Lock(), None
 
+class BatchPlan(NamedTuple):
+    """What belongs into each slot that is not padding, in order."""
 
-class Planned(NamedTuple):
-    """Of each valid slot of a batch, in order."""
-
-    fields: list[tuple[int, int, int, int, int]]  # sample, shard, offset, size, checksum
-    sizes: list[tuple[int, int]]  # width and height
+    extents: list[Extent]
+    sizes: list[tuple[int, int]]  # width and height in pixels
     boxes: list[Box]
     scales: list[int]
     flips: list[bool]
 
-
-class Done(NamedTuple):
-    """What a task in a thread took."""
-
-    stages: dict[str, float]  # seconds
-    read_bytes: int  # of samples
+    def part(self, slots: slice) -> BatchPlan:
+        """Return the plan of some of the slots."""
+        extents, sizes, boxes, scale, flips = self
+        return BatchPlan(extents[slots], sizes[slots], boxes[slots], scale[slots], flips[slots])
 
 
-class Wanted(NamedTuple):
-    """An image on its way into a slot."""
+class PlanOnce:
+    """A batch's plan, worked out by the first thread that asks: numpy takes as long for 256 samples as for 32."""
 
-    slot: int
-    sample: int
-    data: Data  # encoded
-    size: tuple[int, int]  # width and height in pixels, for which `box` was drawn
-    box: Box
-    scale: int  # see `augment.scales`
-    flip: bool
+    def __init__(self, make: Callable[[], BatchPlan]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._plan: BatchPlan | None = None
+
+    def get(self) -> BatchPlan:
+        with self._lock:
+            if self._plan is None:
+                self._plan = self._make()
+            return self._plan
 
 
-class FillingLoader(Loader):
-    """See `open_loader`. `stage_s`: seconds that the threads spent in each stage."""
+class ThreadedLoader(PrefetchLoader[SlotsT]):
+    """A loader of a packed data set, which it closes. See `open_loader`."""
 
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
-        super().__init__(Split.of(data_set), options)
+        super().__init__(DataDescription.from_data_set(data_set), options)
         self.data_set = data_set
-        self.stage_s: Counter[str] = Counter()
-        self.read_bytes = 0
-        self._pool: Pool | None = None
-        self._readers: Pool | None = None  # that read ahead: runs, or else only tell the kernel to
-        self._hints: list[Future] = []
-        self._process = os.getpid()
-        self._budget = Budget(options.max_bad, options.rank)
-        if self._in_blocks():
+        self._hints: list[Future[None]] = []
+        self._in_blocks = options.order == "blocks" and options.train
+        if self._in_blocks:
+            self.num_readers = BLOCK_READERS
             self._grid = grid(data_set.index, options.block_mib << 20)
-            self._run_memory = BatchMemory((room_for(longest(data_set.index, self._grid)),), pinned=False)
+            self._block_memory = BatchMemory((room_for(longest(data_set.index, self._grid)),), pinned=False)
 
     def close(self) -> None:
         super().close()
-        self.data_set.reader.close()  # first: a thread may pause there for long before it reads again
-        self._end_pool()
         self.data_set.close()
 
     def stages(self) -> dict[str, float]:
-        """Seconds in all: of the threads in each stage, idle since the queue was full, and of the consumer, waiting."""
-        idle_s = self._pool.idle_s() if self._pool else 0.0
-        return {**self.stage_s, "queue_full": idle_s, "queue_empty": self.wait_s}
-
-    # --- for the backends ---
+        """Return the seconds of each stage; "queue_full" are those that threads were idle since the queue was full."""
+        idle_s = self._threads.fill.idle_s() if self._threads else 0.0
+        return {**super().stages(), "queue_full": idle_s}
 
     @abstractmethod
-    def _new_slots(self, positions: np.ndarray, samples: np.ndarray) -> Slots:
-        """Slots for one batch, with what the backend needs."""
+    def _new_slots(self, positions: np.ndarray, count: int) -> SlotsT:
+        """In the consumer: make slots for one batch, `count` of them for samples, with what the backend needs."""
 
-    @abstractmethod
-    def _put(self, slots: Slots, wanted: list[Wanted]) -> dict[str, float]:
-        """In a thread: put images into their slots; return the seconds of each stage.
+    def _place(self, slots: SlotsT, slot: int) -> Place:
+        sample, data_set = int(slots.samples[slot]), self.data_set
+        shard = data_set.manifest.shards[data_set.index[sample]["shard"]].name
+        return {"path": data_set.folder, "shard": shard, "key": data_set.key(sample)}
 
-        Calls `_take_bad` for what cannot be decoded.
-        """
+    def _explain_wait(self) -> tuple[Place, str]:
+        read = self.data_set.reader.oldest()
+        if read is None:
+            return {"path": self.data_set.folder}, ""
+        place: Place = {"path": read.path.parent, "shard": read.path.name}
+        if read.problem:
+            return place, f"; {read.problem}; it is being tried again"
+        return place, f"; a read at {read.offset} has not answered for {time.monotonic() - read.since:.0f} s"
 
-    @abstractmethod
-    def _put_nothing(self, slots: Slots, slot: int | slice) -> None:
-        """In a thread: these slots stay empty."""
+    def _interrupt(self) -> None:
+        self.data_set.reader.close()
 
-    begun_ahead = 0  # batches that a device works on while the consumer has one
-
-    def _begin(self, slots: Slots) -> None:
-        """In the consumer: all slots are filled, and work on a device may begin."""
-
-    @abstractmethod
-    def _finish(self, slots: Slots) -> Batch:
-        """In the consumer, for each batch that was begun, in order: wait for it."""
-
-    def _drain(self, begun: Collection[Slots]) -> None:
-        """The iteration has ended, with these batches begun and not finished: wait for what a device does."""
+    def _forget_files(self) -> None:
+        self._hints = []
+        self.data_set.reader.close()
 
     # --- in the consumer ---
 
-    def _in_blocks(self) -> bool:
-        return self.options.order == "blocks" and self.options.train
+    def _start_batches(self, epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
+        if self._in_blocks:
+            return self._start_in_blocks(epoch, steps, threads)
+        return self._start_in_full_order(epoch, steps, threads)
 
-    def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
-        self._begin_in_this_process()
-        order, runs = self._plan(epoch, steps)
-        under_way: deque[tuple[Slots, list[Future]]] = deque()
-        begun: deque[Slots] = deque()
-        upcoming = iter(steps)
-        try:
-            while True:
-                while len(under_way) < AHEAD and (step := next(upcoming, None)) is not None:
-                    under_way.append(self._start(epoch, step, order, runs))
-                while under_way and len(begun) <= self.begun_ahead:
-                    for future in under_way[0][1]:
-                        self._count(wait_for(future, self.options.timeout_s, self._tell))
-                    begun.append(under_way.popleft()[0])
-                    self._begin(begun[-1])
-                if not begun:
-                    return
-                yield self._finish(begun.popleft())
-        finally:
-            for slots, futures in under_way:
-                slots.abandoned = True  # a thread stops after its sample; its memory stays as long as it holds it
-                for future in futures:
-                    future.cancel()
-            if runs is not None:
-                runs.end()
-            self._drain(begun)
-
-    def _begin_in_this_process(self) -> None:
-        """Threads do not survive a fork, and files are better not shared over it."""
-        if self._process != os.getpid():
-            self._pool = self._readers = None
-            self._hints = []
-            self._process = os.getpid()
-            self.data_set.reader.close()
-        if self._pool is None:
-            self._pool = Pool(self.options.num_threads())
-            self._readers = Pool(READERS if self._in_blocks() else 1)
-
-    def _end_pool(self) -> None:
-        if self._pool is not None and self._process == os.getpid():
-            self.stage_s["queue_full"] += self._pool.idle_s()
-            self._pool.close()
-            self._readers.close()
-        self._pool = self._readers = None
-
-    def _plan(self, epoch: int, steps: range) -> tuple[Order, Runs | None]:
-        """The order of the epoch, and in blocks what this rank reads in these steps."""
-        if not self._in_blocks():
-            return self._samples(epoch), None
-        options = self.options
-        order = BlockOrder(self._grid, options.global_batch_size, options.last, self.lanes, options.seed, epoch)
-        needs = order.needs(options.rank, options.world_size, steps)
-        return order, Runs(self.data_set, order, needs, self._run_memory, self._readers)
-
-    def _start(self, epoch: int, step: int, order: Order, runs: Runs | None) -> tuple[Slots, list[Future]]:
-        options = self.options
-        positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
-        inside = positions[positions < len(order)]
-        if runs is None:
-            slots = self._new_slots(positions, order[inside])
+    def _start_in_full_order(self, epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
+        order: np.ndarray | KeyedPermutation
+        if self.options.train:
+            order = epoch_order(self.num_samples, self.options.seed, epoch)
+        else:
+            order = np.arange(self.num_samples)
+        for step in steps:
+            positions = self._positions(step)
+            slots, plan = self._plan_slots(epoch, positions, order[positions[positions < len(order)]])
             if self._reads_slowly():
                 self._hints = [hint for hint in self._hints if not hint.done()]
-                if len(self._hints) < AHEAD:  # a hint that comes too late is of no use, and would keep a batch's memory
-                    self._hints.append(self._readers.submit(self._hint, epoch, slots))
-        else:
-            samples, numbers = order.at(inside)
-            slots = self._new_slots(positions, samples)
-            slots.runs = runs.begin(step, numbers.tolist())
-        chunks = (slice(i, i + CHUNK) for i in range(0, options.batch_size, CHUNK))
-        return slots, [self._pool.submit(self._fill, epoch, slots, chunk, runs) for chunk in chunks]
+                if len(self._hints) < AHEAD:  # a hint that comes too late is useless, and would keep a batch's memory
+                    self._hints.append(threads.read.submit(self._hint, slots, plan))
+            self._start_filling(threads.fill, slots, plan, None)
+            yield slots
+
+    def _start_in_blocks(self, epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
+        options = self.options
+        order = BlockOrder(self._grid, options.global_batch_size, options.last_batch, self.lanes, options.seed, epoch)
+        needs = order.needs(options.rank, options.world_size, steps)
+        source = ReadFrom(self.data_set.reader, self.data_set.index, self._block_memory)
+        reads = RankReads(source, order, needs, threads.read)
+        try:
+            for step in steps:
+                positions = self._positions(step)
+                samples, numbers = order.at(positions[positions < len(order)])
+                slots, plan = self._plan_slots(epoch, positions, samples)
+                self._start_filling(threads.fill, slots, plan, reads.begin(step, numbers.tolist()))
+                yield slots
+        finally:
+            reads.end()
+
+    def _plan_slots(self, epoch: int, positions: np.ndarray, samples: np.ndarray) -> tuple[SlotsT, PlanOnce]:
+        slots = self._new_slots(positions, len(samples))
+        slots.samples[: len(samples)] = samples
+        return slots, PlanOnce(partial(self._plan, epoch, slots))
+
+    def _start_filling(self, pool: Pool, slots: SlotsT, plan: PlanOnce, reads: list[BlockRead] | None) -> None:
+        for first in range(0, self.options.batch_size, CHUNK):
+            slots.tasks.append(pool.submit(self._fill, slots, slice(first, first + CHUNK), plan, reads))
 
     def _reads_slowly(self) -> bool:
-        """Do reads take so long that hints to the kernel, two batches ahead, are worth their calls?"""
-        return self.stage_s["read"] > SLOW_SHARE * self.stage_s.total()
-
-    def _count(self, found: Done | None) -> None:
-        if found:
-            self.stage_s.update(found.stages)
-            self.read_bytes += found.read_bytes
-
-    def _tell(self, waited_s: float, is_over: bool) -> None:
-        read = self.data_set.reader.oldest()
-        what = f"waiting for a batch for {waited_s:.0f} s"
-        if read is not None and read.problem:
-            what += f"; {read.problem}; it is being tried again"
-        elif read is not None:
-            what += f"; a read at {read.offset} has not answered for {time.monotonic() - read.since:.0f} s"
-        path, shard = (read.path.parent, read.path.name) if read else (self.data_set.folder, None)
-        if is_over:
-            raise DatapipeError(f"{what} (timeout_s={self.options.timeout_s:g})", path=path, shard=shard)
-        logger.warning("rank %d: %s, shard %s: %s", self.options.rank, path, shard, what)
+        """Return whether reads take so long that hints to the kernel, two batches ahead, are worth their calls."""
+        return self.stage_s["read"] > SLOW_SHARE * sum(self.stage_s.values())
 
     # --- in the threads ---
 
-    def _fill(self, epoch: int, slots: Slots, chunk: slice, runs: Runs | None) -> Done | None:
+    def _fill(
+        self, slots: SlotsT, chunk: slice, plan: PlanOnce, block_reads: list[BlockRead] | None
+    ) -> ChunkReport | None:
         """Fill the slots of a chunk."""
         clock, began = time.perf_counter, time.perf_counter()
-        fields, sizes, boxes, scale, flips = (column[chunk] for column in self._planned_once(epoch, slots))
-        first, count = chunk.start, len(fields)
+        extents, sizes, boxes, scale, flips = plan.get().part(chunk)
+        first, count = chunk.start, len(extents)
         if count < chunk.stop - first:  # padding lies behind the last position
             self._put_nothing(slots, slice(first + count, min(chunk.stop, len(slots.valid))))
-        read = self._reads(fields) if runs is None else self._reads_of(runs, slots.runs[chunk])
-        started, wanted = clock(), []
-        for i, record in enumerate(fields):
+        reads: CoalescedReads | BlockedReads
+        if block_reads is None:
+            reads = CoalescedReads(self.data_set.reader, extents)
+        else:
+            reads = BlockedReads(block_reads[chunk], extents)
+        images: list[PendingImage] = []
+        reading = clock()
+        for i, extent in enumerate(extents):
             if slots.abandoned:
                 return None
             try:
-                data = read(i, record)
-                wanted.append(Wanted(first + i, record[0], data, sizes[i], boxes[i], scale[i], flips[i]))
-            except ShardReadError as error:  # a failing filesystem is no bad sample
-                error.key = error.key or self.data_set.key(record[0])
+                data = reads.read(i)
+                self.data_set.check(extent.sample, data, extent.checksum)
+                images.append(PendingImage(first + i, extent.sample, data, sizes[i], boxes[i], scale[i], flips[i]))
+            except ShardReadError as error:  # a failing filesystem is not a bad sample
+                error.key = error.key or self.data_set.key(extent.sample)
                 raise
             except ShardCorruptError as error:
                 self._take_bad(slots, first + i, error)
-        stages = {"read": clock() - started, **self._put(slots, wanted)}
-        stages["other"] = clock() - began - sum(stages.values())
-        return Done(stages, sum(record[3] for record in fields))
+        stage_s = {"read": clock() - reading, **self._put(slots, images)}
+        stage_s["other"] = clock() - began - sum(stage_s.values())
+        return ChunkReport(stage_s, sum(extent.size for extent in extents))
 
-    def _hint(self, epoch: int, slots: Slots) -> None:
-        """Tell the kernel what will be read. It may ask the filesystem's server first, and so must not be asked by the
-        consumer.
+    def _hint(self, slots: SlotsT, plan: PlanOnce) -> None:
+        """Tell the kernel what will be read.
+
+        It may ask the filesystem's server first, and so must not be asked by the consumer.
         """
-        for _, shard, offset, size, _ in self._planned_once(epoch, slots).fields:
+        for _, shard, offset, size, _ in plan.get().extents:
             if slots.abandoned:
                 return
             self.data_set.reader.will_read(shard, offset, size)
 
-    def _planned_once(self, epoch: int, slots: Slots) -> Planned:
-        with slots.lock:  # by the first thread for all: numpy takes as long for 256 samples as for 32
-            if slots.planned is None:
-                slots.planned = self._planned(epoch, slots)
-            return slots.planned
-
-    def _planned(self, epoch: int, slots: Slots) -> Planned:
+    def _plan(self, epoch: int, slots: SlotsT) -> BatchPlan:
         count = int(slots.valid.sum())
         if not count:
-            return Planned([], [], [], [], [])
+            return BatchPlan([], [], [], [], [])
         samples, positions = slots.samples[:count], slots.positions[:count]
         records = self.data_set.index[samples]
         slots.labels[:count] = records["label"]
         windows = self._windows(epoch, positions, records["width"], records["height"])
         columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
-        return Planned(
-            list(zip(*columns, strict=True)),
+        return BatchPlan(
+            list(map(Extent._make, zip(*columns, strict=True))),
             list(zip(records["width"].tolist(), records["height"].tolist(), strict=True)),
             windows.boxes.tolist(),
             scales(windows.boxes, self.size).tolist(),
             windows.flips.tolist(),
         )
-
-    def _reads_of(self, runs: Runs, in_runs: list[Run]) -> Callable[[int, tuple], Data]:
-        """Like `_reads`, in blocks."""
-
-        def read(i: int, record: tuple) -> Data:
-            sample, _, offset, size, checksum = record
-            data = runs.take(in_runs[i], offset, size)
-            self.data_set.check(sample, data, checksum)
-            return data
-
-        return read
-
-    def _reads(self, fields: list[tuple]) -> Callable[[int, tuple], Data]:
-        """A function from a sample's number in the chunk and its fields to its bytes, checked."""
-        data_set = self.data_set
-        spans, held = _spans(fields), {}
-
-        def read_span(i: int, record: tuple) -> Data:
-            sample, shard, offset, size, checksum = record
-            first = spans[i]
-            if first not in held:
-                start, stop = fields[first][2], max(j for j in range(len(fields)) if spans[j] == first)
-                held[first] = start, memoryview(data_set.reader.read(shard, start, sum(fields[stop][2:4]) - start))
-            start, whole = held[first]
-            data = whole[offset - start : offset - start + size]
-            data_set.check(sample, data, checksum)
-            return data
-
-        alone = [spans.count(first) == 1 for first in spans]
-        return lambda i, record: data_set.read_at(*record) if alone[i] else read_span(i, record)
-
-    def _take_bad(self, slots: Slots, slot: int, error: Exception) -> None:
-        """In a thread: leave a slot empty; or, the budget being spent, raise the error with the sample's place."""
-        sample = int(slots.samples[slot])
-        if not isinstance(error, DatapipeError):
-            shard = self.data_set.manifest.shards[self.data_set.index[sample]["shard"]].name
-            error = DecodeError(str(error), path=self.data_set.folder, shard=shard, key=self.data_set.key(sample))
-        self._budget.spend(sample, error)
-        self._put_nothing(slots, slot)
-        slots.valid[slot] = False
-
-
-def _spans(fields: list[tuple]) -> list[int]:
-    """For each sample, the first of the neighbours that it is read together with."""
-    first, spans, end = 0, [], None
-    for i, (_, shard, offset, size, _) in enumerate(fields):
-        if end is None or shard != fields[i - 1][1] or not 0 <= offset - end <= GAP_BYTES:
-            first = i
-        spans.append(first)
-        end = offset + size
-    return spans

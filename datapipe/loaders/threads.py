@@ -1,4 +1,4 @@
-"""Threads that fill batches."""
+"""Threads that fill batches, and waiting for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,30 +20,46 @@ from ..errors import DatapipeError
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.5  # for what a thread is doing when it is to end
-TELL_S = 10.0  # how often somebody who waits is told what for
+TELL_S = 10.0  # how often it is reported what somebody waits for
+
+R = TypeVar("R")
+Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+TaskQueue = queue.SimpleQueue[Task | None]  # None: the thread that takes it ends
 
 
-def wait_for(future: Future, limit_s: float, tell: Callable[[float, bool], None]) -> Any:
-    """The future's result. Each 10 s `tell` is called with the seconds waited and False, after `limit_s` with True."""
-    asked = time.monotonic()
+def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], None]) -> R:
+    """Wait for a future's result.
+
+    Args:
+        future: The result to wait for.
+        limit_s: Seconds, after which `report` is called with True; it raises then.
+        report: Called every 10 s with the seconds waited, and False.
+    """
+    began = time.monotonic()
     while True:
-        left = asked + limit_s - time.monotonic()
+        left = began + limit_s - time.monotonic()
         try:
             return future.result(max(0.0, min(TELL_S, left)))
         except NotYet:
             if future.done():  # meanwhile, or the task itself raised a TimeoutError
                 return future.result()
-            tell(time.monotonic() - asked, left <= 0)
+            report(time.monotonic() - began, left <= 0)
 
 
-def in_time(limit_s: float, path: Path | str, doing: str, function: Callable, *arguments) -> Any:
+def call_in_time(limit_s: float, path: Path | str, doing: str, function: Callable[..., R], *arguments: object) -> R:
     """Call a function that reads at `path`, in a thread, and return what it returns.
 
-    Each 10 s it is logged that `doing` takes so long. Raises DatapipeError after `limit_s` seconds, naming `path`, and
-    what the function raises.
+    Args:
+        limit_s: The seconds that it may take.
+        path: The file or folder, for messages.
+        doing: What the function does, for messages: every 10 s it is logged that it has not been answered.
+        function: Called with `arguments`; what it raises is raised here.
+
+    Raises:
+        DatapipeError: After `limit_s` seconds, naming `path`.
     """
 
-    def tell(waited_s: float, is_over: bool) -> None:
+    def report(waited_s: float, is_over: bool) -> None:
         message = f"{doing} has not been answered for {waited_s:.0f} s"
         if is_over:
             raise DatapipeError(f"{message} (timeout_s={limit_s:g})", path=path)
@@ -51,7 +67,7 @@ def in_time(limit_s: float, path: Path | str, doing: str, function: Callable, *a
 
     pool = Pool(1)
     try:
-        return wait_for(pool.submit(function, *arguments), limit_s, tell)
+        return wait_for(pool.submit(function, *arguments), limit_s, report)
     finally:
         pool.close()
 
@@ -59,17 +75,20 @@ def in_time(limit_s: float, path: Path | str, doing: str, function: Callable, *a
 class Pool:
     """Daemon threads: one that hangs in a read must not keep the process from ending, as an executor's would.
 
-    In them torch stays in the thread. By default every thread that calls torch gets helpers of its own, one a core:
+    In them torch stays in the thread. By default every thread that calls torch gets helpers of its own, one per core:
     with several decoders they fight each other, and the training, for the cores. The process's setting stays as it is.
     """
 
     def __init__(self, count: int) -> None:
-        self._tasks: Tasks = queue.SimpleQueue()
-        self._idle_s, ending = [0.0] * count, threading.Event()
+        self._tasks: TaskQueue = queue.SimpleQueue()
+        self._idle_s, self._ending = [0.0] * count, threading.Event()
         threads_before, ready = torch.get_num_threads(), threading.Barrier(count + 1)
         self.threads = [
             threading.Thread(
-                target=_work, args=(self._tasks, self._idle_s, i, ending, ready), name=f"datapipe-{i}", daemon=True
+                target=_work,
+                args=(self._tasks, self._idle_s, i, self._ending, ready),
+                name=f"datapipe-{i}",
+                daemon=True,
             )
             for i in range(count)
         ]
@@ -77,18 +96,23 @@ class Pool:
             thread.start()
         ready.wait()
         torch.set_num_threads(threads_before)
-        # Also when nobody closes it, and at the latest before the interpreter goes down: a daemon that comes back from
-        # C++ after that aborts the process.
-        self._end = weakref.finalize(self, _end, self._tasks, self.threads, ending)
+        # Also when nobody closes it, and at the latest before the interpreter shuts down: a daemon thread that returns
+        # from C++ to Python after that aborts the process.
+        self._end = weakref.finalize(self, _end, self._tasks, self.threads, self._ending)
 
-    def submit(self, function: Callable, *arguments) -> Future:
-        """Tasks are begun in the order in which they were submitted."""
-        future = Future()
+    def submit(self, function: Callable[..., R], *arguments: object) -> Future[R]:
+        """Have a thread call a function. Tasks are begun in the order in which they were submitted.
+
+        Once the pool is closed, they are cancelled.
+        """
+        future: Future[R] = Future()
         self._tasks.put((future, function, arguments))
+        if self._ending.is_set():  # asked only now: before, the pool could be closed in between
+            future.cancel()
         return future
 
     def idle_s(self) -> float:
-        """Seconds that all threads together have waited for something to do."""
+        """Return the seconds that all threads together have waited for something to do."""
         return sum(self._idle_s)
 
     def close(self) -> None:
@@ -96,10 +120,7 @@ class Pool:
         self._end()
 
 
-Tasks = queue.SimpleQueue[tuple[Future, Callable, tuple] | None]
-
-
-def _end(tasks: Tasks, threads: list[threading.Thread], ending: threading.Event) -> None:
+def _end(tasks: TaskQueue, threads: list[threading.Thread], ending: threading.Event) -> None:
     ending.set()
     for _ in threads:
         tasks.put(None)
@@ -109,14 +130,16 @@ def _end(tasks: Tasks, threads: list[threading.Thread], ending: threading.Event)
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(tasks: Tasks, idle_s: list[float], number: int, ending: threading.Event, ready: threading.Barrier) -> None:
+def _work(
+    tasks: TaskQueue, idle_s: list[float], number: int, ending: threading.Event, ready: threading.Barrier
+) -> None:
     torch.get_num_threads()  # a thread takes over the process's setting when it first asks; then it may differ
     torch.set_num_threads(1)
     ready.wait()
     while True:
-        asked = time.perf_counter()
+        began = time.perf_counter()
         task = tasks.get()
-        idle_s[number] += time.perf_counter() - asked
+        idle_s[number] += time.perf_counter() - began
         if task is None:
             return
         future, function, arguments = task
@@ -127,4 +150,4 @@ def _work(tasks: Tasks, idle_s: list[float], number: int, ending: threading.Even
                 future.set_result(function(*arguments))
             except BaseException as error:
                 future.set_exception(error)
-        del task, future, function, arguments  # what they hold may be used again
+        del task, future, function, arguments  # the memory that they refer to may be used again

@@ -10,212 +10,224 @@ The order depends on the number of ranks and on the shuffle buffer; a state hold
 
 from __future__ import annotations
 
-import logging
-import os
-from collections import deque
+import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
 from itertools import islice
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
-from ..errors import DatapipeError, DecodeError, ShardReadError
+from ..errors import DatapipeError, ShardReadError
 from ..images.codec import decode, read_header
 from ..sampling.augment import scales
-from ..sampling.order import BUFFER, permutation, slice_positions, uniform
-from .base import Batch, Budget, Loader, LoaderOptions, Split, device_of
-from .cpu import Delivery, Images, Painter
-from .tar_streams import Sample, Shard, describe, end_commands, place, samples_of
-from .threaded import AHEAD, CHUNK, Wanted
-from .threads import Pool, wait_for
-
-logger = logging.getLogger(__name__)
+from ..sampling.order import BUFFER, permutation, uniform
+from .base import Batch, DataDescription, Loader, Place
+from .delivery import Delivery, Images
+from .device import resolve_device
+from .options import LoaderOptions
+from .painter import Painter
+from .prefetch import CHUNK, ChunkReport, PendingImage, PrefetchLoader, Threads
+from .tar_streams import Sample, Shard, describe, end_commands, locate, read_samples
+from .threads import Pool
 
 SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """What a rank reads of a shard."""
 
     shard: int
     skip: int  # samples
-    take: int
+    take: int  # samples, behind those
 
 
-def open(path: str, options: LoaderOptions, device: object) -> WebDatasetLoader:
-    options.only_defaults("backend: 'webdataset'", order="full", io="cached")
-    shards, counts, split = describe(str(path), options)
-    return WebDatasetLoader(shards, counts, split, options, device_of(device))
+def make_loader(path: str, options: LoaderOptions, device: torch.device | str | int | None) -> Loader:
+    """Open the shards at `path`, and make a loader that delivers to `device`."""
+    options.refuse_other_than("backend: 'webdataset'", order="full", io="cached")
+    shards, counts, data = describe(str(path), options)
+    return WebDatasetLoader(shards, counts, data, options, resolve_device(device))
 
 
-class WebDatasetLoader(Loader):
-    """See `open_loader`. `samples` of a batch count through the shards as they are named."""
+class StreamSlots(Images):
+    """Slots whose samples are known when they were read."""
+
+    streamed: list[Sample]  # in the order of the slots
+
+
+class WebDatasetLoader(PrefetchLoader[StreamSlots]):
+    """The loader of the `webdataset` backend. See `open_loader`.
+
+    `samples` of a batch count through the shards as they are named.
+
+    Args:
+        shards: In the order of their names.
+        counts: The number of samples in each.
+        data: What is known of all of them.
+        options: The loader's.
+        device: Where batches are delivered.
+    """
 
     def __init__(
-        self, shards: list[Shard], counts: list[int], split: Split, options: LoaderOptions, device: torch.device
+        self,
+        shards: list[Shard],
+        counts: list[int],
+        data: DataDescription,
+        options: LoaderOptions,
+        device: torch.device,
     ) -> None:
-        super().__init__(split, options)
+        super().__init__(data, options)
         self._shards, self._counts = shards, counts
         self._firsts = np.cumsum([0, *counts]).tolist()
-        self._budget = Budget(options.max_bad, options.rank)
         self._delivery = Delivery((options.batch_size, self.size, self.size, self.channels), device)
-        self._painter = Painter(self.channels, lambda one: decode(one.data, self.channels), self._take_bad)
-        self._reading = shards[0]
+        self._painter = Painter[StreamSlots](self.channels, self._decode_whole, self._take_bad)
+        self._shard = shards[0]  # that is being read
         self._streams: list[BinaryIO] = []  # that are being read
-        self._pools: tuple[Pool, Pool] | None = None  # that reads, that decodes
-        self._process = os.getpid()
 
     def identity(self) -> dict[str, int | str]:
         return {**super().identity(), "world_size": self.options.world_size}
 
-    def close(self) -> None:
-        super().close()
-        if self._pools and self._process == os.getpid():
-            end_commands(self._streams)
-            for pool in self._pools:
-                pool.close()
-        self._pools = None
+    def _decode_whole(self, image: PendingImage) -> np.ndarray:
+        return decode(image.data, self.channels)
+
+    def _put(self, slots: StreamSlots, images: list[PendingImage]) -> dict[str, float]:
+        return self._painter.put(slots, images)
+
+    def _put_nothing(self, slots: StreamSlots, slot: int | slice) -> None:
+        slots.images[slot] = 0
+
+    def _finish(self, slots: StreamSlots) -> Batch:
+        return self._delivery.deliver(slots)
+
+    def _drain(self) -> None:
+        self._delivery.drain()
+
+    def _place(self, slots: StreamSlots, slot: int) -> Place:
+        sample = slots.streamed[slot]
+        return {**locate(sample.shard), "key": sample.key}
+
+    def _explain_wait(self) -> tuple[Place, str]:
+        return locate(self._shard), ""
+
+    def _interrupt(self) -> None:
+        end_commands(self._streams)
+
+    def _forget_files(self) -> None:
+        self._streams = []
 
     # --- in the consumer ---
 
-    def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
-        options = self.options
-        if self._pools is None or self._process != os.getpid():  # threads do not survive a fork
-            self._pools, self._process = (Pool(1), Pool(options.num_threads())), os.getpid()
-            self._streams = []
-        parts = rank_parts(self._counts, options, epoch)
+    def _start_batches(self, epoch: int, steps: range, threads: Threads) -> Generator[StreamSlots]:
+        batch_size = self.options.batch_size
+        parts = rank_parts(self._counts, self.options, epoch)
         total = sum(part.take for part in parts)
-        samples = self._shuffled(parts, epoch) if options.train else self._stream(parts)
-        stream = islice(samples, steps.start * options.batch_size, None)  # read over, not decoded
-        under_way: deque[tuple[Images, Future]] = deque()
-        upcoming, (reader, _) = iter(steps), self._pools
+        samples = self._shuffle(parts, epoch) if self.options.train else self._stream(parts)
+        stream = islice(samples, steps.start * batch_size, None)  # those before are read, not decoded
         try:
-            while True:
-                while len(under_way) < AHEAD and (step := next(upcoming, None)) is not None:
-                    count = max(0, min(options.batch_size, total - step * options.batch_size))
-                    positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
-                    slots = _Stream(positions, count, self._delivery.memory.take())
-                    under_way.append((slots, reader.submit(self._read, epoch, slots, stream, count)))
-                if not under_way:
-                    return
-                slots, reading = under_way.popleft()
-                for filling in wait_for(reading, options.timeout_s, self._tell):
-                    wait_for(filling, options.timeout_s, self._tell)
-                yield self._delivery.batch(slots)
-                del slots, reading
+            for step in steps:
+                count = max(0, min(batch_size, total - step * batch_size))
+                slots = StreamSlots(self._positions(step), count, self._delivery.new_images())
+                slots.tasks.append(threads.read.submit(self._read, epoch, slots, count, stream, threads.fill))
+                yield slots
         finally:
-            for slots, reading in under_way:
-                slots.abandoned = True
-                reading.cancel()
-            reader.submit(samples.close)  # behind what it is reading
-            self._delivery.drain()
-
-    def _tell(self, waited_s: float, is_over: bool) -> None:
-        message = f"waiting for a batch for {waited_s:.0f} s"
-        if is_over:
-            raise DatapipeError(f"{message} (timeout_s={self.options.timeout_s:g})", **place(self._reading))
-        logger.warning("rank %d: %s: %s", self.options.rank, self._reading, message)
+            threads.read.submit(samples.close)  # behind what it is reading
 
     # --- in the reading thread ---
 
-    def _stream(self, parts: list[Part]) -> Generator[Sample]:
+    def _stream(self, parts: list[ShardPart]) -> Generator[Sample]:
+        """Iterate over the samples of some parts of shards, in order."""
         for number, skip, take in parts:
-            self._reading = shard = self._shards[number]
-            found, samples, count = 0, samples_of(shard, self._streams), self._counts[number]
-            for found, sample in enumerate(islice(samples, skip, skip + take), 1):
-                if skip + found == count and next(samples, None) is not None:
-                    raise ShardReadError(f"holds more than the {count} samples that were noted of it", **place(shard))
-                yield sample._replace(number=self._firsts[number] + skip + found - 1)
-            if found < take:
-                raise ShardReadError(f"ends after {skip + found} samples of {count}", **place(shard))
+            self._shard = shard = self._shards[number]
+            samples, num_read, count = read_samples(shard, self._streams), 0, self._counts[number]
+            for num_read, sample in enumerate(islice(samples, skip, skip + take), 1):
+                if skip + num_read == count and next(samples, None) is not None:
+                    raise ShardReadError(f"holds more than the {count} samples that were noted of it", **locate(shard))
+                yield sample._replace(number=self._firsts[number] + skip + num_read - 1)
+            if num_read < take:
+                raise ShardReadError(f"ends after {skip + num_read} samples of {count}", **locate(shard))
             samples.close()
 
-    def _shuffled(self, parts: list[Part], epoch: int) -> Generator[Sample]:
-        """Each sample drawn from the next thousand."""
-        options, held = self.options, []
-        stream, drawn = self._stream(parts), options.rank << 32
+    def _shuffle(self, parts: list[ShardPart], epoch: int) -> Generator[Sample]:
+        """Iterate over the samples of some parts of shards, each drawn from the next thousand."""
+        buffer: list[Sample] = []
+        stream, counter = self._stream(parts), self.options.rank << 32
         while True:
-            held += islice(stream, SHUFFLED - len(held))
-            if not held:
+            buffer += islice(stream, SHUFFLED - len(buffer))
+            if not buffer:
                 return
-            (draw,) = uniform(options.seed, epoch, BUFFER, np.array([drawn]), 1)[0]
-            drawn += 1
-            at = int(draw * len(held))
-            held[at], held[-1] = held[-1], held[at]
-            yield held.pop()
+            (draw,) = uniform(self.options.seed, epoch, BUFFER, np.array([counter]), 1)[0]
+            counter += 1
+            at = int(draw * len(buffer))
+            buffer[at], buffer[-1] = buffer[-1], buffer[at]
+            yield buffer.pop()
 
-    def _read(self, epoch: int, slots: _Stream, stream: Iterator[Sample], count: int) -> list[Future]:
+    def _read(
+        self, epoch: int, slots: StreamSlots, count: int, stream: Iterator[Sample], pool: Pool
+    ) -> ChunkReport | None:
+        """Read a batch's samples, and have them decoded."""
         if slots.abandoned:
-            return []
-        taken = list(islice(stream, count))
-        chunks = (range(i, min(i + CHUNK, count)) for i in range(0, count, CHUNK))
-        slots.images[count:] = 0
-        return [self._pools[1].submit(self._fill, epoch, slots, chunk, taken) for chunk in chunks]
+            return None
+        began = time.perf_counter()
+        slots.streamed = list(islice(stream, count))
+        self._put_nothing(slots, slice(count, None))
+        for first in range(0, count, CHUNK):
+            chunk = range(first, min(first + CHUNK, count))
+            slots.tasks.append(pool.submit(self._fill, epoch, slots, chunk))
+        stage_s = {"read": time.perf_counter() - began}
+        return ChunkReport(stage_s, sum(len(sample.data) for sample in slots.streamed))
 
     # --- in the decoding threads ---
 
-    def _fill(self, epoch: int, slots: _Stream, chunk: range, taken: list[Sample]) -> None:
-        read = []
+    def _fill(self, epoch: int, slots: StreamSlots, chunk: range) -> ChunkReport | None:
+        if slots.abandoned:
+            return None
+        readable: list[int] = []  # slots
+        sizes: list[tuple[int, int]] = []
         for slot in chunk:
-            sample = taken[slot]
-            slots.taken[slot] = sample
+            sample = slots.streamed[slot]
             slots.samples[slot], slots.labels[slot] = sample.number, sample.label
             try:
                 if sample.error is not None:
                     raise sample.error
                 header = read_header(sample.data)
-                read.append((slot, sample, header.width, header.height))
+                readable.append(slot)
+                sizes.append((header.width, header.height))
             except (ValueError, DatapipeError) as error:
                 self._take_bad(slots, slot, error)
-        if not read:
-            return
-        places, _, widths, heights = zip(*read, strict=True)
-        windows = self._windows(epoch, slots.positions[list(places)], np.array(widths), np.array(heights))
-        scale = scales(windows.boxes, self.size).tolist()
-        wanted = [
-            Wanted(slot, sample.number, sample.data, (width, height), box, n, flip)
-            for (slot, sample, width, height), box, n, flip in zip(
-                read, windows.boxes.tolist(), scale, windows.flips.tolist(), strict=True
+        if not readable:
+            return None
+        widths, heights = np.array(sizes).T
+        windows = self._windows(epoch, slots.positions[readable], widths, heights)
+        boxes, flips = windows.boxes.tolist(), windows.flips.tolist()
+        images = [
+            PendingImage(slot, slots.streamed[slot].number, slots.streamed[slot].data, size, box, scale, flip)
+            for slot, size, box, scale, flip in zip(
+                readable, sizes, boxes, scales(windows.boxes, self.size).tolist(), flips, strict=True
             )
         ]
-        self._painter.put(slots, wanted)
-
-    def _take_bad(self, slots: _Stream, slot: int, error: Exception) -> None:
-        sample = slots.taken[slot]
-        if not isinstance(error, DatapipeError):
-            error = DecodeError(str(error), **place(sample.shard), key=sample.key)
-        self._budget.spend(sample.number, error)
-        slots.images[slot] = 0
-        slots.valid[slot] = False
+        return ChunkReport(self._put(slots, images), 0)
 
 
-class _Stream(Images):
-    """A batch whose samples are known when they were read."""
+def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[ShardPart]:
+    """List what a rank reads in an epoch, in order. Pure.
 
-    def __init__(self, positions: np.ndarray, count: int, images: np.ndarray) -> None:
-        super().__init__(positions, np.empty(0, np.int64))
-        self.valid[:count] = True
-        self.images = images
-        self.taken: dict[int, Sample] = {}
+    The ranks share the stream evenly: with `last` "drop" its whole global batches (the rest, of other shards in each
+    epoch, is left out), or else all samples, so that two ranks differ by one sample at most.
 
-
-def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[Part]:
-    """What a rank reads in an epoch, in order. Pure.
-
-    The stream is cut into equal parts: with `last` "drop" of whole batches (of which the end, of other shards in each
-    epoch, is left out), else of all samples, so that parts differ by one sample at most.
+    Args:
+        counts: The number of samples in each shard.
+        options: The loader's: of the rank.
+        epoch: From 0.
     """
     order = permutation(len(counts), options.seed, epoch).tolist() if options.train else range(len(counts))
     total, ranks = sum(counts), options.world_size
-    if options.last == "drop":
+    if options.last_batch == "drop":
         total = total // options.global_batch_size * options.global_batch_size
     first, stop = total * options.rank // ranks, total * (options.rank + 1) // ranks
     parts, at = [], 0
     for shard in order:
         low, high = max(first, at), min(stop, at + counts[shard])
         if low < high:
-            parts.append(Part(shard, low - at, high - low))
+            parts.append(ShardPart(shard, low - at, high - low))
         at += counts[shard]
     return parts

@@ -1,5 +1,139 @@
-"""Pack a raw data set into shards: planned purely, written in parallel, by one process or many."""
+"""Pack a raw data set into shards: plan purely, then write them in parallel, in one process or many.
 
-from .job import PackOptions, PackResult, convert, finish, pack
+The same source, seed and options give the same bytes, whatever the number of threads, tasks and nodes. Several tasks
+(those of a Slurm job, say) need no communication. The plan in OUT/.pack says which shard belongs to which task, and a
+small file beside it records each finished shard. The last task to end sees that all are finished, writes the manifests,
+and moves the whole to its place.
+"""
 
-__all__ = ["PackOptions", "PackResult", "convert", "finish", "pack"]
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from ..dataset.manifest import MANIFEST, Manifest, find_data_sets
+from ..errors import SettingError
+from ..fsio import checksum
+from ..names import FORMATS
+from ..sources import SPLITS, open_source
+from ..sources.packed import load as open_packed
+from .job import PackJob, PackResult
+from .options import PackOptions
+from .out_folder import OutFolder
+
+__all__ = ["PackOptions", "PackResult", "convert", "finish", "finish_conversion", "pack"]
+
+
+def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
+    """Pack each split of a raw data set into `out/<split>`.
+
+    What an interrupted call has left in `out` is completed: finished shards stay. With `overwrite` an old data set
+    stays until the new one is whole.
+
+    Args:
+        source_path: A folder, an archive or a CSV file (see `sources`).
+        out: A folder, new or empty except for an unfinished pack, or for a data set to overwrite.
+        options: What to make of the images, and this process's share of the work.
+
+    Returns:
+        The manifests by split; none while other tasks have shards to write.
+
+    Raises:
+        SourceError: The source cannot be used, or too many samples are bad. Nothing is written for a source that
+            cannot be listed.
+        SettingError: `out` holds something else and `overwrite` is not set, or lies in the source, or another process
+            packs there; or the source has changed since the unfinished pack was planned.
+        DatapipeError: A read or write hangs.
+        OSError: The disk is full, say.
+    """
+    if source_path.is_dir() and (data_set := _find_packed(source_path)):
+        raise SettingError(f"SOURCE: {data_set} is packed already; datapipe convert puts it into another format")
+    if options.format == "npy" and (options.recode.store != "raw" or options.recode.compress):
+        raise SettingError("format: npy holds nothing but pixels; allowed: with --store raw, not compressed")
+    return _pack_job(source_path, out, options).run()
+
+
+def finish(source_path: Path, out: Path, options: PackOptions) -> PackResult:
+    """Write the manifests of a pack whose shards are all there.
+
+    Args:
+        source_path: The source that was packed.
+        out: The folder of the unfinished pack.
+        options: Those it was packed with.
+
+    Returns:
+        The manifests by split.
+
+    Raises:
+        SettingError: `out` holds no unfinished pack, or one of another source or with other options, or tasks are
+            working on it.
+        DatapipeError: Shards are missing.
+    """
+    return _pack_job(source_path, out, options).finish()
+
+
+def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
+    """Put packed data sets into another format: the same images, keys, labels, order and quarantine.
+
+    Args:
+        folder: A packed data set, or the folder of its splits.
+        out: As for `pack`.
+        options: As for `pack`. Seed and re-encoding remain what they were, and so does `shard_mib` when it is None.
+
+    Returns:
+        The manifests by split; none while other tasks have shards to write.
+
+    Raises:
+        ManifestError: `folder` does not hold a packed data set that can be read.
+        SettingError, DatapipeError, OSError: As for `pack`.
+    """
+    return _conversion_job(folder, out, options).run()
+
+
+def finish_conversion(folder: Path, out: Path, options: PackOptions) -> PackResult:
+    """Write the manifests of a `convert` whose shards are all there.
+
+    Args:
+        folder: The data set that was converted.
+        out: The folder of the unfinished conversion.
+        options: Those it was converted with.
+
+    Returns:
+        The manifests by split.
+
+    Raises:
+        SettingError, DatapipeError: As for `finish`.
+    """
+    return _conversion_job(folder, out, options).finish()
+
+
+def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
+    source_settings = {
+        "source": str(source_path.resolve()),
+        "kind": options.kind,
+        "outside": options.outside,
+        "check": options.recode.check,
+    }
+    list_source = partial(open_source, source_path, options.kind, options.outside)
+    return PackJob(OutFolder(out, source_path), options, source_settings, list_source)
+
+
+def _conversion_job(folder: Path, out: Path, options: PackOptions) -> PackJob:
+    manifest = Manifest.read(find_data_sets(folder)[0])
+    if options.format == "npy":
+        allowed = ", ".join(name for name in FORMATS if name != "npy")
+        raise SettingError(f"format: npy holds nothing but pixels; allowed: {allowed}")
+    source_settings = {
+        "source": str(folder.resolve()),
+        "manifests": {path.name: checksum(path / MANIFEST) for path in find_data_sets(folder)},
+        "seed": manifest.seed,
+        "recode": manifest.recode,
+        "shard_mib": options.shard_mib or manifest.shard_mib,
+    }
+    return PackJob(OutFolder(out, folder), options, source_settings, partial(open_packed, folder))
+
+
+def _find_packed(folder: Path) -> Path | None:
+    """Find a data set that is, or lies in, `folder`, by its manifest. Not every class folder is looked into."""
+    folders = folder, *(folder / split for split in dict.fromkeys(SPLITS.values()))
+    return next((folder for folder in folders if (folder / MANIFEST).exists()), None)

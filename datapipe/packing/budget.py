@@ -1,42 +1,44 @@
-"""What threads that decode images share: processors, and memory."""
+"""The processors and the memory that threads share which decode images."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-RESERVED_SHARE = 0.25  # of the memory: at most so much is for reading
+RESERVED_SHARE = 0.25  # of the memory, at most, is for reading
 
 
 class Budget:
-    """Lets threads decode while there is a processor, and room for what that takes.
+    """Lets threads decode as long as a processor and enough memory are free.
 
-    Memory is reserved for good, claimed for an image while it is decoded, and held for what came of it. Threads get
-    their turn in the order in which they ask, those that others wait for first. Such a thread continues as soon as
-    nothing else is decoded, whatever is held: so what is held is always written in the end, and let go of.
+    Memory is reserved for good (to read into), claimed (while an image is decoded) or held (by a decoded image until
+    it is written). Threads get their turn in the order in which they ask, but those that others wait for come first.
+    Such a thread may continue as soon as no other image is being decoded, however much memory is held. So there is no
+    deadlock: what is held is always written in the end, and released.
     """
 
     def __init__(self, total_bytes: int, processors: int) -> None:
         self._total_bytes = total_bytes
-        self._largest = int((1 - RESERVED_SHARE) * total_bytes)  # the same for any number of threads
+        self._largest = int((1 - RESERVED_SHARE) * total_bytes)  # does not depend on the number of threads
         self._processors = processors
         self._lock = threading.Lock()
-        self._reserved = self._claimed = self._held = self._decoding = 0
+        self._reserved_bytes = self._claimed_bytes = self._held_bytes = self._decoding = 0
         self._closed = False
         self._waiting: list[_Waiting] = []
 
     def reserve(self, size: int, needed: bool) -> bool:
-        """Take memory for as long as the budget is used; False if that would be too much of it, and is not needed."""
+        """Reserve memory for good. False, and nothing is reserved, if it is too much; `needed` memory never is."""
         with self._lock:
-            if self._reserved + size > RESERVED_SHARE * self._total_bytes and not needed:
+            if self._reserved_bytes + size > RESERVED_SHARE * self._total_bytes and not needed:
                 return False
-            self._reserved += size
+            self._reserved_bytes += size
             return True
 
     def claim(self, size: int, is_awaited: Callable[[], bool]) -> bool:
-        """Wait for a processor and for room; False when the budget has been closed meanwhile.
+        """Wait for a processor and for `size` bytes; False when the budget is closed.
 
-        Raises MemoryError for more than may ever be claimed at once.
+        `is_awaited` says whether other threads wait for this one. Raises MemoryError for more bytes than may ever be
+        claimed for an image.
         """
         if size > self._largest:
             raise MemoryError(
@@ -49,39 +51,40 @@ class Budget:
             if not self._waiting and self._fits(size, False):
                 self._start(size)
                 return True
-            mine = _Waiting(size, is_awaited)
-            self._waiting.append(mine)
+            waiting = _Waiting(size, is_awaited)
+            self._waiting.append(waiting)
             self._start_next()
-        mine.turn.acquire()
+        waiting.turn.acquire()
         return not self._closed
 
     def close(self) -> None:
-        """Send those that wait away."""
+        """End all waits: `claim` returns False from now on."""
         with self._lock:
             self._closed = True
             while self._waiting:
                 self._waiting.pop().turn.release()
 
     def release(self, size: int, hold: int = 0) -> None:
-        """Give back a claim, but hold so much of it, until `let_go`."""
+        """Release a claim of `size` bytes, of which `hold` stay in use until `let_go`."""
         with self._lock:
-            self._claimed -= size
+            self._claimed_bytes -= size
             self._decoding -= 1
-            self._held += hold
+            self._held_bytes += hold
             self._start_next()
 
     def hold(self, size: int) -> None:
-        """Count memory that is there already: it waits for nothing."""
+        """Count memory that is in use already, without waiting."""
         with self._lock:
-            self._held += size
+            self._held_bytes += size
 
     def let_go(self, size: int) -> None:
+        """Release memory that was held."""
         with self._lock:
-            self._held -= size
+            self._held_bytes -= size
             self._start_next()
 
     def look_again(self) -> None:
-        """Others may be awaited now."""
+        """Let threads continue that have come to be awaited."""
         if self._waiting:
             with self._lock:
                 self._start_next()
@@ -89,11 +92,11 @@ class Budget:
     def _fits(self, size: int, awaited: bool) -> bool:
         if self._decoding >= self._processors:
             return False
-        used = self._reserved + self._claimed + self._held
-        return used + size <= self._total_bytes or (not self._decoding and (awaited or not self._held))
+        used = self._reserved_bytes + self._claimed_bytes + self._held_bytes
+        return used + size <= self._total_bytes or (not self._decoding and (awaited or not self._held_bytes))
 
     def _start(self, size: int) -> None:
-        self._claimed += size
+        self._claimed_bytes += size
         self._decoding += 1
 
     def _start_next(self) -> None:
@@ -108,6 +111,8 @@ class Budget:
 
 
 class _Waiting:
+    """A thread that waits for its turn."""
+
     def __init__(self, size: int, is_awaited: Callable[[], bool]) -> None:
         self.size, self.is_awaited = size, is_awaited
         self.turn = threading.Lock()

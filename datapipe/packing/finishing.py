@@ -1,4 +1,4 @@
-"""The end of a pack: index, keys and manifest of each split, from what the journals hold of its shards."""
+"""The end of a pack: write the index, keys and manifest of each split, from the journals of its shards."""
 
 from __future__ import annotations
 
@@ -15,53 +15,64 @@ from ..dataset.index import write_index, write_keys
 from ..dataset.manifest import INDEX, KEYS, QUARANTINE, Manifest
 from ..errors import SourceError
 from ..fsio import atomic_write, sync_folder
+from ..sources.packed import quarantined
 from .journal import PackedShard
-from .out_folder import Target
+from .out_folder import OutFolder
 from .plan import Plan, SplitPlan
 from .shard import file_info
 
 
-def complete(plan: Plan, target: Target, allowed: int) -> dict[str, Manifest]:
-    """Write index, keys and manifest of each split, put the splits in their place, and return the manifests.
+def complete(plan: Plan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
+    """Write the index, keys and manifest of each split, and put the splits in their place.
 
-    Another process may do the same meanwhile. Raises SourceError when more than `allowed` samples are bad, or all of a
-    split.
+    Another process may do the same at the same time.
+
+    Args:
+        plan: What was packed.
+        out: Where; its journals name all shards of the plan.
+        max_bad: How many samples may be bad.
+
+    Returns:
+        The manifests by split.
+
+    Raises:
+        SourceError: More than `max_bad` samples are bad, or all of a split.
     """
     try:
-        with target.finishing():
-            packed = _finished_shards(plan, target)
-            _check_finished(plan, packed, allowed)
+        with out.note_finishing():
+            packed = _read_journals(plan, out)
+            _check_bad(plan, packed, max_bad)
             for split in plan.splits:
-                # In a folder of our own: should another task do the same, whole files replace whole files.
-                with tempfile.TemporaryDirectory(prefix="manifest-", dir=target.state) as folder:
+                # In a folder of its own: when another task does the same, whole files replace whole files.
+                with tempfile.TemporaryDirectory(prefix="manifest-", dir=out.state) as folder:
                     _write_manifest(plan, split, packed[split.split], Path(folder))
                     for name in os.listdir(folder):
-                        os.replace(Path(folder, name), target.place(split) / name)
-                sync_folder(target.place(split))
-            target.end()
+                        os.replace(Path(folder, name), out.new_folder(split) / name)
+                sync_folder(out.new_folder(split))
+            out.end()
     except FileNotFoundError:
-        target.settle()
-        if not target.is_whole():
+        out.settle()
+        if not out.is_whole():
             raise
-    return target.manifests()
+    return out.read_manifests()
 
 
-def _finished_shards(plan: Plan, target: Target) -> dict[str, list[PackedShard]]:
-    """What the journals hold of each split. Raises FileNotFoundError."""
+def _read_journals(plan: Plan, out: OutFolder) -> dict[str, list[PackedShard]]:
+    """Read the finished shards of each split. Raises FileNotFoundError when a journal does not have all of them."""
     packed: dict[str, list[PackedShard]] = {}
     for split in plan.splits:
-        journal = target.journal(split)
+        journal = out.journal(split)
         packed[split.split] = [shard for i in range(len(split.shards)) if (shard := journal.read(i))]
         if len(packed[split.split]) < len(split.shards):
             raise FileNotFoundError(errno.ENOENT, "finished shards are no longer known", str(journal.folder))
     return packed
 
 
-def _check_finished(plan: Plan, packed: dict[str, list[PackedShard]], allowed: int) -> None:
-    """Raises SourceError: too many samples are bad, or all of a split."""
+def _check_bad(plan: Plan, packed: dict[str, list[PackedShard]], max_bad: int) -> None:
+    """Raise SourceError when too many samples are bad, or all of a split."""
     bad = [bad for shards in packed.values() for shard in shards for bad in shard.bad]
-    if len(bad) > allowed:  # each task had only its own before its eyes
-        message = f"cannot be packed: {bad[0].reason}; {len(bad)} samples are bad, and --max-bad allows {allowed}"
+    if len(bad) > max_bad:  # each task has counted only its own
+        message = f"cannot be packed: {bad[0].reason}; {len(bad)} samples are bad, and --max-bad allows {max_bad}"
         raise SourceError(message, path=bad[0].path)
     for split, shards in packed.items():
         if not any(shard.info for shard in shards):
@@ -69,16 +80,18 @@ def _check_finished(plan: Plan, packed: dict[str, list[PackedShard]], allowed: i
 
 
 def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:
-    lines, keys = [], []
+    """Write the files of a split that describe its shards, the manifest last."""
+    lines, keys = list(quarantined(split.samples)), []
     for shard, which in zip(packed, split.shards, strict=True):
         bad = {bad.number for bad in shard.bad}
         keys += [split.keys[i] for place, i in enumerate(which.tolist()) if place not in bad]
-        lines += [{"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason} for b in shard.bad]
+        for b in shard.bad:
+            lines.append(json.dumps({"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason}))
     shards = [shard for shard in packed if shard.info]
     for number, shard in enumerate(shards):
         shard.records["shard"] = number
     records = np.concatenate([shard.records for shard in shards])
-    width, height = _common(records["width"]), _common(records["height"])
+    width, height = _common_size(records["width"]), _common_size(records["height"])
     if plan.settings["format"] == "npy" and None in (width, height):  # each shard has one size, but not the same
         message = "holds images of differing sizes, and npy shards hold one size: choose --size, or another format"
         raise SourceError(message, path=plan.settings["source"])
@@ -87,7 +100,7 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
     names = [INDEX, KEYS]
     if lines:
         with atomic_write(folder / QUARANTINE) as file:
-            file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
+            file.write("".join(f"{line}\n" for line in lines).encode())
         names.append(QUARANTINE)
     converted = sum((Counter(shard.converted) for shard in shards), Counter())
     manifest = Manifest(
@@ -112,5 +125,6 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
     manifest.write(folder)
 
 
-def _common(sizes: np.ndarray) -> int | None:
+def _common_size(sizes: np.ndarray) -> int | None:
+    """Return the size that all images have; None when they differ."""
     return int(sizes[0]) if (sizes == sizes[0]).all() else None

@@ -1,4 +1,4 @@
-"""What is known of the shards that are finished: a small file each, so that a pack continues where it was."""
+"""The journal of a split: a small file for each finished shard, so that an interrupted pack can continue."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ..fsio import UNREADABLE, atomic_write
 
 @dataclass(frozen=True)
 class BadSample:
+    """A sample that is left out."""
+
     number: int  # in the plan's order of the shard
     path: str
     reason: str
@@ -24,7 +26,7 @@ class BadSample:
 
 @dataclass(frozen=True)
 class PackedShard:
-    """`info` is None when every sample was bad: then there is no file."""
+    """What a manifest needs to know of a finished shard. `info` is None when all its samples were bad: no file then."""
 
     number: int  # in the plan of the split
     info: ShardInfo | None
@@ -43,6 +45,7 @@ class Journal:
         self.folder = folder
 
     def add(self, shard: PackedShard) -> None:
+        """Record a finished shard, whose files are on disk."""
         head = {
             "info": shard.info and shard.info.model_dump(),
             "sidecars": [sidecar.model_dump() for sidecar in shard.sidecars],
@@ -55,10 +58,10 @@ class Journal:
             np.savez(file, records=shard.records, head=np.frombuffer(json.dumps(head).encode(), np.uint8))
 
     def read(self, number: int) -> PackedShard | None:
-        """None for a shard that is not finished. Raises ManifestError."""
+        """Read what is known of a shard; None when it is not finished. Raises ManifestError."""
         path = self._path(number)
         try:
-            with np.load(path, allow_pickle=False) as content:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:  # it leaves a bad file open
                 head, records = json.loads(content["head"].tobytes()), content["records"]
             if records.dtype != RECORD:
                 raise ManifestError("was written by another version; --overwrite begins again", path=path)
@@ -71,9 +74,10 @@ class Journal:
         except (*UNREADABLE, TypeError) as error:
             raise ManifestError(f"cannot be read: {error}", path=path) from error
 
-    def finished(self, numbers: Iterable[int], folder: Path) -> set[int]:
-        """Those shards that need no more work: in the journal, and their files in `folder`."""
-        return {number for number in numbers if (shard := self.read(number)) and _is_there(folder, shard)}
+    def finished(self, numbers: Iterable[int], folder: Path) -> dict[int, int]:
+        """Return the finished ones of some shards, whose files are in `folder`, and each one's count of bad samples."""
+        shards = ((number, self.read(number)) for number in numbers)
+        return {number: len(shard.bad) for number, shard in shards if shard and _is_there(folder, shard)}
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06}.npz"

@@ -1,14 +1,15 @@
 """The folder that a pack fills: what is in it, what may be removed from it, and how the new takes the place of the old.
 
-    OUT/.pack/plan.npz, OUT/.pack/<split>    the plan, and what is known of finished shards
-    OUT/.pack/new/<split>                    where the shards are written
-    OUT/.pack/old/<split>                    what was OUT/<split>, on its way out
-    OUT/.pack-done                           what .pack becomes when all is whole
+    OUT/.pack/plan.npz          the plan
+    OUT/.pack/<split>           the journal of finished shards
+    OUT/.pack/new/<split>       where the shards are written
+    OUT/.pack/old/<split>       what was OUT/<split>, on its way out
+    OUT/.pack-done              what .pack becomes when all shards are finished
 
 When all is written, the old splits move to .pack/old, .pack is renamed to .pack-done, the splits in .pack-done/new move
-to OUT, and .pack-done is removed. Killed at any moment: where .pack is, the splits outside .pack/new are the old data
-set; where .pack-done is, those outside .pack-done/old are the new one. Two processes may do this at once: a late one,
-which still moves old splits out, finds no .pack to move them to.
+to OUT, and .pack-done is removed. A process may be killed at any moment. As long as .pack exists, the splits outside
+.pack/new are the old data set; as long as .pack-done exists, those outside .pack-done/old are the new one. Two
+processes may do this at the same time: a late one, which still moves old splits out, has no .pack to move them to.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from ..errors import ManifestError, SettingError
 from ..fsio import atomic_write, locked, make_folder, sync_folder
 from ..sources import SPLITS
 from .journal import Journal
-from .plan import PLAN, Plan, SplitPlan, load_plan
+from .plan import Plan, SplitPlan
+from .plan_file import PLAN, load_plan
 
 STATE, DONE = Path(MOVED_OUT).parent.name, Path(MOVING_IN).parent.name
 NEW = Path(MOVING_IN).name  # in STATE, then in DONE
 FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
-# What packing makes below OUT, and may remove; and what NFS makes of a file that is removed while it is open.
+# What packing makes below OUT, and may remove. `.nfs…` is what NFS calls a file that is removed while it is open.
 SPLIT = rf"({'|'.join(dict.fromkeys(SPLITS.values()))})"
-OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # one in another could not be removed at first
+OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # nested if an earlier one could not be removed
 OUR_FOLDERS = re.compile(rf"{SPLIT}|{OURS}(/({SPLIT}|(new|old)(/{SPLIT})?|manifest-\w+))?")
 OUR_FILES = re.compile(
     rf"({SPLIT}|{OURS}/((new|old)/{SPLIT}|manifest-\w+))/"
@@ -47,8 +49,12 @@ OUR_FILES = re.compile(
 )
 
 
-class Target:
-    """`folder`: one data set a split will be in it. Raises SettingError when that is no place for one."""
+class OutFolder:
+    """The folder OUT, which will hold one data set per split.
+
+    Raises SettingError when `folder` cannot be OUT: it lies in the source or in a packed data set, is a file, or holds
+    the source.
+    """
 
     def __init__(self, folder: Path, source: Path) -> None:
         self.folder, self.state, self.old = folder, folder / STATE, folder / MOVED_OUT
@@ -65,8 +71,8 @@ class Target:
                 raise SettingError(f"OUT: {folder} lies inside a packed data set, {above}; choose another")
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the folder for this process. Raises SettingError when another packs there."""
+    def hold_alone(self) -> Iterator[None]:
+        """Hold the folder for this process alone. Raises SettingError when another process packs there."""
         is_new = not self.folder.exists()
         make_folder(self.folder)
         try:
@@ -75,38 +81,44 @@ class Target:
                     yield
                 finally:
                     if is_new and not self.state.exists():
-                        with contextlib.suppress(OSError):  # there is something
+                        with contextlib.suppress(OSError):  # it is not empty
                             self.folder.rmdir()
         except BlockingIOError as error:
             message = f"OUT: another process is packing into {self.folder}; choose another, or wait for it"
             raise SettingError(message) from error
 
-    def plan(self) -> Plan | None:
-        """The plan of an unfinished pack, or None. Raises ManifestError: shards are finished, but the plan is lost."""
-        journal = next(self.state.glob("*/[0-9]*.npz"), None)  # looked for first: the plan is there before it
+    def load_plan(self) -> Plan | None:
+        """Load the plan of an unfinished pack; None if there is none.
+
+        Raises ManifestError when the plan cannot be read, or is lost although shards are finished.
+        """
+        journal = next(self.state.glob("*/[0-9]*.npz"), None)  # first: a plan is written before any journal
         plan = load_plan(self.state)
-        with contextlib.suppress(FileNotFoundError):  # all was finished meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another task has finished the pack meanwhile
             if plan is None and journal and PLAN not in os.listdir(self.state):
                 message = "is missing, but finished shards are here: restore it, or begin again with --overwrite"
                 raise ManifestError(message, path=self.state / PLAN)
         return plan
 
-    def place(self, split: SplitPlan) -> Path:
-        """Where a split's files are until all are whole."""
+    def new_folder(self, split: SplitPlan) -> Path:
+        """Return where a split's files are until the pack is finished."""
         return self.state / NEW / split.split
 
     def journal(self, split: SplitPlan) -> Journal:
+        """Return the journal of a split's finished shards."""
         return Journal(self.state / split.split)
 
     def is_whole(self) -> bool:
+        """Whether a finished pack is here, and no unfinished one beside it."""
         return not (self.state / PLAN).exists() and any((folder / MANIFEST).exists() for folder in self.splits)
 
-    def manifests(self) -> dict[str, Manifest]:
+    def read_manifests(self) -> dict[str, Manifest]:
+        """Read the manifests of the data sets that are here, by split."""
         return {folder.name: Manifest.read(folder) for folder in self.splits if (folder / MANIFEST).exists()}
 
     @contextlib.contextmanager
-    def finishing(self) -> Iterator[None]:
-        """Leave a note for other tasks, meanwhile, that this one writes the manifests."""
+    def note_finishing(self) -> Iterator[None]:
+        """Leave a note for other tasks that this one is writing the manifests."""
         note = self.state / FINISHING
         with atomic_write(note, alone=False) as file:
             file.write(json.dumps(_this_process()).encode())
@@ -115,10 +127,10 @@ class Target:
         finally:
             note.unlink(missing_ok=True)
 
-    def finisher(self, patience_s: float) -> str:
-        """Name the process that writes the manifests, as its note says; "" when there is none, or no longer.
+    def find_finisher(self, patience_s: float) -> str:
+        """Name the process that is writing the manifests, as its note says; "" when none is, or it has ended.
 
-        On another host it may be alive for `patience_s` from when it began.
+        A process on another host counts as alive until `patience_s` after it began.
         """
         note = self.state / FINISHING
         try:
@@ -131,29 +143,29 @@ class Target:
             return ""
         return f"process {number} on {host}" if time.time() - began < patience_s else ""
 
-    def missing(self, plan: Plan) -> list[int]:
-        """Numbers of the shards that nobody has finished yet, counted over all splits."""
+    def missing_shards(self, plan: Plan) -> list[int]:
+        """Return the numbers of the unfinished shards, counted over all splits."""
         missing, first = [], 0
         for split in plan.splits:
             numbers = range(len(split.shards))
-            finished = self.journal(split).finished(numbers, self.place(split))
+            finished = self.journal(split).finished(numbers, self.new_folder(split))
             missing += [first + number for number in numbers if number not in finished]
             first += len(split.shards)
         return missing
 
     def check_foreign(self) -> None:
-        """Raises SettingError when anything here is not ours."""
+        """Raise SettingError when packing did not make everything that is here."""
         self._refuse_foreign(*self.folder.iterdir())
 
     def _refuse_foreign(self, *paths: Path) -> None:
-        """Raises SettingError when anything at or below these paths, which lie here, is not ours."""
-        foreign = next(filter(None, map(self._foreign, paths)), None)
+        """Raise SettingError when packing did not make everything at and below these paths, which lie in OUT."""
+        foreign = next(filter(None, map(self._find_foreign, paths)), None)
         if foreign:
-            message = f"OUT: {self.folder} holds what is not a packed data set, such as {foreign}"
+            message = f"OUT: {self.folder} contains files that datapipe did not write, such as {foreign}"
             raise SettingError(f"{message}; move it away, or choose another")
 
-    def _foreign(self, path: Path) -> Path | None:
-        """What at or below a path is not made by packing, relative to the folder: not named so, or a link."""
+    def _find_foreign(self, path: Path) -> Path | None:
+        """Find a path, relative to OUT, at or below `path` that packing did not make: by its name, or a link."""
         name = path.relative_to(self.folder)
         if path.is_symlink() or not path.is_dir():
             is_ours = OUR_FILES.fullmatch(str(name)) or not os.path.lexists(path)
@@ -161,17 +173,17 @@ class Target:
         if not OUR_FOLDERS.fullmatch(str(name)):
             return name
         with contextlib.suppress(FileNotFoundError):  # another task is at work
-            return next(filter(None, map(self._foreign, path.iterdir())), None)
+            return next(filter(None, map(self._find_foreign, path.iterdir())), None)
         return None
 
     def check_unfinished(self, plan: Plan, settings: dict[str, Any]) -> None:
-        """Raises SettingError when an unfinished pack is of another source, or made in another way."""
+        """Raise SettingError when an unfinished pack is of another source, or has other settings."""
         for name in {**settings, **plan.settings}:
             self._compare(name, plan.settings.get(name), settings.get(name), "holds an unfinished pack")
 
     def check_whole(self, settings: dict[str, Any]) -> None:
-        """Raises SettingError when the data sets here were made in another way."""
-        for manifest in self.manifests().values():
+        """Raise SettingError when the data sets here have other settings."""
+        for manifest in self.read_manifests().values():
             for name in SETTINGS:
                 self._compare(name, getattr(manifest, name), settings[name], "holds a data set packed")
 
@@ -181,36 +193,36 @@ class Target:
             raise SettingError(f"OUT: {self.folder} {what} with another {name}: {was}, not {asked}; {way_out}")
 
     def begin(self, plan: Plan, alone: bool) -> None:
-        """Make the folders of a new pack, and remove an unfinished one if we are `alone`.
+        """Make the folders of a new pack.
 
-        Else another task may have begun. Raises SettingError when there are remains, and nothing says that they are of
-        a pack: they may only be named like one's.
+        `alone`: this process is the only task, so an unfinished pack is removed; else another task may have begun it.
+        Raises SettingError when there are files named like a pack's, but no manifest or plan that says so.
         """
         remains = [path for folder in self.splits for path in folder.glob("*")]
         ours = alone and (self.is_whole() or (self.state / PLAN).exists())
-        if remains and not ours and self.plan() is None:  # which is there before the first shard
+        if remains and not ours and self.load_plan() is None:  # a plan is written before the first shard
             raise SettingError(f"OUT: {self.folder} holds remains such as {remains[0]}; remove it, or choose another")
         if alone and self.state.exists():
             self._discard()
         make_folder(self.old)
         for split in plan.splits:
-            make_folder(self.place(split))
+            make_folder(self.new_folder(split))
             make_folder(self.state / split.split)
 
     def _discard(self) -> None:
-        """Remove what an unfinished pack has written; what it was about to replace is put back."""
+        """Remove what an unfinished pack has written, and put back what it was about to replace."""
         _move_all(self.old, self.folder)
         for path in self.state.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-        (self.state / PLAN).unlink(missing_ok=True)  # last: a plan without shards is an unfinished pack, too
+        (self.state / PLAN).unlink(missing_ok=True)  # last: a plan without shards is still an unfinished pack
         sync_folder(self.state)
 
     def end(self) -> None:
-        """Put the new splits, which are whole, in place of the old ones, and remove those.
+        """Put the new splits, which are whole, in the place of the old ones, and remove those.
 
-        Raises FileNotFoundError when another task does it, and SettingError when something that is not ours has come
-        into an old one meanwhile.
+        Raises FileNotFoundError when another task is doing the same, and SettingError when an old split has come to
+        hold files that packing did not make.
         """
         self._refuse_foreign(*filter(Path.exists, self.splits))
         for path in (self.state / NEW).glob("*/.*.partial"):  # of a task that was killed
@@ -218,7 +230,7 @@ class Target:
         for folder in self.splits:
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(self.old / folder.name)
-        if (self.folder / DONE).exists():  # of the pack before, where a file in use could not be removed (on NFS)
+        if (self.folder / DONE).exists():  # an earlier pack's, with a file in use that could not be removed (NFS)
             (self.folder / DONE).rename(self.old / DONE)
         sync_folder(self.old)
         sync_folder(self.folder)
@@ -227,9 +239,9 @@ class Target:
         self.settle()
 
     def settle(self) -> None:
-        """Complete `end`, where a task was killed at it or is about it. Several tasks may do so at once.
+        """Complete an `end` that was interrupted or is in progress. Several tasks may do so at the same time.
 
-        Raises SettingError when something there is not ours.
+        Raises SettingError when packing did not make everything that is there.
         """
         done = self.folder / DONE
         if done.exists():
@@ -239,7 +251,7 @@ class Target:
 
 
 def _move_all(origin: Path, to: Path) -> None:
-    """Move all that is in a folder, if it is there, unless another task moves it first."""
+    """Move everything in a folder, if the folder exists; another task may be doing the same."""
     for name in os.listdir(origin) if origin.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
             (origin / name).rename(to / name)
@@ -247,11 +259,11 @@ def _move_all(origin: Path, to: Path) -> None:
 
 
 def _this_process(number: int | None = None) -> dict[str, Any]:
-    """Tell a process of this host, or this one itself, from all others, also from later ones of the same number."""
+    """Identify a process on this host (None: this one), also among later processes with the same number."""
     number = os.getpid() if number is None else number
     started = ""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()  # proc(5)
-        started = fields[19] if fields[0] not in "ZX" else ""  # dead, and only its parent has not asked yet
+        started = fields[19] if fields[0] not in "ZX" else ""  # a zombie or dead process has ended
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {"host": socket.gethostname(), "boot": boot, "pid": number, "started": started}

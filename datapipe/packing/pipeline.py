@@ -1,10 +1,10 @@
 """The hot path of packing: threads read samples at the same time, and shards come out in the planned order.
 
-A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk to its shard.
-Whoever finds that the chunk whose turn it is has been delivered gives it its place: the writer lays it out behind the
-last one, and the shard's checksum goes on. That takes microseconds; then it is written at its place, while other
-threads read, lay out and write other chunks. So a read that hangs delays its shard, not the other readers; the bytes
-are copied once, from the page cache into memory and back; and a shard is the same whatever the number of threads.
+A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk to its shard's
+queue. Then it places every chunk whose turn has come: the format's writer lays the chunk out behind the previous one,
+and the shard's checksum is continued. That takes microseconds. The chunk is written at its place while other threads
+read, place and write other chunks. So a read that hangs delays its shard, but no other readers; the bytes are copied
+once, from the page cache into memory and back; and a shard is the same for any number of threads.
 """
 
 from __future__ import annotations
@@ -19,83 +19,55 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from ..dataset.index import sample_checksum
 from ..errors import DatapipeError, SourceError
-from ..formats import Buffer
+from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources import Samples
 from .budget import Budget
 from .journal import BadSample, PackedShard
-from .memory import return_free_bytes
 from .shard import Good, Shard, ShardTask, Stopped
+from .shard_queue import Chunk, ShardQueue
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that handing over costs little
+CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that delivering it costs little
 MAX_CHUNK = 64  # samples
 OPEN_SHARDS = 2  # written at the same time: a kernel lets only one thread write to a file
-# Of each chunk's memory, beside twice its expected bytes: a file that does not fit is read in two pieces.
+# A chunk's memory is this much larger than twice its expected bytes. A file that does not fit gets memory of its own.
 SLACK_BYTES = 256 << 10
-CHUNKS_A_THREAD = 3  # that it works on, or that wait for one that is slow
-LARGE_BYTES = 64 << 20  # decoded: worth a call that makes sure that it is free
-# What a file can do wrong by itself, unlike the filesystem under it.
+CHUNKS_PER_THREAD = 3  # one that it works on, and two that may wait for a slow one before them
+# Errors of the file itself, unlike those of the filesystem under it.
 BAD_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
             errno.ENOTDIR}  # fmt: skip
-SLOW_WAIT_S = 0.25  # between looks at progress and at what hangs
+SLOW_WAIT_S = 0.25  # between looks at progress and for hangs
 GRACE_S = 2.0  # for threads to end, before they are left to themselves
 
-# An image's bytes, and what to call with the memory that it takes before that is used.
+# Takes an image's bytes, and what to call with the memory that decoding takes, before it is taken. Returns the bytes to
+# store, their header, and what was converted. Raises ValueError for a bad image.
 Prepare = Callable[[Buffer, Callable[[int], None]], tuple[Buffer, ImageHeader, Sequence[str]]]
 
 
-class _Chunk:
-    def __init__(self, budget: Budget, shard: Shard, which: range, memory: memoryview) -> None:
-        self.shard, self.which, self.memory = shard, which, memory  # which of the shard's samples
-        self.images: list[Good | BadSample] = []
-        self._budget = budget
-        self._claimed = self._held = 0
-
-    def is_awaited(self) -> bool:
-        """Is it the one whose turn it is?"""
-        return self.which.start == self.shard.head
-
-    def claim(self, size: int) -> None:
-        """Wait until an image may be decoded. Raises MemoryError, Stopped."""
-        if not self._budget.claim(size, self.is_awaited):
-            raise Stopped
-        self._claimed = size
-
-    def end_claim(self, hold: int) -> None:
-        """The image has been decoded, if it had to be; of its memory so much is used until it is written."""
-        if self._claimed:
-            if self._claimed >= LARGE_BYTES:
-                return_free_bytes()
-            self._budget.release(self._claimed, hold)
-            self._claimed, self._held = 0, self._held + hold
-
-    def hold(self, size: int) -> None:
-        """Count memory beside the chunk's own."""
-        self._budget.hold(size)
-        self._held += size
-
-    def let_go(self) -> None:
-        """All is written."""
-        self.images.clear()
-        if self._held:
-            self._budget.let_go(self._held)
+# What a thread waits for: since when, the shard, and the sample that it reads, or None and -1 when it writes. A plain
+# tuple, as one is made for each sample.
+_Access = tuple[float, Path, Samples | None, int]
 
 
-_Doing = tuple[float, str, Samples | None, int]
+class PackPipeline:
+    """Writes shards with up to `workers` threads.
 
-
-class Assembly:
-    """Writes shards with up to `workers` threads. `prepare` checks an image's bytes and gives what is stored.
-
-    `max_bad`: how many samples may be bad, of which `num_bad` were found before; `timeout_s`: a single read or write
-    that takes longer is an error; `mean_bytes`: of an image, about; `memory_bytes`: for images in all threads.
+    Args:
+        prepare: Checks an image's bytes, and returns what is stored.
+        workers: Threads, at most.
+        max_bad: How many samples may be bad.
+        timeout_s: A single read or write that takes longer, in seconds, is an error.
+        mean_bytes: Of an image in the source, about.
+        memory_bytes: For images in all threads.
+        num_bad: How many bad samples there are already, in finished shards.
     """
 
     def __init__(
@@ -117,20 +89,22 @@ class Assembly:
         self._stop = threading.Event()
         self._events: queue.SimpleQueue[tuple[ShardTask, PackedShard] | BaseException] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._doing: list[_Doing | None] = []  # of each thread
+        self._chunks: Iterator[tuple[ShardQueue, range]] = iter(())  # what is still to be read
+        self._accesses: list[_Access | None] = []  # of each thread
 
     def run(
         self, tasks: Sequence[ShardTask], on_progress: Callable[[int], None]
     ) -> Iterator[tuple[ShardTask, PackedShard]]:
-        """Write the shards; yield each task and its shard once that is complete, under its name and synced.
+        """Write the shards; yield each task and its shard once the file is complete, synced and under its name.
 
-        `on_progress` is told of samples done. On the way out by an exception nothing stays under a temporary name.
-        Raises SourceError, DatapipeError, OSError; each names the file, and the shard where there is one.
+        `on_progress` is called with the number of samples written since the last call. Nothing stays under a temporary
+        name, also when an exception is raised: SourceError, DatapipeError or OSError, which name the file, and the
+        shard where there is one.
         """
         shards = [Shard(task) for task in tasks]
-        self._chunks = self._cut(shards)
+        self._chunks = self._divide([ShardQueue(shard) for shard in shards])
         threads: list[threading.Thread] = []
-        pace, told, pending = _Pace(), 0, len(tasks)
+        pace, num_reported, pending = _Pace(), 0, len(tasks)
         try:
             self._add_threads(threads, min(pace.cores, self._workers))
             while pending:
@@ -141,30 +115,34 @@ class Assembly:
                     pending -= 1
                     yield event
                 done = self._num_done
-                on_progress(done - told)
-                told = done
-                if len(threads) < self._workers and pace.is_idle(threads, self._doing):
+                on_progress(done - num_reported)
+                num_reported = done
+                if len(threads) < self._workers and pace.is_idle(threads, self._accesses):
                     self._add_threads(threads, min(3 * len(threads), self._workers - len(threads)))
                 self._look_for_hangs()
         finally:
-            self._stop.set()
-            self._budget.close()
-            for _ in threads:
-                self._free.put(None)
-            deadline = time.monotonic() + GRACE_S
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            hangs = any(thread.is_alive() for thread in threads)
-            # In a thread: the kernel removes no file to which a write hangs before that is answered.
-            clean = threading.Thread(target=_abandon, args=(shards, not hangs), daemon=True)
-            clean.start()
-            clean.join(GRACE_S if hangs else None)
+            self._end(threads, shards)
 
-    def _cut(self, shards: Sequence[Shard]) -> Iterator[tuple[Shard, range]]:
-        """Chunks, of several shards in turn."""
-        for first in range(0, len(shards), OPEN_SHARDS):
-            group = shards[first : first + OPEN_SHARDS]
-            totals = [len(shard.task.which) for shard in group]
+    def _end(self, threads: Sequence[threading.Thread], shards: Sequence[Shard]) -> None:
+        """Stop the threads, and remove what is not finished."""
+        self._stop.set()
+        self._budget.close()
+        for _ in threads:
+            self._free.put(None)
+        deadline = time.monotonic() + GRACE_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        hangs = any(thread.is_alive() for thread in threads)
+        # In a thread: while a write to a file hangs, the kernel does not answer a request to remove it either.
+        clean = threading.Thread(target=_abandon, args=(shards, not hangs), daemon=True)
+        clean.start()
+        clean.join(GRACE_S if hangs else None)
+
+    def _divide(self, queues: Sequence[ShardQueue]) -> Iterator[tuple[ShardQueue, range]]:
+        """Yield the chunks to be read, of several shards in turn."""
+        for first in range(0, len(queues), OPEN_SHARDS):
+            group = queues[first : first + OPEN_SHARDS]
+            totals = [shard.num_samples for shard in group]
             for start in range(0, max(totals), self._chunk):
                 for shard, total in zip(group, totals, strict=True):
                     if start < total:
@@ -172,23 +150,23 @@ class Assembly:
 
     def _add_threads(self, threads: list[threading.Thread], count: int) -> None:
         for _ in range(count):
-            # The first one cannot be done without.
-            if not self._budget.reserve(CHUNKS_A_THREAD * self._memory_bytes, needed=not threads):
+            # The first thread is needed in any case.
+            if not self._budget.reserve(CHUNKS_PER_THREAD * self._memory_bytes, needed=not threads):
                 self._workers = len(threads)
                 return
-            for _ in range(CHUNKS_A_THREAD):
-                self._free.put(memoryview(mmap.mmap(-1, self._memory_bytes)))  # of which only what is used costs
-            self._doing.append(None)
-            # Daemons: one that hangs in a read must not keep the process from ending.
+            for _ in range(CHUNKS_PER_THREAD):
+                self._free.put(memoryview(mmap.mmap(-1, self._memory_bytes)))  # only pages that are used take memory
+            self._accesses.append(None)
+            # Daemons: a thread that hangs in a read must not keep the process from ending.
             thread = threading.Thread(target=self._work, args=(len(threads),), name=f"pack-{len(threads)}", daemon=True)
             threads.append(thread)
             thread.start()
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
-        first = min((doing for doing in self._doing if doing), key=lambda doing: doing[0], default=None)
-        if first and now - first[0] > self._timeout_s:
-            since, shard, samples, sample = first
+        oldest = min((access for access in self._accesses if access), key=lambda access: access[0], default=None)
+        if oldest and now - oldest[0] > self._timeout_s:
+            since, shard, samples, sample = oldest
             what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
             raise DatapipeError(
                 f"{what} has not answered for {now - since:.0f} s (--timeout)", path=path, shard=shard.name
@@ -198,34 +176,33 @@ class Assembly:
 
     def _work(self, me: int) -> None:
         try:
-            # Memory first: so the chunk whose turn it is in its shard always has some.
+            # Memory first, so that chunks get it in their order: the one whose turn it is always has some.
             while (memory := self._free.get()) is not None:
                 with self._lock:
                     work = next(self._chunks, None)
                 if work is None:
                     return
-                chunk = _Chunk(self._budget, *work, memory)
+                chunk = Chunk(self._budget, *work, memory)
                 self._read(me, chunk)
-                with self._lock:
-                    chunk.shard.ready[chunk.which.start] = chunk
-                self._write_what_is_ready(me, chunk.shard)
+                chunk.queue.deliver(chunk)
+                self._write_ready(me, chunk.queue)
         except Stopped:
             pass
         except BaseException as error:
             self._events.put(error)
         finally:
-            self._doing[me] = None
+            self._accesses[me] = None
 
-    def _read(self, me: int, chunk: _Chunk) -> None:
-        """Read all, then look at all: code that has just run runs faster than after a call of the system."""
-        task, memory, at = chunk.shard.task, chunk.memory, 0
+    def _read(self, me: int, chunk: Chunk) -> None:
+        """Read all images, then check all: the caches still hold the code of a step that is repeated."""
+        task, memory, at = chunk.queue.shard.task, chunk.memory, 0
         samples, shard = task.samples, task.path
         numbers = task.which[chunk.which.start : chunk.which.stop].tolist()
         images: list[Buffer | Exception] = []
         for sample in numbers:
             if self._stop.is_set():
                 raise Stopped
-            self._doing[me] = (time.monotonic(), shard, samples, sample)
+            self._accesses[me] = (time.monotonic(), shard, samples, sample)
             try:
                 data = samples.read(sample, memory[at:])
                 if isinstance(data, memoryview):
@@ -235,13 +212,13 @@ class Assembly:
                 images.append(data)
             except (ValueError, OSError) as error:
                 images.append(error)
-        self._doing[me] = None
-        for i, sample, data in zip(chunk.which, numbers, images, strict=True):
+        self._accesses[me] = None
+        for i, sample, image in zip(chunk.which, numbers, images, strict=True):
             hold = 0
             try:
-                if isinstance(data, Exception):
-                    raise data
-                stored, header, converted = self._prepare(data, chunk.claim)
+                if isinstance(image, Exception):
+                    raise image
+                stored, header, converted = self._prepare(image, chunk.claim)
             except MemoryError as error:
                 reason = f"cannot be packed: {error or 'there is not enough memory for it; allow less with --memory'}"
                 raise SourceError(reason, path=samples.where(sample), shard=shard.name) from error
@@ -251,13 +228,14 @@ class Assembly:
                 if error.errno not in BAD_FILE:
                     message = f"cannot be read: {error.strerror or error}"
                     raise SourceError(message, path=samples.where(sample), shard=shard.name) from error
-                chunk.images.append(self._bad(task, i, sample, error.strerror, error))
+                chunk.images.append(self._bad(task, i, sample, error.strerror or str(error), error))
             else:
-                hold = 0 if stored is data else len(stored)
-                chunk.images.append(Good(sample, stored, header, len(data), converted, sample_checksum(stored)))
+                hold = 0 if stored is image else len(stored)
+                chunk.images.append(Good(sample, stored, header, len(image), converted, sample_checksum(stored)))
             chunk.end_claim(hold)
 
     def _bad(self, task: ShardTask, i: int, sample: int, reason: str, error: Exception) -> BadSample:
+        """Count and log a bad sample. Raises SourceError when there are too many."""
         path = task.samples.where(sample)
         with self._lock:
             self._num_bad += 1
@@ -268,19 +246,14 @@ class Assembly:
         logger.warning("%s is left out: %s", path, reason)
         return BadSample(i, path, reason)
 
-    def _write_what_is_ready(self, me: int, shard: Shard) -> None:
-        while True:
-            with self._lock:
-                chunk = None if shard.placing else shard.ready.pop(shard.head, None)
-                if chunk is None:
-                    return
-                shard.placing = True
+    def _write_ready(self, me: int, queue: ShardQueue) -> None:
+        """Place and write the chunks whose turn has come, and finish the shard behind its last one."""
+        shard = queue.shard
+        while (chunk := queue.begin_placing()) is not None:
             count = len(chunk.images)
             self._begin_write(me, shard)
             position, pieces = shard.place(chunk.images)
-            with self._lock:
-                shard.placing = False
-                shard.head = chunk.which.stop
+            queue.end_placing(chunk)
             self._budget.look_again()
             self._begin_write(me, shard)
             shard.write(position, pieces)
@@ -289,16 +262,14 @@ class Assembly:
             self._free.put(chunk.memory)
             with self._lock:
                 self._num_done += count
-                shard.left -= count
-                last = not shard.left
-            if last:
+            if queue.end_writing(count):
                 begin = partial(self._begin_write, me, shard)
                 begin()
                 self._events.put((shard.task, shard.finish(self._stop, begin)))
-            self._doing[me] = None
+            self._accesses[me] = None
 
     def _begin_write(self, me: int, shard: Shard) -> None:
-        self._doing[me] = (time.monotonic(), shard.task.path, None, -1)
+        self._accesses[me] = (time.monotonic(), shard.task.path, None, -1)
 
 
 def _abandon(shards: Sequence[Shard], close: bool) -> None:
@@ -307,26 +278,28 @@ def _abandon(shards: Sequence[Shard], close: bool) -> None:
 
 
 class _Pace:
-    """Do the threads wait for the filesystem, while the processor is idle? Then more of them help."""
+    """Tells whether more threads would help: these wait for the filesystem, and the processor is idle."""
 
     WAIT_S = 0.01  # between looks
     IDLE = 0.4  # of all cores' time
     WAITING = 0.5  # of the threads
-    LOOKS = 3  # one after the other that must show it
+    LOOKS = 3  # in a row that must show it
 
     def __init__(self) -> None:
         self.cores = len(os.sched_getaffinity(0))
         self._wall, self._cpu, self._looks = time.monotonic(), time.process_time(), 0
 
-    def is_idle(self, threads: Sequence[threading.Thread], doing: Sequence[_Doing | None]) -> bool:
+    def is_idle(self, threads: Sequence[threading.Thread], accesses: Sequence[_Access | None]) -> bool:
+        """Look once more, and say whether the last looks have all shown threads that wait and an idle processor."""
         wall, cpu = time.monotonic(), time.process_time()
         since = wall - self._wall
         if since < self.WAIT_S:
             return False
         used = (cpu - self._cpu) / since
         self._wall, self._cpu = wall, cpu
-        # A processor that is used little may also be busy with other jobs: then these threads do not sleep.
-        reading = [thread for thread, what in zip(threads, doing, strict=True) if what and what[2] is not None]
+        # This process may also use the processor little because others do. Then its threads do not sleep.
+        pairs = zip(threads, accesses, strict=True)
+        reading = [thread for thread, access in pairs if access and access[2] is not None]
         waits = used < self.IDLE * self.cores and sum(map(_sleeps, reading)) >= self.WAITING * len(threads)
         self._looks = self._looks + 1 if waits else 0
         if self._looks < self.LOOKS:
@@ -336,7 +309,7 @@ class _Pace:
 
 
 def _sleeps(thread: threading.Thread) -> bool:
-    """Does a thread wait, rather than run, or for a processor? (proc(5), /proc/pid/task/tid/stat, field 3)"""
+    """Whether a thread neither runs nor waits for a processor (proc(5), /proc/pid/task/tid/stat, field 3)."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] != b"R"

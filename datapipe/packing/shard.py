@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -20,8 +20,9 @@ import xxhash
 from ..dataset.index import ENCODINGS, RECORD, pack_record
 from ..dataset.manifest import FileInfo, ShardInfo
 from ..errors import SettingError, SourceError
-from ..formats import Buffer, shard_format
+from ..formats import shard_format
 from ..fsio import atomic_write, checksum, named, partial_path, sync_folder
+from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources import Samples
 from .journal import BadSample, PackedShard
@@ -32,11 +33,13 @@ MAX_PIECES = 1024  # IOV_MAX of Linux (limits.h)
 
 
 class Stopped(Exception):
-    """In a thread: the main thread wants no more."""
+    """Raised in a thread when the main thread has ended the work."""
 
 
-@dataclass(frozen=True, eq=False)  # one is only equal to itself
+@dataclass(frozen=True, eq=False)  # equal only to itself
 class ShardTask:
+    """A shard to be written."""
+
     folder: Path
     number: int
     format: str
@@ -46,10 +49,13 @@ class ShardTask:
 
     @cached_property  # Path's arithmetic takes as long as writing an image
     def path(self) -> Path:
+        """Where the finished shard is."""
         return self.folder / f"shard-{self.number:06}{shard_format(self.format).SUFFIX}"
 
 
 class Good(NamedTuple):
+    """A sample that is ready to be stored."""
+
     sample: int
     data: Buffer
     header: ImageHeader
@@ -59,14 +65,10 @@ class Good(NamedTuple):
 
 
 class Shard:
-    """A shard being written. `place` is called by one thread at a time, in the shard's order; `write` by any."""
+    """A shard being written. One thread at a time calls `place`, in the shard's order; any call `write`."""
 
     def __init__(self, task: ShardTask) -> None:
         self.task = task
-        self.ready: dict[int, Any] = {}  # what is to be placed, by its first sample
-        self.head = 0  # the sample whose turn it is
-        self.placing = False
-        self.left = len(task.which)  # samples not written yet
         self._partial = partial_path(task.path)
         self._fd = -1
         self._position = 0
@@ -78,7 +80,7 @@ class Shard:
         self._bad: list[BadSample] = []
 
     def place(self, images: Sequence[Good | BadSample]) -> tuple[int, list[Buffer]]:
-        """Lay out the next samples: where in the file, and what goes there."""
+        """Lay out the next samples; return where in the file they go, and the pieces to write there."""
         pieces: list[Buffer] = []
         if self._fd < 0:
             self._writer = shard_format(self.task.format).Writer()
@@ -101,7 +103,7 @@ class Shard:
                 0, len(data), self.task.number, label, checksum,
                 header.width, header.height, header.restart_interval, ENCODINGS.index(header.encoding)
             )  # fmt: skip
-            self._channels |= header.channels  # 1 | 3 is 3
+            self._channels |= header.channels  # 1 | 3 == 3
             self._source_bytes += source_bytes
             if converted:
                 self._converted.update(converted)
@@ -113,13 +115,14 @@ class Shard:
         return position, pieces
 
     def write(self, position: int, pieces: Sequence[Buffer]) -> None:
+        """Write what `place` has returned."""
         with named(self._partial):
             write_at(self._fd, position, pieces)
 
     def finish(self, stop: threading.Event, begin: Callable[[], None] = lambda: None) -> PackedShard:
         """Complete the file and give it its name. Called once, when everything is written.
 
-        `begin` is called before each step that may take long on a slow disk, but must not hang.
+        `begin` is called before each step that is a wait for the disk, so that one that hangs is noticed.
         """
         path, sidecars, info = self.task.path, [], None
         records = np.frombuffer(bytearray(self._records), RECORD)
@@ -159,23 +162,33 @@ class Shard:
         )
 
     def abandon(self, close: bool) -> None:
-        """Remove what is not finished. A thread that hangs may yet write: then its descriptor must stay ours."""
+        """Remove the file if it is not finished.
+
+        `close`: also close its descriptor. Not while a thread hangs in a write: the number could be another file's
+        when the write goes through.
+        """
         if self._fd >= 0:
             try:
                 self._partial.unlink(missing_ok=True)
-            except OSError as error:  # what went wrong before is what matters
+            except OSError as error:  # the error that came before it matters more
                 logger.warning("%s cannot be removed: %s", self._partial, error.strerror)
             if close:
                 os.close(self._fd)
 
 
 def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> None:
-    """Write all pieces one behind another, from `position` on."""
+    """Write pieces to a file, one behind another.
+
+    Args:
+        fd: The file's descriptor.
+        position: Of the first piece in the file, in bytes.
+        pieces: What to write.
+    """
     for first in range(0, len(pieces), MAX_PIECES):
         group = pieces[first : first + MAX_PIECES]
         expected = sum(map(len, group))
         written = os.pwritev(fd, group, position)
-        if written < expected:  # by a signal, or a disk that is filling up: the next attempt says why
+        if written < expected:  # interrupted by a signal, or the disk is full: the next attempt tells
             rest = memoryview(b"".join(group))[written:]
             at = position + written
             while rest:
@@ -185,23 +198,24 @@ def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> None:
 
 
 def file_info(path: Path) -> FileInfo:
+    """Return the size and checksum of a file, which is read."""
     return FileInfo(name=path.name, size_bytes=path.stat().st_size, xxh3_128=checksum(path))
 
 
 def _open_alone(path: Path) -> tuple[int, Path]:
-    """Open a temporary file for writing, empty, and for this process only; return its descriptor and its path.
+    """Open a temporary file for writing, empty, and for this process alone; return its descriptor and its path.
 
-    Where files cannot be locked, that is one beside `path`, which no other process knows. Raises SettingError when
-    another process has it.
+    Where files cannot be locked, the path is another one beside `path`, which no other process knows. Raises
+    SettingError when another process is writing the file.
     """
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)  # of a link: not ours
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)  # a link is not ours
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(fd)
             raise SettingError(f"OUT: another process is writing {path}; is a task running twice?") from error
-        except OSError:  # a filesystem without locks: `locked` has warned
+        except OSError:  # the filesystem has no locks, and `locked` has warned
             os.close(fd)
             path.unlink(missing_ok=True)
             path = partial_path(path.with_name(path.name[1:].removesuffix(".partial")), alone=False)
@@ -209,4 +223,4 @@ def _open_alone(path: Path) -> tuple[int, Path]:
         if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
             os.ftruncate(fd, 0)
             return fd, path
-        os.close(fd)  # in between the other process gave the file its final name
+        os.close(fd)  # meanwhile the other process has given the file its final name

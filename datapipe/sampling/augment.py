@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import SettingError
+from ..names import CROPS, Crop
 from .order import AUGMENT, uniform
 
 MAX_RATIO = 100
-TRIES = 10  # of RandomResizedCrop before it falls back to the centre, as in torchvision
-_DRAWS = 4 * TRIES + 1  # area, ratio, left and top of each try, and the flip
-# The field evaluates 224-pixel crops of images resized to 256 (Krizhevsky et al. 2012).
+TRIES = 10  # of RandomResizedCrop, before it falls back to the centre, as in torchvision
+_DRAWS = 4 * TRIES + 1  # area, ratio, left and top of each try, then the flip
+# It is usual to evaluate 224-pixel crops of images resized to 256 (Krizhevsky et al. 2012).
 CENTRE_FRACTION = 224 / 256
 
 
 @dataclass(frozen=True)
 class Augment:
-    """How training images are cut.
+    """How training images are cropped and mirrored. Raises SettingError for a value out of range.
 
-    `crop`: "random_resized" (Szegedy et al. 2015: `scale` of the area, aspect `ratio`), "pad" (He et
-    al. 2016: `pad` black pixels around, then a random crop), "none" (as for evaluation), or "auto":
-    "pad" when every image already has the output's size, else "random_resized". `flip`: mirror each
-    image, left to right, with a probability of ½.
+    Attributes:
+        crop: "random_resized" (Szegedy et al. 2015), "pad" (He et al. 2016: black pixels around the image, then a
+            random crop), "none" (as for evaluation), or "auto": "pad" when every image already has the output's
+            size, else "random_resized".
+        flip: mirror each image, left to right, with a probability of ½.
+        pad: pixels added on each side by "pad", at least 0.
+        scale: least and greatest share of the image's area that "random_resized" keeps, above 0, up to 1.
+        ratio: least and greatest aspect ratio (width / height) of "random_resized", above 0, up to 100.
     """
 
-    crop: Literal["auto", "random_resized", "pad", "none"] = "auto"
+    crop: Crop = "auto"
     flip: bool = True
     pad: int = 4
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
-        if self.crop not in ("auto", "random_resized", "pad", "none"):
-            raise SettingError(f"crop: {self.crop!r} is not one of auto, random_resized, pad, none")
+        if self.crop not in CROPS:
+            raise SettingError(f"crop: {self.crop!r} is not one of {', '.join(CROPS)}")
         if not isinstance(self.flip, bool):
             raise SettingError(f"flip: {self.flip!r} is neither True nor False")
         if not isinstance(self.pad, int) or self.pad < 0:
@@ -51,13 +56,28 @@ class Augment:
                 raise SettingError(f"{name}: {value!r} is out of range; allowed: 0 < low <= high <= {high}")
 
     def resolve(self, width: int | None, height: int | None, size: int) -> Augment:
-        """Without "auto", for a data set whose images have this common size in pixels (None: differing)."""
+        """Return the same settings with "auto" decided for a data set.
+
+        Args:
+            width: of every image, in pixels; None when they differ.
+            height: the same.
+            size: side of the output, in pixels.
+        """
         if self.crop != "auto":
             return self
         return replace(self, crop="pad" if (width, height) == (size, size) else "random_resized")
 
     def check(self, width: int, height: int, size: int) -> None:
-        """Raises SettingError when the smallest image, padded, is too small to cut `size` pixels from."""
+        """Refuse a padding with which an image is too small to be cropped.
+
+        Args:
+            width: of the smallest image, in pixels.
+            height: the same.
+            size: side of the output, in pixels.
+
+        Raises:
+            SettingError: the padded image is smaller than the output.
+        """
         if self.crop == "pad" and min(width, height) + 2 * self.pad < size:
             raise SettingError(
                 f"pad: {self.pad} is too little to cut {size} pixels from an image of {width}×{height}; "
@@ -66,9 +86,9 @@ class Augment:
 
 
 class Windows(NamedTuple):
-    """What to cut from each image: the window is scaled to the output, then mirrored if told.
+    """The window of each image that is scaled to the output's size, then mirrored where `flips` says so.
 
-    A window of "pad" may reach beyond the image; what lies outside is black.
+    With crop "pad", a window may reach beyond the image; what lies outside is black.
     """
 
     boxes: np.ndarray  # int64[N, 4]: left, top, width, height in pixels of the image
@@ -78,11 +98,21 @@ class Windows(NamedTuple):
 def train_windows(
     augment: Augment, widths: np.ndarray, heights: np.ndarray, size: int, seed: int, epoch: int, positions: np.ndarray
 ) -> Windows:
-    """Windows for the images of the given sizes (int64[N], pixels) at the given positions (int64[N]).
+    """Choose the windows of training images.
 
-    `augment` is resolved. Raises SettingError when an image and its padding are smaller than `size`.
+    Args:
+        augment: whose `crop` is not "auto" (see `Augment.resolve`).
+        widths: int64[N], of the images, in pixels.
+        heights: int64[N], the same.
+        size: side of the output, in pixels.
+        seed: the user's, any integer.
+        epoch: from 0.
+        positions: int64[N], of the images in the epoch. An image's window depends on its own position alone.
+
+    Raises:
+        SettingError: an image with its padding is smaller than the output.
     """
-    assert augment.crop != "auto", "what is cut must not depend on which images come together"
+    assert augment.crop != "auto", "a window must not depend on which images come together"
     draws = uniform(seed, epoch, AUGMENT, positions, _DRAWS)
     flips = (draws[:, -1] < 0.5) & augment.flip
     if augment.crop == "none":
@@ -94,40 +124,57 @@ def train_windows(
         side = np.full_like(left, size)
         boxes = np.stack([left - augment.pad, top - augment.pad, side, side], axis=1)
     else:
-        boxes = snapped(_random_resized(augment, widths, heights, draws), size)
+        boxes = snap(_random_resized(augment, widths, heights, draws), size)
     return Windows(boxes, flips)
 
 
 def eval_windows(widths: np.ndarray, heights: np.ndarray, size: int) -> Windows:
-    """The centred square of 7/8 of the shorter side, or the whole image where it has the output's size."""
+    """Choose the windows of evaluation images: the central square of 7/8 of the shorter side.
+
+    An image that has the output's size already is taken whole.
+
+    Args:
+        widths: int64[N], of the images, in pixels.
+        heights: int64[N], the same.
+        size: side of the output, in pixels.
+    """
     side = np.maximum(1, np.round(np.minimum(widths, heights) * CENTRE_FRACTION).astype(np.int64))
     side = np.where((widths == size) & (heights == size), size, side)
-    boxes = snapped(np.stack([(widths - side) // 2, (heights - side) // 2, side, side], axis=1), size)
+    boxes = snap(np.stack([(widths - side) // 2, (heights - side) // 2, side, side], axis=1), size)
     return Windows(boxes, np.zeros(len(boxes), bool))
 
 
 def scales(boxes: np.ndarray, size: int) -> np.ndarray:
-    """int64[N]: 8, 4 or 2 where a box (int64[N, 4]) is at least so many times the output's size, else 1."""
+    """Return by how much an image may be decoded smaller: 8, 4 or 2 times, or 1 for its full size.
+
+    The result, int64[N], is the largest of these with which the window (`boxes`: int64[N, 4]) still has `size` pixels
+    on each side:
+
+        >>> scales(np.array([[0, 0, 900, 500], [0, 0, 300, 300]]), size=224).tolist()
+        [2, 1]
+    """
     smaller = boxes[:, 2:].min(axis=1)
     return np.select([smaller >= n * size for n in (8, 4, 2)], [8, 4, 2], 1)
 
 
-def snapped(boxes: np.ndarray, size: int) -> np.ndarray:
-    """Boxes on multiples of their scales, so that they are the same in an image decoded at 1/2, 1/4 or 1/8.
+def snap(boxes: np.ndarray, size: int) -> np.ndarray:
+    """Round boxes (int64[N, 4]) down to multiples of their scales, so that they also fit an image decoded smaller.
 
-    Half a pixel of the smaller image, to which they would have to be rounded otherwise, changes fine detail.
+    Otherwise they would be rounded to pixels of the smaller image, and half of such a pixel changes fine detail.
     """
     scale = scales(boxes, size)[:, None]
-    return boxes // scale * scale
+    rounded: np.ndarray = boxes // scale * scale
+    return rounded
 
 
 def _integers(draws: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Integers in [0, limit) from uniform draws."""
-    return np.minimum((draws * limits).astype(np.int64), limits.astype(np.int64) - 1)
+    """Turn uniform draws into integers in [0, limit)."""
+    integers: np.ndarray = np.minimum((draws * limits).astype(np.int64), limits.astype(np.int64) - 1)
+    return integers
 
 
 def _random_resized(augment: Augment, widths: np.ndarray, heights: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """All tries of all images at once; the first that fits inside its image is taken."""
+    """Make all tries of all images at once, and take the first that fits inside its image."""
     tries = draws[:, :-1].reshape(-1, TRIES, 4)
     W, H = widths[:, None], heights[:, None]
     low, high = augment.scale
@@ -148,7 +195,7 @@ def _random_resized(augment: Augment, widths: np.ndarray, heights: np.ndarray, d
 
 
 def _centred(augment: Augment, widths: np.ndarray, heights: np.ndarray) -> np.ndarray:
-    """The largest centred window whose aspect ratio is allowed."""
+    """Return the largest central window whose aspect ratio is allowed."""
     low, high = augment.ratio
     w = np.clip(np.minimum(widths, np.round(heights * high).astype(np.int64)), 1, None)
     h = np.clip(np.minimum(heights, np.round(widths / low).astype(np.int64)), 1, None)

@@ -1,10 +1,10 @@
-"""The order "blocks": large contiguous reads, each byte once, for data on a filesystem that dislikes anything else.
+"""The order "blocks": large contiguous reads, each byte once, for filesystems that are slow at anything else.
 
-A block is what of a shard lies in one cell of a grid of, say, 8 MiB. The blocks of an epoch are shuffled, laid end to
-end, and cut into `lanes` of equal length. Global batch `s` takes the next samples of each lane, in the order of the
-lanes; within a lane, the samples of a few neighbouring blocks are shuffled. So a rank whose slice is made of whole
-lanes reads its blocks alone. The number of lanes is part of the order, and of a loader's state: on another number of
-ranks the same global batches follow.
+A block is the samples of a shard that begin in the same cell of a grid of, say, 8 MiB. The blocks of an epoch are
+shuffled, laid end to end, and divided into `lanes` of equal length. Global batch `s` takes the next samples of each
+lane, in the order of the lanes. Within a lane, the samples of a few neighbouring blocks (a window) are shuffled. So a
+rank whose slice of the batch is made of whole lanes reads the blocks of its lanes and no others. The number of lanes
+is part of the order and of a loader's state: with another number of ranks the same global batches follow.
 
 Pure functions, without I/O.
 """
@@ -22,18 +22,18 @@ MIN_WINDOW = 32  # blocks shuffled together, over all lanes
 
 
 class Grid(NamedTuple):
-    """A data set's blocks: `samples`[starts[b]:starts[b + 1]] are those of block `b`, in the order of the file."""
+    """The blocks of a data set: block `b` holds samples[starts[b] : starts[b + 1]], in the order of the file."""
 
     samples: np.ndarray  # int64[num_samples]
     starts: np.ndarray  # int64[num_blocks + 1]
 
 
 def grid(index: np.ndarray, block_bytes: int) -> Grid:
-    """The blocks of an index (RECORD[num_samples])."""
+    """Divide the samples of an index (RECORD[num_samples]) into blocks of about `block_bytes` bytes."""
     shards, offsets = index["shard"], index["offset"]
     same = shards[1:] == shards[:-1]
     if ((shards[1:] > shards[:-1]) | (same & (offsets[1:] >= offsets[:-1]))).all():
-        samples = np.arange(len(index))  # as `pack` writes them: no need to sort
+        samples = np.arange(len(index))  # in this order `pack` writes them: no need to sort
     else:
         samples = np.lexsort((offsets, shards))
         shards, offsets = shards[samples], offsets[samples]
@@ -44,30 +44,58 @@ def grid(index: np.ndarray, block_bytes: int) -> Grid:
 
 
 def longest(index: np.ndarray, blocks: Grid) -> int:
-    """Bytes of the longest block, from its first sample's first to its last one's last."""
+    """Return the bytes of the longest block, from its first sample's first byte to its last sample's last byte."""
     ends = (index["offset"] + index["size"])[blocks.samples]
     starts = blocks.starts[:-1]
     return int((np.maximum.reduceat(ends, starts) - index["offset"][blocks.samples[starts]]).max())
 
 
 def num_lanes(global_batch_size: int, world_size: int) -> int:
-    """The fewest lanes, but 32 if possible, that share the global batch and are shared by the ranks evenly."""
+    """Choose the number of lanes: the fewest from 32 on, or the most below.
+
+    It divides the global batch, and each rank gets the same number of lanes:
+
+        >>> num_lanes(global_batch_size=256, world_size=8), num_lanes(global_batch_size=24, world_size=4)
+        (32, 24)
+    """
     shares = [n for n in range(world_size, global_batch_size + 1, world_size) if global_batch_size % n == 0]
     return next((n for n in shares if n >= MIN_LANES), shares[-1])
 
 
 class BlockOrder:
-    """The order of an epoch, computed for the positions that are asked for; `len` is the number of positions.
+    """The order of an epoch, computed only at the positions asked for; `len` is the number of positions.
 
-    `lanes` divides the global batch; with `last` "drop", the end is left out. Its tables have a row for each run (a
-    lane's part of a block) and each window (a lane's neighbouring runs, shuffled together), not for each sample.
+    Its tables have a row for each run (a lane's part of a block, which is read at once) and each window (neighbouring
+    runs of a lane, shuffled together), not for each sample. A *place* counts the samples of all lanes, laid end to
+    end: lane `l` begins at place `_lane_starts[l]`.
 
-    Places are counted along all lanes, one behind the other: lane `l` has those from `_lane_starts[l]`.
+    Three blocks of four samples, two lanes: each batch of four has two samples of each lane. The second block is
+    divided between the lanes, so it is read in two runs.
+
+        >>> blocks = Grid(samples=np.arange(12), starts=np.array([0, 4, 8, 12]))
+        >>> order = BlockOrder(blocks, global_batch_size=4, last="drop", lanes=2, seed=0, epoch=0)
+        >>> samples, runs = order.at(np.arange(12))
+        >>> samples.reshape(3, 4)
+        array([[ 0,  9,  2,  7],
+               [10, 11,  5,  6],
+               [ 8,  1,  3,  4]])
+        >>> runs.reshape(3, 4)
+        array([[1, 0, 2, 3],
+               [0, 0, 3, 3],
+               [0, 1, 2, 3]])
+
+    Args:
+        blocks: the data set's.
+        global_batch_size: samples per step over all ranks.
+        last: "drop" leaves out what does not fill a global batch, "pad" keeps it.
+        lanes: divides `global_batch_size`, see `num_lanes`.
+        seed: the user's, any integer.
+        epoch: from 0.
     """
 
     def __init__(self, blocks: Grid, global_batch_size: int, last: Last, lanes: int, seed: int, epoch: int) -> None:
         self._blocks, self._global_batch_size, self._seed, self._epoch = blocks, global_batch_size, seed, epoch
-        self._share = global_batch_size // lanes  # of a global batch, that one lane gives
+        self._share = global_batch_size // lanes  # samples that each lane gives to a global batch
         lane_ends = np.cumsum(_lane_lengths(int(blocks.starts[-1]), global_batch_size, last, lanes))
         self._total = int(lane_ends[-1])
         self._lane_starts = np.append(0, lane_ends[:-1])
@@ -80,21 +108,21 @@ class BlockOrder:
         starts = self._run_starts[:-1]
         block = np.searchsorted(ends, starts, "right")
         self._run_lanes = np.searchsorted(lane_ends, starts, "right")
-        # From a place to the grid's: a block's samples lie there in the order of the file.
+        # What to add to a place to get an index into `blocks.samples`, where samples are in the order of the file.
         self._shift = (blocks.starts[1:][shuffled] - ends)[block]
         window = block // -(-MIN_WINDOW // lanes)
         new = np.ones(len(starts), bool)
         new[1:] = (self._run_lanes[1:] != self._run_lanes[:-1]) | (window[1:] != window[:-1])
-        self._windows = np.append(starts[new], self._total)  # int64[windows + 1]: the first place of each
+        self._windows = np.append(starts[new], self._total)  # int64[windows + 1], the first place of each
         self._run_windows = np.cumsum(new) - 1
-        self._shuffled: dict[int, np.ndarray] = {}  # the places of each window that was asked for last
-        self._places = np.empty(0, np.int64)  # all of them, one window behind the other
+        self._shuffled: dict[int, np.ndarray] = {}  # the windows of the latest call of `at`: their places
+        self._places = np.empty(0, np.int64)  # the same, end to end
 
     def __len__(self) -> int:
         return self._total
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The samples at `positions`, and the number of the run that each is read with: int64[N] both."""
+        """Return the samples at `positions` (int64[N]), and the number of the run each is read with: int64[N] both."""
         step, rest = np.divmod(positions, self._global_batch_size)
         lane, rest = np.divmod(rest, self._share)
         places = self._lane_starts[lane] + step * self._share + rest
@@ -113,9 +141,14 @@ class BlockOrder:
         return places[np.argsort(uniform(self._seed, self._epoch, WITHIN, places, 1)[:, 0], kind="stable")]
 
     def needs(self, rank: int, world_size: int, steps: range) -> Needs:
-        """The runs that a rank reads in some steps of the epoch, in the order in which it needs them.
+        """List the runs that a rank reads in some steps of the epoch, in the order in which it needs them.
 
         When the steps begin within a window, or the rank has only part of a lane, some may turn out not to be needed.
+
+        Args:
+            rank: from 0.
+            world_size: the number of ranks, which divides the global batch.
+            steps: of the epoch.
         """
         batch_size = self._global_batch_size // world_size
         low, high = rank * batch_size // self._share, ((rank + 1) * batch_size - 1) // self._share
@@ -128,33 +161,39 @@ class BlockOrder:
         return Needs(runs, first[runs], last[runs])
 
     def samples_of(self, run: int) -> np.ndarray:
-        """The samples of a run, in the order of the file: int64[N]."""
+        """Return the samples of a run, in the order of the file: int64[N]."""
         shift = self._shift[run]
         return self._blocks.samples[self._run_starts[run] + shift : self._run_starts[run + 1] + shift]
 
 
 class Needs(NamedTuple):
-    """Of each run, int64[runs] all."""
+    """The runs that a rank needs: int64[runs] each."""
 
-    runs: np.ndarray  # its number
-    first: np.ndarray  # the step that may need it first
-    last: np.ndarray  # the one that may need it last
+    runs: np.ndarray  # their numbers
+    first: np.ndarray  # the first step that may need a run
+    last: np.ndarray  # the last step that may
 
 
 def _lane_lengths(num_samples: int, global_batch_size: int, last: Last, lanes: int) -> np.ndarray:
-    """int64[lanes]. In a last batch that is not full, the first positions are taken."""
+    """Return the samples of each lane: int64[lanes]. A last batch that is not full has its first positions filled."""
     steps, share = num_steps(num_samples, global_batch_size, last), global_batch_size // lanes
     in_last = min(num_samples - (steps - 1) * global_batch_size, global_batch_size)
     return (steps - 1) * share + np.clip(in_last - np.arange(lanes) * share, 0, share)
 
 
 def shuffle_quality(samples: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """How far an order is from that of the files; `samples` and their `labels`: int64[N] at each position.
+    """Measure how far an order is from that of the files.
 
-    `displacement`: the mean distance of a sample from its place in the files, as a share of what a uniform permutation
-    gives (N / 3): 1 is uniform, 0 is unshuffled. `label_runs`: the number of runs of equal labels, as a share of what
-    is expected of uniform draws without replacement (Wald and Wolfowitz 1940): 1 is uniform, less is clustered.
-    `neighbours`: the share of neighbouring positions whose samples are neighbours in the files; uniform: 2 / N.
+    Args:
+        samples: int64[N], the sample at each position.
+        labels: int64[N], the label at each position.
+
+    Returns:
+        `displacement`: the mean distance of a sample from its place in the files, divided by that of a uniform
+        permutation (N / 3); 1 is uniform, 0 is unshuffled. `label_runs`: the number of sequences of equal labels,
+        divided by what uniform draws without replacement give on average (Wald and Wolfowitz 1940); 1 is uniform,
+        less is clustered. `neighbours`: the share of neighbouring positions whose samples are neighbours in the
+        files; uniform is 2 / N.
     """
     total = len(samples)
     displacement = np.abs(samples - np.arange(total)).mean() / (total / 3)

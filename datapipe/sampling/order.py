@@ -1,9 +1,9 @@
 """The order of an epoch, as pure functions of (seed, epoch, position).
 
 Position `p` of an epoch names one sample, whatever the number of ranks, threads or the backend.
-Global batch `s` is the positions [s·G, (s+1)·G), of which rank `r` takes its contiguous slice. Random
-numbers are hashes of counters, so that a position's numbers need no generator state, and stay the
-same under every numpy.
+Global batch `s` is the positions [s·G, (s+1)·G), and each rank takes a contiguous slice of it. Random
+numbers are hashes of counters, so that a position's numbers need no generator state and are the
+same with every version of numpy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from ..errors import SettingError
 GOLDEN = 0x9E3779B97F4A7C15  # the increment of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)
 _MASK = (1 << 64) - 1
 MAX_SORTED = 1 << 24  # samples whose order is an array: ImageNet-21k has 14 million, and sorts them in 3 s
-ROUNDS = 6  # of the Feistel network: four give what cannot be told from chance (Luby and Rackoff 1988), and two more
+# Of the Feistel network. Four rounds cannot be distinguished from chance (Luby and Rackoff 1988); two more are margin.
+ROUNDS = 6
 
-SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN, BUFFER = range(1, 7)  # what random numbers are for: a stream each
+# What random numbers are for; each purpose has a stream of its own.
+SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN, BUFFER = range(1, 7)
 
 Last = Literal["drop", "pad"]
 
 
 def mix(counters: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: uint64 in, uint64 of the same shape out, one to one."""
+    """Hash each number with the finaliser of SplitMix64: uint64 to uint64 of the same shape, one to one."""
     z = counters.astype(np.uint64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -34,7 +36,13 @@ def mix(counters: np.ndarray) -> np.ndarray:
 
 
 def stream(seed: int, epoch: int, purpose: int) -> np.uint64:
-    """A start value for one purpose in one epoch, unlike every other's."""
+    """Return a start value for the random numbers of one purpose in one epoch, unlike every other's.
+
+    Args:
+        seed: the user's, any integer.
+        epoch: from 0.
+        purpose: what the numbers are for: SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN or BUFFER.
+    """
     state = np.uint64(0)
     for part in (seed, epoch, purpose):
         state = mix(np.array([(int(state) + part * GOLDEN + GOLDEN) & _MASK], np.uint64))[0]
@@ -42,7 +50,18 @@ def stream(seed: int, epoch: int, purpose: int) -> np.uint64:
 
 
 def uniform(seed: int, epoch: int, purpose: int, positions: np.ndarray, draws: int) -> np.ndarray:
-    """float64[len(positions), draws], uniform in [0, 1)."""
+    """Draw numbers for each position of an epoch.
+
+    Args:
+        seed: the user's, any integer.
+        epoch: from 0.
+        purpose: what the numbers are for, see `stream`.
+        positions: int64[N], from 0.
+        draws: numbers per position.
+
+    Returns:
+        float64[N, draws], uniform in [0, 1). A position's numbers do not depend on the other positions.
+    """
     counters = positions.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
     with np.errstate(over="ignore"):
         hashed = mix(counters * np.uint64(GOLDEN) + stream(seed, epoch, purpose))
@@ -50,17 +69,36 @@ def uniform(seed: int, epoch: int, purpose: int, positions: np.ndarray, draws: i
 
 
 def permutation(num_samples: int, seed: int, epoch: int, purpose: int = SHUFFLE) -> np.ndarray:
-    """A uniform permutation: int64[num_samples], the sample at each position."""
+    """Shuffle the samples uniformly.
+
+    Args:
+        num_samples: at least 0.
+        seed: the user's, any integer.
+        epoch: from 0.
+        purpose: what is shuffled, see `stream`.
+
+    Returns:
+        int64[num_samples], the sample at each position. It may never change:
+
+        >>> permutation(8, seed=0, epoch=0)
+        array([4, 7, 2, 6, 1, 5, 0, 3])
+    """
     with np.errstate(over="ignore"):
         counters = np.arange(num_samples, dtype=np.uint64) * np.uint64(GOLDEN) + stream(seed, epoch, purpose)
     return np.argsort(mix(counters), kind="stable")
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray | KeyedPermutation:
-    """The order of an epoch: `order[positions]` are the samples there, int64 as `positions`; `len(order)` of them.
+    """Return the order of an epoch: `order[positions]` are the samples there.
 
-    An array for data sets of up to MAX_SORTED samples; beyond, sorting takes longer than a training should wait, and
-    more memory than a rank should need.
+    Args:
+        num_samples: at least 0.
+        seed: the user's, any integer.
+        epoch: from 0.
+
+    Returns:
+        an array for data sets of up to MAX_SORTED samples. Beyond that, sorting takes longer than a training
+        should wait and more memory than a rank should need, so it is a KeyedPermutation, which is indexed alike.
     """
     if num_samples <= MAX_SORTED:
         return permutation(num_samples, seed, epoch)
@@ -68,12 +106,12 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray | KeyedPe
 
 
 class KeyedPermutation:
-    """A permutation that is computed for the positions that are asked for: no array, whatever the number of samples.
+    """A permutation that is computed only at the positions asked for, so that it needs no memory.
 
-    A number is written with two digits, to the bases `_low` and `_high`, whose product is hardly larger than
-    `num_samples`; in turns a hash of each digit is added to the other (the generalised Feistel cipher). What comes out
-    beyond the samples goes through once more, until it is inside (cycle walking). Both are methods of Black and
-    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
+    A number is written with two digits, in the bases `_low` and `_high`, whose product is slightly larger than
+    `num_samples`. Round by round, a hash of one digit is added to the other (a generalised Feistel cipher). A result
+    that is not below `num_samples` is encrypted again until it is (cycle walking). Both methods are those of Black
+    and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
     """
 
     def __init__(self, num_samples: int, seed: int, epoch: int, purpose: int = SHUFFLE) -> None:
@@ -88,7 +126,7 @@ class KeyedPermutation:
         return self._num_samples
 
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at `positions`, int64[N], each from 0 to below the number of samples."""
+        """Return the samples at `positions` (int64[N], each at least 0 and below the number of samples): int64[N]."""
         samples = self._network(positions.astype(np.uint64))
         while (outside := samples >= self._num_samples).any():
             samples[outside] = self._network(samples[outside])
@@ -104,11 +142,16 @@ class KeyedPermutation:
 
 
 def num_steps(num_samples: int, global_batch_size: int, last: Last) -> int:
-    """Steps of an epoch, the same on every rank.
+    """Count the steps of an epoch, which are the same on every rank.
 
-    `drop` leaves out the positions that do not fill a global batch (other samples in every epoch);
-    `pad` fills the last global batch with positions that name no sample. Raises SettingError when an
-    epoch would have no step.
+    Args:
+        num_samples: at least 1.
+        global_batch_size: samples per step over all ranks.
+        last: "drop" leaves out the positions that do not fill a global batch (other samples in every epoch), "pad"
+            fills the last global batch with positions that name no sample.
+
+    Raises:
+        SettingError: an epoch would have no step.
     """
     if last == "pad":
         return -(-num_samples // global_batch_size)
@@ -121,6 +164,19 @@ def num_steps(num_samples: int, global_batch_size: int, last: Last) -> int:
 
 
 def slice_positions(step: int, batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """int64[batch_size]: the positions of one rank at one step. Those beyond the last sample are padding."""
+    """Return the positions of one rank at one step.
+
+    Args:
+        step: of the epoch, from 0.
+        batch_size: samples per rank.
+        rank: from 0.
+        world_size: the number of ranks.
+
+    Returns:
+        int64[batch_size]. Those beyond the last sample are padding. The second of two ranks, in the first step:
+
+        >>> slice_positions(step=0, batch_size=4, rank=1, world_size=2)
+        array([4, 5, 6, 7])
+    """
     first = (step * world_size + rank) * batch_size
     return np.arange(first, first + batch_size)

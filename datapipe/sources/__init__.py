@@ -1,71 +1,70 @@
-"""Raw data sets: one file and one line here each.
+"""Raw data sets: one file each, and one line in `datapipe/names.py`.
 
 A source module has
 
-    detect(path)               the kind it finds there, or None, from names alone
-    load(path, kind, outside)  a Source
+    detect(path)               Return the kind of data set at a path, or None, from names alone.
+    load(path, kind, outside)  List a data set: return a Source. `outside`: follow links and paths that lead out of it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..formats import Buffer
+from ..images import Buffer
 from ..images.codec import encode_png
+from ..names import KINDS
 
-# In the order in which `auto` asks them: an ImageFolder is whatever is nothing else.
-MODULES = ("idx", "cifar", "imagenet", "webdataset", "parquet", "csv", "imagefolder")
-KINDS = {
-    "imagefolder": "imagefolder",
-    "imagenet": "imagenet",
-    "cifar10": "cifar",
-    "cifar100": "cifar",
-    "idx": "idx",
-    "webdataset": "webdataset",
-    "parquet": "parquet",
-    "csv": "csv",
-}
-# The classes of samples by the names that saved plans have for them: nothing is imported by a name from a file.
+MODULES = tuple(dict.fromkeys(KINDS.values()))  # in the order in which `auto` asks them
+# The classes of samples, module and name, by what saved plans call them: nothing is imported by a name from a file.
 SAMPLES = {
     "files": ("files", "Files"),
-    "slices": ("archive_members", "Slices"),
-    "rows": ("parquet", "Rows"),
+    "slices": ("archive_members", "ArchiveMembers"),
+    "rows": ("parquet", "ParquetRows"),
     "pixels": ("", "Pixels"),
-    "packed": ("packed", "Packed"),
+    "packed": ("packed", "PackedSamples"),
 }
-# A split by its folder's name or the name the data set's authors gave it.
+# A split by the name of its folder, or what the data set's authors call it.
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val", "t10k": "val"}
 
 
 class Samples(Protocol):
-    """The samples of one split: a dataclass whose fields are `str`, `list[str]`, arrays and None (see `plan`).
+    """The samples of one split: a dataclass with fields of `str`, `list[str]`, arrays and None (see `plan_file`).
 
-    Read from many threads at once.
+    Many threads read at the same time.
     """
 
-    names: Sequence[str]  # path of each in the source, without extension: what keys are made of
-    labels: np.ndarray  # uint32[N]
-    blocks: np.ndarray | None  # int64[N]: what can only be read in one piece with others; None: each by itself
+    @property
+    def names(self) -> Sequence[str]:
+        """The path of each sample in the source, without extension: what keys are made of."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """uint32[N], the class of each sample."""
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        """int64[N], the block of each sample, which is read as a whole; None: each sample is read by itself."""
 
     def __len__(self) -> int: ...
 
     def where(self, i: int) -> str:
-        """Where sample `i` is, for messages."""
+        """Say where sample `i` is, for messages."""
 
     def size_bytes(self, i: int) -> int:
-        """Of the encoded image; may cost an access to the disk."""
+        """Return the size of the encoded image; may ask the filesystem."""
 
     def read(self, i: int, buffer: memoryview) -> Buffer:
-        """The encoded image, in the beginning of `buffer` if it fits there, else in memory of its own.
+        """Read the encoded image into the beginning of `buffer` if it fits there, else into memory of its own.
 
-        Raises OSError, and ValueError for what is there but is no image to be read (a path that leaves the source).
+        Raises OSError, and ValueError when what is there must not be read (a path that leaves the source, say).
         """
 
     def close(self) -> None:
@@ -74,11 +73,14 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """`ordered`: packed already, so that its order is to be kept, and the samples' names are their keys."""
+    """A raw data set, listed.
+
+    `ordered`: it is packed already, so its order is kept, and the samples' names are their keys.
+    """
 
     kind: str
     classes: list[str]
-    splits: dict[str, Samples]
+    splits: Mapping[str, Samples]
     ordered: bool = False
 
 
@@ -109,16 +111,35 @@ class Pixels:
 
 
 def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
-    """Pixels named by their place in the source."""
+    """Name images by their place in the source.
+
+    Args:
+        origin: The source, for messages.
+        labels: Integers[N], the class of each image.
+        pixels: uint8[N, H, W] or [N, H, W, 3].
+
+    Returns:
+        The samples.
+    """
     return Pixels(origin, [f"{i:05d}" for i in range(len(labels))], labels.astype(np.uint32), pixels)
 
 
 def open_source(path: Path, kind: str = "auto", outside: bool = False) -> Source:
-    """Look at a raw data set and list its samples. Raises SourceError, SettingError.
+    """List the samples of a raw data set.
 
-    `outside`: follow links and paths that lead out of `path`; else what they name is no image to be read.
+    Args:
+        path: A folder or a file.
+        kind: One of `names.KINDS`, or "auto" to look.
+        outside: Follow links and paths that lead out of `path`; else they are refused.
+
+    Returns:
+        The samples by split, and the classes.
+
+    Raises:
+        SourceError: There is nothing of this kind, or it cannot be read.
+        SettingError: The kind does not exist.
     """
-    path = Path(path).absolute()  # a saved plan is read from other working directories, too
+    path = Path(path).absolute()  # a saved plan may be read from another working directory
     if kind != "auto" and kind not in KINDS:
         raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}")
     if not path.exists():
@@ -135,7 +156,7 @@ def open_source(path: Path, kind: str = "auto", outside: bool = False) -> Source
 
 
 def samples_class(name: str) -> type:
-    """The class of samples that is registered under `name`. Raises ValueError when none is."""
+    """Return the class of samples that saved plans call `name`. Raises ValueError when there is none."""
     if name not in SAMPLES:
         raise ValueError(f"{name!r} is not a kind of samples")
     module, kind = SAMPLES[name]
@@ -143,11 +164,11 @@ def samples_class(name: str) -> type:
 
 
 def samples_name(samples: Samples) -> str:
-    """The name under which the class of `samples` is registered."""
+    """Return what saved plans call the class of `samples`."""
     kind = type(samples)
     module = kind.__module__.removeprefix(__name__).lstrip(".")
     return next(name for name, place in SAMPLES.items() if place == (module, kind.__name__))
 
 
-def _module(name: str):
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __name__)

@@ -1,4 +1,4 @@
-"""Samples that lie in archives: each is a slice of a file."""
+"""Samples that are members of archives: each is a range of bytes in a file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..formats import Buffer
+from ..images import Buffer
 from .paths import FLAGS, Descriptors, own_memory, read_at
 from .tar_listing import Member
 
 
 @dataclass(eq=False)
-class Slices:
+class ArchiveMembers:
     """Samples that are `size[i]` bytes at `offset[i]` of `files[file[i]]`."""
 
     files: list[str]
@@ -40,7 +40,7 @@ class Slices:
         return int(self.size[i])
 
     def read(self, i: int, buffer: memoryview) -> Buffer:
-        """One read from a descriptor that stays open."""
+        """Read it with one request, from a descriptor that stays open."""
         size, number = int(self.size[i]), self.file[i]
         data = buffer[:size] if size <= len(buffer) else own_memory(size)
         fd = self._descriptors.kept[number]
@@ -57,8 +57,8 @@ class Slices:
         self._descriptors.close()
 
 
-class Part(NamedTuple):
-    """Samples in one archive, as it was listed."""
+class ListedArchive(NamedTuple):
+    """The samples of one archive."""
 
     file: int
     names: list[str]
@@ -66,13 +66,34 @@ class Part(NamedTuple):
     size: np.ndarray  # int64
 
     @classmethod
-    def of(cls, file: int, names: list[str], members: Sequence[Member]) -> Part:
+    def from_members(cls, file: int, names: list[str], members: Sequence[Member]) -> ListedArchive:
+        """Take members of an archive as samples.
+
+        Args:
+            file: The archive's number among all.
+            names: What each sample is called.
+            members: Where each sample lies.
+
+        Returns:
+            The samples.
+        """
         offsets, sizes = ([member[column] for member in members] for column in (1, 2))
         return cls(file, names, np.array(offsets, np.int64), np.array(sizes, np.int64))
 
 
-def join(files: list[str], parts: Sequence[Part], labels: np.ndarray) -> Slices:
-    """The samples of all parts, one after the other; labels: uint32[N]."""
-    file = np.repeat(np.array([part.file for part in parts], np.int32), [len(part.names) for part in parts])
-    offset, size = (np.concatenate([np.zeros(0, np.int64), *column]) for column in list(zip(*parts, strict=True))[2:])
-    return Slices(files, file, offset, size, [name for part in parts for name in part.names], labels)
+def join(files: list[str], archives: Sequence[ListedArchive], labels: np.ndarray) -> ArchiveMembers:
+    """Join the samples of all archives, one archive after the other.
+
+    Args:
+        files: The archives' paths, by their numbers.
+        archives: What they hold.
+        labels: uint32[N], the class of each sample.
+
+    Returns:
+        The samples.
+    """
+    counts = [len(archive.names) for archive in archives]
+    file = np.repeat(np.array([archive.file for archive in archives], np.int32), counts)
+    offset = np.concatenate([np.zeros(0, np.int64), *(archive.offset for archive in archives)])
+    size = np.concatenate([np.zeros(0, np.int64), *(archive.size for archive in archives)])
+    return ArchiveMembers(files, file, offset, size, [name for archive in archives for name in archive.names], labels)

@@ -19,35 +19,37 @@ from .unpacked import members, read_file
 SIDE = 32
 IMAGE_BYTES = 3 * SIDE * SIDE
 BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
-# kind and version -> files of the train split, of the test split, and with the class names
-LAYOUTS = {
+_Layout = tuple[tuple[str, ...], tuple[str, ...], str]  # files of the train split, of the test split, of class names
+# By kind and version.
+LAYOUTS: dict[tuple[str, str], _Layout] = {
     ("cifar10", "python"): (BATCHES, ("test_batch",), "batches.meta"),
     ("cifar10", "binary"): (tuple(f"{name}.bin" for name in BATCHES), ("test_batch.bin",), "batches.meta.txt"),
     ("cifar100", "python"): (("train",), ("test",), "meta"),
     ("cifar100", "binary"): (("train.bin",), ("test.bin",), "fine_label_names.txt"),
 }
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
-MAX_BYTES = 1 << 30  # of all in an archive, which has 180 MB, or of a file in a folder
+MAX_BYTES = 1 << 30  # of all files in an archive, which has 180 MB, or of a file in a folder
 
 
 def detect(path: Path) -> str | None:
-    if not path.is_dir() and not path.name.lower().startswith("cifar"):  # other archives are others' to look into
+    if not path.is_dir() and not path.name.lower().startswith("cifar"):  # another archive is not CIFAR's
         return None
     names = _Archive(path).names()
     return next((kind for (kind, _), layout in LAYOUTS.items() if _has(names, layout)), None)
 
 
-def _has(names: Set[str], layout: tuple) -> bool:
+def _has(names: Set[str], layout: _Layout) -> bool:
+    """Whether files include the class names of a layout, and some of its images."""
     train, test, meta = layout
     return meta in names and bool(names & {*train, *test})
 
 
 def load(path: Path, kind: str, outside: bool) -> Source:
-    layouts = {version: layout for (of_kind, version), layout in LAYOUTS.items() if of_kind == kind}
+    layouts = {version: layout for (name, version), layout in LAYOUTS.items() if name == kind}
     content = _Archive(path).read({name for train, test, meta in layouts.values() for name in (*train, *test, meta)})
     version = next((version for version, layout in layouts.items() if _has(content.keys(), layout)), None)
     if version is None:
-        raise SourceError(f"is no {kind} archive or folder (python or binary version)", path=path)
+        raise SourceError(f"is not a {kind} archive or folder (python or binary version)", path=path)
     train, test, meta = layouts[version]
     missing = [name for name in (*train, *test) if name not in content]
     if missing:
@@ -76,13 +78,13 @@ class _Archive:
     def read(self, names: Set[str]) -> dict[str, bytes]:
         if self.path.is_dir():
             folder = self._folder()
-            there = (folder / name for name in names if (folder / name).is_file())
-            return {path.name: read_file(str(path), None, MAX_BYTES) for path in there}
+            paths = (folder / name for name in names if (folder / name).is_file())
+            return {path.name: read_file(str(path), None, MAX_BYTES) for path in paths}
         inside = members(str(self.path), None, names, MAX_BYTES)
         return {Path(name).name: data for name, data in inside if data is not None}
 
     def _folder(self) -> Path:
-        """A folder that only holds the archive's folder stands for it."""
+        """Return the folder of the files: the archive's, when a folder holds nothing else."""
         inner = [path for path in self.path.iterdir() if path.name.startswith("cifar-") and path.is_dir()]
         return inner[0] if len(inner) == 1 else self.path
 
@@ -116,13 +118,13 @@ def _parse_python(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.nd
 def _parse_binary(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
     label_bytes = 1 if kind == "cifar10" else 2  # CIFAR-100: coarse, then fine
     if len(data) % (label_bytes + IMAGE_BYTES):
-        raise SourceError(f"is truncated: {len(data)} bytes are no whole number of records", path=where)
+        raise SourceError(f"is truncated: {len(data)} bytes are not a whole number of records", path=where)
     records = np.frombuffer(data, np.uint8).reshape(-1, label_bytes + IMAGE_BYTES)
     return _checked(where, kind, records[:, label_bytes - 1], records[:, label_bytes:])
 
 
 def _checked(where: str, kind: str, labels: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(labels[N], pixels uint8[N, 32, 32, 3]) from rows of 3,072 bytes: red, green, blue planes."""
+    """Return labels[N], and pixels as uint8[N, 32, 32, 3] from rows of 3,072 bytes: red, green and blue planes."""
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != (labels.size, IMAGE_BYTES):
         raise SourceError(f"does not hold {labels.size} images of {IMAGE_BYTES} bytes", path=where)
     if labels.dtype.kind not in "iu" or labels.ndim != 1 or labels.size == 0:

@@ -1,7 +1,8 @@
 """A CSV table of image files and labels: one file, or a folder with train.csv and val.csv or test.csv.
 
-The first row names the columns: of PATHS and of LABELS the first that is there is taken. A column `split` says which
-split a row belongs to, else the file's name does. Paths are relative to the table's folder.
+The first row names the columns. The first name of PATHS that is there is the column of paths, and likewise with LABELS.
+A column `split` says which split a row belongs to; without it the file's name does. Paths are relative to the table's
+folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ..errors import SourceError
-from . import SPLITS, Samples, Source
+from . import SPLITS, Source
 from .files import Files
 from .labels import number_labels
 from .paths import is_inside, opened, real_path
@@ -50,7 +51,7 @@ def load(path: Path, kind: str, outside: bool) -> Source:
         raise SourceError("holds no rows", path=path)
     picked = {split: listing.splits[name] for split, name in pick_splits(path, listing.splits).items()}
     classes, labels = number_labels(path, {split: rows.labels for split, rows in picked.items()})
-    splits: dict[str, Samples] = {
+    splits = {
         split: Files(
             root=str(folder),
             bounds=listing.bounds,
@@ -66,14 +67,15 @@ def load(path: Path, kind: str, outside: bool) -> Source:
 
 @dataclass
 class _Rows:
-    """Of one split."""
+    """The rows of one split."""
 
-    folders: dict[str, int] = field(default_factory=dict)  # its number by its path
+    folders: dict[str, int] = field(default_factory=dict)  # a folder's number by its path
     folder: list[int] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
 
     def add(self, path: str, label: str) -> None:
+        """Add a row."""
         folder, file = os.path.split(path)
         self.folder.append(self.folders.setdefault(folder, len(self.folders)))
         self.files.append(file)
@@ -86,11 +88,20 @@ class _Listing:
     def __init__(self, folder: str, bounds: str | None) -> None:
         self.bounds = bounds
         self.splits: dict[str, _Rows] = {}
-        self._roots = (folder, real_path(folder))  # what an absolute path in the folder may begin with
-        self._labels: dict[str, str] = {}  # one copy of each
+        self._roots = (folder, real_path(folder))  # an absolute path in the folder begins with one of them
+        self._labels: dict[str, str] = {}  # one copy of each, to save memory
 
     def read(self, table: Path, bounds: str | None, split: str) -> None:
-        """Add the rows of a table; `split`: theirs, where there is no such column. Raises SourceError."""
+        """Add the rows of a table.
+
+        Args:
+            table: The file.
+            bounds: The folder that it must lie in; None: any.
+            split: The rows' split, if there is no such column.
+
+        Raises:
+            SourceError: The table cannot be read, or names paths that lead out of the source.
+        """
         with opened(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
             rows = csv.reader(_lines(table, file), strict=True)
             try:
@@ -112,7 +123,7 @@ class _Listing:
         rows.add(self._relative(path), self._labels.setdefault(label, label))
 
     def _relative(self, path: str) -> str:
-        """To the folder. Raises ValueError for a path that leaves the bounds."""
+        """Return a path relative to the folder. Raises ValueError for a path that leaves the bounds."""
         path = os.path.normpath(path)
         if os.path.isabs(path):
             root = next((root for root in self._roots if is_inside(path, root)), None)
@@ -128,18 +139,18 @@ def _lines(table: Path, file: BinaryIO) -> Iterator[str]:
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(f"has more than {MAX_LINE_BYTES} bytes")
             if b"\0" in line:
-                raise ValueError("holds NUL bytes, so is no text")
+                raise ValueError("holds NUL bytes, so it is not text")
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except ValueError as error:
             raise SourceError(f"line {number}: {error}", path=table) from error
 
 
 def _columns(header: list[str]) -> tuple[int, int, int | None]:
-    """Where path, label and split are (None: there is no such column). Raises ValueError."""
-    found: list[int] = []
+    """Return the columns of path, label and split (None: there is no such column). Raises ValueError."""
+    columns: list[int] = []
     for what, names in (("path", PATHS), ("label", LABELS)):
         name = next((name for name in names if name in header), None)
         if name is None:
             raise ValueError(f"names no column of {what}s ({', '.join(names)}), but {', '.join(header) or 'none'}")
-        found.append(header.index(name))
-    return found[0], found[1], header.index("split") if "split" in header else None
+        columns.append(header.index(name))
+    return columns[0], columns[1], header.index("split") if "split" in header else None

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..formats import Buffer
+from ..images import Buffer
 from .paths import FOLDER_FLAGS, LEAVES, Descriptors, is_inside, open_file, own_memory, read_at, real_path, real_path_of
 
 
 @dataclass(eq=False)
 class Files:
-    """Samples that are files: `root / folders[folder[i]] / files[i]`.
+    """Samples that are files: `root / folders[folder[i]] / files[i]`. They take about 90 bytes of memory per sample.
 
-    `bounds`: the folder that no link leads out of, else it is not followed; None: links lead anywhere. About 90 bytes
-    a sample.
+    `bounds`: links that lead out of this folder are refused; None: links may lead anywhere.
     """
 
     root: str
@@ -28,11 +27,11 @@ class Files:
     labels: np.ndarray
     blocks: None = None
     _folders: Descriptors = field(init=False, repr=False)
-    _folder: memoryview = field(init=False, repr=False)  # of `folder`, which gives Python's integers, and sooner
+    _folder: memoryview = field(init=False, repr=False)  # of `folder`: is indexed faster, and gives Python's integers
     _real_bounds: str | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        self._folder = memoryview(np.ascontiguousarray(self.folder, np.int32))
+        self._folder = np.ascontiguousarray(self.folder, np.int32).data
         self._folders = Descriptors(len(self.folders), self._open_folder)
 
     @property
@@ -51,13 +50,13 @@ class Files:
         try:
             with self._folders.borrow(self._folder[i]) as folder:
                 return os.stat(self.files[i], dir_fd=folder).st_size
-        except (OSError, ValueError):  # reading says so
+        except (OSError, ValueError):  # reading it reports the error
             return 0
 
     def read(self, i: int, buffer: memoryview) -> Buffer:
-        """One open, one read (and one that finds the end), one close.
+        """Read it with one open, one read (and one that finds the end) and one close.
 
-        Opened from its folder's descriptor, so that only its name is looked up.
+        It is opened relative to its folder's descriptor, so that the filesystem only looks up its name.
         """
         number = self._folder[i]
         folder = self._folders.kept[number]
@@ -68,7 +67,7 @@ class Files:
                 fd = open_file(self.files[i], self._real_bounds, folder)
         try:
             size = os.readv(fd, [buffer])
-            # Fewer bytes than fit are not the end yet: Linux gives those before an error, and that when asked again.
+            # Fewer bytes than asked for need not be the end: Linux returns those before an error, then the error.
             while size < len(buffer):
                 count = os.readv(fd, [buffer[size:]])
                 if not count:
@@ -92,10 +91,10 @@ class Files:
 
 
 def _read_on(fd: int, buffer: memoryview) -> Buffer:
-    """The whole file, of which `buffer` holds the beginning."""
+    """Read a whole file, of which `buffer` holds the beginning, into memory of its own."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("is no regular file")
+        raise ValueError("is not a regular file")
     at = len(buffer)
     if status.st_size <= at:
         return buffer

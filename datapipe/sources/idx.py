@@ -6,17 +6,17 @@ The format is described at the end of http://yann.lecun.com/exdb/mnist/.
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import os
 import re
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from ..errors import SourceError
-from ..packing.memory import allowed_bytes
+from ..memory import allowed_bytes
 from . import SPLITS, Samples, Source, numbered
 from .paths import opened
 
@@ -35,7 +35,7 @@ def load(path: Path, kind: str, outside: bool) -> Source:
         raise SourceError("holds no *-images-idx3-ubyte[.gz]", path=path)
     splits: dict[str, Samples] = {}
     for split, images_path in files.items():
-        labels_path = _labels_of(images_path)
+        labels_path = _find_labels(images_path)
         images, labels = _read(images_path, 3), _read(labels_path, 1)
         if len(images) != len(labels):
             raise SourceError(f"holds {len(labels)} labels for {len(images)} images", path=labels_path)
@@ -45,15 +45,16 @@ def load(path: Path, kind: str, outside: bool) -> Source:
 
 
 def _image_files(folder: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    """Find the file of images of each split."""
+    files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):  # the plain file before the gzipped one
         match = IMAGES.fullmatch(path.name)
         if match and (split := SPLITS.get(match[1])):
-            found.setdefault(split, path)
-    return found
+            files.setdefault(split, path)
+    return files
 
 
-def _labels_of(images_path: Path) -> Path:
+def _find_labels(images_path: Path) -> Path:
     name = images_path.name.removesuffix(".gz").replace("-images", "-labels").replace("idx3", "idx1")
     for path in (images_path.with_name(name), images_path.with_name(f"{name}.gz")):
         if path.exists():
@@ -62,7 +63,7 @@ def _labels_of(images_path: Path) -> Path:
 
 
 def _read(path: Path, num_dimensions: int) -> np.ndarray:
-    """uint8 of the shape that the file's header gives."""
+    """Read a file into uint8 of the shape that its header gives."""
     gzipped = path.suffix == ".gz"
     with opened(str(path), None) as fd, open(fd, "rb", closefd=False) as plain:
         file_bytes = os.fstat(fd).st_size
@@ -73,12 +74,12 @@ def _read(path: Path, num_dimensions: int) -> np.ndarray:
             raise SourceError(f"is truncated or corrupt: {error}", path=path) from error
 
 
-def _read_array(path: Path, file: BinaryIO, num_dimensions: int, max_bytes: int) -> np.ndarray:
-    """No more is read than the header announces, and one byte to see that there is nothing behind."""
+def _read_array(path: Path, file: io.BufferedIOBase, num_dimensions: int, max_bytes: int) -> np.ndarray:
+    """Read what the header announces, and one byte more to see that nothing follows."""
     header_bytes = 4 + 4 * num_dimensions
     header = file.read(header_bytes)
     if len(header) < header_bytes or header[:4] != bytes((0, 0, UNSIGNED_BYTE, num_dimensions)):
-        raise SourceError(f"is no IDX file of unsigned bytes in {num_dimensions} dimensions", path=path)
+        raise SourceError(f"is not an IDX file of unsigned bytes in {num_dimensions} dimensions", path=path)
     shape = np.frombuffer(header, ">u4", num_dimensions, 4).tolist()
     if 0 in shape:
         raise SourceError(f"is empty: its shape is {shape}", path=path)

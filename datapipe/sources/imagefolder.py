@@ -29,7 +29,7 @@ def detect(path: Path) -> str:
 
 def load(path: Path, kind: str, outside: bool) -> Source:
     if not path.is_dir():
-        raise SourceError(f"is no folder, and no archive that datapipe knows; {LAYOUT}", path=path)
+        raise SourceError(f"is not a folder, and not an archive that datapipe knows; {LAYOUT}", path=path)
     bounds = None if outside else str(path)
     trees = {split: ClassTree.scan(root, bounds) for split, root in _split_roots(path).items()}
     classes = (trees["train"] if "train" in trees else next(iter(trees.values()))).names()
@@ -37,7 +37,7 @@ def load(path: Path, kind: str, outside: bool) -> Source:
 
 
 def _split_roots(path: Path) -> dict[str, Path]:
-    """Where each split's class folders lie."""
+    """Find the folder that holds each split's class folders."""
     entries = [entry for entry in os.scandir(path) if not is_hidden(entry.name) and not is_image(entry.name)]
     if not entries:
         raise SourceError(f"holds no class folders; {LAYOUT}", path=path)
@@ -46,7 +46,7 @@ def _split_roots(path: Path) -> dict[str, Path]:
     if not splits:
         return {"train": path}
     if others:
-        # A class may be called "train", too; but then it holds images, not classes.
+        # A class may also be called "train"; then it holds images, not classes.
         if not any(_holds_folders(path / name) for name in splits):
             return {"train": path}
         raise SourceError(f"holds {', '.join(sorted(splits))} beside {', '.join(others)}; {LAYOUT}", path=path)
@@ -54,20 +54,24 @@ def _split_roots(path: Path) -> dict[str, Path]:
 
 
 def _holds_folders(path: Path) -> bool:
-    return any(not is_image(entry.name) and entry.is_dir() for entry in os.scandir(path))
+    with os.scandir(path) as entries:
+        return any(not is_image(entry.name) and entry.is_dir() for entry in entries)
 
 
 @dataclass(frozen=True)
 class _Class:
-    """What lies in a class folder and below."""
+    """What lies in and below a class folder."""
 
-    folders: list[tuple[str, list[str]]] = field(default_factory=list)  # folder's path from the root, its images' names
-    others: list[str] = field(default_factory=list)  # paths of files that are no images
+    folders: list[tuple[str, list[str]]] = field(default_factory=list)  # path from the root, names of the images
+    others: list[str] = field(default_factory=list)  # paths of files that are not images
 
 
 @dataclass(frozen=True)
 class ClassTree:
-    """The class folders of a split, listed. `bounds`: the folder that no link leads out of; None: links may."""
+    """The class folders of a split, listed.
+
+    `bounds`: links that lead out of this folder are refused; None: links may lead anywhere.
+    """
 
     root: Path
     bounds: str | None
@@ -75,25 +79,27 @@ class ClassTree:
 
     @classmethod
     def scan(cls, root: Path, bounds: str | None) -> ClassTree:
-        """List each folder once. What is named as an image is taken for one: where the filesystem gives no types
-        with the names, asking costs a request for each. Raises SourceError, for links that lead out of `bounds`, too.
+        """List each folder once. Raises SourceError, also for links that lead out of `bounds`.
+
+        A name alone decides what is an image: on filesystems that list no types, to ask takes a request per file.
         """
         with opened(str(root), bounds) as fd:
             with refused(str(root)):
                 names = sorted(entry.name for entry in os.scandir(fd) if not is_hidden(entry.name))
             if image := next(filter(is_image, names), None):
                 raise SourceError(f"lies beside the class folders, not in one; {LAYOUT}", path=root / image)
-            found = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
-        classes = {name: of for name, of in zip(names, found, strict=True) if of is not None}
+            listed = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
+        classes = {name: content for name, content in zip(names, listed, strict=True) if content is not None}
         if not classes:
             raise SourceError(f"holds no class folders; {LAYOUT}", path=root)
         return cls(root, bounds, classes)
 
     def names(self) -> list[str]:
+        """Return the names of the classes."""
         return list(self.classes)
 
     def samples(self, classes: list[str]) -> Files:
-        """By class, then by folder, then by name. Raises SourceError for a class that is none of `classes`."""
+        """Return the samples by class, folder and name. Raises SourceError for a class that is not in `classes`."""
         unknown = sorted(self.classes.keys() - set(classes))
         if unknown:
             message = f"class folders that the train split does not have: {', '.join(unknown[:5])}"
@@ -103,10 +109,10 @@ class ClassTree:
         labels: list[int] = []  # of each folder
         counts: list[int] = []
         for label, name in enumerate(classes):
-            of = self.classes.get(name, _Class()).folders
-            if not any(images for _, images in of):
+            of_class = self.classes.get(name, _Class()).folders
+            if not any(images for _, images in of_class):
                 logger.warning("%s: no images of class %s", self.root, name)
-            for folder, images in of:
+            for folder, images in of_class:
                 folders.append(folder)
                 labels.append(label)
                 counts.append(len(images))
@@ -116,7 +122,7 @@ class ClassTree:
         return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
 
     def _warn_of_others(self) -> None:
-        others = [path for of in self.classes.values() for path in of.others]
+        others = [path for content in self.classes.values() for path in content.others]
         if others:
             logger.warning(
                 "%s: left out %d files that are not named %s, the first: %s",
@@ -125,7 +131,7 @@ class ClassTree:
 
 
 def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Class | None:
-    """None for what is no folder."""
+    """List a class folder; None if it is not a folder."""
     with refused(str(root / name)):
         try:
             fd = os.open(name, LIST_FLAGS, dir_fd=root_fd)
@@ -133,16 +139,17 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
             if not os.path.isdir(real_path(name, root_fd)):
                 return None
             fd = os.open(follow(name, bounds and real_path(bounds), root_fd), LIST_FLAGS)
-        found = _Class()
-        _walk(fd, name, found)
-    return found
+        content = _Class()
+        _list_folder(fd, name, content)
+    return content
 
 
-def _walk(fd: int, folder: str, found: _Class) -> None:
-    """List a folder, given open, and close it. Relative to it the folders below are opened: one look-up, not a path's.
+def _list_folder(fd: int, folder: str, content: _Class) -> None:
+    """Add what lies in and below a folder, given open, to `content`, and close it.
 
-    A class folder may be a link, and so may a file; links to folders below are not followed (they may loop). Raises
-    ValueError for folders that lie too deep: a descriptor of each above stays open.
+    Folders below are opened relative to it, which takes one look-up instead of one per part of the path. A class folder
+    may be a link, and so may a file; links to folders below are not followed, as they may form a circle. Raises
+    ValueError for folders that lie too deep, since a descriptor of each folder above stays open.
     """
     images, folders = [], []
     try:
@@ -158,10 +165,10 @@ def _walk(fd: int, folder: str, found: _Class) -> None:
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(name)
                 else:
-                    found.others.append(f"{folder}/{name}")
+                    content.others.append(f"{folder}/{name}")
         if images:
-            found.folders.append((folder, sorted(images)))
+            content.folders.append((folder, sorted(images)))
         for name in sorted(folders):
-            _walk(os.open(name, LIST_FLAGS, dir_fd=fd), f"{folder}/{name}", found)
+            _list_folder(os.open(name, LIST_FLAGS, dir_fd=fd), f"{folder}/{name}", content)
     finally:
         os.close(fd)

@@ -4,7 +4,7 @@
     ILSVRC2012_img_val.tar          ILSVRC2012_val_00000001.JPEG to …50000.JPEG
     ILSVRC2012_devkit_t12.tar.gz    (or unpacked) the labels of the val images
 
-Class tars may also lie in train/, and what is unpacked into class folders (train/, val/) is taken as an ImageFolder.
+Class tars may also lie in train/, and what is unpacked into class folders (train/, val/) is read as an ImageFolder.
 Classes are the synsets (WordNet ids) in their order, as everywhere in the field.
 """
 
@@ -21,11 +21,11 @@ import numpy as np
 
 from ..errors import MissingBackendError, SourceError
 from . import Samples, Source
-from .archive_members import Part, Slices, join
+from .archive_members import ArchiveMembers, ListedArchive, join
 from .imagefolder import ClassTree
 from .paths import opened
 from .splits import is_image
-from .tar_listing import Member, walk, warn_of_others
+from .tar_listing import Member, list_members, warn_of_others
 from .unpacked import members, read_file
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -34,8 +34,8 @@ GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.m
 CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 NUM_CLASSES = 1000
-MAX_DEVKIT_BYTES = 64 << 20  # of its two files that are read, which have 1 MB
-LISTERS = 32  # class tars walked at once: hides a shared filesystem's latency
+MAX_DEVKIT_BYTES = 64 << 20  # of the two files that are read, which have 1 MB
+LISTERS = 32  # class tars listed at once: hides a shared filesystem's latency
 
 
 def detect(path: Path) -> str | None:
@@ -47,7 +47,7 @@ def detect(path: Path) -> str | None:
 
 def load(path: Path, kind: str, outside: bool) -> Source:
     if not path.is_dir():
-        raise SourceError("is no folder; give the one that holds the archives of ImageNet", path=path)
+        raise SourceError("is not a folder; give the one that holds the archives of ImageNet", path=path)
     bounds = None if outside else str(path)
     splits: dict[str, Samples] = {}
     classes, train = _train(path, bounds)
@@ -79,14 +79,16 @@ def _class_tars(folder: Path) -> list[str]:
 
 
 class _ClassTar(NamedTuple):
+    """The archive of a class, which is a file or a member of one."""
+
     wnid: str
-    file: int  # that it is, or lies in
+    file: int  # number of the file
     begin: int = 0
     end: int | None = None  # None: where the file ends
 
 
 def _train(path: Path, bounds: str | None) -> tuple[list[str], Samples | None]:
-    """The classes, and the samples; None where there are none."""
+    """List the train split: the classes, and the samples; None if there is no such split."""
     folder = path / "train"
     if (path / TRAIN).exists():
         files = [str(path / TRAIN)]
@@ -103,9 +105,9 @@ def _train(path: Path, bounds: str | None) -> tuple[list[str], Samples | None]:
 
 
 def _classes_in(path: str, bounds: str | None) -> list[_ClassTar]:
-    """The class tars in the train archive, by class."""
+    """List the class tars in the train archive, by class."""
     with opened(path, bounds) as fd:
-        archive = walk(fd, path)
+        archive = list_members(fd, path)
     tars: dict[str, _ClassTar] = {}
     for member in archive.members:
         if not (match := CLASS_TAR.fullmatch(_name(member))):
@@ -119,21 +121,22 @@ def _classes_in(path: str, bounds: str | None) -> list[_ClassTar]:
     return [tars[wnid] for wnid in sorted(tars)]
 
 
-def _images_in(path: Path, files: list[str], tars: list[_ClassTar], bounds: str | None) -> Slices:
-    """The images of all class tars, each in its class."""
+def _images_in(path: Path, files: list[str], tars: list[_ClassTar], bounds: str | None) -> ArchiveMembers:
+    """List the images of all class tars, each in its class."""
 
-    def list_one(tar: _ClassTar) -> tuple[Part, int, int]:
+    def list_class(tar: _ClassTar) -> tuple[ListedArchive, int, int]:
         with opened(files[tar.file], bounds) as fd:
-            archive = walk(fd, f"{files[tar.file]}: {tar.wnid}.tar", tar.begin, tar.end)
+            archive = list_members(fd, f"{files[tar.file]}: {tar.wnid}.tar", tar.begin, tar.end)
         images = [member for member in archive.members if is_image(member.name)]
         names = [f"{tar.wnid}/{_stem(member)}" for member in images]
-        return Part.of(tar.file, names, images), archive.num_others, len(archive.members) - len(images)
+        listed = ListedArchive.from_members(tar.file, names, images)
+        return listed, archive.num_others, len(archive.members) - len(images)
 
     with ThreadPoolExecutor(LISTERS) as pool:
-        parts, others, left_out = zip(*pool.map(list_one, tars), strict=True)
+        listed, others, left_out = zip(*pool.map(list_class, tars), strict=True)
     warn_of_others(path, sum(others), sum(left_out), "images")
-    counts = [len(part.names) for part in parts]
-    return join(files, parts, np.repeat(np.arange(len(tars), dtype=np.uint32), counts))
+    counts = [len(archive.names) for archive in listed]
+    return join(files, listed, np.repeat(np.arange(len(tars), dtype=np.uint32), counts))
 
 
 def _name(member: Member) -> str:
@@ -148,55 +151,58 @@ def _stem(member: Member) -> str:
 
 
 class _Devkit(NamedTuple):
-    of_image: list[str]  # wnid of each val image
+    """The labels of the val images, and all classes, as WordNet ids."""
+
+    wnids: list[str]  # of each val image
     classes: list[str]
 
 
-def _val(path: Path, devkit: Path, classes: list[str], bounds: str | None) -> tuple[list[str], Slices]:
-    """The classes (the devkit's, where there is no train split) and the samples of the val archive."""
+def _val(path: Path, devkit: Path, classes: list[str], bounds: str | None) -> tuple[list[str], ArchiveMembers]:
+    """List the val archive: the classes (the devkit's, if there is no train split), and the samples."""
     known, file = _read_devkit(devkit, bounds), str(path / VAL)
     with opened(file, bounds) as fd:
-        archive = walk(fd, file)
-    images = [member for member in archive.members if VAL_NAME.fullmatch(_name(member))]
+        archive = list_members(fd, file)
+    matches = [(member, VAL_NAME.fullmatch(_name(member))) for member in archive.members]
+    images = [member for member, match in matches if match]
     warn_of_others(file, archive.num_others, len(archive.members) - len(images), "named as val images")
-    numbers = [int(VAL_NAME.fullmatch(_name(member))[1]) for member in images]
-    if images and not 1 <= min(numbers) <= max(numbers) <= len(known.of_image):
-        raise SourceError(f"does not fit its devkit, which has labels for {len(known.of_image)} images", path=file)
-    wnids = [known.of_image[number - 1] for number in numbers]
+    numbers = [int(match[1]) for _, match in matches if match]
+    if images and not 1 <= min(numbers) <= max(numbers) <= len(known.wnids):
+        raise SourceError(f"does not fit its devkit, which has labels for {len(known.wnids)} images", path=file)
+    wnids = [known.wnids[number - 1] for number in numbers]
     classes = classes or known.classes
     if unknown := sorted(set(wnids) - set(classes)):
         raise SourceError(f"classes that the train split does not have: {', '.join(unknown[:5])}", path=file)
-    label_of = {wnid: label for label, wnid in enumerate(classes)}
+    numbers_by_wnid = {wnid: label for label, wnid in enumerate(classes)}
     names = [f"{wnid}/{_stem(member)}" for wnid, member in zip(wnids, images, strict=True)]
-    labels = np.array([label_of[wnid] for wnid in wnids], np.uint32)
-    return classes, join([file], [Part.of(0, names, images)], labels)
+    labels = np.array([numbers_by_wnid[wnid] for wnid in wnids], np.uint32)
+    return classes, join([file], [ListedArchive.from_members(0, names, images)], labels)
 
 
 def _read_devkit(path: Path, bounds: str | None) -> _Devkit:
     truth, meta = _devkit_files(path, bounds)
     wnids = _wnids(path, meta)
     try:
-        of_image = [wnids[int(line)] for line in truth.split()]
+        labels = [wnids[int(line)] for line in truth.split()]
     except (ValueError, KeyError) as error:
-        raise SourceError(f"{GROUND_TRUTH} has a line that is no number of a class: {error}", path=path) from error
-    return _Devkit(of_image, sorted(wnids.values()))
+        raise SourceError(f"{GROUND_TRUTH} has a line that is not the number of a class: {error}", path=path) from error
+    return _Devkit(labels, sorted(wnids.values()))
 
 
 def _devkit_files(path: Path, bounds: str | None) -> tuple[bytes, bytes]:
-    """The labels of the val images, and the classes, of an unpacked devkit or its archive."""
+    """Read the labels of the val images, and the classes, from an unpacked devkit or its archive."""
     names = {GROUND_TRUTH, META}
     if path.is_dir():
-        found = {name: read_file(str(path / name), bounds, MAX_DEVKIT_BYTES) for name in names}
+        contents = {name: read_file(str(path / name), bounds, MAX_DEVKIT_BYTES) for name in names}
     else:
         inside = members(str(path), bounds, names, MAX_DEVKIT_BYTES)
-        found = {"/".join(name.split("/")[-2:]): data for name, data in inside if data is not None}
-    if missing := names - found.keys():
+        contents = {"/".join(name.split("/")[-2:]): data for name, data in inside if data is not None}
+    if missing := names - contents.keys():
         raise SourceError(f"lacks {' and '.join(sorted(missing))}", path=path)
-    return found[GROUND_TRUTH], found[META]
+    return contents[GROUND_TRUTH], contents[META]
 
 
 def _wnids(path: Path, meta: bytes) -> dict[int, str]:
-    """WordNet id of each class by its number in the challenge; the inner nodes of the tree, beyond 1000, left out."""
+    """Return the WordNet id of each class by its number in the challenge, without inner nodes (numbers over 1000)."""
     try:
         from scipy.io import loadmat
     except ImportError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +11,15 @@ import numpy as np
 from ..errors import SourceError
 
 NUMBER = re.compile(r"-?[0-9]{1,4000}")  # as many digits as int() takes
-MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a number beyond this is an identifier or a mistake
+MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
 
 
 def number_labels(path: Path, labels: dict[str, list[str]]) -> tuple[list[str], dict[str, np.ndarray]]:
-    """The class names, and each sample's class as uint32[N], from the labels of each split.
+    """Number the classes: return their names, and each split's labels as uint32[N]. Raises SourceError.
 
-    Labels that are all whole numbers are the classes "0" to the largest; else the labels are names, and classes are
-    in their order. Raises SourceError.
+    If all labels are whole numbers, the classes are "0" to the largest. Else labels are names, in alphabetical order.
     """
-    distinct = set().union(*labels.values())
+    distinct: set[str] = set().union(*labels.values())
     if all(map(NUMBER.fullmatch, distinct)):
         values = {label: int(label) for label in distinct}
         classes = numbered_classes(path, values.values())
@@ -33,8 +32,8 @@ def number_labels(path: Path, labels: dict[str, list[str]]) -> tuple[list[str], 
     return classes, numbers
 
 
-def numbered_classes(path: Path, numbers: Sequence[int]) -> list[str]:
-    """Names for classes that are only numbers. Raises SourceError."""
+def numbered_classes(path: Path, numbers: Collection[int]) -> list[str]:
+    """Name the classes 0 to the largest of `numbers`. Raises SourceError for numbers that cannot be classes."""
     low, high = min(numbers, default=0), max(numbers, default=-1)
     if low < 0 or high >= MAX_CLASSES:
         wrong = low if low < 0 else high

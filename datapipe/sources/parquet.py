@@ -1,8 +1,8 @@
 """Parquet files as Hugging Face lays them out: a column of encoded images and one of labels.
 
 Files named train-00000-of-00294-….parquet, validation-… or test-… lie in the folder or its data/, or in folders train/
-and val/, or there is one file. Images are bytes, or structs that hold them (as `bytes`). A row group is read in one
-piece, so its samples are a block.
+and val/, or there is one file. Images are bytes, or structs that hold them (as `bytes`). A row group is read as a
+whole, so its samples are a block.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..errors import MissingBackendError, SourceError
-from ..formats import Buffer
-from . import Samples, Source
+from ..images import Buffer
+from . import Source
 from .labels import number_labels
 from .paths import check_inside
 from .splits import large_files, pick_splits
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
 LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
-KEPT_BYTES = 256 << 20  # of row groups, beside the one read last
+KEPT_BYTES = 256 << 20  # of row groups, beside the one that was read last
 
 
 def detect(path: Path) -> str | None:
@@ -40,18 +41,18 @@ def detect(path: Path) -> str | None:
 def load(path: Path, kind: str, outside: bool) -> Source:
     _import_parquet(path)
     bounds = None if outside or not path.is_dir() else str(path)
-    found = large_files(path, (".parquet",), below=("data",))
-    if not found:
+    files_by_name = large_files(path, (".parquet",), below=("data",))
+    if not files_by_name:
         raise SourceError("holds no .parquet files, neither itself nor in data, train and val", path=path)
-    files = {split: found[name] for split, name in pick_splits(path, found).items()}
+    files = {split: files_by_name[name] for split, name in pick_splits(path, files_by_name).items()}
     with ThreadPoolExecutor(LISTERS) as pool:
-        tables = {split: list(pool.map(lambda file: _list(file, bounds), of)) for split, of in files.items()}
+        tables = {split: list(pool.map(lambda file: _list(file, bounds), paths)) for split, paths in files.items()}
     classes, labels = _classes(path, tables)
-    splits: dict[str, Samples] = {split: _rows(files[split], of, labels[split]) for split, of in tables.items()}
+    splits = {split: _join(files[split], listed, labels[split]) for split, listed in tables.items()}
     return Source(kind, classes, splits)
 
 
-def _import_parquet(path: Path | str):
+def _import_parquet(path: Path | str) -> ModuleType:
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -63,12 +64,12 @@ def _import_parquet(path: Path | str):
 
 
 class _Table(NamedTuple):
-    """What is known of a file without its images."""
+    """A file, without its images."""
 
     path: str
     column: str  # with the images' bytes
     labels: list[str]
-    names: list[str]  # of the classes; empty where the file has none
+    names: list[str]  # of the classes; empty if the file has none
     num_rows: list[int]  # of each row group
     num_bytes: list[int]  # of its images
 
@@ -81,7 +82,7 @@ def _list(path: str, bounds: str | None) -> _Table:
             metadata, schema = file.metadata, file.schema_arrow
             column, label = _columns(path, schema)
             labels = file.read(columns=[label], use_threads=False).column(label)
-    except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are these, too
+    except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are subclasses
         raise SourceError(f"cannot be read: {error}", path=path) from error
     if labels.null_count:
         row = labels.to_pylist().index(None)
@@ -94,14 +95,14 @@ def _list(path: str, bounds: str | None) -> _Table:
 
 
 def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str]:
-    """The image's bytes and the label. Raises SourceError."""
+    """Return the columns of the images' bytes and of the labels. Raises SourceError."""
     from pyarrow import types
 
     image = next((name for name in IMAGES if name in schema.names), None)
     label = next((name for name in LABELS if name in schema.names), None)
     if image is None or label is None:
-        wanted = f"image ({', '.join(IMAGES)}) and label ({', '.join(LABELS)})"
-        raise SourceError(f"has not both columns, {wanted}, but {', '.join(schema.names)}", path=path)
+        expected = f"image ({', '.join(IMAGES)}) and label ({', '.join(LABELS)})"
+        raise SourceError(f"has not both columns, {expected}, but {', '.join(schema.names)}", path=path)
     kind, column = schema.field(image).type, image
     if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         kind, column = kind.field("bytes").type, f"{image}.bytes"
@@ -115,7 +116,7 @@ def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str]:
 
 
 def _class_names(schema: pyarrow.Schema, label: str) -> list[str]:
-    """As Hugging Face's `datasets` writes them into the schema; [] where it did not."""
+    """Return the class names that Hugging Face's `datasets` has written into the schema; [] if it has not."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = features[label]["names"]
@@ -125,10 +126,10 @@ def _class_names(schema: pyarrow.Schema, label: str) -> list[str]:
 
 
 def _classes(path: Path, tables: dict[str, list[_Table]]) -> tuple[list[str], dict[str, np.ndarray]]:
-    """The classes, and the labels of each split. Raises SourceError."""
-    texts = {split: [text for table in of for text in table.labels] for split, of in tables.items()}
+    """Return the classes, and the labels of each split. Raises SourceError."""
+    texts = {split: [text for table in of_split for text in table.labels] for split, of_split in tables.items()}
     classes, labels = number_labels(path, texts)
-    first, *others = (table for of in tables.values() for table in of)
+    first, *others = (table for of_split in tables.values() for table in of_split)
     if differing := next((table for table in others if table.names != first.names), None):
         raise SourceError(f"names other classes than {first.path}", path=differing.path)
     if first.names and classes == [str(number) for number in range(len(classes))]:
@@ -142,7 +143,7 @@ def _classes(path: Path, tables: dict[str, list[_Table]]) -> tuple[list[str], di
 
 
 @dataclass(eq=False)
-class Rows:
+class ParquetRows:
     """Samples that are rows of Parquet files, in their order; a row group is a block."""
 
     files: list[str]
@@ -153,10 +154,10 @@ class Rows:
     num_bytes: np.ndarray  # int64[G]: of its images, about
     labels: np.ndarray
     blocks: np.ndarray  # int64[N]: row group of each sample
-    _kept: _Kept = field(init=False, repr=False)
+    _row_groups: _RowGroups = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._kept = _Kept(self._decode)
+        self._row_groups = _RowGroups(self._decode)
 
     @property
     def names(self) -> list[str]:
@@ -171,13 +172,13 @@ class Rows:
         return f"{self.files[self.file[self.blocks[i]]]}, row {self._rows()[i]}"
 
     def size_bytes(self, i: int) -> int:
-        """The mean of the row group."""
+        """Return the mean size in the row group."""
         block = self.blocks[i]
         return int(self.num_bytes[block] // np.count_nonzero(self.blocks == block))
 
     def read(self, i: int, buffer: memoryview) -> Buffer:
         block = int(self.blocks[i])
-        value = self._kept.get(block)[i - int(self.start[block])].as_buffer()
+        value = self._row_groups.get(block)[i - int(self.start[block])].as_buffer()
         if value is None:
             raise ValueError("holds no image: null")
         if value.size > len(buffer):
@@ -186,15 +187,15 @@ class Rows:
         return buffer[: value.size]
 
     def close(self) -> None:
-        self._kept = _Kept(self._decode)
+        self._row_groups = _RowGroups(self._decode)
 
     def _rows(self) -> np.ndarray:
-        """int64[N]: the row of each sample in its file."""
+        """Return int64[N], the row of each sample in its file."""
         _, first, number = np.unique(self.file, return_index=True, return_inverse=True)
         return np.arange(len(self)) - self.start[first][number][self.blocks]
 
     def _decode(self, block: int) -> pyarrow.ChunkedArray:
-        """The images of a row group, as binary."""
+        """Read the images of a row group, as binary."""
         path = self.files[self.file[block]]
         parquet = _import_parquet(path)
         from pyarrow import compute
@@ -205,19 +206,19 @@ class Rows:
                 table = file.read_row_group(group, columns=[self.column], use_threads=False)
         except FileNotFoundError:
             raise
-        except (OSError, ValueError, NotImplementedError, IndexError) as error:  # Arrow's errors are these, too
-            # That is never one image's fault: a disk that fails, or a file that was cut off since it was listed.
+        except (OSError, ValueError, NotImplementedError, IndexError) as error:  # Arrow's errors are subclasses
+            # Never the fault of one image: the disk fails, or the file has been truncated since it was listed.
             raise SourceError(f"row group {group} cannot be read: {error}", path=path) from error
         images = table.column(0)
         return compute.struct_field(images, "bytes") if self.column.endswith(".bytes") else images
 
 
-def _rows(files: list[str], tables: list[_Table], labels: np.ndarray) -> Rows:
+def _join(files: list[str], tables: list[_Table], labels: np.ndarray) -> ParquetRows:
     num_groups = [len(table.num_rows) for table in tables]
     num_rows = np.array([count for table in tables for count in table.num_rows], np.int64)
     if columns := {table.column for table in tables[1:]} - {tables[0].column}:
         raise SourceError(f"has its images in another column than {files[0]}: {', '.join(columns)}", path=files[-1])
-    return Rows(
+    return ParquetRows(
         files=files,
         column=tables[0].column,
         file=np.repeat(np.arange(len(files), dtype=np.int32), num_groups),
@@ -229,20 +230,20 @@ def _rows(files: list[str], tables: list[_Table], labels: np.ndarray) -> Rows:
     )
 
 
-class _Kept:
-    """The row groups decoded last. One that several threads ask for is decoded once."""
+class _RowGroups:
+    """The row groups that were decoded last. One that several threads ask for is decoded once."""
 
     def __init__(self, decode: Callable[[int], pyarrow.ChunkedArray]) -> None:
         self._decode = decode
         self._lock = threading.Lock()
-        self._futures: dict[int, Future] = {}  # the one asked for last comes last
+        self._futures: dict[int, Future] = {}  # in the order in which they were last asked for
 
     def get(self, block: int) -> pyarrow.ChunkedArray:
         with self._lock:
             future = self._futures.pop(block, None)
-            mine = future is None
+            is_new = future is None
             self._futures[block] = future = future or Future()
-        if mine:
+        if is_new:
             try:
                 future.set_result(self._decode(block))
             except BaseException as error:

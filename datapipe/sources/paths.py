@@ -1,7 +1,7 @@
-"""Opening what lies in a source: with few requests to its filesystem, and by no link that leads out of it.
+"""Open what lies in a source, with few requests to its filesystem, and without following links that lead out of it.
 
-`bounds` is the folder that links may not leave, as the user named it (None: they lead anywhere); `real_bounds` its real
-path.
+`bounds` is the folder that links must not leave, as the user named it (None: links may lead anywhere); `real_bounds` is
+its real path.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from contextlib import contextmanager
 
 from ..errors import SourceError
 
-FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # of a pipe that is called x.jpg: do not wait for its writer
+FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: do not wait for the writer of a pipe named x.jpg
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 LEAVES = "is a link that leads out of the source; --outside follows it"
-MAX_IMAGE_BYTES = 1 << 30  # twice the pixels that `image.MAX_PIXELS` allows, uncompressed: beyond is no image
+MAX_IMAGE_BYTES = 1 << 30  # twice what `codec.MAX_PIXELS` pixels take uncompressed: nothing larger is an image
 
 
 def real_path(path: str, dir_fd: int | None = None) -> str:
-    """Where a path ends when every link in it is followed. Raises OSError, and ValueError for links in a circle.
+    """Follow every link in a path. Raises OSError, and ValueError for links in a circle.
 
-    The kernel walks it, and tells: `os.path.realpath` would ask about each of its parts. O_PATH opens no file, so no
-    device acts and no pipe waits.
+    The kernel does it in one request; `os.path.realpath` would ask about each part of the path. O_PATH does not open
+    the file itself, so no device acts and no pipe waits.
     """
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -40,16 +40,26 @@ def real_path(path: str, dir_fd: int | None = None) -> str:
 
 
 def real_path_of(fd: int) -> str:
+    """Return the real path of an open file or folder."""
     return os.readlink(f"/proc/self/fd/{fd}")
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Both real paths."""
+    """Whether a real path is, or lies in, a folder, given by its real path."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def follow(path: str, real_bounds: str | None, dir_fd: int | None = None) -> str:
-    """`real_path`; raises ValueError when it leaves the bounds."""
+    """Follow every link in a path, as `real_path` does. Raises ValueError when it leaves the bounds.
+
+    Args:
+        path: Absolute, or relative to `dir_fd`.
+        real_bounds: See above.
+        dir_fd: A folder's descriptor.
+
+    Returns:
+        The real path.
+    """
     real = real_path(path, dir_fd)
     if real_bounds is not None and not is_inside(real, real_bounds):
         raise ValueError(LEAVES)
@@ -57,7 +67,20 @@ def follow(path: str, real_bounds: str | None, dir_fd: int | None = None) -> str
 
 
 def open_file(path: str, real_bounds: str | None, dir_fd: int | None = None) -> int:
-    """A descriptor of a file. Costs one request, unless it is a link. Raises OSError, ValueError."""
+    """Open a file: one request, unless it is a link.
+
+    Args:
+        path: Absolute, or relative to `dir_fd`.
+        real_bounds: See above.
+        dir_fd: A folder's descriptor.
+
+    Returns:
+        The file's descriptor.
+
+    Raises:
+        OSError: It cannot be opened.
+        ValueError: It is a link that leaves the bounds, or in a circle.
+    """
     try:
         return os.open(path, FLAGS if real_bounds is None else FLAGS | os.O_NOFOLLOW, dir_fd=dir_fd)
     except OSError as error:
@@ -68,7 +91,7 @@ def open_file(path: str, real_bounds: str | None, dir_fd: int | None = None) -> 
 
 @contextmanager
 def refused(path: str) -> Iterator[None]:
-    """What cannot be opened while a source is listed: OSError and ValueError become a SourceError that names it."""
+    """Turn OSError and ValueError into a SourceError that names the path, while a source is listed."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -77,14 +100,14 @@ def refused(path: str) -> Iterator[None]:
 
 
 def check_inside(path: str, bounds: str | None) -> None:
-    """Raises SourceError for a path that leads out of the bounds, or nowhere."""
+    """Raise SourceError for a path that leads out of the bounds, or nowhere."""
     with refused(path):
         follow(path, bounds and real_path(bounds))
 
 
 @contextmanager
 def opened(path: str, bounds: str | None) -> Iterator[int]:
-    """A descriptor of a folder or large file to be listed: its path is checked whole.
+    """Open a folder or large file to be listed, every part of whose path is checked; yield its descriptor.
 
     Raises SourceError, also in place of an OSError while the descriptor is used.
     """
@@ -99,9 +122,17 @@ def opened(path: str, bounds: str | None) -> Iterator[int]:
 
 
 def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
-    """Fill `buffer` from `offset` of a file; return how many bytes there are: fewer only where the file ends.
+    """Fill a buffer from a file, with more than one read if need be.
 
-    A read may give less than there is: before an error (which only the next read tells), or at a signal.
+    A read may return less than there is, before an error (which the next read raises) or when a signal arrives.
+
+    Args:
+        fd: The file's descriptor.
+        buffer: Where the bytes go.
+        offset: Where in the file they are.
+
+    Returns:
+        How many bytes were read: fewer than asked for only at the end of the file.
     """
     size = os.preadv(fd, [buffer], offset)
     while size < len(buffer):
@@ -113,17 +144,17 @@ def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
 
 
 def own_memory(size: int) -> bytearray:
-    """For an image that the buffer is too small for. Raises ValueError."""
+    """Allocate memory for an image that the buffer is too small for. Raises ValueError for what is not an image."""
     if size > MAX_IMAGE_BYTES:
-        raise ValueError(f"is no image: {size} bytes")
+        raise ValueError(f"is not an image: {size} bytes")
     return bytearray(size)
 
 
 class Descriptors:
-    """Open descriptors of `count` folders or files, by number, each made when it is first needed.
+    """Descriptors of `count` folders or files, by number, each opened when it is first needed.
 
-    `kept[i]` is one, or None: then `borrow` it. Nothing is closed before `close`, since another thread may be about to
-    use it; beyond what the system lets us have open, none is kept.
+    `kept[i]` is a descriptor that stays open, or None: then `borrow` it. Kept ones are closed in `close` only, since
+    another thread may be about to use them. No more are kept than the system lets a process have open.
     """
 
     def __init__(self, count: int, open: Callable[[int], int]) -> None:
@@ -131,14 +162,14 @@ class Descriptors:
         self._open = open
         self._room = _allow(count)
         self._counting = threading.Lock()
-        self._opening: dict[int, threading.Lock] = {}  # by number: several at once, but none twice
+        self._opening: dict[int, threading.Lock] = {}  # by number: several are opened at the same time, but none twice
 
     @contextmanager
     def borrow(self, i: int) -> Iterator[int]:
-        """A descriptor that is there as long as the context. Raises what opening it raises."""
+        """Yield a descriptor that is open as long as the context. Raises what opening it raises."""
         with self._counting:
-            mine = self._opening.setdefault(i, threading.Lock())
-        with mine:  # opening may hang: then only those wait that need the same
+            opening = self._opening.setdefault(i, threading.Lock())
+        with opening:  # it may hang: then only threads wait that need the same descriptor
             fd = self.kept[i]
             if fd is None:
                 fd = self._open(i)
@@ -146,15 +177,15 @@ class Descriptors:
                     if self._room > 0:
                         self._room -= 1
                         self.kept[i] = fd
-        kept = self.kept[i] == fd
+        is_kept = self.kept[i] == fd
         try:
             yield fd
         finally:
-            if not kept:
+            if not is_kept:
                 os.close(fd)
 
     def close(self) -> None:
-        """Nothing may be borrowed now."""
+        """Close all. No other thread may be using any."""
         with self._counting:
             for i, fd in enumerate(self.kept):
                 if fd is not None:
@@ -164,13 +195,13 @@ class Descriptors:
 
 
 def _allow(count: int) -> int:
-    """How many of `count` descriptors may stay open: at most a quarter of all, for this is one split of several.
+    """Return how many of `count` descriptors may stay open: at most a quarter of all, for one split of several.
 
-    The usual soft limit of 1,024 is raised for it.
+    Raises the soft limit of open files, which usually is 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * count + 1024
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = 4 * count + 1024
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return count if soft == resource.RLIM_INFINITY else min(count, soft // 4)

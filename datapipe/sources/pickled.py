@@ -1,8 +1,8 @@
-"""Pickles of dictionaries, lists, strings, numbers and numpy arrays, read by an interpreter of their few opcodes.
+"""Read pickles of dictionaries, lists, strings, numbers and numpy arrays, with an interpreter of their few opcodes.
 
-Python's own unpickler calls what a file names, and numpy's arrays trust the state that a file gives them: either may
-crash the process, or run a stranger's code. Here a file can name four functions, none of which is called: an `Array`
-keeps what it was given, and looks at it when it is asked for.
+Python's own unpickler calls the functions that a file names, and numpy's arrays trust the state that a file gives them.
+Either may crash the process or run a stranger's code. Here a file can name a few functions, and none of them is called:
+an `Array` keeps its arguments, and checks them when the array is asked for.
 
 The opcodes: Python's Lib/pickletools.py. Protocols 0 to 5, of Python 2 (whose strings are read as Latin-1) and 3.
 """
@@ -13,6 +13,7 @@ import codecs
 import pickle
 import struct
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,10 @@ class Array:
         self._state = state  # as numpy.ndarray.__setstate__ takes it
 
     def array(self) -> np.ndarray:
-        """The array, of whole numbers. Raises ValueError for anything else, or another number of bytes."""
+        """Return the array of whole numbers. Raises ValueError for any other, or a wrong number of bytes."""
         match self._state:
             case (int(), tuple(shape), _DType(code=code), int(by_columns), bytes(data) | str(data)):
-                data = data.encode("latin1") if isinstance(data, str) else data  # of Python 2
+                data = data.encode("latin1") if isinstance(data, str) else data  # Python 2 wrote a str
                 kind = np.dtype(code)
                 if any(type(side) is not int or side < 0 for side in shape) or len(shape) > 2:
                     raise ValueError("an array of a shape that is not one or two numbers")
@@ -65,7 +66,7 @@ class _DType:
         self.code = code
 
     def set_state(self, state: Any) -> None:
-        """`state`: version, byte order, and what only other types have."""
+        """Set the byte order. `state`: version, byte order, and what only other types have."""
         if not (isinstance(state, tuple) and len(state) >= 5 and state[1] in ("<", ">", "|", "=")):
             raise ValueError("an array of an unknown byte order")
         if any(part is not None for part in state[2:5]):
@@ -79,7 +80,7 @@ class _Name:
     __slots__ = ("name",)
 
     def __init__(self, module: Any, name: Any) -> None:
-        if not (isinstance(module, str) and isinstance(name, str)):  # to show a deep tuple may take for ever
+        if not (isinstance(module, str) and isinstance(name, str)):  # a deep tuple could take for ever to print
             raise ValueError("names a function by what is not a string")
         if (module, name) not in NAMES:
             raise ValueError(f"asks for {module[:100]}.{name[:100]}, which no such file needs")
@@ -87,20 +88,22 @@ class _Name:
 
 
 def read_pickle(data: bytes) -> Any:
-    """What a pickle holds, its numpy arrays as `Array`. Raises ValueError for any that holds something else."""
+    """Read a pickle, its numpy arrays as `Array`. Raises ValueError when it holds anything else."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of escape sequences that Python does not know
+            warnings.simplefilter("ignore", DeprecationWarning)  # for escape sequences that Python does not know
             return _Reader(data).read()
     except (IndexError, KeyError, TypeError, AttributeError, struct.error, OverflowError) as error:
         raise ValueError(f"corrupt: {type(error).__name__}: {str(error)[:100]}") from error
     except ValueError as error:
-        raise ValueError(str(error)[:200]) from error  # Python's own may show the file's whole content
+        raise ValueError(str(error)[:200]) from error  # Python's message may quote the whole file
     except MemoryError as error:
         raise ValueError("too large for the memory") from error
 
 
 class _Reader:
+    """The interpreter: a stack, marks in it, and a memo."""
+
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
         self._stack: list[Any] = []
@@ -110,7 +113,7 @@ class _Reader:
 
     def read(self) -> Any:
         for _ in range(MAX_OPCODES):
-            opcode = self._take(1)
+            opcode = self._read_bytes(1)
             if opcode == pickle.STOP:
                 return self._stack.pop()
             self._step(opcode)
@@ -123,7 +126,7 @@ class _Reader:
             self._stack.append(self._number(NUMBERS[opcode]))
         elif opcode in STRINGS:
             size, make = STRINGS[opcode]
-            self._stack.append(make(self._take(self._number(size))))
+            self._stack.append(make(self._read_bytes(self._number(size))))
         elif opcode in LINES:
             self._stack.append(LINES[opcode](self._line()))
         elif opcode in TUPLES:
@@ -138,7 +141,7 @@ class _Reader:
         else:
             raise ValueError(f"the opcode {opcode!r}, which no such file needs")
 
-    def _take(self, count: int) -> bytes:
+    def _read_bytes(self, count: int) -> bytes:
         start, self._at = self._at, self._at + count
         if not start <= self._at <= len(self._data):
             raise ValueError("truncated")
@@ -152,7 +155,7 @@ class _Reader:
         return line
 
     def _number(self, layout: str) -> int:
-        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+        return struct.unpack(layout, self._read_bytes(struct.calcsize(layout)))[0]
 
     def _index(self, layout: str | None) -> int:
         return int(self._line()) if layout is None else self._number(layout)
@@ -239,7 +242,7 @@ class _Reader:
 
 
 def _integer(line: bytes) -> int | bool:
-    """INT and LONG of protocol 0."""
+    """Parse an INT or LONG of protocol 0."""
     if line in (b"00", b"01"):
         return line == b"01"
     if len(line) > 20:
@@ -268,29 +271,29 @@ def _utf8(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-CONSTANTS = {
+CONSTANTS: dict[bytes, Callable[[], Any]] = {
     pickle.NONE: lambda: None, pickle.NEWTRUE: lambda: True, pickle.NEWFALSE: lambda: False,
     pickle.EMPTY_LIST: list, pickle.EMPTY_DICT: dict, pickle.EMPTY_TUPLE: tuple,
 }  # fmt: skip
 NUMBERS = {pickle.BININT: "<i", pickle.BININT1: "<B", pickle.BININT2: "<H", pickle.BINFLOAT: ">d"}
-# How their length is written, and what becomes of the bytes.
-STRINGS = {
+# How the length is written, and what the bytes become.
+STRINGS: dict[bytes, tuple[str, Callable[[bytes], Any]]] = {
     pickle.BINSTRING: ("<i", _latin1), pickle.SHORT_BINSTRING: ("<B", _latin1),
     pickle.SHORT_BINUNICODE: ("<B", _utf8), pickle.BINUNICODE: ("<I", _utf8), pickle.BINUNICODE8: ("<Q", _utf8),
     pickle.SHORT_BINBYTES: ("<B", bytes), pickle.BINBYTES: ("<I", bytes), pickle.BINBYTES8: ("<Q", bytes),
     pickle.BYTEARRAY8: ("<Q", bytes), pickle.LONG1: ("<B", _little_endian), pickle.LONG4: ("<i", _little_endian),
 }  # fmt: skip
-LINES = {
+LINES: dict[bytes, Callable[[bytes], Any]] = {
     pickle.INT: _integer, pickle.LONG: _integer, pickle.FLOAT: float, pickle.STRING: _quoted,
     pickle.UNICODE: lambda line: line.decode("raw-unicode-escape"),
 }  # fmt: skip
 TUPLES = {pickle.TUPLE1: 1, pickle.TUPLE2: 2, pickle.TUPLE3: 3}
-# How the number is written: None, as a line.
+# How the number is written; None: as a line.
 PUTS = {pickle.PUT: None, pickle.BINPUT: "<B", pickle.LONG_BINPUT: "<I"}
 GETS = {pickle.GET: None, pickle.BINGET: "<B", pickle.LONG_BINGET: "<I"}
-ACTIONS = {
-    pickle.PROTO: lambda reader: reader._take(1),
-    pickle.FRAME: lambda reader: reader._take(8),  # only says how much could be read ahead
+ACTIONS: dict[bytes, Callable[[_Reader], object]] = {
+    pickle.PROTO: lambda reader: reader._read_bytes(1),
+    pickle.FRAME: lambda reader: reader._read_bytes(8),  # how much may be read ahead
     pickle.MARK: _Reader._mark,
     pickle.POP: lambda reader: reader._pop(1),
     pickle.POP_MARK: _Reader._pop_to_mark,

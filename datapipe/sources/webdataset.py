@@ -1,30 +1,26 @@
-"""Tar shards as WebDataset writes them, to be packed anew: `key.jpg` (.jpeg, .png) beside `key.cls` or `key.json`.
+"""Tar shards as WebDataset writes them: `key.jpg` (.jpeg, .png) beside `key.cls` or `key.json`.
 
-The format: https://github.com/webdataset/webdataset#the-webdataset-format. Of its JSON only the label is read, a whole
-number or a name under one of LABEL_FIELDS.
+How they are named is in `formats.naming`.
 """
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import SourceError
-from . import Samples, Source
-from .archive_members import Part, join
+from ..formats.naming import IMAGES, LABELS, read_label, split_name
+from . import Source
+from .archive_members import ListedArchive, join
 from .labels import number_labels
 from .paths import opened
 from .splits import large_files, pick_splits
-from .tar_listing import Member, walk, warn_of_others
+from .tar_listing import Member, list_members, warn_of_others
 
 TAR = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-IMAGES = ("jpg", "jpeg", "png")
-LABELS = ("cls", "json")
-LABEL_FIELDS = ("label", "cls", "class", "class_id")
-LISTERS = 32  # shards walked at once: hides a shared filesystem's latency
+LISTERS = 32  # shards listed at once: hides a shared filesystem's latency
 
 
 def detect(path: Path) -> str | None:
@@ -33,25 +29,25 @@ def detect(path: Path) -> str | None:
 
 def load(path: Path, kind: str, outside: bool) -> Source:
     bounds = None if outside or not path.is_dir() else str(path)
-    found = large_files(path, TAR + COMPRESSED)
-    if not found:
+    files_by_name = large_files(path, TAR + COMPRESSED)
+    if not files_by_name:
         raise SourceError("holds no tar shards, neither itself nor in folders train and val", path=path)
-    shards = {split: found[name] for split, name in pick_splits(path, found).items()}
+    shards = {split: files_by_name[name] for split, name in pick_splits(path, files_by_name).items()}
     for file in (file for files in shards.values() for file in files):
         if file.lower().endswith(COMPRESSED):
             raise SourceError("is compressed, so no image in it can be read by itself; unpack it to .tar", path=file)
     listed = {split: _list(path, files, bounds) for split, files in shards.items()}
-    classes, labels = number_labels(
-        path, {split: [label for shard in of for label in shard.labels] for split, of in listed.items()}
-    )
-    splits: dict[str, Samples] = {
-        split: join(shards[split], [shard.part for shard in of], labels[split]) for split, of in listed.items()
+    texts = {split: [label for shard in listing for label in shard.labels] for split, listing in listed.items()}
+    classes, labels = number_labels(path, texts)
+    splits = {
+        split: join(shards[split], [shard.images for shard in listing], labels[split])
+        for split, listing in listed.items()
     }
     return Source(kind, classes, splits)
 
 
 class _Shard(NamedTuple):
-    part: Part
+    images: ListedArchive
     labels: list[str]
     num_others: int  # members that are no files
     num_left_out: int  # files that are neither image nor label
@@ -67,50 +63,23 @@ def _list(path: Path, files: list[str], bounds: str | None) -> list[_Shard]:
 
 def _list_shard(number: int, path: str, bounds: str | None) -> _Shard:
     with opened(path, bounds) as fd:
-        archive = walk(fd, path, wanted=lambda name: _split_name(name)[1] in LABELS)
+        archive = list_members(fd, path, keep_content=lambda name: split_name(name)[1] in LABELS)
     images: dict[str, Member] = {}
-    labels: dict[str, dict[str, bytes | None]] = {extension: {} for extension in LABELS}
+    labels: dict[str, dict[str, bytes]] = {}  # of each key, by extension
     num_left_out = 0
     for member in archive.members:
-        key, extension = _split_name(member.name)
+        key, extension = split_name(member.name)
         if extension in LABELS:
-            labels[extension][key] = member.content
+            labels.setdefault(key, {})[extension] = member.content or b""
         elif extension not in IMAGES:
             num_left_out += 1
         elif key in images:
             raise SourceError(f"has two images: {images[key].name} and {member.name}", path=path, key=key)
         else:
             images[key] = member
-    without = next((key for of in labels.values() for key in of if key not in images), None)
+    without = next((key for key in labels if key not in images), None)
     if without is not None:
         raise SourceError("has a label, but no image", path=path, key=without)
-    part = Part.of(number, list(images), list(images.values()))
-    return _Shard(part, [label_of(path, key, labels) for key in images], archive.num_others, num_left_out)
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """Key and extension: WebDataset cuts at the first dot of the last part, and takes nothing that begins with it."""
-    folder, slash, file = name.removeprefix("./").rpartition("/")
-    base, _, extension = file.partition(".")
-    return (folder + slash + base, extension.lower()) if base else ("", "")
-
-
-def label_of(path: str, key: str, labels: dict[str, dict[str, bytes | None]]) -> str:
-    """The label as it is written. Raises SourceError."""
-    if key in labels["cls"]:
-        text = (labels["cls"][key] or b"").strip()
-        if not text.removeprefix(b"-").isdigit():
-            raise SourceError(f"its .cls holds no whole number, but {text[:20]!r}", path=path, key=key)
-        return text.decode()
-    if key not in labels["json"]:
-        raise SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
-    try:
-        content = json.loads(labels["json"][key] or b"")
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"its .json cannot be read: {error}", path=path, key=key) from error
-    fields = content if isinstance(content, dict) else {}
-    label = next((fields[name] for name in LABEL_FIELDS if name in fields), None)
-    if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
-        message = f"its .json has no whole number or name under any of {', '.join(LABEL_FIELDS)}"
-        raise SourceError(message, path=path, key=key)
-    return str(label)
+    listed = ListedArchive.from_members(number, list(images), list(images.values()))
+    texts = [read_label(path, key, labels.get(key, {})) for key in images]
+    return _Shard(listed, texts, archive.num_others, num_left_out)

@@ -1,4 +1,4 @@
-"""Copy data sets to a local folder: verified, resumable, the manifest last."""
+"""Copy data sets to a local folder: verified, resumable, with the manifest last."""
 
 from __future__ import annotations
 
@@ -21,31 +21,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Staged:
+    """A data set's local copy."""
+
     folder: Path
     num_samples: int
-    copied_bytes: int
-    kept_bytes: int
+    copied_bytes: int  # read from the source by this call
+    kept_bytes: int  # of files that were there already
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One data set to be copied to `target`. `content`: its manifest's bytes, read once, which go there as they are."""
+    """A data set to be copied."""
 
     source: Path
     target: Path
-    content: bytes
+    content: bytes  # of the manifest's file: read once, and written to the target unchanged
     manifest: Manifest
 
 
 def stage(source: Path, local: Path, timeout_s: float = TIMEOUT_S) -> list[Staged]:
-    """Copy the data set at `source`, or each of its splits, to `local`; one result a data set.
+    """Copy the data set at `source`, or each of its splits, to `local`.
 
-    What is there already is kept if it has the manifest's checksum, and copied again if not; a file that an
-    interrupted call left half-copied is continued. Every byte is checked. A second process waits for the
-    first, and then finds all in place. Where all is in place, nothing is locked or written: `local` may be on a
-    read-only filesystem, or another user's. Raises SettingError (`local` lies in `source`), ManifestError,
-    StagingError (no space, `local` holds another data set), ShardCorruptError (the source is damaged), OSError;
-    DatapipeError when a read or write takes longer than `timeout_s`.
+    A file that is there already is kept if it has the manifest's checksum, and copied again if not. A file that an
+    interrupted call left half-copied is continued. Every byte is checked. A second process waits for the first, and
+    then copies nothing. Where everything is in place, nothing is locked or written, so `local` may be read-only.
+
+    Args:
+        source: a data set, or the folder of its splits.
+        local: the folder for the copy; splits become its sub-folders.
+        timeout_s: how long a read or write may take, in seconds, above 0.
+
+    Returns:
+        one result per data set.
+
+    Raises:
+        SettingError: `local` lies in `source` or is a file, or `timeout_s` is out of range.
+        ManifestError: there is no readable data set at `source`.
+        StagingError: there is not enough space, or `local` holds another data set.
+        ShardCorruptError: the source is damaged.
+        DatapipeError: a read or write takes longer than `timeout_s`.
+        OSError: a file cannot be read or written.
     """
     source, local = Path(source), Path(local)
     folders = {path: local if path == source else local / path.name for path in find_data_sets(source)}
@@ -54,9 +69,19 @@ def stage(source: Path, local: Path, timeout_s: float = TIMEOUT_S) -> list[Stage
 
 
 def stage_once(source: Path, cache: Path, timeout_s: float = TIMEOUT_S) -> Path:
-    """Stage one data set into a cache that all processes of a node share; return its folder there.
+    """Stage one data set into a cache that all processes of a node share.
 
-    The folder is named by the manifest's content, so that another version never takes its place. Raises like `stage`.
+    Args:
+        source: the data set.
+        cache: a node-local folder. The copy's folder is named after the manifest's content, so that another version
+            of the data set never takes its place.
+        timeout_s: how long a read or write may take, in seconds, above 0.
+
+    Returns:
+        the folder of the copy.
+
+    Raises:
+        DatapipeError, SettingError, OSError: as `stage`.
     """
     source = Path(source)
     content = read_content(source)
@@ -83,7 +108,7 @@ def _stage(source: Path, local: Path, jobs: list[_Job], timeout_s: float) -> lis
             if plan is None or plan.copy:
                 make_folder(job.target)
                 stack.enter_context(locked(job.target, wait=True))
-                _has_manifest(job)  # it may be another data set's now
+                _has_manifest(job)  # raises where another data set has been put there in the meantime
                 plan = _plan(job, timeout_s)
             plans.append(plan)
         needed = sum(plan.needed_bytes for plan in plans)
@@ -93,7 +118,7 @@ def _stage(source: Path, local: Path, jobs: list[_Job], timeout_s: float) -> lis
 
 
 def _has_manifest(job: _Job) -> bool:
-    """Is the manifest in place? Not where it is missing or damaged. Raises StagingError: it is another data set's."""
+    """Return whether the manifest is in place and whole. Raises StagingError where it is another data set's."""
     try:
         content = read_content(job.target)
         is_other = content != job.content and Manifest.parse(content, job.target / MANIFEST) != job.manifest
@@ -135,6 +160,6 @@ def _copy(job: _Job, plan: StagePlan, timeout_s: float) -> Staged:
         path = job.target / MANIFEST
         if path.exists():
             logger.warning("%s is damaged: writing it again", path)
-        with atomic_write(path) as file:
-            file.write(job.content)
+        with atomic_write(path) as manifest:
+            manifest.write(job.content)
     return Staged(job.target, job.manifest.num_samples, copied, sum(file.size_bytes for file in plan.keep))

@@ -1,20 +1,42 @@
 """The `datapipe` command as a user meets it."""
 
+import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+import typer.testing
 
+from datapipe import cli, names
+from datapipe.cli import app
 from datapipe.dataset.index import RECORD, write_index, write_keys
 from datapipe.dataset.manifest import FileInfo, Manifest, ShardInfo
 from datapipe.fsio import checksum
+from datapipe.images.recode import RecodeOptions
+from datapipe.packing import PackOptions
+from datapipe.public_data import DATASETS
 
-COMMANDS = ["fetch", "pack", "info", "verify", "stage", "bench"]
+COMMANDS = ["fetch", "pack", "convert", "info", "verify", "stage", "bench", "doctor"]
+# What a command takes by name, and where the names come from.
+CHOICES = {
+    ("fetch", "NAME"): DATASETS,
+    ("pack", "--format"): names.FORMATS,
+    ("pack", "--kind"): ["auto", *names.KINDS],
+    ("pack", "--store"): names.STORES,
+    ("pack", "--compress"): names.COMPRESSIONS,
+    ("pack", "--check"): names.CHECKS,
+    ("convert", "--format"): names.FORMATS,
+    ("bench", "--loader"): names.BACKENDS,
+    ("bench", "--order"): names.ORDERS,
+    ("bench", "--io"): names.IOS,
+}
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
@@ -29,6 +51,90 @@ def test_help_has_an_example_and_loads_nothing_heavy(name):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and "HEAVY []" in done.stdout
     assert f"Example:  datapipe {name or 'pack'}" in done.stdout
+
+
+def run(*arguments):
+    return typer.testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_every_choice_of_every_command_is_a_registrys():
+    shown = {}
+    assert {command.callback.__name__ for command in app.registered_commands} == set(COMMANDS)
+    for name in COMMANDS:
+        for option, choices in re.findall(r"^ +(--[\w-]+) <([\w|-]+\|[\w|-]+)>", run(name, "--help").output, re.M):
+            shown[name, option] = choices.split("|")
+    assert f"One of {', '.join(DATASETS)}." in run("fetch", "--help").output
+    assert shown | {("fetch", "NAME"): list(DATASETS)} == {place: list(names) for place, names in CHOICES.items()}
+
+
+@pytest.mark.parametrize(("name", "option"), CHOICES)
+def test_a_name_that_no_registry_has_is_refused_with_those_that_are_allowed(name, option):
+    places = ["x", "y"][: 1 if name == "bench" else 2]
+    done = run(name, *(["magic", "y"] if option == "NAME" else [*places, option, "magic"]))
+    assert done.exit_code == 2 and f"'{option}'" in done.output and "'magic'" in done.output
+    assert all(choice in done.output for choice in CHOICES[name, option])
+
+
+SPELT = {"timeout_s": "timeout"}  # how the command says an option, where it is not by the same name
+# Options of the library that the command computes, or that another part of it sets.
+NOT_ASKED_FOR = {"recode", "headerless", "channels"}
+NOT_CONVERTED = {"kind", "seed", "max_bad", "outside", "memory"}  # the source's own, or without a meaning
+
+
+def defaults(kind):
+    return {field.name: field.default for field in fields(kind) if field.name not in NOT_ASKED_FOR}
+
+
+def shown_defaults(command, names):
+    parameters = inspect.signature(command).parameters
+    return {name: parameters[SPELT.get(name, name)].default for name in names}
+
+
+def test_pack_has_every_option_of_the_library_with_its_default():
+    expected = defaults(PackOptions) | defaults(RecodeOptions)
+    del expected["task"]  # a factory's; None here: as the launcher says
+    assert shown_defaults(cli.pack, expected) == expected
+    assert shown_defaults(cli.pack, ["task"]) == {"task": None}
+
+
+def test_convert_has_every_option_that_a_conversion_uses():
+    expected = {name: value for name, value in defaults(PackOptions).items() if name not in NOT_CONVERTED}
+    expected |= {"format": inspect.Parameter.empty, "shard_mib": None, "task": None}  # asked for; as it was
+    assert shown_defaults(cli.convert, expected) == expected
+
+
+def test_a_new_format_is_a_file_and_a_line(image_folder, tmp_path):
+    """The images one after another, and nothing else."""
+    program = """
+import sys, types
+from datapipe import cli, names
+names.FORMATS += ("toy",)
+from datapipe.cli import main
+from datapipe.formats import Finished
+
+class Writer:
+    head = b"toy:"
+
+    def __init__(self):
+        self.offsets, self.end = [], len(self.head)
+
+    def add(self, key, label, data, header):
+        self.offsets.append(self.end)
+        self.end += len(data)
+        return [data]
+
+    def finish(self):
+        return Finished(b"", {}, self.offsets, {})
+
+sys.modules["datapipe.formats.toy"] = types.SimpleNamespace(SUFFIX=".toy", OVERHEAD_BYTES=0, Writer=Writer)
+sys.exit(main())
+"""
+    out = tmp_path / "out"
+    for arguments in (["pack", image_folder, out, "--format", "toy"], ["verify", "--deep", out]):
+        done = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert (out / "train" / "shard-000000.toy").read_bytes().startswith(b"toy:\x89PNG")
+    assert Manifest.read(out / "train").format == "toy"
 
 
 @pytest.mark.parametrize(

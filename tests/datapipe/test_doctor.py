@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from datapipe.bench import CONSUMER, bench, told
-from datapipe.doctor import FILE_BYTES, advice, doctor, mounted_as
+from datapipe.bench import CONSUMER, bench, format_result
+from datapipe.doctor import FILE_BYTES, advice, doctor
 from datapipe.errors import DatapipeError
+from datapipe.fsio import mounted_as
+from datapipe.images.recode import RecodeOptions
+from datapipe.packing import PackOptions, pack
 
 FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
               "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip
@@ -25,7 +28,7 @@ DECODERS = {"simplejpeg": "1.9", "dali": None}
         ({"kind": "lustre"}, {}, {}, ["stage: yes (lustre is shared", '"blocks" where there is no room']),
         ({"kind": "nfs4"}, {}, {}, ["stage: yes (nfs4 is shared"]),
         ({"kind": "fuse.sshfs"}, {}, {}, ["stage: yes (fuse.sshfs is shared"]),
-        ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations a second)"]),
+        ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations per second)"]),
         ({"random_mb_per_s": 90.0}, {}, {}, ["stage: no", 'order: "blocks" (random reads reach 3%']),
         ({"metadata_per_s": None}, {}, {}, ["stage: no"]),
         ({}, {"gpus": ["H100"] * 4}, {"dali": "2.4"}, ["backend: dali (GPU and DALI 2.4", "4 threads for each of 4"]),
@@ -57,7 +60,7 @@ def test_doctor_measures_and_leaves_nothing(tmp_path, command):
     assert done.returncode == 0 and done.stdout.count("advice: ") == 4
     for bad in (tmp_path / "nowhere", __file__):
         done = command("datapipe", "doctor", bad)
-        assert done.returncode == 1 and "is no folder" in done.stderr
+        assert done.returncode == 1 and "is not a folder" in done.stderr
 
 
 def test_doctor_of_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
@@ -101,7 +104,25 @@ def test_bench_names_the_stage(packed_folders):
     busy = sum(stages[name] for name in ("read", "window", "decode", "resize", "other"))
     took = sum(row["seconds"] for row in result["epochs"])
     assert 0 < busy <= 1.2 * took + 0.2 and result["first_batch_s"] > 0
-    assert any("limited by" in line for line in told(result))
+    assert any("limited by" in line for line in format_result(result))
+
+
+def test_bench_streams_tar_shards(packed_folders, image_folder, command, tmp_path):
+    pytest.importorskip("webdataset")
+    result = bench(packed_folders["tar"], "webdataset", 8, 2, 32, threads=2)
+    assert [row["images"] for row in result["epochs"]] == [56, 56] and result["first_batch_s"] > 0
+    stages = result["stages_s"]
+    assert all(stages[name] > 0 for name in ("read", "window", "decode", "resize")) and result["limit"] in stages
+    assert "for room" not in format_result(result)[-1]  # which this loader does not measure
+    pack(image_folder, tmp_path / "raw", PackOptions(recode=RecodeOptions(store="raw", size=16)))
+    for folder, arguments, message in (
+        (packed_folders["tar"], ["--order", "blocks"], "order: 'blocks' has no meaning for backend: 'webdataset'"),
+        (packed_folders["tar"], ["--io", "direct"], "io: 'direct' has no meaning for backend: 'webdataset'"),
+        (packed_folders["hdf5"], [], "holds hdf5 shards"),
+        (tmp_path / "raw", [], "holds raw pixels"),
+    ):
+        done = command("datapipe", "bench", folder, "--loader", "webdataset", *arguments)
+        assert done.returncode == 2 and message in done.stderr and not done.stdout, done.stderr
 
 
 def test_bench_with_an_emulated_accelerator(packed_folders, command):
@@ -116,8 +137,6 @@ def test_bench_with_an_emulated_accelerator(packed_folders, command):
 
 
 def test_bench_with_bad_settings(packed_folders, command):
-    done = command("datapipe", "bench", packed_folders["tar"], "--reader", "native")
-    assert done.returncode == 2 and "reader" in done.stderr
     done = command("datapipe", "bench", packed_folders["tar"], "--order", "sorted")
     assert done.returncode == 2
 
@@ -128,7 +147,7 @@ def test_mounts_may_have_any_name(tmp_path):
     script = """
 import os, subprocess, sys
 from pathlib import Path
-from datapipe.doctor import mounted_as
+from datapipe.fsio import mounted_as
 for name in sys.argv[1:]:
     os.mkdir(name)
     subprocess.run(["mount", "-t", "ramfs", "ramfs", name], check=True)

@@ -21,10 +21,9 @@ from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
 
 HAVE_GPU = torch.cuda.is_available()
-needs_gpu = pytest.mark.skipif(not HAVE_GPU, reason="no GPU here")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return torch.device(request.param)
 
@@ -82,7 +81,7 @@ def test_stored_pixels_are_cut_on_the_device(image_folder, tmp_path, device):
         open_loader(tmp_path / "train", 16, device=device, **settings) as loader,
         open_loader(tmp_path / "train", 16, **settings) as reference,
     ):
-        assert type(loader).__name__ == ("RawLoader" if device.type == "cuda" else "CpuLoader")
+        assert type(loader).__name__ == ("GpuPixelsLoader" if device.type == "cuda" else "CpuLoader")
         for mine, theirs in zip(loader, reference, strict=True):
             assert mine.images.device.type == device.type
             assert (mine.images.cpu().int() - theirs.images.int()).abs().max() <= 1
@@ -95,7 +94,7 @@ def test_normalise(device):
     torch.testing.assert_close(normalise(images.to(device), *settings).cpu(), normalise(images, *settings))
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_steps_do_not_wait_for_the_gpu(sample):
     """From batch to update without a synchronisation; the loader's copies from pageable labels aside."""
     from trainer import models
@@ -137,7 +136,7 @@ def test_kfac_is_that_of_the_processor(device, solver, inv_dtype):
     assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()  # TF32
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("inv_dtype", [None, "bfloat16"])
 def test_kfac_does_not_wait_for_the_gpu(inv_dtype):
     from trainer import models

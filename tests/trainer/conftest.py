@@ -87,7 +87,7 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path):
+def start(tmp_path: Path, request: pytest.FixtureRequest):
     """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> Popen; with ranks > 1, by torchrun.
 
     `prefix`: the command that it is run by.
@@ -97,6 +97,7 @@ def start(tmp_path: Path):
     def _start(
         *arguments: object, ranks: int = 1, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
     ) -> subprocess.Popen:
+        assert ranks == 1 or request.node.get_closest_marker("ranks"), "this test needs @pytest.mark.ranks"
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
         command = [*prefix, sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
         pipe = subprocess.PIPE

@@ -81,7 +81,7 @@ def said(err: str, name: str, ranks: int) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
 def test_a_checkpoint(train, tmp_path, metrics, ranks):
     # A checkpoint of this network has 630 kB: there is no room for the second beside the first.
     code, _, err = train(ranks=ranks, size="1m")
@@ -94,7 +94,7 @@ def test_a_checkpoint(train, tmp_path, metrics, ranks):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
 def test_a_line_of_the_metrics(train, first, tmp_path, ranks):
     before = (first / "checkpoint.pt").read_bytes()
     code, _, err = train("--resume", *SMALL, ranks=ranks, size="4m")
@@ -105,7 +105,7 @@ def test_a_line_of_the_metrics(train, first, tmp_path, ranks):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
 def test_the_report(train, first, tmp_path, ranks):
     """The training is complete: its exit code says so."""
     before = {path.name for path in first.iterdir()}

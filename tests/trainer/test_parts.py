@@ -15,8 +15,9 @@ from trainer.evaluate import evaluate
 from trainer.loop import _loss
 from trainer.precision import choose_precision
 from trainer.reporting.metrics import MetricsFile
+from trainer.reporting.runlog import wait_share
 from trainer.reporting.summary import summary
-from trainer.reporting.timing import Clock, wait_share
+from trainer.reporting.timing import Clock
 from trainer.state import MeanLoss, State
 
 CPU = torch.device("cpu")

@@ -97,6 +97,7 @@ def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics
     assert [path.name for path in (tmp_path / "killed").glob(".*")] == []
 
 
+@pytest.mark.ranks
 def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     """Each layer has one owner, to whom its gradient is reduced; the state of all of them is in the checkpoint."""
     changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5")
@@ -132,6 +133,7 @@ def test_a_signal_saves_and_stops(train, tmp_path, metrics, number, code):
     assert [line["status"] for line in lines if line["event"] == "end"] == ["completed"]
 
 
+@pytest.mark.ranks
 def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
     child = train("run", ranks=2)
     wait_for_step(child, tmp_path / "run", 4)
@@ -148,6 +150,7 @@ def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
     assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
 
 
+@pytest.mark.ranks
 def test_two_ranks_learn_and_count_as_one(start, packed, tmp_path):
     for ranks in (1, 2):
         code, _, err = finish(start(CHILD, packed, 32, tmp_path / f"{ranks}.pt", ranks=ranks))
@@ -173,6 +176,7 @@ print(*sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm"
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
 def test_no_thread_of_the_ranks_outlives_the_training(start, packed, recipe_file, tmp_path):
     (tmp_path / "child.py").write_text(THREADS)
@@ -183,6 +187,7 @@ def test_no_thread_of_the_ranks_outlives_the_training(start, packed, recipe_file
     assert "gloo" not in out
 
 
+@pytest.mark.ranks
 def test_two_ranks_that_miss_the_target_still_report(train, tmp_path):
     arguments = ["--set", "train.epochs=1", "--set", "train.target_accuracy=1.0", "--set", "optimizer.lr=1e-9"]
     code, out, err = finish(train("run", *arguments, ranks=2))
@@ -259,6 +264,7 @@ def test_what_one_rank_lacks_ends_both(train, packed, port, tmp_path):
     assert "Traceback" not in err_0 + err_1
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_ends_the_other(train, port, tmp_path):
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     arguments = ["--set", "train.epochs=1000"]
@@ -270,6 +276,7 @@ def test_a_rank_that_dies_ends_the_other(train, port, tmp_path):
     assert "lost contact with another rank" in err
 
 
+@pytest.mark.ranks
 def test_existing_run_is_refused_by_both_ranks(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")

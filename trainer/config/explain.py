@@ -1,15 +1,20 @@
-"""Turns pydantic's findings about a recipe into lines: the setting, its value, what is allowed."""
+"""Pydantic's findings about a recipe as lines: the setting, its value, what is allowed."""
 
 from __future__ import annotations
 
 import difflib
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Location = tuple[int | str, ...]  # keys, from the outside in, and the index in an array
+
 
 def explain(error: ValidationError, recipe: type[BaseModel]) -> str:
-    """One line a finding, e.g. `train.epochs = 0: should be greater than or equal to 1`."""
+    """Return one line per finding, e.g. `train.epochs = 0: must be greater than or equal to 1`."""
     findings = error.errors(include_url=False)
     inner = {finding["loc"][:depth] for finding in findings for depth in range(len(finding["loc"]))}
     # An array with a bad item is reported twice: for the item, and for having lost it.
@@ -17,13 +22,13 @@ def explain(error: ValidationError, recipe: type[BaseModel]) -> str:
     return lines[0] if len(lines) == 1 else "\n  ".join(["the recipe has errors:", *dict.fromkeys(lines)])
 
 
-def _line(finding: dict, recipe: type[BaseModel]) -> str:
-    where = tuple(finding["loc"])
-    if not where:  # no table, or bytes in it that are no text
+def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
+    location = finding["loc"]
+    if not location:  # not a table, or bytes in it that are not text
         return f"recipe: {finding['msg']}"
-    section = _section(recipe, where)
-    # A kind is no key: (schedule, step, gamma) is the setting schedule.gamma.
-    keys = where[:1] + where[2:] if len(_kinds(recipe, where[0])) > 1 else where
+    section = _section(recipe, location)
+    # A kind is not a key: (schedule, step, gamma) is the setting schedule.gamma.
+    keys = location[:1] + location[2:] if len(section_classes(recipe, location[0])) > 1 else location
     name = _dotted(keys) or "recipe"
     value = finding["input"]
     match finding["type"]:
@@ -31,9 +36,9 @@ def _line(finding: dict, recipe: type[BaseModel]) -> str:
             return f"{name} is missing"
         case "extra_forbidden":
             known = sorted(section.model_fields) if section else []
-            close = difflib.get_close_matches(str(where[-1]), known, 1)
-            meant = f", did you mean {close[0]}?" if close else ""
-            return f"{name} = {value!r}: unknown setting{meant} (allowed: {', '.join(known)})"
+            close = difflib.get_close_matches(str(location[-1]), known, 1)
+            suggestion = f", did you mean {close[0]}?" if close else ""
+            return f"{name} = {value!r}: unknown setting{suggestion} (allowed: {', '.join(known)})"
         case "union_tag_not_found":
             return f"{name}.name is missing"
         case "union_tag_invalid":
@@ -46,25 +51,27 @@ def _line(finding: dict, recipe: type[BaseModel]) -> str:
     return f"{name} = {value!r}: {message}"
 
 
-def _dotted(keys: tuple) -> str:
+def _dotted(keys: Location) -> str:
+    """Return a key's name as recipes write it, e.g. `data.mean[0]`."""
     name = ""
     for key in keys:
         name += f"[{key}]" if isinstance(key, int) else f".{key}" if name else str(key)
     return name
 
 
-def _section(recipe: type[BaseModel], where: tuple) -> type[BaseModel] | None:
-    """The class that the finding's setting belongs to."""
-    if len(where) == 1:
+def _section(recipe: type[BaseModel], location: Location) -> type[BaseModel] | None:
+    """Return the class that the finding's setting belongs to."""
+    if len(location) == 1:
         return recipe
-    kinds = _kinds(recipe, where[0])
+    kinds = section_classes(recipe, location[0])
     if len(kinds) == 1:
         return kinds[0]
-    return next((kind for kind in kinds if where[1] in get_args(kind.model_fields["name"].annotation)), None)
+    return next((kind for kind in kinds if location[1] in get_args(kind.model_fields["name"].annotation)), None)
 
 
-def _kinds(recipe: type[BaseModel], section: str) -> tuple[type[BaseModel], ...]:
-    """The classes that a section may be of: optimizers and schedules have several."""
-    annotation = recipe.model_fields[section].annotation if section in recipe.model_fields else None
+def section_classes(recipe: type[BaseModel], section: int | str) -> tuple[type[BaseModel], ...]:
+    """Return the classes that a section may be: optimizers and schedules have several."""
+    field = recipe.model_fields.get(str(section))
+    annotation: Any = field.annotation if field else None
     kinds = get_args(annotation) or (annotation,)
     return tuple(get_args(kind)[0] if hasattr(kind, "__metadata__") else kind for kind in kinds)

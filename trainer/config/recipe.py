@@ -1,7 +1,7 @@
 """Recipes: a TOML file, checked and frozen.
 
-A recipe holds every setting that changes what a run learns. Where the data lies and where the run goes
-are no part of it, so that the same recipe can be run elsewhere.
+A recipe holds every setting that changes what a run learns. Where the data lies and where the run goes are not
+part of it, so that the same recipe can be run elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -20,47 +20,63 @@ from pydantic import (
     model_validator,
 )
 
-from datapipe.dataset.shard_reader import Io
 from datapipe.errors import SettingError
+from datapipe.names import BACKENDS, ORDERS, Crop, Io
 
 from .. import models
 from ..fields import BelowOne, Count, Fraction, Positive, Section, one_of, or_none
 from ..optim import Optimizer
 from ..optim.kfac import Settings as KfacSettings
+from ..optim.schedules import Schedule
 from .explain import explain
 
 BUILT_IN = Path(__file__).parents[1] / "recipes"
 
 
-_FromZero = Annotated[int, Field(ge=0)]
-_Folder = Annotated[str, Field(min_length=1)]  # not what an unset variable leaves, which is the current one
+_CountFromZero = Annotated[int, Field(ge=0)]
+# Not empty, which is what an unset variable leaves, and would mean the current folder.
+_Folder = Annotated[str, Field(min_length=1)]
 
 
 class Data(Section):
-    """How samples become input: `size` in pixels, `mean` and `std` per channel of values in 0..1.
+    """How samples become the network's input.
 
-    The settings from `cache` on are those of `open_loader`, for either loader; none is its default. `cache` is a folder
-    on each node.
+    The settings from `cache` on, and `threads`, are those of `open_loader`; "none" leaves a setting to it.
     """
 
     size: Annotated[int, Field(ge=8, le=4096)]
+    """Side of the square input, in pixels."""
     mean: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=3)]
+    """Mean of each channel, of pixel values from 0 to 1."""
     std: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1, max_length=3)]
-    crop: Literal["auto", "random_resized", "pad", "none"] = "auto"
+    """Standard deviation of each channel, of pixel values from 0 to 1; as many numbers as `mean` has."""
+    crop: Crop = "auto"
+    """How training images are cropped; "auto": "pad" where all images have the input's size, else "random_resized"."""
     flip: bool = True
+    """Mirror each training image, left to right, with probability ½."""
     pad: Annotated[int, Field(ge=0, le=64)] = 4
+    """With `crop = "pad"`: width of the black border around an image before the crop, in pixels."""
     threads: Annotated[Count | None, or_none()] = None
-    backend: str = "cpu"
-    order: str = "full"
+    """Threads per rank that read and decode; "none": the node's cores, shared by its ranks."""
+    backend: Annotated[str, one_of("backend", BACKENDS)] = "cpu"
+    """Which loader decodes the images."""
+    order: Annotated[str, one_of("order", ORDERS)] = "full"
+    """Order of the training images; "full": a uniform permutation; "blocks": large reads, each byte once per epoch."""
     cache: Annotated[_Folder | None, or_none()] = None
+    """Folder on each node to which the data set is staged before training; "none": no staging."""
     io: Annotated[Io | None, or_none()] = None
+    """How shards are read; "cached": through the page cache; "mmap": memory-mapped; "direct": with O_DIRECT."""
     block_mib: Annotated[Count | None, or_none()] = None
-    max_bad: Annotated[_FromZero | None, or_none()] = None
-    retries: Annotated[_FromZero | None, or_none()] = None
+    """With `order = "blocks"`: size of a block, in MiB."""
+    max_bad: Annotated[_CountFromZero | None, or_none()] = None
+    """Number of unreadable images that each rank tolerates, in training and in validation; one more is an error."""
+    retries: Annotated[_CountFromZero | None, or_none()] = None
+    """How often an open or a read that fails is tried again."""
     timeout_s: Annotated[Positive | None, or_none()] = None
+    """How long a batch, or opening the data set, may take, in seconds; longer is an error."""
 
-    def loader_settings(self) -> dict[str, object]:
-        """Those arguments of `open_loader` that are not left to it."""
+    def loader_settings(self) -> dict[str, Any]:
+        """Return those arguments of `open_loader` that the recipe does not leave to it."""
         names = ("threads", "backend", "cache", "io", "block_mib", "max_bad", "retries", "timeout_s")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -72,83 +88,63 @@ class Data(Section):
 
 
 class Model(Section):
-    """Which network; `num_classes` is the data set's unless given."""
+    """Which network is trained."""
 
     name: Annotated[str, one_of("model", tuple(models.REGISTRY))]
+    """Name of the network."""
     num_classes: Annotated[Count | None, or_none()] = None
-
-
-class _Schedule(Section):
-    """Warm-up is linear in steps from `warmup_start` (a fraction of the peak) to the peak."""
-
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
-    warmup_start: Fraction = 0.0
-
-
-class ConstantSchedule(_Schedule):
-    name: Literal["constant"]
-
-
-class StepSchedule(_Schedule):
-    """Times `gamma` at each of `milestones` (epochs, rising)."""
-
-    name: Literal["step"]
-    milestones: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
-    gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
-
-    @model_validator(mode="after")
-    def _rising(self) -> StepSchedule:
-        if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError(f"milestones = {list(self.milestones)}: must rise")
-        return self
-
-
-class CosineSchedule(_Schedule):
-    """Half a cosine from the peak, after the warm-up, to the fraction `final` of it."""
-
-    name: Literal["cosine"]
-    final: Fraction = 0.0
-
-
-class OneCycleSchedule(Section):
-    """Linear from `start` to the peak at the fraction `peak_at` of the run, then linear to `final`."""
-
-    name: Literal["onecycle"]
-    peak_at: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    start: Fraction = 0.0
-    final: Fraction = 0.0
-
-
-Schedule = Annotated[ConstantSchedule | StepSchedule | CosineSchedule | OneCycleSchedule, Field(discriminator="name")]
+    """Number of outputs; "none": the number of classes of the data set."""
 
 
 class Train(Section):
-    """`batch_size` is global: over all ranks. `checkpoint_every_steps` none: at the ends of epochs only."""
+    """How long, in which steps, and in which arithmetic the network is trained."""
 
     epochs: Count
+    """How often the run goes through the training images, at most."""
     batch_size: Count
+    """Images per step, over all ranks; a multiple of the number of ranks."""
     precision: Literal["auto", "bf16", "fp16", "off"] = "auto"
+    """Arithmetic of the forward pass; "auto": "bf16" where the device computes in it natively, else "off" (float32).
+
+    "fp16", with loss scaling, needs a GPU.
+    """
     channels_last: bool = True
+    """Keep images and weights with the channels last in memory."""
     compile: bool = False
+    """Compile the network with `torch.compile`."""
     label_smoothing: BelowOne = 0.0
+    """Probability that is taken from the label's class and shared by all classes."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of the weights, the order, the crops and the flips."""
     target_accuracy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, or_none()] = None
+    """Stop when this fraction of the validation images is classified correctly; "none": train for all epochs."""
     evaluate_every: Count = 1
+    """Epochs between evaluations; the last epoch is always evaluated."""
     checkpoint_every_steps: Annotated[Count | None, or_none()] = None
+    """Steps between checkpoints within an epoch; "none": at the ends of epochs only."""
     log_every: Count = 50
+    """Steps between lines of metrics.jsonl."""
 
 
 class Recipe(Section):
-    """Everything that changes what a run learns; `source` says where its figures come from."""
+    """Everything that changes what a run learns."""
 
     name: str
+    """Name of the recipe, for messages and reports; the name of the file, where it is left out."""
     source: str = ""
+    """Where the figures of the recipe come from."""
     data: Data
+    """How samples become the network's input."""
     model: Model
+    """Which network is trained."""
     optimizer: Optimizer
+    """Which optimizer trains it."""
     kfac: KfacSettings = KfacSettings()
+    """Settings of the preconditioners "kfac" and "ekfac"."""
     schedule: Schedule
+    """How the learning rate changes during the run."""
     train: Train
+    """How long, in which steps, and in which arithmetic the network is trained."""
 
     @field_validator("kfac")
     @classmethod
@@ -160,38 +156,43 @@ class Recipe(Section):
 
 
 def built_in() -> dict[str, Path]:
-    """The recipes that come with the package: name -> TOML file, by name."""
+    """Return the recipes that come with the package, ordered by name: name -> TOML file."""
     return {path.stem: path for path in sorted(BUILT_IN.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe `name`, built in or the path of a .toml file, with `changes` ("section.key=value").
+    """Read and check a recipe.
 
-    Raises SettingError, naming each setting that is wrong, its value and what is allowed.
+    Args:
+        name: Name of a built-in recipe, or path of a .toml file.
+        changes: Settings to change, each as "section.key=value" with a value in TOML's notation.
+
+    Raises:
+        SettingError: There is no such recipe, or it is wrong; names each wrong setting, its value and what is allowed.
     """
     path = built_in().get(name, Path(name))
     if not path.is_file():
-        raise SettingError(f"recipe {name!r} is no file, and not built in; built in: {', '.join(built_in())}")
+        raise SettingError(f"recipe {name!r} is not a file, and not built in; built in: {', '.join(built_in())}")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"recipe {path} is no TOML: {error}") from error
+        raise SettingError(f"recipe {path} is not TOML: {error}") from error
     table.setdefault("name", path.stem.encode(errors="replace").decode())  # a file's name need not be UTF-8
     for change in changes:
         _apply(table, change)
     return parse(table)
 
 
-def parse(table: dict) -> Recipe:
-    """The recipe that a table of plain values describes. Raises SettingError."""
+def parse(table: dict[str, Any]) -> Recipe:
+    """Return the recipe that a table of plain values describes. Raises SettingError."""
     try:
-        # As JSON, arrays may become tuples and whole numbers floats; strictness forbids all else.
+        # Read as JSON, arrays may become tuples and whole numbers floats; strictness forbids all else.
         return Recipe.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise SettingError(explain(error, Recipe)) from error
 
 
-def _apply(table: dict, change: str) -> None:
+def _apply(table: dict[str, Any], change: str) -> None:
     """Put one `section.key=value`, or `section={...}` for a whole section, into the table."""
     key, equals, text = change.partition("=")
     *sections, last = key.strip().split(".")
@@ -204,11 +205,12 @@ def _apply(table: dict, change: str) -> None:
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise SettingError(f"--set {change}: {section} is no section")
+            raise SettingError(f"--set {change}: {section} is not a section")
     table[last] = value
 
 
-# What a resumed run may change: when to stop, look or save, how fast to be and what to bear, but not what is learnt.
+# What a resumed run may change: when to stop, evaluate or save, how fast to be and which faults to tolerate, but not
+# what is learnt.
 MAY_CHANGE = {
     "name",
     "source",
@@ -228,15 +230,17 @@ MAY_CHANGE = {
 
 
 def check_resumable(old: Recipe, new: Recipe) -> None:
-    """Refuse to go on with `new` what began with `old`, unless they learn the same.
+    """Refuse to continue with `new` what began with `old`, unless they learn the same.
 
-    `train.epochs` may change where the schedule does not depend on it (constant, step). Raises SettingError
-    naming the settings that differ.
+    `train.epochs` may change where the schedule does not depend on it (constant, step).
+
+    Raises:
+        SettingError: Names the settings that differ.
     """
     allowed = set(MAY_CHANGE)
     if old.schedule.name in ("constant", "step"):
         allowed.add("train.epochs")
-    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
     differ = [
         f"{key} was {before.get(key)!r} and is {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -249,8 +253,9 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
         )
 
 
-def _flat(table: dict, prefix: str = "") -> dict[str, object]:
-    flat = {}
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    """Return a table of tables as one, with dotted keys."""
+    flat: dict[str, object] = {}
     for key, value in table.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat

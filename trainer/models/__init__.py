@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+__all__ = ["REGISTRY", "build"]
+
 REGISTRY = {
     "resnet8": "resnet_cifar:resnet8",
     "resnet20": "resnet_cifar:resnet20",

@@ -1,14 +1,16 @@
-"""Which parameters decay."""
+"""The choice of parameters that decay."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups for an optimizer: matrices and filters decay, vectors (BN and biases) do not.
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: matrices and filters decay, vectors (norms and biases) do not.
 
-    Decay on BN's scale and on biases costs accuracy with large batches (Goyal et al. 2017, section 5.1;
+    Decay of norms' scales and of biases costs accuracy with large batches (Goyal et al. 2017, section 5.1;
     Jia et al. 2018, arXiv:1807.11205, section 3.2). Groups without parameters are left out.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

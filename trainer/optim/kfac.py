@@ -40,24 +40,37 @@ _Counts = Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs]
 class Settings(Section):
     """For the preconditioners "kfac" and "ekfac": the settings of `trainer.kfac.KFAC`, with its defaults.
 
-    Damping and the two intervals may change with the epoch: [[0, 0.03], [10, 0.003]]. With `damping_update_steps`,
-    damping adapts that often (see trainer.kfac.AdaptiveDamping). `grad_worker_fraction` 0: one rank for each layer.
+    Damping and the two intervals may change with the epoch: [[0, 0.03], [10, 0.003]].
     """
 
     damping: _Positives = ((0, KFACSettings.damping),)
+    """λ, which is added to the curvature."""
     factor_update_steps: _Counts = ((0, KFACSettings.factor_update_steps),)
+    """Steps between updates of a layer's factors."""
     inv_update_steps: _Counts = ((0, KFACSettings.inv_update_steps),)
+    """Steps between updates of a layer's solution, the inverse or eigendecomposition of its factors."""
     damping_update_steps: Annotated[Count | None, or_none()] = None
+    """Steps between adaptations of the damping (Levenberg–Marquardt); "none": it does not adapt."""
     factor_decay: BelowOne = KFACSettings.factor_decay
+    """Decay of the factors' running averages."""
     kl_clip: Annotated[Positive | None, or_none()] = KFACSettings.kl_clip
+    """Bound of a step in the Fisher metric, the trust region; "none": no bound."""
     factor_fraction: Annotated[Positive, Field(le=1)] = KFACSettings.factor_fraction
+    """Fraction of a batch's samples that enters the factors."""
     spatially_uncorrelated: bool = KFACSettings.spatially_uncorrelated
+    """Assume neighbouring pixels to be uncorrelated (SUA): one factor for all positions of a kernel."""
     inv_dtype: Annotated[InverseDtype | None, or_none()] = KFACSettings.inv_dtype
+    """Type in which solutions are kept; "none": that of the factors."""
     solver: SolverName = KFACSettings.solver
+    """"eigen" damps the product of the factors, exactly; "cholesky" damps each factor, at a lower cost."""
     stagger: bool = KFACSettings.stagger
+    """Let layers take turns, so that steps take equally long."""
     grad_worker_fraction: Fraction = KFACSettings.grad_worker_fraction
+    """Fraction of the ranks that precondition a layer; 0: one rank for each layer."""
     local_factors: bool = KFACSettings.local_factors
+    """Take factors from the owner's part of the batch alone, and send none."""
     skip: tuple[str, ...] = ()
+    """Regular expressions: layers whose name or class one of them matches are left out."""
 
     @model_validator(mode="after")
     def _one_rule_for_damping(self) -> Settings:

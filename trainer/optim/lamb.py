@@ -13,14 +13,21 @@ from .settings import OptimizerSettings
 
 
 class Settings(OptimizerSettings):
+    """Adam in which each layer's step is scaled to the norm of its weights."""
+
     name: Literal["lamb"]
+    """Kind of optimizer."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    """Decay per step of the averages of the gradient and of its square."""
     eps: Positive = 1e-6
+    """Number that is added to the denominator of Adam's step."""
 
 
 def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The weights' decay is part of the step that is scaled, as in the paper's algorithm 2. The averages' bias is not
-    corrected: the scaling takes it out, and that library's correction, after it, makes the first step 10 times longer.
+    """Build LAMB as in the paper's algorithm 2: weight decay is part of the step that is scaled.
+
+    The bias of the averages is not corrected. The scaling takes it out; the library would correct it after the
+    scaling, which makes the first step 10 times longer.
     """
     from pytorch_optimizer import Lamb
 
@@ -31,5 +38,5 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
         eps=settings.eps,
         weight_decouple=False,
         pre_norm=False,
-        adam_debias=True,  # in that library: no correction
+        adam_debias=True,  # which means no correction in that library
     )

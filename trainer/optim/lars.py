@@ -13,13 +13,19 @@ from .settings import MomentumSettings
 
 
 class Settings(MomentumSettings):
-    """Each matrix's gradient is scaled by trust_coefficient * |w| / (|g| + weight_decay * |w|); vectors' are not."""
+    """SGD in which each matrix's gradient is scaled by trust_coefficient * |w| / (|g| + weight_decay * |w|).
+
+    The gradients of vectors are not scaled.
+    """
 
     name: Literal["lars"]
+    """Kind of optimizer."""
     trust_coefficient: Positive = 0.001
+    """Length of a layer's step at a learning rate of 1, as a fraction of the norm of its weights (η in the paper)."""
 
 
 def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Build LARS over two groups of `model`'s parameters: matrices, which decay, and vectors, which do not."""
     from pytorch_optimizer import LARS
 
     return LARS(

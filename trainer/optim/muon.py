@@ -5,42 +5,48 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..fields import BelowOne, Positive
 from .settings import OptimizerSettings
 
 
 class Settings(OptimizerSettings):
-    """`lr` is that of the hidden layers' weights; vectors, embeddings and the last layer with a matrix, in the order in
-    which the model has its layers, have AdamW with `adam_lr`, on the same schedule.
+    """Orthogonal steps for the hidden layers' weights, at the rate `lr`; AdamW for all other parameters.
+
+    The others are vectors, embeddings, and the weight of the last layer in the order of the model's modules.
     """
 
     name: Literal["muon"]
+    """Kind of optimizer."""
     momentum: BelowOne = 0.95
+    """Decay of the hidden layers' momentum per step."""
     nesterov: bool = True
+    """Use Nesterov's momentum in hidden layers."""
     adam_lr: Positive = 3e-4
+    """AdamW's peak learning rate; it follows the same schedule as `lr`."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """Decay per step of AdamW's averages of the gradient and of its square."""
 
 
 def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """A filter is a row of its matrix. Vectors do not decay."""
+    """Build Muon over three groups of parameters: hidden weights, other matrices, and vectors, which do not decay.
+
+    A convolution's filter is a row of its matrix.
+    """
     from pytorch_optimizer import Muon
 
-    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
-    layers = [(module, weight) for module, weight in weights if isinstance(weight, torch.Tensor) and weight.ndim > 1]
-    embeddings = [weight for module, weight in layers if isinstance(module, nn.Embedding)]
-    last = [weight for module, weight in layers if not isinstance(module, nn.Embedding)][-1:]
-    not_hidden = {id(weight) for weight in embeddings + last}
+    others = _matrices_that_are_not_hidden(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
-    lr = {"lr": settings.adam_lr, "lr_factor": settings.adam_lr / settings.lr}
-    adam = {"use_muon": False, "betas": settings.betas, **lr}
-    decay = settings.weight_decay
+    hidden = [p for p in parameters if p.ndim > 1 and id(p) not in others]
+    matrices = [p for p in parameters if p.ndim > 1 and id(p) in others]
+    vectors = [p for p in parameters if p.ndim <= 1]
+    # `set_lr` keeps the ratio of AdamW's rate to the hidden layers' rate.
+    ratio = settings.adam_lr / settings.lr
+    adam = {"use_muon": False, "betas": settings.betas, "lr": settings.adam_lr, "lr_factor": ratio}
     groups = [
-        {"params": [p for p in matrices if id(p) not in not_hidden], "use_muon": True, "weight_decay": decay},
-        {"params": [p for p in matrices if id(p) in not_hidden], "weight_decay": decay, **adam},
+        {"params": hidden, "use_muon": True, "weight_decay": settings.weight_decay},
+        {"params": matrices, "weight_decay": settings.weight_decay, **adam},
         {"params": vectors, "weight_decay": 0.0, **adam},
     ]
     return Muon(
@@ -49,3 +55,12 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
         momentum=settings.momentum,
         nesterov=settings.nesterov,
     )
+
+
+def _matrices_that_are_not_hidden(model: nn.Module) -> set[int]:
+    """Return the ids of embeddings and of the last other layer's weight."""
+    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
+    matrices = [(module, weight) for module, weight in weights if isinstance(weight, Tensor) and weight.ndim > 1]
+    embeddings = [weight for module, weight in matrices if isinstance(module, nn.Embedding)]
+    others = [weight for module, weight in matrices if not isinstance(module, nn.Embedding)]
+    return {id(weight) for weight in embeddings + others[-1:]}

@@ -1,49 +1,120 @@
-"""The learning rate of each step, as pure functions: what a run does at a step needs no history to know."""
+"""The learning rate of each step, as pure functions: no history is needed to know the rate of a step."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
 
-if TYPE_CHECKING:
-    from ..config.recipe import CosineSchedule, OneCycleSchedule, Schedule, StepSchedule
+from pydantic import Field, model_validator
+
+from ..fields import Fraction, FromZero, Section
+
+
+class _Schedule(Section):
+    warmup_epochs: FromZero = 0.0
+    """Length of the linear warm-up, in epochs; 0: none."""
+    warmup_start: Fraction = 0.0
+    """Rate at the beginning of the warm-up, as a fraction of the peak rate."""
+
+
+class ConstantSchedule(_Schedule):
+    """The peak rate throughout, after the warm-up."""
+
+    name: Literal["constant"]
+    """Kind of schedule."""
+
+
+class StepSchedule(_Schedule):
+    """A rate that falls by a factor at certain epochs."""
+
+    name: Literal["step"]
+    """Kind of schedule."""
+    milestones: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+    """Epochs, rising, at each of which the rate is multiplied by `gamma`."""
+    gamma: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Factor by which the rate falls at each milestone."""
+
+    @model_validator(mode="after")
+    def _rising(self) -> StepSchedule:
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(f"milestones = {list(self.milestones)}: must rise")
+        return self
+
+
+class CosineSchedule(_Schedule):
+    """Half a cosine, from the peak rate after the warm-up to `final` at the end of the run."""
+
+    name: Literal["cosine"]
+    """Kind of schedule."""
+    final: Fraction = 0.0
+    """Rate at the end of the run, as a fraction of the peak rate."""
+
+
+class OneCycleSchedule(Section):
+    """A triangle over the run: linear from `start` to the peak rate, then linear to `final` (Smith and Topin 2017)."""
+
+    name: Literal["onecycle"]
+    """Kind of schedule."""
+    peak_at: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Where in the run the rate peaks, as a fraction of all steps."""
+    start: Fraction = 0.0
+    """Rate of the first step, as a fraction of the peak rate."""
+    final: Fraction = 0.0
+    """Rate at the end of the run, as a fraction of the peak rate."""
+
+
+Schedule = Annotated[ConstantSchedule | StepSchedule | CosineSchedule | OneCycleSchedule, Field(discriminator="name")]
 
 
 def scaled_lr(lr: float, scaling: str, global_batch_size: int, lr_batch_size: int | None) -> float:
-    """The peak learning rate for `global_batch_size`, where `lr` is meant for `lr_batch_size`.
+    """Return the peak learning rate for a batch size, from one that is meant for another.
 
-    `linear` keeps the sum of updates per sample (Goyal et al. 2017, section 2.1), `sqrt` the variance of
-    the update (Krizhevsky 2014, arXiv:1404.5997, section 5), `none` returns `lr`.
+    Args:
+        lr: Learning rate that is meant for `lr_batch_size`.
+        scaling: "linear" keeps the sum of updates per sample (Goyal et al. 2017, section 2.1); "sqrt" keeps the
+            variance of the update (Krizhevsky 2014, arXiv:1404.5997, section 5); "none" returns `lr`.
+        global_batch_size: Images per step, over all ranks.
+        lr_batch_size: The batch size that `lr` is meant for; needed unless `scaling` is "none".
+
+    Returns:
+        The peak learning rate for `global_batch_size`.
+
+    Raises:
+        ValueError: `lr_batch_size` is missing.
     """
     if scaling == "none":
         return lr
+    if lr_batch_size is None:
+        raise ValueError(f"lr_scaling = {scaling!r} needs lr_batch_size, the batch that lr is for")
     ratio = global_batch_size / lr_batch_size
     return lr * (ratio if scaling == "linear" else math.sqrt(ratio))
 
 
 def multiplier(settings: Schedule, step: int, steps_per_epoch: int, epochs: int) -> float:
-    """What the peak learning rate is multiplied by at optimizer step `step` (from 0) of the run.
+    """Return the factor by which the peak learning rate is multiplied at one optimizer step.
 
-    Warm-up takes `ceil(warmup_epochs * steps_per_epoch)` steps; the first step after it has the full rate.
+    The warm-up takes `ceil(warmup_epochs * steps_per_epoch)` steps; the first step after it has the full rate.
+
+    Args:
+        settings: The schedule.
+        step: Number of the optimizer step in the run, from 0.
+        steps_per_epoch: Optimizer steps per epoch.
+        epochs: Epochs of the run.
+
+    Returns:
+        The factor, from 0 to 1.
     """
-    if settings.name == "onecycle":
+    if isinstance(settings, OneCycleSchedule):
         return _one_cycle(settings, step, steps_per_epoch * epochs)
     warmup_steps = math.ceil(settings.warmup_epochs * steps_per_epoch)
     if step < warmup_steps:
         return _between(settings.warmup_start, 1.0, step / warmup_steps)
-    match settings.name:
-        case "constant":
-            return 1.0
-        case "step":
-            return _drops(settings, step / steps_per_epoch)
-        case "cosine":
-            return _cosine(settings, step - warmup_steps, steps_per_epoch * epochs - warmup_steps)
-    raise KeyError(settings.name)
-
-
-def _drops(settings: StepSchedule, epoch: float) -> float:
-    return settings.gamma ** bisect_right(settings.milestones, epoch)
+    if isinstance(settings, StepSchedule):
+        return settings.gamma ** bisect_right(settings.milestones, step / steps_per_epoch)
+    if isinstance(settings, CosineSchedule):
+        return _cosine(settings, step - warmup_steps, steps_per_epoch * epochs - warmup_steps)
+    return 1.0
 
 
 def _cosine(settings: CosineSchedule, step: int, total_steps: int) -> float:
@@ -52,7 +123,7 @@ def _cosine(settings: CosineSchedule, step: int, total_steps: int) -> float:
 
 
 def _one_cycle(settings: OneCycleSchedule, step: int, total_steps: int) -> float:
-    """Smith & Topin 2017, arXiv:1708.07120: one triangle over the run."""
+    """Follow the triangle of Smith and Topin 2017, arXiv:1708.07120."""
     fraction = min(step / total_steps, 1.0)
     if fraction < settings.peak_at:
         return _between(settings.start, 1.0, fraction / settings.peak_at)

@@ -1,24 +1,29 @@
-"""What all optimizers have in common in a recipe."""
+"""The settings that several optimizers share in a recipe."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from ..fields import Count, Positive, Section, one_of, or_none
+from ..fields import BelowOne, Count, FromZero, Positive, Section, one_of, or_none
 
 PRECONDITIONERS = ("none", "kfac", "ekfac")
 
 
 class OptimizerSettings(Section):
-    """`lr` is meant for a global batch of `lr_batch_size`, and scaled to the one in use by `lr_scaling`."""
-
+    if TYPE_CHECKING:  # each optimizer's own Literal; a field here would come first in saved recipes
+        name: str
     preconditioner: Annotated[str, one_of("preconditioner", PRECONDITIONERS)] = "none"
+    """What changes the gradients before the optimizer sees them: K-FAC, EKFAC or nothing."""
     lr: Positive
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Peak learning rate, for a global batch of `lr_batch_size` images where `lr_scaling` is set."""
+    weight_decay: FromZero = 0.0
+    """Decay of matrices and filters per unit of learning rate; vectors (biases, norms) do not decay."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How `lr` grows from `lr_batch_size` to the batch in use: not at all, in proportion, or with its square root."""
     lr_batch_size: Annotated[Count | None, or_none()] = None
+    """Global batch that `lr` is meant for, in images; required unless `lr_scaling` is "none"."""
 
     @model_validator(mode="after")
     def _complete(self) -> OptimizerSettings:
@@ -28,8 +33,10 @@ class OptimizerSettings(Section):
 
 
 class MomentumSettings(OptimizerSettings):
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: BelowOne = 0.9
+    """Decay of the momentum per step."""
     nesterov: bool = False
+    """Use Nesterov's momentum; needs `momentum` above 0."""
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> MomentumSettings:

@@ -12,11 +12,14 @@ from .settings import MomentumSettings
 
 
 class Settings(MomentumSettings):
+    """Stochastic gradient descent: v = momentum * v + g; w = w - lr * v."""
+
     name: Literal["sgd"] = "sgd"
+    """Kind of optimizer."""
 
 
 def build(settings: Settings, model: nn.Module) -> torch.optim.SGD:
-    """torch's SGD: v = momentum * v + g; w = w - lr * v, so that lr changes act at once."""
+    """Build torch's SGD, in which a change of the learning rate acts at once on the whole step."""
     return torch.optim.SGD(
         parameter_groups(model, settings.weight_decay),
         lr=settings.lr,

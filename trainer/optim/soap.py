@@ -13,16 +13,20 @@ from .settings import OptimizerSettings
 
 
 class Settings(OptimizerSettings):
-    """`inv_update_steps`: how often the eigenvectors follow the factors. A dimension above `max_dim` has none."""
+    """Adam for matrices in the eigenvectors of Shampoo's factors; plain Adam for vectors."""
 
     name: Literal["soap"]
+    """Kind of optimizer."""
     betas: tuple[BelowOne, BelowOne] = (0.95, 0.95)
+    """Decay per step of the averages of the gradient and of its square."""
     inv_update_steps: Count = 10
+    """Steps between updates of the eigenvectors from the factors."""
     max_dim: Count = 10_000
+    """Largest dimension of a matrix, in rows or columns, that has eigenvectors; a larger one has none."""
 
 
 def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """The first step only begins the averages; vectors have plain Adam."""
+    """Build SOAP, whose first step moves no matrix: it only begins the averages."""
     from pytorch_optimizer import SOAP
 
     return SOAP(

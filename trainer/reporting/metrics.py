@@ -19,9 +19,6 @@ from datapipe.fsio import named
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-NAME = "metrics.jsonl"
-
 
 class MetricsFile:
     """Appends lines; each has left this process when `write` returns. Where `path` is None, does nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .page import DATA_BOUND_SHARE
+from .runlog import DATA_BOUND_SHARE
 
 
 def summary(end: dict, target: float | None, report: Path | None, run: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-SECTIONS = ("wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other")
+from .runlog import SECTIONS
 
 
 class Clock:
@@ -95,9 +95,3 @@ class Clock:
     def load_state_dict(self, state: dict) -> None:
         self._before_s, self._started = state["elapsed_s"], time.perf_counter()
         self._time_s, self._epoch_start = dict(state["time_s"]), dict(state["epoch_start"])
-
-
-def wait_share(time_s: dict[str, float]) -> float:
-    """The share of the steps' time for which they waited for batches, 0..1."""
-    step_s = time_s["wait"] + time_s["forward_backward"] + time_s["optimizer"]
-    return time_s["wait"] / step_s if step_s else 0.0

@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import MissingBackendError
-from datapipe.formats import EXTENSIONS, FORMATS, shard_format
+from datapipe.formats import shard_format
+from datapipe.formats.naming import EXTENSIONS
 from datapipe.formats.tar import member_header
 from datapipe.images.codec import ImageHeader
+from datapipe.names import FORMATS
 from datapipe.packing.plan import make_keys
 from datapipe.sources import open_source
 
@@ -322,7 +324,7 @@ def test_tfrecord_says_what_to_install(monkeypatch, package):
         ("tar", "k" * 97, 9, ("jpeg", 1, 1, 1, 0), "101 bytes, a tar shard holds 100"),
         ("lmdb", "k" * 508, 9, ("jpeg", 1, 1, 1, 0), "512 bytes, LMDB holds 511"),
         ("npy", "k", 9, ("jpeg", 3, 3, 1, 0), "not an image of encoding jpeg"),
-        ("npy", "k", 9, ("raw", 2, 2, 1, 0), "9 bytes are no image of 2×2×1"),
+        ("npy", "k", 9, ("raw", 2, 2, 1, 0), "9 bytes are not an image of 2×2×1"),
         ("npy", "k", 18, ("raw", 2, 3, 3, 0), "3×2×3 pixels .* among images of 2×3×3"),
     ],
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image, ImageOps
 
+from datapipe.dataset import DataSet
 from datapipe.errors import MissingBackendError, SettingError
 from datapipe.images import jpeg, lanczos, pnm, turbojpeg
 from datapipe.images.codec import decode, encode_png, read_header
@@ -198,7 +199,7 @@ def test_a_scan_for_each_component_becomes_one(restart, photo, encoded, tmp_path
     stored, _, unusual = Recoder(RecodeOptions(restart=4))(data)
     multi = script.count(";") > 1
     assert unusual == (("multi-scan",) if multi else ())
-    assert (stored == jpeg.note_pieces(data, jpeg.read_header(data))) is not multi
+    assert (stored == data) is not multi
     assert jpeg.read_header(stored).interleaved
     np.testing.assert_array_equal(pixels_of(stored), pixels_of(data))
 
@@ -247,6 +248,21 @@ def test_without_any_backend_that_is_said_at_once(monkeypatch):
     with pytest.raises(MissingBackendError, match=r"libturbojpeg.*jpegtran"):
         Recoder(RecodeOptions(restart=8))
     Recoder(RecodeOptions(restart=8, resize="short=256"))  # which encodes anew
+
+
+def test_the_command_says_what_works_without_any_backend(image_folder, command, tmp_path):
+    """As with no more than pip and the extra `turbo`: no jpegtran, and libturbojpeg 3.0 or none."""
+    if hasattr(turbojpeg.lossless(), "__self__"):
+        pytest.skip("libturbojpeg 3.1 is installed")
+    line = ["datapipe", "pack", image_folder, tmp_path / "out", "--restart", 8]
+    done = command(*line, env={**os.environ, "PATH": ""})
+    assert done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+    ways = "conda install -c conda-forge", "module load", "apt install", "dnf install", "--quality 90"
+    assert all(way in done.stderr for way in ways), done.stderr
+    done = command(*line, "--quality", 90, env={**os.environ, "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    with DataSet(tmp_path / "out" / "train") as data_set:
+        assert (data_set.index["restart_interval"] > 0).all()
 
 
 def test_a_jpegtran_that_does_not_work_is_not_used(monkeypatch):

@@ -1,13 +1,10 @@
-"""A loader on data and filesystems that fail, in processes that break off, fork, and come back two hundred times."""
+"""A loader on data and filesystems that fail."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 
 from datapipe.dataset import DataSet, shard_reader
-from datapipe.errors import DatapipeError, DecodeError, SettingError, ShardCorruptError, ShardReadError
+from datapipe.errors import DecodeError, SettingError, ShardCorruptError, ShardReadError
 from datapipe.loaders import open_loader, threaded, threads
 from datapipe.packing import PackOptions, pack
 
@@ -322,76 +319,11 @@ def test_direct_reads_leave_the_page_cache_alone_or_say_so(tmp_path, caplog):
     "settings", [{"io": "fast"}, {"retries": -1}, {"max_bad": -1}, {"timeout_s": 0}, {"block_mib": 0},
                  {"device": "foo"}, {"device": "meta"}, {"device": "cuda:99"}, {"device": 1.5}, {"train": "no"},
                  {"last": ""}, {"augment": "none"}, {"timeout_s": True}, {"timeout_s": "10"}, {"threads": True},
-                 {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1},
-                 {"reader": "native"}, {"reader": "quick"}],
+                 {"seed": 1.0}, {"size": None}, {"rank": None}, {"rank": 1}],
 )  # fmt: skip
 def test_bad_settings_are_named(packed_folders, settings):
     with pytest.raises(SettingError, match=next(iter(settings))):
         open_loader(packed_folders["tar"] / "train", 4, **settings)
-
-
-# --- processes ---
-
-
-def test_two_hundred_loaders_leave_nothing_behind(packed_folders):
-    folder = packed_folders["tar"] / "train"
-
-    def once():
-        with open_loader(folder, 8, size=64, threads=2) as loader:
-            for _ in loader:
-                break
-
-    def left():
-        gc.collect()
-        shm = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), shm
-
-    for _ in range(20):
-        once()
-    deadline = time.monotonic() + 10
-    before, peak = left(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(200):
-        once()
-    while left() > before and time.monotonic() < deadline + 60:
-        time.sleep(0.05)
-    after = left()
-    assert after[0] <= before[0] and after[1] <= before[1] and after[2] == before[2]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 60 << 10  # KiB; a loader has over 8 MiB
-
-
-@pytest.mark.parametrize("order", ["full", "blocks"])
-def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order):
-    """Of what was under way when the consumer broke off, idle threads hold nothing."""
-
-    def living():
-        gc.collect()
-        return sum(isinstance(thing, threaded.FillingLoader) for thing in gc.get_objects())
-
-    threads, loaders = threading.active_count(), living()
-    for _ in range(5):
-        loader = open_loader(packed_folders["tar"] / "train", 4, size=224, threads=1, order=order)
-        for _ in loader:
-            break
-        del loader
-    deadline = time.monotonic() + 5
-    while (living() > loaders or threading.active_count() > threads) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert (living(), threading.active_count()) == (loaders, threads)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loader_closed_by_another_thread_says_so(packed_folders, backend):
-    with open_loader(packed_folders["tar"] / "train", 20, backend=backend, size=224, threads=1) as loader:
-        batches = iter(loader)
-        next(batches)
-        closing = threading.Thread(target=loader.close)
-        closing.start()
-        with pytest.raises(ValueError, match="the loader is closed"):
-            for _ in range(50):
-                for _ in batches:
-                    pass
-                batches = iter(loader)
-        closing.join()
 
 
 def test_shards_that_were_opened_anew_are_closed(tmp_path, monkeypatch):
@@ -413,89 +345,3 @@ def test_shards_that_were_opened_anew_are_closed(tmp_path, monkeypatch):
         assert reader.read(0, 0, 100) == b"x" * 100
     assert len(os.listdir("/proc/self/fd")) <= before + 1
     reader.close()
-
-
-def test_loaders_that_nobody_closed_leave_nothing_behind(packed_folders):
-    def left():
-        gc.collect()
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-    def once():
-        next(iter(open_loader(packed_folders["tar"] / "train", 8, size=24, threads=2)))
-
-    once()
-    deadline, before = time.monotonic() + 20, left()
-    for _ in range(5):
-        once()
-    while left() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left() <= before
-
-
-def test_a_loader_can_be_taken_into_a_forked_process(packed_folders):
-    """Files are opened, and threads begun, where it is iterated over."""
-    with open_loader(packed_folders["tar"] / "train", 10, size=24) as loader:
-        for begun in (False, True):
-            if begun:
-                next(iter(loader))
-            loader.set_epoch(0)
-            child = os.fork()
-            if not child:
-                count = 0
-                try:
-                    count = sum(int(batch.valid.sum()) for batch in loader)
-                finally:
-                    os._exit(0 if count == 60 else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        loader.set_epoch(0)
-        assert sum(int(batch.valid.sum()) for batch in loader) == 60
-
-
-CONSUMER = """
-import sys, time
-from datapipe.loaders import open_loader
-loader = open_loader(sys.argv[1], 4, backend=sys.argv[2], size=224)
-while True:
-    for batch in loader:
-        print("batch", flush=True)
-        time.sleep(0.05)
-"""
-
-
-@pytest.mark.parametrize("backend", [*BACKENDS, "webdataset"])
-def test_ctrl_c_ends_it(packed_folders, backend):
-    """Without a `with`, in the middle of an epoch."""
-    command = [sys.executable, "-c", CONSUMER, str(packed_folders["tar"] / "train"), backend]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for _ in range(3):
-        assert child.stdout.readline() == "batch\n", child.stderr.read()
-    child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=10)
-    assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in said
-
-
-def test_a_pool_runs_in_order_and_ends():
-    ran = []
-    pool = threads.Pool(1)
-    futures = [pool.submit(ran.append, i) for i in range(5)]
-    with pytest.raises(ZeroDivisionError):
-        pool.submit(lambda: 1 / 0).result(5)
-    for future in futures:
-        future.result(5)
-    assert ran == list(range(5)) and pool.idle_s() >= 0
-    pool.close()
-    assert not any(thread.is_alive() for thread in pool.threads)
-
-
-def test_waiting_has_a_limit():
-    pool, told = threads.Pool(1), []
-
-    def tell(waited_s, is_over):
-        told.append((waited_s, is_over))
-        if is_over:
-            raise DatapipeError("over")
-
-    with pytest.raises(DatapipeError, match="over"):
-        threads.wait_for(pool.submit(time.sleep, 1.0), 0.2, tell)
-    assert told[-1][1] and told[-1][0] >= 0.2
-    pool.close()

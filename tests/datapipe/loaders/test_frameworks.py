@@ -98,6 +98,7 @@ def finish(net):
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("framework", ["ddp", "accelerate", "lightning"])
 def test_two_ranks_see_every_sample_once(packed_folders, tmp_path, framework):
     if framework != "ddp":

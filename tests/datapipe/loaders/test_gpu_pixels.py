@@ -7,8 +7,8 @@ import torch
 from datapipe.dataset import DataSet
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import open_loader
-from datapipe.loaders.cpu import cut
-from datapipe.loaders.gpu_pixels import RawLoader, cut_and_scale, fits
+from datapipe.loaders.gpu_pixels import GpuPixelsLoader, crop_resize_flip_batch, fits
+from datapipe.loaders.painter import crop_resize_flip
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment, train_windows
 
@@ -16,9 +16,9 @@ from datapipe.sampling.augment import Augment, train_windows
 def compare(images, boxes, flips, size):
     wanted = np.empty((len(images), size, size, images.shape[3]), np.uint8)
     for i, image in enumerate(images):
-        cut(image, tuple(boxes[i]), bool(flips[i]), wanted[i])
-    found = cut_and_scale(torch.from_numpy(images), torch.from_numpy(boxes), torch.from_numpy(flips), size).numpy()
-    return np.abs(found.astype(int) - wanted)
+        crop_resize_flip(image, tuple(boxes[i]), bool(flips[i]), wanted[i])
+    batch = (torch.from_numpy(array) for array in (images, boxes, flips))
+    return np.abs(crop_resize_flip_batch(*batch, size).numpy().astype(int) - wanted)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -46,7 +46,7 @@ def test_a_loader_that_leaves_all_to_the_device(image_folder, tmp_path, format):
     with DataSet(tmp_path / "train") as data_set:
         assert fits(data_set)
         with open_loader(tmp_path / "train", 61, size=32, augment=Augment("random_resized")) as reference:
-            loader = RawLoader(data_set, reference.options, torch.device("cpu"))
+            loader = GpuPixelsLoader(data_set, reference.options, torch.device("cpu"))
             ((mine,), (wanted,)) = list(loader), list(reference)
             assert loader.stages()["copy"] > 0
             loader.close()
@@ -70,7 +70,7 @@ def test_windows_of_every_shape_in_a_larger_image(flip):
         for width in (1, 2, 7, 31, 32, 33, 100):
             for height in (1, 2, 7, 31, 32, 33, 80):
                 out = np.empty((side, side, 3), np.uint8)
-                cut(pixels, (11, 9, width, height), flip, out, room)
+                crop_resize_flip(pixels, (11, 9, width, height), flip, out, room)
                 planes = torch.from_numpy(pixels[9 : 9 + height, 11 : 11 + width].copy()).permute(2, 0, 1)[None].float()
                 wanted = torch.nn.functional.interpolate(planes, size=(side, side), mode="bilinear", antialias=True)[0]
                 wanted = (wanted.flip(-1) if flip else wanted).permute(1, 2, 0).round().numpy()

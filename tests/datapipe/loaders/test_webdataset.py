@@ -18,28 +18,20 @@ from hypothesis import strategies as st
 
 from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError, ShardReadError
 from datapipe.loaders import open_loader
-from datapipe.loaders.base import LoaderOptions
+from datapipe.loaders.options import LoaderOptions
 from datapipe.loaders.webdataset import rank_parts
-from datapipe.sampling.augment import Augment
 
 webdataset = pytest.importorskip("webdataset")
 
 SIZES = (5, 1, 9, 3, 14, 2, 7)  # seven uneven shards
 
 
-def options(rank=0, world_size=1, batch_size=4, last="pad", seed=0, train=True):
-    rest = {"size": 16, "order": "full", "threads": 1, "augment": Augment(), "io": "cached", "block_mib": 8,
-            "max_bad": 0, "retries": 0, "timeout_s": 9.0}  # fmt: skip
-    return LoaderOptions(
-        batch_size=batch_size, train=train, seed=seed, rank=rank, world_size=world_size, last=last, **rest
-    )
-
-
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(1, 8), st.integers(1, 7), st.integers(0, 3))
 def test_ranks_share_the_stream_evenly(counts, ranks, batch_size, epoch):
     total, order = sum(counts), None
     for last in ("pad", "drop"):
-        parts = [rank_parts(counts, options(rank, ranks, batch_size, last), epoch) for rank in range(ranks)]
+        options = [LoaderOptions(batch_size, rank=rank, world_size=ranks, last=last) for rank in range(ranks)]
+        parts = [rank_parts(counts, each, epoch) for each in options]
         taken = [(part.shard, part.skip + i) for of in parts for part in of for i in range(part.take)]
         assert len(set(taken)) == len(taken)
         sizes = [sum(part.take for part in of) for of in parts]
@@ -213,7 +205,7 @@ def test_noted_counts_are_taken(foreign, tmp_path, note, monkeypatch):
             (tmp_path / f"part-{i:03}.idx").write_text(f"v1.2 {size}\n")
     if note == "sizes.json":
         (tmp_path / note).write_text("{" + ", ".join(f'"part-{i:03}.tar": {n}' for i, n in enumerate(SIZES)) + "}")
-    monkeypatch.setattr("datapipe.loaders.tar_streams.samples_of", lambda url: pytest.fail("it was read"))
+    monkeypatch.setattr("datapipe.loaders.tar_streams.read_samples", lambda url: pytest.fail("it was read"))
     with open_loader(tmp_path, 4, backend="webdataset", size=16) as loader:
         assert loader.num_samples == sum(SIZES)
 
@@ -301,7 +293,7 @@ def test_samples_without_image_or_number_are_named(tmp_path, photo, encoded):
     with pytest.raises(DatapipeError, match=r"key x: has no image .*txt"):
         epochs(tmp_path, batch_size=1)
     _tar(tmp_path / "a.tar", {"x.jpg": encoded(photo(20, 20, 1)), "x.json": b'{"label": "cat"}'})
-    with pytest.raises(DatapipeError, match="its label is no number of a class, 'cat'"):
+    with pytest.raises(DatapipeError, match="its label is not the number of a class, 'cat'"):
         epochs(tmp_path, batch_size=1)
 
 

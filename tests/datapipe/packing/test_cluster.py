@@ -38,6 +38,7 @@ STALL_S = 20  # of the filesystem's answer to a task that is to be killed meanwh
 
 needs_testbed = [
     pytest.mark.slow,
+    pytest.mark.testbed,
     pytest.mark.skipif(not TESTBED.exists(), reason="there is no testbed beside the checkout"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount and to start Slurm"),
     pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="the kernel has no FUSE"),

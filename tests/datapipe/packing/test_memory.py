@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from PIL import Image, PngImagePlugin
 
+from datapipe import memory
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
-from datapipe.packing import memory
 from datapipe.packing.budget import Budget
 
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def test_a_real_control_group(tmp_path):
         pytest.skip("no control groups (version 1) that may be made here")
     try:
         (group / "memory.limit_in_bytes").write_text(str(777 * MIB))
-        code = f"import os; from datapipe.packing import memory; open('{group}/tasks', 'w').write(str(os.getpid()))"
+        code = f"import os; from datapipe import memory; open('{group}/tasks', 'w').write(str(os.getpid()))"
         line = [sys.executable, "-c", f"{code}; print(memory.allowed_bytes())"]
         assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == f"{777 * MIB}\n"
     finally:

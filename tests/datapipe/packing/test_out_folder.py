@@ -23,7 +23,9 @@ from datapipe.fsio import locked
 from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE
-from datapipe.packing.plan import PLAN
+from datapipe.packing.plan_file import PLAN
+
+SMALL = 0.25  # MiB: four shards of train and one of val, of `image_folder`
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -50,7 +52,7 @@ def test_a_split_that_is_a_link_is_refused_before_anything_is_removed(image_fold
     pack(image_folder, out, PackOptions())
     (out / "train").rename(tmp_path / "elsewhere")
     (out / "train").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SettingError, match="holds what is not a packed data set, such as train"):
+    with pytest.raises(SettingError, match="contains files that datapipe did not write, such as train"):
         pack(image_folder, out, PackOptions(overwrite=True))
     assert not list(verify(tmp_path / "elsewhere"))
 
@@ -67,33 +69,33 @@ def test_what_others_keep_in_folders_named_as_ours_stays(image_folder, tmp_path,
         (out / place).parent.mkdir(parents=True)
         (out / place).symlink_to(elsewhere)
     for overwrite in (False, True):
-        with pytest.raises(SettingError, match=f"holds what is not a packed data set, such as {re.escape(place)}"):
+        message = f"contains files that datapipe did not write, such as {re.escape(place)}"
+        with pytest.raises(SettingError, match=message):
             pack(image_folder, out, PackOptions(overwrite=overwrite))
         assert (folder / "a" / "b").read_text() == "precious"
 
 
 def test_what_comes_into_a_split_while_it_is_packed_stays(image_folder, tmp_path):
     """Between two tasks, say."""
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
-        pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(0, 2, "")))
-        precious = tmp_path / "val" / "mine"
-        precious.parent.mkdir()
-        precious.write_text("precious")
-        with pytest.raises(SettingError, match="holds what is not a packed data set, such as val/mine; move it away"):
-            pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(1, 2, "")))
-        assert precious.read_text() == "precious"
-        precious.rename(tmp_path.with_name(f"{tmp_path.name}.mine"))
-        assert len(finish(image_folder, tmp_path, PackOptions(shard_mib=8))) == 2
+    pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, task=Task(0, 2, "")))
+    precious = tmp_path / "val" / "mine"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    message = "contains files that datapipe did not write, such as val/mine; move it away"
+    with pytest.raises(SettingError, match=message):
+        pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, task=Task(1, 2, "")))
+    assert precious.read_text() == "precious"
+    precious.rename(tmp_path.with_name(f"{tmp_path.name}.mine"))
+    assert len(finish(image_folder, tmp_path, PackOptions(shard_mib=SMALL))) == 2
 
 
 def test_a_link_in_place_of_a_temporary_file_is_not_written_to(image_folder, tmp_path):
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
-        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(0, 2, "")))
-        precious, link = tmp_path / "precious", tmp_path / "out" / STATE / NEW / "train" / ".shard-000001.tar.partial"
-        precious.write_text("precious")
-        link.symlink_to(precious)
-        with pytest.raises(OSError, match=r"\.shard-000001\.tar\.partial"):
-            pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(1, 2, "")))
+    pack(image_folder, tmp_path / "out", PackOptions(shard_mib=SMALL, task=Task(0, 2, "")))
+    precious, link = tmp_path / "precious", tmp_path / "out" / STATE / NEW / "train" / ".shard-000001.tar.partial"
+    precious.write_text("precious")
+    link.symlink_to(precious)
+    with pytest.raises(OSError, match=r"\.shard-000001\.tar\.partial"):
+        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=SMALL, task=Task(1, 2, "")))
     assert precious.read_text() == "precious"
 
 
@@ -116,25 +118,23 @@ def test_a_pack_ends_although_the_old_data_set_cannot_be_removed(image_folder, o
 
 def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_path):
     """Behind a pack that holds the folder and replaces the plan."""
-    small = mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000)
-    with small:
-        assert pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(0, 2, ""))) == {}
-        errors = []
+    assert pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, task=Task(0, 2, ""))) == {}
+    errors = []
 
-        def late() -> None:
-            try:
-                pack(image_folder, tmp_path, PackOptions(shard_mib=8, task=Task(1, 2, "")))
-            except SettingError as error:
-                errors.append(str(error))
+    def late() -> None:
+        try:
+            pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, task=Task(1, 2, "")))
+        except SettingError as error:
+            errors.append(str(error))
 
-        with locked(tmp_path, wait=True):
-            task = threading.Thread(target=late)
-            task.start()
-            task.join(1)
-            assert task.is_alive()
-            with mock.patch("datapipe.packing.out_folder.locked"):  # as the process that has the lock
-                pack(image_folder, tmp_path, PackOptions(shard_mib=8, seed=7, overwrite=True))
-        task.join(60)
+    with locked(tmp_path, wait=True):
+        task = threading.Thread(target=late)
+        task.start()
+        task.join(1)
+        assert task.is_alive()
+        with mock.patch("datapipe.packing.out_folder.locked"):  # as the process that has the lock
+            pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, seed=7, overwrite=True))
+    task.join(60)
     assert errors and "another seed: 7, not 0" in errors[0]
     assert not list(verify(tmp_path / "train"))
 
@@ -148,11 +148,10 @@ def test_bad_samples_are_counted_over_all_calls(image_folder, tmp_path):
     num_bad = len(images[::3])
     assert num_bad > 3
     seen = []
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
-        for _ in range(3):
-            with pytest.raises(SourceError) as error:
-                pack(source, tmp_path / "out", PackOptions(shard_mib=8, workers=1, max_bad="2"))
-            seen.append(str(error.value))
+    for _ in range(3):
+        with pytest.raises(SourceError) as error:
+            pack(source, tmp_path / "out", PackOptions(shard_mib=SMALL, workers=1, max_bad="2"))
+        seen.append(str(error.value))
     assert all("number 3, and --max-bad allows 2" in message for message in seen), seen
 
 
@@ -169,16 +168,15 @@ def test_no_manifest_where_another_split_has_nothing(image_folder, tmp_path):
 
 def test_a_convert_does_not_go_on_from_another_source(image_folder, tmp_path):
     options = PackOptions(format="hdf5", shard_mib=None, task=Task(0, 2, ""))
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
-        pack(image_folder, tmp_path / "one", PackOptions(shard_mib=8))
-        convert(tmp_path / "one", tmp_path / "two", options)
-        pack(
-            image_folder,
-            tmp_path / "one",
-            PackOptions(shard_mib=8, overwrite=True, recode=RecodeOptions(resize="max=32")),
-        )
-        with pytest.raises(SettingError, match=r"another (manifests|recode)"):
-            convert(tmp_path / "one", tmp_path / "two", PackOptions(format="hdf5", shard_mib=None, task=Task(1, 2, "")))
+    pack(image_folder, tmp_path / "one", PackOptions(shard_mib=SMALL))
+    convert(tmp_path / "one", tmp_path / "two", options)
+    pack(
+        image_folder,
+        tmp_path / "one",
+        PackOptions(shard_mib=SMALL, overwrite=True, recode=RecodeOptions(resize="max=32")),
+    )
+    with pytest.raises(SettingError, match=r"another (manifests|recode)"):
+        convert(tmp_path / "one", tmp_path / "two", PackOptions(format="hdf5", shard_mib=None, task=Task(1, 2, "")))
 
 
 def test_a_complete_data_set_of_another_source_is_not_what_was_asked_for(image_folder, tmp_path):
@@ -355,9 +353,8 @@ def test_an_overwrite_that_is_given_up_is_replaced_by_another(image_folder, old,
 @pytest.fixture
 def parts(image_folder, tmp_path):
     """A pack of two tasks of which the first is done; and that of one process."""
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
-        pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=8))
-        assert pack(image_folder, tmp_path / "parts", PackOptions(shard_mib=8, task=Task(0, 2, ""))).num_missing == 2
+    pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=1))
+    assert pack(image_folder, tmp_path / "parts", PackOptions(shard_mib=1, task=Task(0, 2, ""))).num_missing == 1
     return tmp_path / "parts"
 
 
@@ -378,7 +375,7 @@ def without_locks(tmp_path):
 
 
 def last_task(image_folder, out, number=0, at=-1, env=None, timeout_s=60):
-    line = image_folder, out, "--shard-mib", 8, "--task", "1/2", "--resume", "--timeout", timeout_s
+    line = image_folder, out, "--shard-mib", 1, "--task", "1/2", "--resume", "--timeout", timeout_s
     return begin(number, at, *line, env=env)
 
 
@@ -400,7 +397,7 @@ def note_of(out):
 def finishing_changes(image_folder, parts, tmp_path):
     """The changes at which the last task finishes: all behind that of its note."""
     copy = shutil.copytree(parts, tmp_path / "copy")
-    changes = changes_of(image_folder, copy, "--shard-mib", 8, "--task", "1/2")
+    changes = changes_of(image_folder, copy, "--shard-mib", 1, "--task", "1/2")
     return range(1 + next(i for i, change in enumerate(changes) if f"/{FINISHING}'" in change), len(changes))
 
 
@@ -412,7 +409,7 @@ def test_a_finisher_that_was_killed_is_replaced(image_folder, parts, tmp_path, e
         child = last_task(image_folder, out, signal.SIGKILL, at)
         assert child.wait(60) == -signal.SIGKILL
         index = at // every % 2  # the same task again, or the other
-        assert pack(image_folder, out, PackOptions(shard_mib=8, task=Task(index, 2, ""), timeout_s=600))
+        assert pack(image_folder, out, PackOptions(shard_mib=1, task=Task(index, 2, ""), timeout_s=600))
         assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {at}"
 
 
@@ -424,7 +421,7 @@ def test_two_finishers_do_no_harm(image_folder, parts, tmp_path, every):
         child = last_task(image_folder, out, signal.SIGSTOP, at)
         try:
             wait_until(lambda child=child: is_stopped(child), child)
-            assert pack(image_folder, out, PackOptions(shard_mib=8, task=Task(0, 2, ""), timeout_s=0.2))
+            assert pack(image_folder, out, PackOptions(shard_mib=1, task=Task(0, 2, ""), timeout_s=0.2))
             assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before change {at}"
             child.send_signal(signal.SIGCONT)
             errors = child.communicate(timeout=60)[1]
@@ -523,33 +520,32 @@ def test_the_same_task_twice_without_locks(image_folder, parts, without_locks, t
 @pytest.mark.parametrize("what", ["pack", "task", "finish"])
 def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
     source, out = shutil.copytree(image_folder, tmp_path / "source"), tmp_path / "out"
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
-        pack(source, out, PackOptions(shard_mib=8, task=Task(1, 2, "")))
-        image = next(path for path in sorted((source / "train").rglob("*")) if path.is_file())
-        more = source / "train" / "zebra" / f"new{image.suffix}"
-        more.parent.mkdir()
-        shutil.copy(image, more)
-        moved = image.rename(tmp_path / image.name)
+    pack(source, out, PackOptions(shard_mib=SMALL, task=Task(1, 2, "")))
+    image = next(path for path in sorted((source / "train").rglob("*")) if path.is_file())
+    more = source / "train" / "zebra" / f"new{image.suffix}"
+    more.parent.mkdir()
+    shutil.copy(image, more)
+    moved = image.rename(tmp_path / image.name)
 
-        def again():
-            if what == "pack":
-                return pack(source, out, PackOptions(shard_mib=8, resume=True))
-            if what == "task":
-                return pack(source, out, PackOptions(shard_mib=8, resume=True, task=Task(0, 2, "")))
-            with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: []):
-                return finish(source, out, PackOptions(shard_mib=8))
+    def again():
+        if what == "pack":
+            return pack(source, out, PackOptions(shard_mib=SMALL, resume=True))
+        if what == "task":
+            return pack(source, out, PackOptions(shard_mib=SMALL, resume=True, task=Task(0, 2, "")))
+        with mock.patch("datapipe.packing.out_folder.OutFolder.missing_shards", lambda *_: []):
+            return finish(source, out, PackOptions(shard_mib=SMALL))
 
-        message = r"gained 1 images \(train/zebra/new of class zebra\) and lost 1 images .*--overwrite .*remove .*pack"
-        with pytest.raises(SettingError, match=message):
-            again()
-        # Other tasks of the same job do not look.
-        assert pack(source, out, PackOptions(shard_mib=8, task=Task(1, 2, ""))) == {}
-        more.unlink()
-        more.parent.rmdir()
-        moved.rename(image)
-        if what != "finish":
-            again()
-            assert seed_of(out) == 0
+    message = r"gained 1 images \(train/zebra/new of class zebra\) and lost 1 images .*--overwrite .*remove .*pack"
+    with pytest.raises(SettingError, match=message):
+        again()
+    # Other tasks of the same job do not look.
+    assert pack(source, out, PackOptions(shard_mib=SMALL, task=Task(1, 2, ""))) == {}
+    more.unlink()
+    more.parent.rmdir()
+    moved.rename(image)
+    if what != "finish":
+        again()
+        assert seed_of(out) == 0
 
 
 def test_a_source_that_is_gone_is_not_missed_when_all_shards_are_there(image_folder, tmp_path):
@@ -561,12 +557,11 @@ def test_a_source_that_is_gone_is_not_missed_when_all_shards_are_there(image_fol
 
 
 def test_a_pack_is_not_continued_with_another_check(image_folder, tmp_path):
-    options = {"shard_mib": 8, "resume": True}
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000):
-        pack(image_folder, tmp_path / "out", PackOptions(task=Task(0, 2, ""), **options))
-        with pytest.raises(SettingError, match="unfinished pack with another check: header, not decode"):
-            pack(image_folder, tmp_path / "out", PackOptions(recode=RecodeOptions(check="decode"), **options))
-        pack(image_folder, tmp_path / "out", PackOptions(**options))
+    options = {"shard_mib": SMALL, "resume": True}
+    pack(image_folder, tmp_path / "out", PackOptions(task=Task(0, 2, ""), **options))
+    with pytest.raises(SettingError, match="unfinished pack with another check: header, not decode"):
+        pack(image_folder, tmp_path / "out", PackOptions(recode=RecodeOptions(check="decode"), **options))
+    pack(image_folder, tmp_path / "out", PackOptions(**options))
     assert seed_of(tmp_path / "out") == 0
 
 
@@ -575,10 +570,10 @@ def test_a_lost_plan_does_not_cost_the_finished_shards(image_folder, parts):
     plan = (parts / STATE / PLAN).rename(parts.parent / PLAN)
     for task in (Task(0, 1, ""), Task(0, 2, ""), Task(1, 2, "")):
         with pytest.raises(ManifestError, match=r"plan\.npz: is missing, but finished shards .*--overwrite"):
-            pack(image_folder, parts, PackOptions(shard_mib=8, task=task))
+            pack(image_folder, parts, PackOptions(shard_mib=1, task=task))
     assert before and bytes_of(parts / STATE / NEW) == before
     plan.rename(parts / STATE / PLAN)
-    assert pack(image_folder, parts, PackOptions(shard_mib=8, resume=True))
+    assert pack(image_folder, parts, PackOptions(shard_mib=1, resume=True))
 
 
 @pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,31 +19,33 @@ import datapipe
 from datapipe.cluster import Task
 from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
+from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceError
-from datapipe.formats import FORMATS
 from datapipe.fsio import locked
 from datapipe.images import turbojpeg
 from datapipe.images.recode import RecodeOptions
-from datapipe.packing import PackOptions, convert, finish, pack
+from datapipe.names import FORMATS
+from datapipe.packing import PackOptions, convert, finish, finish_conversion, pack
 from datapipe.packing.out_folder import NEW, STATE
 
 ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
+SMALL = 0.25  # MiB: four shards of train and one of val, of `image_folder`
 
 
 def bytes_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def small_shards():
-    """As if images were large: few to a shard, and one at a time."""
-    return mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 600_000)
+def one_at_a_time():
+    """Make threads read one image at a time, as they do with large images, so that several share a shard."""
+    return mock.patch("datapipe.packing.pipeline.CHUNK_BYTES", 1)
 
 
 @pytest.mark.parametrize("name", ENCODED)
 def test_same_bytes_for_any_number_of_workers(image_folder, tmp_path, name):
-    with small_shards():
+    with one_at_a_time():
         for workers in (1, 2, 5):
-            pack(image_folder, tmp_path / str(workers), PackOptions(format=name, shard_mib=8, workers=workers))
+            pack(image_folder, tmp_path / str(workers), PackOptions(format=name, shard_mib=SMALL, workers=workers))
     first = bytes_of(tmp_path / "1")
     assert len([path for path in first if "shard-" in path]) > 3
     assert bytes_of(tmp_path / "2") == first and bytes_of(tmp_path / "5") == first
@@ -50,32 +53,32 @@ def test_same_bytes_for_any_number_of_workers(image_folder, tmp_path, name):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_same_bytes_for_any_number_of_tasks(image_folder, tmp_path, order):
-    with small_shards():
-        whole = pack(image_folder, tmp_path / "one", PackOptions(shard_mib=8))
+    with one_at_a_time():
+        whole = pack(image_folder, tmp_path / "one", PackOptions(shard_mib=SMALL))
         for index in order:
             assert not list((tmp_path / "three").rglob(MANIFEST))
-            done = pack(image_folder, tmp_path / "three", PackOptions(shard_mib=8, task=Task(index, 3, "")))
+            done = pack(image_folder, tmp_path / "three", PackOptions(shard_mib=SMALL, task=Task(index, 3, "")))
             assert bool(done) == (index == order[-1])
-        again = pack(image_folder, tmp_path / "three", PackOptions(shard_mib=8, task=Task(1, 3, "")))
+        again = pack(image_folder, tmp_path / "three", PackOptions(shard_mib=SMALL, task=Task(1, 3, "")))
     assert done == again == whole
     assert bytes_of(tmp_path / "three") == bytes_of(tmp_path / "one")
 
 
 def test_finish_says_what_is_missing(image_folder, tmp_path):
     out = tmp_path / "out"
-    with small_shards():
+    with one_at_a_time():
         with pytest.raises(SettingError, match="holds no unfinished pack"):
-            finish(image_folder, out, PackOptions(shard_mib=8))
+            finish(image_folder, out, PackOptions(shard_mib=SMALL))
         for index in (0, 2):
-            pack(image_folder, out, PackOptions(shard_mib=8, task=Task(index, 3, "")))
+            pack(image_folder, out, PackOptions(shard_mib=SMALL, task=Task(index, 3, "")))
         with pytest.raises(DatapipeError, match=r"2 of 5 shards are missing, the first is number 1"):
-            finish(image_folder, out, PackOptions(shard_mib=8))
-        with mock.patch("datapipe.packing.out_folder.Target.missing", lambda *_: [0]):  # as if it were not the last one
-            assert pack(image_folder, out, PackOptions(shard_mib=8, task=Task(1, 3, ""))) == {}
-        finished = finish(image_folder, out, PackOptions(shard_mib=8))
+            finish(image_folder, out, PackOptions(shard_mib=SMALL))
+        with mock.patch("datapipe.packing.out_folder.OutFolder.missing_shards", lambda *_: [0]):  # not the last task
+            assert pack(image_folder, out, PackOptions(shard_mib=SMALL, task=Task(1, 3, ""))) == {}
+        finished = finish(image_folder, out, PackOptions(shard_mib=SMALL))
     assert (
         finished
-        == finish(image_folder, out, PackOptions(shard_mib=8))
+        == finish(image_folder, out, PackOptions(shard_mib=SMALL))
         == {split: Manifest.read(out / split) for split in ("train", "val")}
     )
     assert not (out / STATE).exists()
@@ -92,11 +95,12 @@ def test_tasks_started_at_once(image_folder, tmp_path):
 
 
 def test_tasks_of_another_pack_are_refused(image_folder, tmp_path):
-    with small_shards():
-        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8, task=Task(0, 2, "")))
-        for options in ({"seed": 1}, {"shard_mib": 9}, {"format": "zip"}, {"outside": True}):
-            with pytest.raises(SettingError, match=f"unfinished pack with another {next(iter(options))}"):
-                pack(image_folder, tmp_path / "out", PackOptions(**{"shard_mib": 8, "task": Task(1, 2, ""), **options}))
+    with one_at_a_time():
+        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=SMALL, task=Task(0, 2, "")))
+        for changed in ({"seed": 1}, {"shard_mib": 9}, {"format": "zip"}, {"outside": True}):
+            options = {"shard_mib": SMALL, "task": Task(1, 2, ""), **changed}
+            with pytest.raises(SettingError, match=f"unfinished pack with another {next(iter(changed))}"):
+                pack(image_folder, tmp_path / "out", PackOptions(**options))
     with pytest.raises(SettingError, match="overwrite"):
         PackOptions(overwrite=True, task=Task(0, 2, ""))
 
@@ -128,8 +132,8 @@ def test_an_image_that_is_none_is_named_and_leaves_no_data_set(image_folder, tmp
             for i in range(12):
                 (raw / f"{i}.jpg").write_bytes(content if i == 7 else whole)
             message = rf"train/a/7\.jpg, shard shard-00000\d\.tar: cannot be packed: {reason}"
-            with small_shards(), pytest.raises(SourceError, match=message):
-                pack(tmp_path / "raw", tmp_path / "out", PackOptions(workers=workers, shard_mib=1))
+            with one_at_a_time(), pytest.raises(SourceError, match=message):
+                pack(tmp_path / "raw", tmp_path / "out", PackOptions(workers=workers, shard_mib=0.005))
             assert not list((tmp_path / "out").rglob("*.partial"))
             with pytest.raises(ManifestError):
                 Manifest.read(tmp_path / "out" / "train")
@@ -177,10 +181,10 @@ def stop_after(shards):
 
 def test_interrupted_pack_is_completed_and_no_finished_shard_is_written_again(image_folder, tmp_path):
     out = tmp_path / "out"
-    with small_shards():
-        pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=8))
+    with one_at_a_time():
+        pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=SMALL))
         with stop_after(3), pytest.raises(KeyboardInterrupt):
-            pack(image_folder, out, PackOptions(shard_mib=8))
+            pack(image_folder, out, PackOptions(shard_mib=SMALL))
         assert not list(out.rglob(MANIFEST)) and not list(out.rglob(".*.partial"))
         finished = [path.stem for path in (out / STATE).rglob("0*.npz")]
         new = out / STATE / NEW  # from where shards come to OUT as they are
@@ -188,9 +192,9 @@ def test_interrupted_pack_is_completed_and_no_finished_shard_is_written_again(im
         kept = {out / path.relative_to(new): path.stat() for path in paths}
         assert len(finished) >= 3 and kept
         with pytest.raises(SettingError, match="another seed: 0, not 1"):
-            pack(image_folder, out, PackOptions(shard_mib=8, seed=1))
+            pack(image_folder, out, PackOptions(shard_mib=SMALL, seed=1))
         (new / "train" / ".shard-000001.tar.partial").write_bytes(b"half")
-        pack(image_folder, out, PackOptions(shard_mib=8, resume=True))
+        pack(image_folder, out, PackOptions(shard_mib=SMALL, resume=True))
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
     again = [
         path
@@ -203,15 +207,15 @@ def test_interrupted_pack_is_completed_and_no_finished_shard_is_written_again(im
 
 def test_a_finished_shard_that_was_lost_is_written_again(image_folder, tmp_path):
     out = tmp_path / "out"
-    with small_shards():
-        pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=8))
+    with one_at_a_time():
+        pack(image_folder, tmp_path / "whole", PackOptions(shard_mib=SMALL))
         with stop_after(4), pytest.raises(KeyboardInterrupt):
-            pack(image_folder, out, PackOptions(shard_mib=8))
+            pack(image_folder, out, PackOptions(shard_mib=SMALL))
         shards = sorted(out.rglob("shard-*.tar"))
         shards[0].unlink()
         with open(shards[1], "r+b") as file:
             file.truncate(100)
-        pack(image_folder, out, PackOptions(shard_mib=8))
+        pack(image_folder, out, PackOptions(shard_mib=SMALL))
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
 
@@ -230,10 +234,10 @@ def test_resuming_what_is_complete_is_good(image_folder, tmp_path):
 
 def test_an_unfinished_pack_of_another_source_is_not_continued(image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "twin")
-    with small_shards(), stop_after(1), pytest.raises(KeyboardInterrupt):
-        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=8))
+    with one_at_a_time(), stop_after(1), pytest.raises(KeyboardInterrupt):
+        pack(image_folder, tmp_path / "out", PackOptions(shard_mib=SMALL))
     with pytest.raises(SettingError, match="another source"):
-        pack(tmp_path / "twin", tmp_path / "out", PackOptions(shard_mib=8))
+        pack(tmp_path / "twin", tmp_path / "out", PackOptions(shard_mib=SMALL))
 
 
 def bad_source(folder, photo, encoded, count=40):
@@ -252,9 +256,9 @@ def bad_source(folder, photo, encoded, count=40):
 @pytest.mark.parametrize("max_bad", ["3", "7.5%", "100%"])
 def test_bad_samples_within_the_budget_are_listed(tmp_path, photo, encoded, max_bad, tasks):
     raw = bad_source(tmp_path / "raw", photo, encoded)
-    with small_shards():
+    with one_at_a_time():
         for i in range(tasks):
-            pack(raw, tmp_path / "out", PackOptions(shard_mib=4, max_bad=max_bad, task=Task(i, tasks, "")))
+            pack(raw, tmp_path / "out", PackOptions(shard_mib=0.02, max_bad=max_bad, task=Task(i, tasks, "")))
     lines = [json.loads(line) for line in (tmp_path / "out" / "train" / QUARANTINE).read_text().splitlines()]
     reasons = {line["path"][-6:]: line["reason"] for line in lines}
     for name, reason in (
@@ -275,29 +279,28 @@ def test_bad_samples_within_the_budget_are_listed(tmp_path, photo, encoded, max_
 @pytest.mark.parametrize("max_bad", ["0", "2", "7.4%"])
 def test_too_many_bad_samples_stop_the_pack_which_can_go_on(tmp_path, photo, encoded, max_bad):
     raw, out = bad_source(tmp_path / "raw", photo, encoded), tmp_path / "out"
-    with small_shards():
+    with one_at_a_time():
         with pytest.raises(SourceError, match=r"train/a/0[789]\.jpg.*cannot be packed"):
-            pack(raw, out, PackOptions(shard_mib=4, max_bad=max_bad))
+            pack(raw, out, PackOptions(shard_mib=0.02, max_bad=max_bad))
         assert not list(out.rglob(MANIFEST)) and not list(out.rglob(".*.partial"))
-        pack(raw, out, PackOptions(shard_mib=4, max_bad="3"))
+        pack(raw, out, PackOptions(shard_mib=0.02, max_bad="3"))
         assert Manifest.read(out / "train").num_samples == 37
 
 
 def test_the_budget_is_for_all_tasks_together(tmp_path, photo, encoded):
     raw, out = bad_source(tmp_path / "raw", photo, encoded), tmp_path / "out"
-    with small_shards():
+    with one_at_a_time():
         for i in range(19):
-            pack(raw, out, PackOptions(shard_mib=1, max_bad="2", task=Task(i, 20, "")))
+            pack(raw, out, PackOptions(shard_mib=0.005, max_bad="2", task=Task(i, 20, "")))
         with pytest.raises(SourceError, match="3 samples are bad, and --max-bad allows 2"):
-            pack(raw, out, PackOptions(shard_mib=1, max_bad="2", task=Task(19, 20, "")))
-        finish(raw, out, PackOptions(shard_mib=1, max_bad="3"))
+            pack(raw, out, PackOptions(shard_mib=0.005, max_bad="2", task=Task(19, 20, "")))
+        finish(raw, out, PackOptions(shard_mib=0.005, max_bad="3"))
     assert Manifest.read(out / "train").num_bad == 3
 
 
 def test_a_shard_of_nothing_but_bad_samples(tmp_path, photo, encoded):
     raw = bad_source(tmp_path / "raw", photo, encoded, count=10)
-    with mock.patch("datapipe.packing.plan.mean_bytes", lambda *_: 1 << 20):  # a shard for each
-        pack(raw, tmp_path / "out", PackOptions(shard_mib=1, max_bad="3"))
+    pack(raw, tmp_path / "out", PackOptions(shard_mib=0.0001, max_bad="3"))  # less than an image: a shard for each
     with DataSet(tmp_path / "out" / "train") as data_set:
         assert len(data_set.manifest.shards) == len(data_set) == 7
         assert {data_set.read(i) for i in range(7)} == {encoded(photo(50, 40, 1))}
@@ -355,6 +358,69 @@ def test_converting_back_gives_the_same_bytes(image_folder, tmp_path):
     assert [name for name in one if not name.endswith(MANIFEST) and one[name] != two.get(name)] == []
     with pytest.raises(SettingError, match="datapipe convert"):
         pack(tmp_path / "a", tmp_path / "d", PackOptions())
+
+
+@pytest.fixture(scope="module")
+def with_bad_images(image_folder, tmp_path_factory):
+    """Packed with a quarantine for each split."""
+    folder = tmp_path_factory.mktemp("bad")
+    source = shutil.copytree(image_folder, folder / "source")
+    for name in ("train/class.0 x/bad.jpg", "train/class.1 x/naïve\u2028.jpg", "val/class.1 x/bad.png"):
+        (source / name).write_bytes(b"no image")
+    pack(source, folder / "packed", PackOptions(max_bad="3"))
+    return folder / "packed"
+
+
+def test_converting_keeps_the_quarantine(with_bad_images, tmp_path):
+    for origin, target, format in (with_bad_images, "b", "lmdb"), (tmp_path / "b", "c", "tar"):
+        manifests = convert(origin, tmp_path / target, PackOptions(format=format, shard_mib=None))
+        assert {split: manifest.num_bad for split, manifest in manifests.items()} == {"train": 2, "val": 1}
+        assert not any(verify(tmp_path / target / split) for split in manifests)
+    one, two = bytes_of(with_bad_images), bytes_of(tmp_path / "c")
+    assert one.keys() == two.keys() and f"train/{QUARANTINE}" in one
+    assert [name for name in one if not name.endswith(MANIFEST) and one[name] != two[name]] == []
+    again = convert(with_bad_images, tmp_path / "b", PackOptions(format="lmdb", shard_mib=None, resume=True))
+    assert again["train"].num_bad == 2
+
+
+@pytest.mark.parametrize(("content", "problem"), [(None, "No such file"), (b"{}\n", "not the file that was packed")])
+def test_a_quarantine_that_is_damaged_is_not_converted(with_bad_images, tmp_path, content, problem):
+    source = shutil.copytree(with_bad_images, tmp_path / "packed")
+    (source / "val" / QUARANTINE).unlink()
+    if content is not None:
+        (source / "val" / QUARANTINE).write_bytes(content)
+    with pytest.raises(ManifestError, match=problem) as caught:
+        convert(source, tmp_path / "out", PackOptions(format="zip", shard_mib=None))
+    assert caught.value.path == source / "val" / QUARANTINE and not (tmp_path / "out").exists()
+
+
+def test_a_conversion_is_finished_by_itself(with_bad_images, command, tmp_path):
+    options = PackOptions(format="hdf5", shard_mib=None)
+    first, second = (replace(options, task=Task(i, 2, "")) for i in range(2))
+    convert(with_bad_images, tmp_path / "whole", options)
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    with pytest.raises(SettingError, match="no unfinished pack"):
+        finish_conversion(with_bad_images, out, options)
+    assert convert(with_bad_images, out, first).num_missing == 1
+    with pytest.raises(DatapipeError, match="1 of 2 shards are missing"):
+        finish_conversion(with_bad_images, out, options)
+    with mock.patch("datapipe.packing.out_folder.OutFolder.missing_shards", lambda *_: [0]):  # not the last task
+        assert convert(with_bad_images, out, second) == {}
+    with pytest.raises(SettingError, match="another format: hdf5, not zip"):
+        finish_conversion(with_bad_images, out, replace(options, format="zip"))
+    shutil.copytree(out, copy)
+    assert finish_conversion(with_bad_images, out, options)["train"].num_bad == 2
+    done = command("datapipe", "convert", with_bad_images, copy, "--format", "hdf5", "--finish")
+    assert done.returncode == 0 and "2 bad images left out" in done.stdout, done.stderr
+    assert bytes_of(out) == bytes_of(copy) == bytes_of(tmp_path / "whole")
+
+
+def test_converting_tells_of_no_sizes(image_folder, command, tmp_path):
+    """The images keep theirs; what re-encoding did to them was told when they were packed."""
+    done = command("datapipe", "pack", image_folder, tmp_path / "a", "--resize", "max=40", "--quality", "80")
+    assert done.returncode == 0 and "images had" in done.stdout
+    done = command("datapipe", "convert", tmp_path / "a", tmp_path / "b", "--format", "zip")
+    assert done.returncode == 0 and "images had" not in done.stdout and "61 images" in done.stdout
 
 
 PROGRAM = "import sys; from datapipe.cli import main; sys.exit(main())"
@@ -563,22 +629,22 @@ def test_tasks_need_no_locks(image_folder, tmp_path, locks):
     """On a filesystem mounted without `flock`, and on one whose locks other nodes do not see."""
     (tmp_path / "sitecustomize.py").write_text(
         "import errno, fcntl\n"
-        "import datapipe.packing.plan\n"
-        "datapipe.packing.plan.mean_bytes = lambda *_: 600_000\n"
         "def flock(fd, how):\n"
         f"    if {locks == 'none'}:\n"
         "        raise OSError(errno.ENOSYS, 'no locks here')\n"
         "fcntl.flock = flock\n"
     )
     environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(datapipe.__file__).parents[1]}"}
-    with small_shards():
-        pack(image_folder, tmp_path / "alone", PackOptions(shard_mib=8))
-    command = [sys.executable, "-m", "datapipe", "pack", str(image_folder), str(tmp_path / "out"), "--shard-mib", "8"]
+    with one_at_a_time():
+        pack(image_folder, tmp_path / "alone", PackOptions(shard_mib=SMALL))
+    program = (
+        "import sys; from pathlib import Path; from datapipe.cluster import Task; from datapipe.packing import *\n"
+        f"options = PackOptions(shard_mib={SMALL}, task=Task(int(sys.argv[3]), 4, ''))\n"
+        "pack(Path(sys.argv[1]), Path(sys.argv[2]), options)\n"
+    )
+    command = [sys.executable, "-c", program, str(image_folder), str(tmp_path / "out")]
     for _ in range(3):
-        tasks = [
-            subprocess.Popen([*command, "--task", f"{i}/4"], env=environ, stderr=subprocess.PIPE, text=True)
-            for i in range(4)
-        ]
+        tasks = [subprocess.Popen([*command, str(i)], env=environ, stderr=subprocess.PIPE, text=True) for i in range(4)]
         said = [task.communicate(timeout=120)[1] for task in tasks]
         assert [task.returncode for task in tasks] == [0] * 4, said
         assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "alone")
@@ -596,10 +662,10 @@ def test_finishing_checks_what_was_asked_for(image_folder, tmp_path):
     pack(image_folder, tmp_path / "out", PackOptions())
     with pytest.raises(SettingError, match="another seed: 0, not 1"):
         finish(image_folder, tmp_path / "out", PackOptions(seed=1))
-    with small_shards():
-        pack(image_folder, tmp_path / "part", PackOptions(shard_mib=8, task=Task(0, 2, "")))
+    with one_at_a_time():
+        pack(image_folder, tmp_path / "part", PackOptions(shard_mib=SMALL, task=Task(0, 2, "")))
     with pytest.raises(SettingError, match="another source"):
-        finish(tmp_path / "else", tmp_path / "part", PackOptions(shard_mib=8))
+        finish(tmp_path / "else", tmp_path / "part", PackOptions(shard_mib=SMALL))
 
 
 def test_a_source_that_cannot_be_listed_leaves_nothing(tmp_path):

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import ManifestError
-from datapipe.packing.plan import (
-    MAX_KEY_BYTES,
-    PLAN,
-    cut,
-    load_plan,
-    make_keys,
-    make_plan,
-    save_plan,
-    shuffle,
-    source_changes,
-)
+from datapipe.packing.plan import MAX_KEY_BYTES, divide, make_keys, make_plan, shuffle, source_changes
+from datapipe.packing.plan_file import PLAN, load_plan, save_plan
 from datapipe.sources import SAMPLES, Pixels, Source, open_source, samples_class
 
 WEBDATASET_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # how it cuts a name into key and extension
@@ -58,7 +49,7 @@ def test_keys(names, keys):
 
 @given(st.integers(1, 400), st.floats(1, 1e6), st.integers(1, 1 << 28), st.integers(0, 99))
 def test_every_sample_is_once_in_shards_of_even_counts(num_samples, mean, shard_bytes, seed):
-    shards = cut(shuffle(num_samples, None, seed), mean, shard_bytes)
+    shards = divide(shuffle(num_samples, None, seed), mean, shard_bytes)
     assert sorted(np.concatenate(shards)) == list(range(num_samples))
     counts = [len(shard) for shard in shards]
     assert max(counts) - min(counts) <= 1 and min(counts) >= 1
@@ -78,8 +69,8 @@ def test_shuffle_within_blocks_is_no_order():
 
 
 def test_shards_meet_the_size():
-    assert len(cut(shuffle(1_281_167, None, 0), 110_000, 256 << 20)) == 525
-    assert len(cut(shuffle(10, None, 0), 1.0, 1 << 30)) == 1
+    assert len(divide(shuffle(1_281_167, None, 0), 110_000, 256 << 20)) == 525
+    assert len(divide(shuffle(10, None, 0), 1.0, 1 << 30)) == 1
 
 
 def plan_of(source):
@@ -178,7 +169,13 @@ def test_a_plan_with_a_flipped_bit_is_refused_or_read(tmp_path):
 
 
 def test_every_registered_class_of_samples_is_there():
-    assert [samples_class(name).__name__ for name in SAMPLES] == ["Files", "Slices", "Rows", "Pixels", "Packed"]
+    assert [samples_class(name).__name__ for name in SAMPLES] == [
+        "Files",
+        "ArchiveMembers",
+        "ParquetRows",
+        "Pixels",
+        "PackedSamples",
+    ]
 
 
 def test_a_plan_of_another_version_is_refused(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
-from datapipe.sampling.augment import Augment, eval_windows, scales, snapped, train_windows
+from datapipe.sampling.augment import Augment, eval_windows, scales, snap, train_windows
 from datapipe.sampling.order import slice_positions
 
 RESIZED = Augment("random_resized")
@@ -105,7 +105,7 @@ def test_bad_settings_are_named(settings):
 def test_boxes_that_may_be_decoded_smaller_lie_on_the_smaller_grid(shapes, size):
     widths, heights = np.array(shapes).T
     exact = np.stack([widths // 5, heights // 3, 1 + widths // 2, 1 + heights // 2], axis=1)
-    boxes, scale = snapped(exact, size), scales(exact, size)
+    boxes, scale = snap(exact, size), scales(exact, size)
     for n, (box, before) in zip(scale, zip(boxes, exact, strict=True), strict=True):
         assert not (box % n).any() and (before >= box).all() and (before - box < n).all()
         assert n == 1 or (box[2:] >= n * size).all()

@@ -257,7 +257,7 @@ def test_room_is_made_for_the_longest_block(packed_folders):
             int((part["offset"] + part["size"]).max() - part["offset"].min())
             for part in (index[index["shard"] == shard] for shard in set(index["shard"].tolist()))
         )
-        assert longest <= loader._run_memory.take().nbytes <= longest + 3 * 4096
+        assert longest <= loader._block_memory.take().nbytes <= longest + 3 * 4096
         assert sum(int(batch.valid.sum()) for batch in loader) == 60
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from datapipe.errors import MissingBackendError, SourceError
 from datapipe.sources import open_source, tar_listing
-from datapipe.sources.tar_listing import walk
+from datapipe.sources.tar_listing import list_members
 
 RANDOM = np.random.default_rng(0)
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -52,7 +52,7 @@ def content(samples):
 def listed(path, begin=0, end=None, **options):
     fd = os.open(path, os.O_RDONLY)
     try:
-        return walk(fd, str(path), begin, end, **options)
+        return list_members(fd, str(path), begin, end, **options)
     finally:
         os.close(fd)
 
@@ -61,8 +61,8 @@ def listed(path, begin=0, end=None, **options):
 def counted(monkeypatch):
     """How often an archive was left to tarfile."""
     calls = []
-    slowly = tar_listing._walk_slowly
-    monkeypatch.setattr(tar_listing, "_walk_slowly", lambda *arguments: calls.append(1) or slowly(*arguments))
+    slowly = tar_listing._list_slowly
+    monkeypatch.setattr(tar_listing, "_list_slowly", lambda *arguments: calls.append(1) or slowly(*arguments))
     return calls
 
 
@@ -93,7 +93,7 @@ def test_members_are_where_tarfile_finds_them(tmp_path, counted, format, name, p
     members[3:3] = [(member("folder", type=tarfile.DIRTYPE), b""), (member(name, mtime=mtime), b"here")]
     data = tar(members, FORMATS[format])
     (tmp_path / "x.tar").write_bytes(b"before" + data + b"behind")
-    archive = listed(tmp_path / "x.tar", 6, 6 + len(data), wanted=lambda name: name.startswith("5"))
+    archive = listed(tmp_path / "x.tar", 6, 6 + len(data), keep_content=lambda name: name.startswith("5"))
     with tarfile.open(fileobj=io.BytesIO(data)) as opened:
         truth = {info.name: opened.extractfile(info).read() for info in opened if info.isreg()}
     assert [member.name for member in archive.members] == list(truth)
@@ -339,7 +339,7 @@ def test_val_without_what_it_needs(tmp_path, monkeypatch):
     put_devkit(tmp_path, numbers[:-1])
     refused("does not fit its devkit, which has labels for 6 images")
     put_devkit(tmp_path, [*numbers, 77])
-    refused("ground_truth.txt has a line that is no number of a class: 77")
+    refused("ground_truth.txt has a line that is not the number of a class: 77")
     put_devkit(tmp_path, [*numbers, "cat"])
     refused("ground_truth.txt has a line")
     devkit.write_bytes(devkit.read_bytes()[:300])

@@ -114,14 +114,14 @@ def test_threads_share_row_groups(tmp_path, monkeypatch, kept_bytes):
 def test_a_row_group_is_decoded_once(tmp_path, monkeypatch):
     write(tmp_path / "x.parquet", 40, rows=10)
     decoded = []
-    real = parquet.Rows._decode
+    real = parquet.ParquetRows._decode
 
     def slowly(self, block):
         decoded.append(block)
         time.sleep(0.05)  # all threads ask meanwhile
         return real(self, block)
 
-    monkeypatch.setattr(parquet.Rows, "_decode", slowly)
+    monkeypatch.setattr(parquet.ParquetRows, "_decode", slowly)
     samples = open_source(tmp_path).splits["train"]
     with ThreadPoolExecutor(10) as pool:
         list(pool.map(lambda i: read(samples, i), range(40)))
@@ -137,7 +137,7 @@ def test_row_groups_are_let_go(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "KEPT_BYTES", 3500)
     for i in (*range(10), 7):
         read(samples, i)
-    assert list(samples._kept._futures) == [8, 9, 7]
+    assert list(samples._row_groups._futures) == [8, 9, 7]
 
 
 def test_every_thread_hears_of_an_error_and_the_next_one_tries_again(tmp_path):

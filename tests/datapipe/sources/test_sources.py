@@ -490,7 +490,7 @@ def test_files_are_read_whole_whatever_the_buffer(tmp_path, size):
 def test_a_file_too_large_for_an_image_takes_no_memory(tmp_path):
     root = tree(tmp_path / "raw", "a/1.jpg")
     os.truncate(root / "a" / "1.jpg", 1 << 40)
-    with pytest.raises(ValueError, match=f"is no image: {1 << 40} bytes"):
+    with pytest.raises(ValueError, match=f"is not an image: {1 << 40} bytes"):
         read(open_source(root).splits["train"])
 
 

@@ -5,10 +5,12 @@ import re
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 from datapipe.errors import SettingError
 from datapipe.loaders import open_loader
-from trainer.config.recipe import built_in, check_resumable, load_recipe
+from trainer.config.explain import section_classes
+from trainer.config.recipe import Recipe, built_in, check_resumable, load_recipe
 from trainer.optim import kfac
 
 NAMES = [
@@ -22,6 +24,14 @@ def test_built_in_recipes_are_valid_and_name_their_source():
         recipe = load_recipe(name)
         assert recipe.name == name
         assert recipe.source
+
+
+def test_every_setting_has_a_description_which_the_reference_page_shows():
+    sections = [kind for name in Recipe.model_fields for kind in section_classes(Recipe, name)]
+    assert len(sections) > 10
+    for section in [Recipe, *sections]:
+        if section is not Recipe.model_fields["kfac"].annotation and issubclass(section, BaseModel):
+            assert [name for name, field in section.model_fields.items() if not field.description] == [], section
 
 
 def test_published_settings():
@@ -73,10 +83,13 @@ def test_set_values():
         ("data.max_bad=-1", ["data.max_bad", "-1", "greater than or equal to 0"]),
         ("data.timeout_s=0", ["data.timeout_s", "0", "greater than 0"]),
         ("data.io=fast", ["data.io", "'fast'", "'cached', 'mmap' or 'direct'"]),
+        ("data.backend=ffcv", ["data.backend", "'ffcv'", "cpu, dali, webdataset"]),
+        ("data.order=random", ["data.order", "'random'", "full, blocks"]),
+        ("data.order=3", ["data.order", "3", "full, blocks"]),
         ("data.crop=middle", ["data.crop", "'middle'", "random_resized"]),
         ("trian.epochs=3", ["trian", "did you mean train"]),
         ("train=3", ["train", "3"]),
-        ("name.x=3", ["name.x=3", "no section"]),
+        ("name.x=3", ["name.x=3", "not a section"]),
         ("epochs", ["epochs", "section.key=value"]),
         ("=3", ["section.key=value"]),
     ],
@@ -99,7 +112,7 @@ def test_missing_section_and_bad_file(tmp_path):
     with pytest.raises(SettingError, match="model is missing"):
         load_recipe(str(path))
     path.write_text("[train\n")
-    with pytest.raises(SettingError, match=r"mine\.toml is no TOML"):
+    with pytest.raises(SettingError, match=r"mine\.toml is not TOML"):
         load_recipe(str(path))
     with pytest.raises(SettingError, match="built in: cifar10-resnet32"):
         load_recipe("cifar10")

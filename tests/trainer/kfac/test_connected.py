@@ -94,6 +94,7 @@ def test_a_batch_script_is_alone(script):
     assert child.returncode == 0 and "trained" in out, err
 
 
+@pytest.mark.ranks
 def test_torchrun(script):
     """Connected, the ranks' gradients are the same; unconnected they would not be, and are refused."""
     child = script("connect", ranks=2)
@@ -109,6 +110,7 @@ def test_torchrun(script):
     assert child.returncode == 1 and "refused: independent: True" in err
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed")
 def test_mpirun(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -60,6 +60,7 @@ def close(found, wanted, tolerance=1e-10):
         assert (found[name] - wanted[name]).norm() <= tolerance * wanted[name].norm(), name
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks_learns_the_same(start, tmp_path, results, ranks):
     """In the gradients of the last step, too. What is rounded otherwise differs by what its roundings do: in float32
@@ -81,6 +82,7 @@ def test_any_number_of_ranks_learns_the_same(start, tmp_path, results, ranks):
         assert found[way]["cosines"] == pytest.approx(wanted["cosines"], abs=gradients)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_uncorrelated_pixels_are_another_training(start, tmp_path, results, ranks):
     found = trained(start, tmp_path, results, ranks)
@@ -88,6 +90,7 @@ def test_uncorrelated_pixels_are_another_training(start, tmp_path, results, rank
     assert max((wanted[name] - correlated[name]).norm() for name in wanted) > 1e-4
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_damping_adapts_the_same_on_any_number_of_ranks(start, tmp_path, results, ranks):
     alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
@@ -98,6 +101,7 @@ def test_damping_adapts_the_same_on_any_number_of_ranks(start, tmp_path, results
         assert found[way]["ratio"] == pytest.approx(wanted["ratio"], rel=1e-9)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_is_not_finite_on_one_rank_enters_no_factor(start, tmp_path, results, ranks):
     alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
@@ -107,6 +111,7 @@ def test_what_is_not_finite_on_one_rank_enters_no_factor(start, tmp_path, result
         assert all(value.isfinite().all() for value in found[way]["weights"].values())
 
 
+@pytest.mark.ranks
 def test_factors_of_the_owners_batch_are_others_but_learn(start, tmp_path, results):
     alone, found = (trained(start, tmp_path, results, n) for n in (1, 2))
     assert "local" in found and alone["local"]["weights"].keys() == found["local"]["weights"].keys()
@@ -119,6 +124,7 @@ def test_factors_of_the_owners_batch_are_others_but_learn(start, tmp_path, resul
     assert sent["factors"] < found["eigen 0.50"]["bytes"][0]["factors"] / 10  # of norms alone
 
 
+@pytest.mark.ranks
 def test_memory_and_traffic_are_shared(start, tmp_path, results):
     """Each factor is kept once, each solution by as many ranks as the fraction says, and gradients are sent instead."""
     alone, found = (trained(start, tmp_path, results, n) for n in (1, 4))
@@ -133,6 +139,7 @@ def test_memory_and_traffic_are_shared(start, tmp_path, results):
     assert sent["eigen 0.25"]["solutions"] == 0 < sent["eigen 0.50"]["solutions"]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_formula_counts_every_byte(start, tmp_path, results, ranks):
     """In two steps that do everything."""
@@ -158,6 +165,7 @@ def test_the_formula_counts_every_byte(start, tmp_path, results, ranks):
         assert all(of["reduced"] == 2 * reduced for of in found["eigen owners"]["bytes"])
 
 
+@pytest.mark.ranks
 def test_a_state_fits_any_number_of_ranks(start, tmp_path, results):
     """Of four ranks, each with its own layers, on one (and of one on four: "resumed from one rank"); all are needed."""
     alone, found = (trained(start, tmp_path, results, n) for n in (1, 4))
@@ -183,6 +191,7 @@ def test_a_state_fits_any_number_of_ranks(start, tmp_path, results):
         preconditioner.load_state_dict(*states[:2])
 
 
+@pytest.mark.ranks
 def test_ranks_that_use_different_layers(start, tmp_path):
     """A layer's factors are the mean over those that used it; gradients stay alike; settings must be."""
     process = start(ODD_CHILD, tmp_path / "found", ranks=2)

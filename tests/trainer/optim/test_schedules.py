@@ -4,8 +4,14 @@ import math
 
 import pytest
 
-from trainer.config.recipe import ConstantSchedule, CosineSchedule, OneCycleSchedule, StepSchedule
-from trainer.optim.schedules import multiplier, scaled_lr
+from trainer.optim.schedules import (
+    ConstantSchedule,
+    CosineSchedule,
+    OneCycleSchedule,
+    StepSchedule,
+    multiplier,
+    scaled_lr,
+)
 
 STEPS = 10  # an epoch
 

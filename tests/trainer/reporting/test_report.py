@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from datapipe.errors import DatapipeError, SettingError
-from trainer.reporting.page import MAX_POINTS, PARTS, read_run, write_report
+from trainer.reporting.page import write_report
+from trainer.reporting.plots import MAX_POINTS
+from trainer.reporting.runlog import SECTIONS, read_run
 
 STEPS = 100  # per epoch
 TIME_S = {
@@ -121,7 +123,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def without_plots(monkeypatch):
     """For what is said in words only: the plots take most of the time."""
-    monkeypatch.setattr("trainer.reporting.page._plot", lambda *_: "")
+    monkeypatch.setattr("trainer.reporting.page.write_plots", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,7 @@ def test_a_single_run_shows_the_figures_of_its_end_line(single):
         "2.13.0",
     ):
         assert text in page.text, text
-    shown = {part: page.row(part)[1] for part in PARTS}
+    shown = {part: page.row(part)[1] for part in SECTIONS}
     assert shown == {
         "wait": "30.0 s",
         "forward_backward": "1 min 00 s",
@@ -188,7 +190,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_follows_the_mode(single):
     assert all(link.startswith("#") for link in links)
     ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
     assert {link[1:] for link in links} <= ids
-    assert "prefers-color-scheme:dark" in page.source and str(single.parent.parent) not in page.source
+    assert "prefers-color-scheme: dark" in page.source and str(single.parent.parent) not in page.source
     svg = page.source[page.source.index("<svg") :]
     assert "var(--c0)" in svg and "#0072b2" not in svg
 
@@ -259,6 +261,13 @@ def test_a_run_without_an_epoch_has_a_report(tmp_path, lines):
     page = Page(write_report([write(tmp_path / "run", header(), *lines)], tmp_path / "out"))
     assert "No epoch has finished" in page.text and "Too early to tell" in page.text
     assert "nan" not in page.text.lower()
+
+
+def test_the_one_point_of_a_single_epoch_is_seen(tmp_path):
+    run = write(tmp_path / "run", header(), epoch(1, 0.85), end())
+    source = write_report([run], tmp_path / "out").read_text(encoding="utf-8")
+    accuracy = source[source.index("<svg") : source.index("</svg>")]
+    assert accuracy.count("fill: var(--c0)") >= 2  # by epoch and by time
 
 
 def test_what_a_resumed_run_did_again_counts_once(tmp_path, without_plots):

@@ -1,4 +1,4 @@
-"""How much memory this process may have."""
+"""The memory that this process may use."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import SettingError
+from .errors import SettingError
 
-# Where a process's memory is limited, by the controllers of its line in /proc/self/cgroup ("" is version 2).
+# Where the kernel keeps limits, by the controllers on a line of /proc/self/cgroup ("" is version 2): folder and file.
 CGROUPS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
 SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?) ?([KMGT]i?)?B?", re.IGNORECASE)
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def allowed_bytes() -> int:
-    """The machine's memory, or what the narrowest control group above this process allows."""
+    """Return the bytes of the machine's memory, or of the narrowest control group above this process."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -29,7 +29,7 @@ def allowed_bytes() -> int:
 
 
 def _limits(root: Path, path: str, name: str) -> list[int]:
-    """Of a group and of all above it. In a container the path may begin outside of what can be seen."""
+    """Return the limits of a group and of all above it. A container may not see where the path begins."""
     limits = []
     folder = Path(root, path.strip("/"))
     for group in (folder, *folder.parents):
@@ -41,13 +41,13 @@ def _limits(root: Path, path: str, name: str) -> list[int]:
 
 
 def return_free_bytes() -> None:
-    """Give the kernel what glibc keeps of freed memory: of large images hundreds of megabytes for each thread."""
-    with suppress(AttributeError):  # of another C library
+    """Return freed memory to the kernel. glibc keeps hundreds of megabytes per thread after large images."""
+    with suppress(AttributeError):  # another C library has no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """A size such as "8GiB", "500MB" or "1000000" in bytes. Raises SettingError with the setting's `name`."""
+    """Parse a size such as "8GiB", "500MB" or "1000000" into bytes. Raises SettingError with the setting's `name`."""
     match = SIZE.fullmatch(text.strip())
     size = 0
     if match:

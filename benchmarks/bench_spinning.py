@@ -1,0 +1,100 @@
+"""What does it bring that the trainer's threads sleep, and do not spin, while they wait for each other?
+
+    python -m benchmarks.bench_spinning [--rounds 9] [--images 12000]
+
+ResNet-8 on Fashion-MNIST with the loader behind it, two threads each, on two cores of which another process takes one,
+and again without that process. `trainer train` as it is sets OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=0; where torch
+is loaded before, that comes too late, and torch's threads wait as they do by default. Every run is a process of its
+own; the runs alternate. Prints a table, writes results/spinning.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks import corpus
+from benchmarks.measure import WORK, column, cpu_s, environment, interleaved, process, shown, table, write_record
+
+RECIPE = "fashion-mnist-resnet8"
+SETTINGS = ("train.epochs=1", "train.target_accuracy=none", "data.threads=2")
+TRAINER = "import sys; from trainer.cli import app; app(sys.argv[1:])"
+PROGRAMS = {"threads spin": f"import torch; {TRAINER}", "threads sleep": TRAINER}
+BUSY = "while True: pass"
+CORES = 0, 1  # the trainer's; the first is the one that may be taken
+STATES = "one core taken", "no core taken"
+FIGURES = ("images_per_s", "wait_share", "process_wall_s", "process_cpu_s")
+
+
+def train(program: str, data: Path, is_core_taken: bool) -> dict:
+    """Train once in a fresh folder: what its metrics say, what the process took, and what all others took meanwhile."""
+    out = WORK / "runs" / "spinning"
+    shutil.rmtree(out, ignore_errors=True)
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    words = ["train", RECIPE, "--data", str(data), "--out", str(out), *settings]
+    command = ["taskset", "-c", ",".join(map(str, CORES)), sys.executable, "-c", program, *words]
+    unset = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    busy_s, own_s = machine_cpu_s(), cpu_s()
+    with ExitStack() as stack:
+        if is_core_taken:
+            busy = stack.enter_context(subprocess.Popen(["taskset", "-c", str(CORES[0]), sys.executable, "-c", BUSY]))
+            stack.callback(busy.kill)
+        _, seconds = process(command, env=unset)
+    others_s = machine_cpu_s() - busy_s - (cpu_s() - own_s)
+    end = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    return {key: end[key] for key in ("images_per_s", "wait_share", "accuracy")} | seconds | {"others_cpu_s": others_s}
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds of all processes since the machine started, from /proc/stat (proc(5))."""
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=12_000, help="to train on (default: %(default)s)")
+    arguments = parser.parse_args()
+
+    described = environment()  # before the runs: the code on disk may change under them
+    folder = corpus.fashion_mnist(arguments.images)
+    ways = {f"{state}, {name}": (state, program) for state in STATES for name, program in PROGRAMS.items()}
+
+    def run(way: str, _: int) -> dict:
+        state, program = ways[way]
+        return train(program, folder / "tar", state == STATES[0])
+
+    runs = interleaved(list(ways), arguments.rounds, run)
+    figures = {way: {figure: column(runs[way], figure) for figure in FIGURES} | {"runs": runs[way]} for way in ways}
+    header = ["Fashion-MNIST, ResNet-8", "images/s", "wall s", "CPU s"]
+    columns = ("images_per_s", "process_wall_s", "process_cpu_s")
+    print("\n" + table(header, [[way, *(shown(figures[way][key]) for key in columns)] for way in ways]) + "\n")
+    ratios = {}
+    for state in STATES:
+        spinning, sleeping = ([each["images_per_s"] for each in runs[f"{state}, {name}"]] for name in PROGRAMS)
+        ratios[state] = [slept / spun for slept, spun in zip(sleeping, spinning, strict=True)]
+        print(f"{state}: {statistics.median(ratios[state]):.2f} × the images/s with threads that sleep")
+    print("Medians (smallest–largest) over the runs; of the ratios, over the rounds.")
+    record = {
+        "environment": described,
+        "corpus": corpus.describe(folder),
+        "recipe": RECIPE,
+        "settings": SETTINGS,
+        "rounds": arguments.rounds,
+        "ways": figures,
+        "ratios": ratios,
+    }
+    print(write_record("spinning", record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""Draw the plots of the documentation from the committed records: `python -m benchmarks.figures`.
+
+Each figure is written twice, for light and for dark pages, as SVG with a transparent background. A figure says in its
+last line on which machine the record was made, and what its bars and whiskers are. The comment `data:` in a file is a
+checksum of what is drawn, by which a test finds figures that are older than their records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+RESULTS = Path(__file__).parent / "results"
+OUT = Path(__file__).parents[1] / "docs" / "figures"
+# Hues that colour-blind readers tell apart (Okabe and Ito 2008), on white and, lighter, on black.
+THEMES = {
+    "light": {"ink": "#24292f", "muted": "#59636e", "grid": "#d8dde3", "other": "#98a3af",
+              "hues": ("#0072b2", "#c24e00", "#00855f", "#a8467f", "#b37d00", "#59636e", "#7a5cc0")},
+    "dark": {"ink": "#e4e8ec", "muted": "#a0aab4", "grid": "#3a424b", "other": "#6b7683",
+             "hues": ("#5ab4ee", "#f58a4b", "#3cc79a", "#e08fbd", "#ffd166", "#a0aab4", "#b7a3f0")},
+}  # fmt: skip
+INCHES = 5.6  # wide: a phone shows it at half its size, and can still be read
+FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value, and between which values its repetitions lay (None: there were none)."""
+
+    name: str
+    value: float | None  # None: `note` says why there is none
+    low: float | None = None
+    high: float | None = None
+    is_ours: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A panel of horizontal bars that begin at zero. `form` prints a value; `is_better`: "more" or "less"."""
+
+    title: str
+    unit: str
+    bars: list[Bar]
+    is_better: str
+    form: str = ",.0f"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve: `values[i]` at `places[i]`, with the least and greatest repetition where there are several."""
+
+    name: str
+    places: list[float]
+    values: list[float]
+    low: list[float] | None = None
+    high: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A panel of curves over a logarithmic axis. `level`: a horizontal line, with its name."""
+
+    title: str
+    across: str
+    up: str
+    lines: list[Line]
+    is_log: bool = True
+    level: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure: its panels, one below the other, and the line about the machine and the repetitions."""
+
+    panels: list[Bars | Lines]
+    note: str
+
+
+# --- what is drawn ---
+
+
+def record(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    cpu = environment["cpu"].replace("(R)", "").replace(" Processor @ ", ", ").replace("GHz", " GHz")
+    return f"{environment['cores']} cores of {cpu}, {environment['date'][:10]}"
+
+
+def bar(name: str, spread: Mapping[str, float], is_ours: bool, scale: float = 1.0) -> Bar:
+    return Bar(name, *(scale * spread[key] for key in ("median", "min", "max")), is_ours=is_ours)
+
+
+def is_datapipe(name: str) -> bool:
+    return "datapipe" in name
+
+
+def loader() -> Plot:
+    found = record("loader")
+    panels = []
+    titles = {
+        "photographs": "Photographs of 500×375, crops scaled to 224 pixels",
+        "pixels": "The same, stored as pixels of 256×256",
+    }
+    for section, title in titles.items():
+        loaders = found["sections"][section]["loaders"]
+        bars = [bar(name, its["images_per_cpu_s"], is_datapipe(name)) for name, its in loaders.items()]
+        panels.append(Bars(title, "images per CPU-second", by_value(bars), "more"))
+    rounds = found["sections"]["photographs"]["rounds"]
+    return Plot(panels, f"Median and range of {rounds} epochs, no GPU; {machine(found['environment'])}")
+
+
+def pack() -> Plot:
+    found = record("pack")
+    sections = found["sections"]
+    copied = [bar(name, its["mb_per_s"], is_datapipe(name)) for name, its in sections["copy"]["packers"].items()]
+    scaled = sections["resize"]["packers"].items()
+    scaled = [bar(name, its["images_per_cpu_s"], is_datapipe(name)) for name, its in scaled]
+    panels = [
+        Bars("Photographs as they are", "MB/s of source files", by_value(copied), "more"),
+        Bars("Made 256 pixels high, restart markers", "images per CPU-second", by_value(scaled), "more"),
+    ]
+    rounds = sections["copy"]["rounds"]
+    return Plot(panels, f"Median and range of {rounds} runs, {found['settings']['filesystem']}; "
+                        f"{machine(found['environment'])}")  # fmt: skip
+
+
+def stored() -> Plot:
+    found = record("stored")
+    ways = found["ways"].items()
+    panels = [
+        Bars(title, unit, [bar(name, its[key], True, scale) for name, its in ways], "less", form)
+        for title, unit, key, scale, form in (
+            ("Size", "kB per image", "stored_bytes", 1e-3, ",.0f"),
+            ("Packing", "CPU-ms per image", "pack_us", 1e-3, ".1f"),
+            ("Reading and decoding the whole image", "CPU-ms per image", "read_us", 1e-3, ".1f"),
+        )
+    ]
+    return Plot(panels, f"Photographs of 500×375; median and range of {found['rounds']} runs;\n"
+                        f"{machine(found['environment'])}")  # fmt: skip
+
+
+def reading() -> Plot:
+    found = record("reading")
+    bars = [bar(name, its["mb_per_s"], "plain loop" not in name) for name, its in found["reading"].items()]
+    panels = [Bars("Reading samples without decoding them", "MB/s", bars, "more")]
+    return Plot(panels, f"Median and range of {found['rounds']} runs; {machine(found['environment'])}")
+
+
+def order() -> Plot:
+    found = record("order")
+    panels = []
+    for title, unit, key, scale in (
+        ("Opening a data set", "seconds", "open_s", 1.0),
+        ("Computing the order of an epoch", "seconds", "epoch_s", 1.0),
+        ("Memory of the order in a rank", "GB", "peak_bytes", 1e-9),
+    ):
+        bars = [
+            bar(f"{int(size) / 1e6:.3g} million, {name}", its[key], True, scale)
+            for size, orders in found["samples"].items()
+            for name, its in orders.items()
+        ]
+        panels.append(Bars(title, unit, bars, "less", ".2f"))
+    return Plot(panels, f"Median and range of the runs; {machine(found['environment'])}")
+
+
+def kfac_step() -> Plot:
+    panels = []
+    for model, title in (("resnet32", "ResNet-32, 32 pixels"), ("resnet50", "ResNet-50, 96 pixels")):
+        found = record(f"kfac-{model}")
+        every = found["settings"]["inv_update_steps"]
+        plain = [step["s"] for step in found["steps"]["SGD"]]
+        bars = []
+        for name, its in found["found"].items():
+            if name != "SGD":
+                spent = [step["s"] for step in found["steps"][name]]
+                added = [
+                    100 * (sum(spent[start : start + every]) / sum(plain[start : start + every]) - 1)
+                    for start in range(0, len(plain), every)
+                ]
+                bars.append(Bar(name, 100 * its["added"], min(added), max(added), "published" not in name))
+        panels.append(Bars(f"{title}, batch of {found['settings']['batch_size']}", "% added to a step of SGD",
+                           by_value(bars, rising=True), "less", ".1f"))  # fmt: skip
+    return Plot(panels, f"200 steps; whiskers: each period of 100 steps; {machine(found['environment'])}")
+
+
+def kfac_solvers() -> Plot:
+    found = record("kfac-solvers")
+    lines = []
+    for solver in ("eigen", "cholesky"):
+        rows = [row for row in found["solvers"] if row["damping"] == 0.01]
+        spread = ([1e3 * row[solver][what] for row in rows] for what in ("median", "min", "max"))
+        lines.append(Line(f'solver="{solver}"', [float(row["size"]) for row in rows], *spread))
+    panels = [Lines("Solving one factor", "rows of the factor", "milliseconds", lines)]
+    return Plot(panels, f"Median and range of {found['settings']['rounds']} runs; {machine(found['environment'])}")
+
+
+def kfac_damping() -> Plot:
+    found = record("kfac-damping")
+    best = {}
+    for row in found["found"]:
+        loss = min(step["loss_of_others"] for step in row["steps"])
+        best.setdefault(row["kind"], []).append((row["damping"], loss))
+    names = {"kfac": "KFAC", "ekfac": "EKFAC"}
+    lines = [Line(names[kind], *map(list, zip(*sorted(best[kind]), strict=True))) for kind in names]
+    panel = Lines("One step from a loss of 1.60, with the best step length", "damping", "loss on other images", lines,
+                  is_log=False, level=("plain gradient", best["gradient"][0][1]))  # fmt: skip
+    return Plot([panel], f"ResNet-8, Fashion-MNIST, one run; {machine(found['environment'])}")
+
+
+def optimizers(name: str, title: str, target: str = "0.91") -> Plot:
+    found = record(name)
+    panels = []
+    for unit, key in (("optimizer steps", "step"), ("seconds on one core", "wall_s")):
+        bars = []
+        for optimizer, its in found["found"].items():
+            reached = its["targets"][target]
+            count = f"{reached['reached']} of {reached['runs']}"
+            if not reached["reached"]:
+                bars.append(Bar(optimizer, None, note=f"{count} in {found['settings']['epochs']} epochs"))
+                continue
+            mean, half = reached[key]["mean"], reached[key]["half_width"]
+            spread = (None, None) if half is None else (mean - half, mean + half)
+            note = f" ({count})" if reached["reached"] < reached["runs"] else ""
+            bars.append(Bar(optimizer, mean, *spread, "FAC" in optimizer, note))
+        panels.append(Bars(f"{title}: to {100 * float(target):.0f} % of the test images", unit, bars, "less"))
+    return Plot(panels, f"Mean and 95 % interval of {found['settings']['seeds']} seeds; "
+                        f"{machine(found['environments'][-1])}")  # fmt: skip
+
+
+def training() -> Plot:
+    found = record("training")
+    loaders = found["compared"]["loaders"].items()
+    speed = [bar(name, its["images_per_s"], is_datapipe(name)) for name, its in loaders]
+    waiting = [bar(name, its["wait_share"], is_datapipe(name), 100) for name, its in loaders]
+    panels = [
+        Bars("ResNet-8 on Fashion-MNIST", "images/s", speed, "more"),
+        Bars("Waiting for batches", "% of the steps' time", waiting, "less", ".1f"),
+    ]
+    return Plot(panels, f"Median and range of {found['compared']['rounds']} runs; {machine(found['environment'])}")
+
+
+def pack_slow() -> Plot:
+    found = record("pack_slow")
+    bars = [bar(name, its["wall_s"], is_datapipe(name)) for name, its in found["compared"].items()]
+    bars.append(Bar("what the server must take", found["floor_s"]))
+    title = f"6,000 files, {found['settings']['meta_ms']} ms per metadata operation"
+    return Plot([Bars(title, "seconds", bars, "less", ".1f")],
+                f"Median and range of {found['rounds']} runs; {machine(found['environment'])}")  # fmt: skip
+
+
+FIGURES: dict[str, Callable[[], Plot]] = {
+    "loader": loader,
+    "reading": reading,
+    "order": order,
+    "pack": pack,
+    "pack-slow": pack_slow,
+    "stored": stored,
+    "training": training,
+    "kfac-step": kfac_step,
+    "kfac-solvers": kfac_solvers,
+    "kfac-damping": kfac_damping,
+    "optimizers-resnet8-4096": lambda: optimizers("optimizers-resnet8-4096", "ResNet-8, batch of 4,096"),
+    "optimizers-resnet8-512": lambda: optimizers("optimizers-resnet8-512", "ResNet-8, batch of 512"),
+    "optimizers-resnet20-4096": lambda: optimizers("optimizers-resnet20-4096", "ResNet-20, batch of 4,096"),
+    "optimizers-resnet20-512": lambda: optimizers("optimizers-resnet20-512", "ResNet-20, batch of 512"),
+}
+
+
+def by_value(bars: Iterable[Bar], rising: bool = False) -> list[Bar]:
+    """Sort bars: the best first."""
+    return sorted(bars, key=lambda bar: bar.value or 0.0, reverse=not rising)
+
+
+# --- how it is drawn ---
+
+
+def draw(plot: Plot, theme: str) -> str:
+    """Return a figure as SVG text."""
+    colours = THEMES[theme]
+    matplotlib.rcParams.update({
+        "svg.fonttype": "none", "svg.hashsalt": "figures", "font.family": "DejaVu Sans", "font.size": 10.5,
+        "text.color": colours["ink"], "axes.labelcolor": colours["muted"], "axes.edgecolor": colours["grid"],
+        "xtick.color": colours["muted"], "ytick.color": colours["ink"], "text.parse_math": False,
+    })  # fmt: skip
+    heights = [0.95 + 0.27 * len(panel.bars) if isinstance(panel, Bars) else 3.0 for panel in plot.panels]
+    figure = Figure(figsize=(INCHES, sum(heights) + 0.35), layout=ConstrainedLayoutEngine(w_pad=0.1))
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, panel in zip(parts, plot.panels, strict=True):
+        ax = part.subplots()
+        (_draw_bars if isinstance(panel, Bars) else _draw_lines)(ax, panel, colours)
+        part.suptitle(panel.title, fontsize=11, fontweight="bold", x=0.01, ha="left", color=colours["ink"])
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(plot.note, fontsize=8.5, color=colours["muted"], x=0.01, ha="left")
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = file.getvalue().replace("'DejaVu Sans'", FONTS.replace('"', "'"))
+    head, marker, rest = svg.partition("<svg ")
+    return f"{head}<!-- data: {checksum(plot)} -->\n{marker}{rest}"
+
+
+def _draw_bars(ax: Axes, panel: Bars, colours: Mapping[str, Any]) -> None:
+    end = max(bar.high or bar.value or 0.0 for bar in panel.bars)
+    for place, bar in enumerate(panel.bars):
+        value = bar.value or 0.0
+        ax.barh(place, value, 0.62, color=colours["hues"][0] if bar.is_ours else colours["other"])
+        if bar.low is not None and bar.high is not None:
+            ends = [[value - bar.low], [bar.high - value]]
+            ax.errorbar(value, place, xerr=ends, color=colours["ink"], linewidth=1.1, capsize=2.5)
+        text = bar.note if bar.value is None else f"{value:{panel.form}}{bar.note}"
+        ax.text(max(value, bar.high or 0.0) + 0.015 * end, place, text, va="center", fontsize=9.5)
+    ax.set_yticks(range(len(panel.bars)), [bar.name for bar in panel.bars])
+    ax.set_ylim(len(panel.bars) - 0.5, -0.5)
+    ax.set_xlim(0, 1.17 * end)
+    ax.tick_params(axis="y", length=0)
+    ax.tick_params(axis="x", labelsize=9)
+    ax.grid(axis="x", color=colours["grid"], linewidth=0.7)
+    ax.set_axisbelow(True)
+    ax.spines["left"].set_color(colours["muted"])
+    ax.set_xlabel(f"{panel.unit} ({panel.is_better} is better)", fontsize=9.5)
+
+
+def _draw_lines(ax: Axes, panel: Lines, colours: Mapping[str, Any]) -> None:
+    for line, colour, marker in zip(panel.lines, colours["hues"], "os^Dv", strict=False):
+        ax.plot(line.places, line.values, color=colour, marker=marker, markersize=5, label=line.name)
+        if line.low is not None and line.high is not None:
+            ends = [[v - low for v, low in zip(line.values, line.low, strict=True)],
+                    [high - v for v, high in zip(line.values, line.high, strict=True)]]  # fmt: skip
+            ax.errorbar(line.places, line.values, yerr=ends, color=colour, linewidth=0, elinewidth=1.1, capsize=2.5)
+    if panel.level is not None:
+        name, height = panel.level
+        ax.axhline(height, color=colours["muted"], linestyle="--", linewidth=1.2, label=name)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter("{x:,g}")
+    if panel.is_log:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:,g}")
+    ax.set_xlabel(panel.across, fontsize=9.5)
+    ax.set_ylabel(panel.up, fontsize=9.5)
+    ax.tick_params(labelsize=9, labelcolor=colours["muted"])
+    ax.grid(color=colours["grid"], linewidth=0.7)
+    ax.legend(frameon=False, fontsize=9.5, labelcolor=colours["ink"])
+
+
+def checksum(plot: Plot) -> str:
+    """Compute a checksum of what a plot shows, whatever draws it."""
+    return hashlib.sha256(json.dumps(asdict(plot), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the figures (default: docs/figures)")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, plan in FIGURES.items():
+        plot = plan()
+        for theme in THEMES:
+            (arguments.out / f"{name}-{theme}.svg").write_text(draw(plot, theme), encoding="utf-8")
+    print(f"{len(FIGURES)} figures, each for {' and '.join(THEMES)} pages, in {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

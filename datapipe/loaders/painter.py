@@ -1,0 +1,149 @@
+"""Decoding, cropping, resizing and mirroring images into the slots of a batch, on the CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from ..errors import DecodeError
+from ..images import window
+from ..images.jpeg import is_jpeg
+from ..images.window import Box, Decoded, Window, check_size, decode_window
+from .delivery import Images
+from .prefetch import PendingImage
+
+PIXEL_BYTES = 8 << 20  # of memory for decoded pixels per thread: about 16 windows
+CROP_BYTES = 1 << 20  # of memory for the pixels of one crop
+
+ImagesT = TypeVar("ImagesT", bound=Images)
+
+
+class Painter(Generic[ImagesT]):
+    """Decodes images into the slots of a batch.
+
+    Args:
+        channels: 1 or 3.
+        decode_whole: Decodes an image that is not a JPEG: uint8[H, W, C].
+        take_bad: Called with the slots, the slot and the error for what cannot be decoded.
+        only_pixels: The images are nothing but pixels, which may look like the first bytes of a JPEG.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        decode_whole: Callable[[PendingImage], np.ndarray],
+        take_bad: Callable[[ImagesT, int, Exception], None],
+        only_pixels: bool = False,
+    ) -> None:
+        self._channels, self._decode_whole, self._take_bad = channels, decode_whole, take_bad
+        self._only_pixels = only_pixels
+        self._local = threading.local()
+
+    def put(self, slots: ImagesT, images: list[PendingImage]) -> dict[str, float]:
+        """Put images into their slots; return the seconds of each stage.
+
+        Stage by stage for all of them: Python between two decodes would find the processor's caches full of pixels,
+        and take longer.
+        """
+        clock = time.perf_counter
+        began = clock()
+        if not hasattr(self._local, "pixels"):
+            self._local.pixels = memoryview(bytearray(PIXEL_BYTES))
+            self._local.crop = np.empty(CROP_BYTES, np.uint8)
+        pending, crop_memory = iter(self._cut_windows(slots, images)), self._local.crop
+        stage_s = {"window": clock() - began, "decode": 0.0, "resize": 0.0}
+        while True:
+            began = clock()
+            decoded = self._decode_some(slots, pending)
+            middle = clock()
+            for image, (pixels, box) in decoded:
+                crop_resize_flip(pixels, box, image.flip, slots.images[image.slot], crop_memory)
+            stage_s["decode"] += middle - began
+            stage_s["resize"] += clock() - middle
+            if not decoded:
+                return stage_s
+
+    def _cut_windows(self, slots: ImagesT, images: list[PendingImage]) -> list[tuple[PendingImage, Window | None]]:
+        """Cut out what has to be decoded of each JPEG; None for other images."""
+        windows = []
+        for image in images:
+            try:
+                is_cut = not self._only_pixels and is_jpeg(image.data)
+                windows.append((image, window.cut(image.data, image.box, image.size) if is_cut else None))
+            except ValueError as error:
+                self._take_bad(slots, image.slot, error)
+        return windows
+
+    def _decode_some(
+        self, slots: ImagesT, pending: Iterator[tuple[PendingImage, Window | None]]
+    ) -> list[tuple[PendingImage, Decoded]]:
+        """Decode the next images, as many as fit into this thread's memory for pixels."""
+        memory, decoded = self._local.pixels, []
+        for image, its_window in pending:
+            if slots.abandoned:
+                return []
+            try:
+                if its_window is None:
+                    pixels = self._decode_whole(image)
+                    check_size(pixels.shape[1], pixels.shape[0], image.size)
+                    decoded.append((image, Decoded(pixels, image.box)))
+                else:
+                    part = decode_window(image.data, its_window, image.box, self._channels, image.scale, memory)
+                    decoded.append((image, part))
+                    memory = memory[part.pixels.size :]
+            except (ValueError, DecodeError) as error:
+                self._take_bad(slots, image.slot, error)
+            if len(memory) < PIXEL_BYTES // 4:
+                break
+        return decoded
+
+
+def crop_resize_flip(
+    pixels: np.ndarray, box: Box, flip: bool, out: np.ndarray, crop_memory: np.ndarray | None = None
+) -> None:
+    """Crop an image, resize the crop (antialiased bilinear), and mirror it if `flip`.
+
+    Args:
+        pixels: uint8[H, W, C].
+        box: The crop's left, top, width and height in pixels. What lies beyond the image is black; only a crop that
+            is as large as the output may reach there.
+        flip: Whether to mirror it, left to right.
+        out: uint8[S, S, C], which is written.
+        crop_memory: uint8[bytes], for the crop's pixels meanwhile if it is large enough.
+    """
+    if box[2] == box[3] == out.shape[0]:
+        _copy_crop(pixels, box, out[:, ::-1] if flip else out)
+    else:
+        _resize_crop(pixels, box, flip, out, crop_memory)
+
+
+def _copy_crop(pixels: np.ndarray, box: Box, out: np.ndarray) -> None:
+    left, top, width, height = box
+    inside = pixels[max(0, top) : max(0, top + height), max(0, left) : max(0, left + width)]
+    if inside.shape != out.shape:
+        out[:] = 0
+        y, x = min(height, max(0, -top)), min(width, max(0, -left))
+        out = out[y : y + inside.shape[0], x : x + inside.shape[1]]
+    out[:] = inside
+
+
+def _resize_crop(pixels: np.ndarray, box: Box, flip: bool, out: np.ndarray, crop_memory: np.ndarray | None) -> None:
+    left, top, width, height = box
+    view = pixels[top : top + height, left : left + width]
+    # In one piece: torch 2.13 gives wrong pixels for a view one pixel wide, and would copy any other.
+    if crop_memory is not None and view.size <= crop_memory.size:
+        crop = crop_memory[: view.size].reshape(view.shape)
+    else:
+        crop = np.empty(view.shape, np.uint8)
+    crop[:] = view
+    planes, slot = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (crop, out))
+    # What torch.nn.functional.interpolate calls, but straight into the slot: its own result has planes,
+    # and to turn those into pixels takes longer than to scale them.
+    torch.ops.aten._upsample_bilinear2d_aa.out(planes, list(out.shape[:2]), False, None, None, out=slot)
+    if flip:
+        slot.copy_(slot.flip(-1))

@@ -1,0 +1,88 @@
+"""The options of a pack, and the values that are allowed for each."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cluster import Task
+from ..errors import SettingError
+from ..images.recode import RecodeOptions
+from ..memory import allowed_bytes, parse_bytes
+from ..names import FORMATS
+
+NUMBER_OR_SHARE = re.compile(r"([0-9]{1,18})|([0-9]{1,18}(?:\.[0-9]{1,18})?)%")
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """The options of `pack` and `convert`. Raises SettingError for values that are out of range.
+
+    Attributes:
+        format: Of the shards, one of `names.FORMATS`.
+        kind: Of the source, one of `names.KINDS`, or "auto" to look.
+        shard_mib: Aimed size of a shard in MiB, above 0; None, to convert: as it was.
+        workers: Files read at once, at most; None: as many as help, up to 32.
+        seed: Of the shuffle, 0 and more.
+        overwrite: Replace a data set in OUT once the new one is whole.
+        resume: Be content when OUT is complete already. An unfinished pack is continued in any case.
+        max_bad: Unreadable samples that are left out and listed: a number such as "3", or "0.1%" of all samples.
+        outside: Follow links and paths that lead out of the source.
+        timeout_s: A read or write that takes longer, in seconds, is an error.
+        memory: For images in all threads together, such as "8GiB"; None: half of what the machine or the control
+            group has.
+        recode: What is stored of each image.
+        task: The share of the plan to pack here.
+    """
+
+    format: str = "tar"
+    kind: str = "auto"
+    shard_mib: float | None = 256
+    workers: int | None = None
+    seed: int = 0
+    overwrite: bool = False
+    resume: bool = False
+    max_bad: str = "0"
+    outside: bool = False
+    timeout_s: float = 300.0
+    memory: str | None = None
+    recode: RecodeOptions = field(default_factory=RecodeOptions)
+    task: Task = field(default_factory=lambda: Task(0, 1, ""))
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise SettingError(f"format: {self.format!r} is not one of {', '.join(FORMATS)}")
+        for name, low in (("workers", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise SettingError(f"{name}: {value} is out of range; allowed: {low} and more")
+        if self.shard_mib is not None and not 0 < self.shard_mib < math.inf:
+            raise SettingError(f"shard_mib: {self.shard_mib} is out of range; allowed: above 0")
+        if not 0 < self.timeout_s < math.inf:
+            raise SettingError(f"timeout: {self.timeout_s} is out of range; allowed: seconds, above 0")
+        self.bad_allowed(1)
+        self.memory_bytes()
+        if self.overwrite and self.task.count > 1:
+            raise SettingError("overwrite: one of several tasks would remove what another writes; remove OUT first")
+
+    def memory_bytes(self) -> int:
+        """Return the bytes that images in all threads may take together."""
+        return allowed_bytes() // 2 if self.memory is None else parse_bytes("memory", self.memory)
+
+    def bad_allowed(self, num_samples: int) -> int:
+        """Return how many of `num_samples` may be unreadable."""
+        match = NUMBER_OR_SHARE.fullmatch(self.max_bad)
+        if not match or (match[2] and float(match[2]) > 100):
+            raise SettingError(f"max_bad: {self.max_bad!r} is not a number such as 10 or a share such as 0.1%")
+        return int(match[1]) if match[1] else int(num_samples * float(match[2]) / 100)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the bytes of the result depend on, beside the source, as JSON values by the names of SETTINGS."""
+        return {
+            "format": self.format,
+            "seed": self.seed,
+            "shard_mib": self.shard_mib,
+            "recode": self.recode.settings(),
+        }

@@ -1,0 +1,62 @@
+"""Code on the pages works: Python runs, and shell commands are commands that exist."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from datapipe.cli import app as datapipe_app
+from datapipe.packing import PackOptions, pack
+from trainer.cli import app as trainer_app
+
+APPS = {"datapipe": typer.main.get_command(datapipe_app), "trainer": typer.main.get_command(trainer_app)}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def workplace(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the pages have it: raw/, packed/ and local/fashion-mnist, of few images."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "raw").mkdir()
+    (folder / "raw" / "fashion-mnist").symlink_to(sample_dir)
+    pack(sample_dir, folder / "packed" / "fashion-mnist", PackOptions(workers=1))
+    return folder
+
+
+def test_python_runs(page_with_python: Path, blocks, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    for number, block in enumerate(blocks(page_with_python, "python")):
+        exec(compile(block, f"{page_with_python.name}, block {number + 1}", "exec"), {"__name__": "page"})
+
+
+def test_commands_exist(page_with_commands: Path, commands) -> None:
+    for program, name, *arguments in commands(page_with_commands):
+        known = APPS[program].commands
+        assert name in known, f"{page_with_commands.name}: there is no `{program} {name}`"
+        known[name].make_context(f"{program} {name}", arguments)  # raises for an unknown option or a bad value
+
+
+def test_pages_have_code(blocks, commands) -> None:
+    """Blocks are found at all."""
+    assert len(blocks(ROOT / "README.md", "python")) == 2
+    assert len(blocks(ROOT / "docs" / "format.md", "python")) == 2
+    assert [words[:2] for words in commands(ROOT / "README.md")] == [
+        ["datapipe", "pack"],
+        ["datapipe", "stage"],
+        ["trainer", "train"],
+    ]
+    assert len(list(commands(ROOT / "docs" / "reference" / "cli.md"))) >= 12
+
+
+def test_the_steps_of_the_quickstart(commands, workplace: Path, tmp_path: Path, command) -> None:
+    """All of them but getting the data, which needs a network, and training, which takes long."""
+    (tmp_path / "raw").symlink_to(workplace / "raw")
+    steps = [words for words in commands(ROOT / "docs" / "quickstart.md") if words[1] not in ("fetch", "train")]
+    assert [words[1] for words in steps] == ["pack", "verify", "stage"]
+    for words in steps:
+        done = command(*words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "local" / "fashion-mnist" / "train" / "manifest.json").is_file()

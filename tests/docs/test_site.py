@@ -1,0 +1,46 @@
+"""The site is built without a warning, and a link between its pages that leads nowhere is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytest.importorskip("furo")
+pytest.importorskip("myst_parser")
+
+
+def build(source: Path, out: Path) -> subprocess.CompletedProcess:
+    """Build the site with the options of tools/docs.sh."""
+    script = (ROOT / "tools" / "docs.sh").read_text()
+    options = script.partition("-m sphinx ")[2].partition(" docs docs/_build")[0].split()
+    assert {"-W", "-n", "--keep-going"} <= set(options)
+    command = [sys.executable, "-m", "sphinx", *options, "-d", str(out / "doctrees"), str(source), str(out / "html")]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_the_site_is_built(tmp_path: Path) -> None:
+    done = build(ROOT / "docs", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for page in ("index", "quickstart", "format", "kfac", "reference/cli", "reference/recipe", "reference/api"):
+        assert (tmp_path / "html" / f"{page}.html").is_file()
+    kfac = (tmp_path / "html" / "kfac.html").read_text()
+    assert "<math" in kfac and "kfac-step-dark.svg" in kfac
+    assert 'src="http' not in kfac and 'href="http://' not in kfac  # it loads nothing from elsewhere
+    assert "open_loader" in (tmp_path / "html" / "reference" / "api.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_broken_link_is_an_error(tmp_path: Path) -> None:
+    source = tmp_path / "docs"
+    source.mkdir()
+    (source / "conf.py").write_text('extensions = ["myst_parser"]\nmyst_heading_anchors = 3\n')
+    (source / "index.md").write_text("# Here\n\n[there](other.md#nothing)\n\n```{toctree}\nother\n```\n")
+    (source / "other.md").write_text("# Other\n")
+    done = build(source, tmp_path)
+    assert done.returncode != 0 and "'nothing'" in done.stderr

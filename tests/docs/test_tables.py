@@ -1,0 +1,70 @@
+"""Tables that restate what the code says: the format's fields, and the arguments of the loader and of K-FAC."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+
+from datapipe import open_loader
+from datapipe.dataset.index import ENCODINGS, RECORD
+from datapipe.dataset.manifest import FORMAT_VERSION, SEAL, Manifest
+from datapipe.names import FORMATS, KINDS
+from trainer.kfac import KFAC
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the first table under a heading."""
+    text = (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()[2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table]
+
+
+def names(cells: list[str]) -> list[str]:
+    return re.findall(r"`(\w+)`", cells[0])
+
+
+def test_fields_of_the_manifest() -> None:
+    table = rows("format.md", "manifest.json")
+    assert {name for cells in table for name in names(cells)} == {*Manifest.model_fields, SEAL}
+    assert table[0][:2] == ["`version`", str(FORMAT_VERSION)]
+    assert all(f"`{name}`" in table[2][2] for name in FORMATS)
+    assert [cells[0] for cells in rows("format.md", "Versions and compatibility")][-1] == str(FORMAT_VERSION)
+
+
+def test_fields_of_the_index() -> None:
+    table = [(name, cells[1]) for cells in rows("format.md", "index.npy") for name in names(cells)]
+    assert table == [(name, np.dtype(RECORD[name]).name) for name in RECORD.names]
+    encodings = rows("format.md", "index.npy")[-1][2]
+    assert re.findall(r"(\d) `([\w+]+)`", encodings) == [(str(n), name) for n, name in enumerate(ENCODINGS)]
+
+
+def test_each_format_has_its_layout() -> None:
+    page = (DOCS / "format.md").read_text(encoding="utf-8")
+    assert [name for name in FORMATS if f"\n### {name}\n" not in page] == []
+    assert len(
+        re.findall(r"^- .*\*\*", (DOCS / "packing.md").read_text().partition("## What is")[0], re.MULTILINE)
+    ) == (
+        len(KINDS) - 1  # CIFAR's two kinds are one line
+    )
+
+
+def test_arguments_of_the_loader() -> None:
+    table = rows("loader.md", "Arguments")
+    parameters = inspect.signature(open_loader).parameters
+    assert {name for cells in table for name in names(cells)} == {*parameters} - {"path"}
+    for cells in table:
+        defaults = [parameters[name].default for name in names(cells)]
+        if None not in defaults and inspect.Parameter.empty not in defaults:
+            stated = [text.strip("` \"'") for text in cells[2].split(",")]
+            assert stated == [f"{value:g}" if isinstance(value, float) else str(value) for value in defaults], cells
+
+
+def test_settings_of_kfac() -> None:
+    table = {name for cells in rows("kfac.md", "Settings") for name in names(cells)}
+    parameters = {*inspect.signature(KFAC).parameters} - {"model", "settings"}
+    assert parameters <= table | {"skip"}

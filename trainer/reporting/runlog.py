@@ -1,0 +1,144 @@
+"""A run's metrics.jsonl: its name, its format, and what it says about the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import harmonic_mean
+from typing import Any
+
+from datapipe.errors import DatapipeError
+
+NAME = "metrics.jsonl"
+FORMAT = 1
+# The parts of a run's time: those of a step, then the rest.
+STEP_SECTIONS = ("wait", "forward_backward", "optimizer")
+SECTIONS = (*STEP_SECTIONS, "evaluation", "checkpoint", "other")
+DATA_BOUND_SHARE = 0.1  # of wait_share: below a tenth, a faster loader would gain little
+
+Line = dict[str, Any]
+
+
+def wait_share(time_s: Mapping[str, float]) -> float:
+    """Return the fraction of the steps' time for which they waited for batches, from 0 to 1."""
+    step_s = sum(time_s[section] for section in STEP_SECTIONS)
+    return time_s["wait"] / step_s if step_s else 0.0
+
+
+@dataclass
+class Run:
+    """What a run's metrics.jsonl says, without the lines that a resumed run wrote again."""
+
+    header: Line
+    resumes: list[Line] = field(default_factory=list)
+    train: list[Line] = field(default_factory=list)
+    epochs: list[Line] = field(default_factory=list)
+    end: Line | None = None
+    label: str = ""  # tells it from the report's other runs
+
+    def time_s(self) -> dict[str, float]:
+        """Return the seconds spent in each of SECTIONS."""
+        lines = [self.end] if self.end else self.epochs
+        times = [line.get("time_s") or {} for line in lines]
+        return {section: sum(number(time_s.get(section), 0.0) for time_s in times) for section in SECTIONS}
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the end line, or what the epochs so far amount to; NaN where unknown."""
+        target = self._target()
+        figures = self.end or self._figures_so_far(target)
+        names = ("accuracy", "best_accuracy", "time_to_target_s", "images_per_s", "wait_share")
+        return {"target": target} | {name: number(figures.get(name)) for name in names}
+
+    def _target(self) -> float:
+        train = (self.header.get("recipe") or {}).get("train") or {}
+        return number(train.get("target_accuracy"))
+
+    def _figures_so_far(self, target: float) -> Line:
+        accuracies = [(number(line.get("val_accuracy")), line.get("elapsed_s")) for line in self.epochs]
+        accuracies = [(accuracy, elapsed_s) for accuracy, elapsed_s in accuracies if accuracy >= 0]
+        rates = [number(line.get("images_per_s")) for line in self.epochs or self.train]
+        rates = [rate for rate in rates if rate > 0]
+        time_s = self.time_s()
+        return {
+            "accuracy": accuracies[-1][0] if accuracies else None,
+            "best_accuracy": max((accuracy for accuracy, _ in accuracies), default=None),
+            "time_to_target_s": next((elapsed_s for accuracy, elapsed_s in accuracies if accuracy >= target), None),
+            "images_per_s": harmonic_mean(rates) if rates else None,  # as epochs have equally many images
+            "wait_share": wait_share(time_s) if any(time_s[section] for section in STEP_SECTIONS) else None,
+        }
+
+    def notes(self) -> list[str]:
+        """Return what a reader should know before trusting the figures."""
+        notes = []
+        if self.end is None:
+            notes.append("No end line: the run is still going, or was killed. Figures are so far.")
+        if not self.epochs:
+            notes.append("No epoch has finished.")
+        for line in self.resumes:
+            notes.append(f"Resumed at step {line.get('step')}, world size {line.get('world_size')}.")
+        diverged = [line for line in self.train if math.isnan(number(line.get("loss")))]
+        if diverged:
+            notes.append(f"The training loss was no longer finite at step {diverged[0].get('step')}.")
+        return notes
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's metrics.jsonl.
+
+    Args:
+        folder: Folder of the run.
+
+    Raises:
+        DatapipeError: There is no such file, or none that this version can read.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise DatapipeError("no such file: is this the folder of a training run?", path=path)
+    lines = list(_lines(path.read_text(encoding="utf-8", errors="replace")))
+    if not lines or lines[0]["event"] != "run":
+        raise DatapipeError("does not begin with a whole line about a run: killed at its start?", path=path)
+    header = lines[0]
+    if not isinstance(header.get("recipe") or {}, dict):
+        raise DatapipeError("its first line holds no recipe", path=path)
+    if (version := header.get("format")) != FORMAT:
+        raise DatapipeError(f"format {version!r}: this version reads format {FORMAT} only; upgrade it", path=path)
+    return _collect(header, lines)
+
+
+def _lines(text: str) -> Iterator[Line]:
+    """Yield the objects of metrics.jsonl. Where one was cut short, a resumed run's first follows in the same line."""
+    decoder = json.JSONDecoder()
+    for match in re.finditer(r'\{"event"', text):
+        with suppress(ValueError, RecursionError):
+            yield decoder.raw_decode(text, match.start())[0]
+
+
+def _collect(header: Line, lines: list[Line]) -> Run:
+    """Sort lines by their event; those after a resumed run's checkpoint count only as it wrote them again."""
+    run = Run(header)
+    for line in lines:
+        match line["event"]:
+            case "train":
+                run.train.append(line)
+            case "epoch":
+                # A run that is resumed near an epoch's end reports the epoch again.
+                run.epochs = [other for other in run.epochs if other.get("epoch") != line.get("epoch")] + [line]
+            case "end":
+                run.end = line
+            case "resume":
+                run.resumes.append(line)
+                step = number(line.get("step"))
+                run.train = [line for line in run.train if number(line.get("step")) <= step]
+                run.epochs = [line for line in run.epochs if number(line.get("step")) <= step]
+                run.end = None
+    return run
+
+
+def number(value: object, default: float = math.nan) -> float:
+    """Return a number from JSON as a float; `default` for anything else, and where it would overflow."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else default
