@@ -107,7 +107,7 @@ def test_a_new_format_is_a_file_and_a_line(image_folder, tmp_path):
     """The images one after another, and nothing else."""
     program = """
 import sys, types
-from datapipe import cli, names
+from datapipe import names
 names.FORMATS += ("toy",)
 from datapipe.cli import main
 from datapipe.formats import Finished
