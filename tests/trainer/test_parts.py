@@ -30,7 +30,7 @@ def test_world():
     assert (world.rank, world.world_size, world.local_world_size, world.is_main) == (5, 8, 4, False)
     with pytest.raises(SettingError, match="WORLD_SIZE not set"):
         world_from_environment({"RANK": "0", "LOCAL_RANK": "0"})
-    with pytest.raises(SettingError, match="no number"):
+    with pytest.raises(SettingError, match="not a number"):
         world_from_environment(env | {"RANK": "x"})
 
 
