@@ -1,4 +1,4 @@
-"""What can go wrong in a training run.
+"""The errors of a training run.
 
 DatapipeError
 └── TrainingError        the run cannot go on: exit code 1
