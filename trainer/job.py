@@ -52,6 +52,7 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Return the number of optimizer steps per epoch."""
         return len(self.train_loader)
 
     def learning_rate(self, step: int) -> float:
@@ -83,8 +84,8 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
         (training loader, validation loader).
 
     Raises:
-        DatapipeError: There is no usable data set; on all ranks, also where only one found that.
-        SettingError: The recipe does not fit the data set; on all ranks.
+        DatapipeError: There is no usable data set; all ranks raise this, also where only one has a reason.
+        SettingError: The recipe does not fit the data set; all ranks raise this.
     """
     settings, train = recipe.data, recipe.train
     batch_size = world.batch_size(train.batch_size)
@@ -241,8 +242,9 @@ def open_job(
 def read_loss(job: Job, state: State) -> None:
     """Read the loss of the steps so far; all ranks must call this at the same step.
 
-    Raises on all of them: DivergedError if the loss is not finite, and the error that kept the first rank from writing
-    its metrics.
+    Raises:
+        DivergedError: The loss is not finite; all ranks raise this.
+        OSError: The first rank could not write its metrics; the others raise TrainingError.
     """
     if state.loss.read(job.world, state.step, failed=job.metrics.error is not None):
         with together(job.world):

@@ -22,17 +22,19 @@ UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueErr
 
 
 def save(job: Job, state: State) -> None:
-    """Write a checkpoint; all ranks must call this. Raises on all of them if it fails on the first.
+    """Write a checkpoint; all ranks must call this. If it fails, the previous checkpoint stays as it is.
 
-    Raises DivergedError, and leaves the previous checkpoint as it is, if the network is not finite.
+    Raises:
+        DivergedError: The loss or the network is not finite; all ranks raise this.
+        OSError: The first rank could not write; the others raise TrainingError.
     """
     read_loss(job, state)
     job.clock.drain()
     with job.clock.section("checkpoint"):
         average_buffers(job.module, job.world)
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update
-        own = job.preconditioner and job.preconditioner.state_dict()  # each rank has that of its own layers
-        states = gather(job.world, _on_cpu(own))
+        own_layers = job.preconditioner and job.preconditioner.state_dict()
+        states = gather(job.world, _on_cpu(own_layers))
         with together(job.world):
             if job.world.is_main:
                 save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
@@ -69,7 +71,9 @@ def _data_sets(job: Job) -> list[str]:
 def read_checkpoint(run: Path, recipe: Recipe) -> dict[str, Any] | None:
     """Return the checkpoint of `run`, if there is one.
 
-    Raises CheckpointError if it cannot be read, SettingError if its recipe learns something else.
+    Raises:
+        CheckpointError: It cannot be read.
+        SettingError: Its recipe learns something else than `recipe`.
     """
     path = run / CHECKPOINT
     if not path.exists():
@@ -92,7 +96,7 @@ def restore(job: Job, state: State, content: dict[str, Any]) -> int:
         content: Content of the checkpoint.
 
     Returns:
-        How many bytes of the metrics the checkpoint knows.
+        The length of the metrics when the checkpoint was written, in bytes.
 
     Raises:
         CheckpointError: The data set is another one, something is missing or has another shape, or the network is
