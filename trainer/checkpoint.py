@@ -25,7 +25,10 @@ UNREADABLE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, KeyError, 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write `content` (tensors, numbers, text, and lists and dicts of them) to `path`, whole or not at all.
 
-    Adds "format" and the state of torch's random numbers. Raises OSError; the file that was there before then stays.
+    Adds "format" and the state of torch's random numbers.
+
+    Raises:
+        OSError: It cannot be written; the file that was there before stays.
     """
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # a run on the processor starts nothing on a GPU, which others may use
@@ -71,8 +74,9 @@ class _Writer:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Return what `save_checkpoint` was given, with its tensors on the CPU. Runs no code from the file.
 
-    Raises CheckpointError if the file is not a checkpoint, is damaged (its checksums are compared), or is newer than
-    this version.
+    Raises:
+        CheckpointError: The file is not a checkpoint, is damaged (its checksums are compared), or has the format of
+            another version.
     """
     try:
         with named(path), zipfile.ZipFile(path) as archive:  # torch does not compare the CRC-32 sums that it writes

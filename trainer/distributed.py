@@ -54,6 +54,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Return whether this is the first rank, which writes the files."""
         return self.rank == 0
 
     def batch_size(self, global_batch_size: int) -> int:

@@ -18,11 +18,9 @@ from datapipe.loaders import Loader, normalise, open_loader
 from datapipe.sampling.augment import Augment
 
 from . import models, optim
-from .checkpoint import NAME as CHECKPOINT
-from .checkpoint import load_checkpoint, restore_random, save_checkpoint
-from .config.recipe import Recipe, check_resumable, parse
-from .distributed import World, average_buffers, gather, sum_over_ranks, together, wrap
-from .errors import CheckpointError, DivergedError
+from .config.recipe import Recipe
+from .distributed import World, sum_over_ranks, together, wrap
+from .errors import DivergedError
 from .kfac import KFAC, AdaptiveDamping
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
@@ -31,9 +29,6 @@ from .reporting.metrics import MetricsFile
 from .reporting.runlog import NAME as METRICS
 from .reporting.timing import Clock
 from .state import State
-
-# Errors that loading a state raises where something is missing, or has another shape.
-UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -57,6 +52,7 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Return the number of optimizer steps per epoch."""
         return len(self.train_loader)
 
     def learning_rate(self, step: int) -> float:
@@ -88,8 +84,8 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
         (training loader, validation loader).
 
     Raises:
-        DatapipeError: There is no usable data set; on all ranks, also where only one found that.
-        SettingError: The recipe does not fit the data set; on all ranks.
+        DatapipeError: There is no usable data set; all ranks raise this, also where only one has a reason.
+        SettingError: The recipe does not fit the data set; all ranks raise this.
     """
     settings, train = recipe.data, recipe.train
     batch_size = world.batch_size(train.batch_size)
@@ -246,8 +242,9 @@ def open_job(
 def read_loss(job: Job, state: State) -> None:
     """Read the loss of the steps so far; all ranks must call this at the same step.
 
-    Raises on all of them: DivergedError if the loss is not finite, and the error that kept the first rank from writing
-    its metrics.
+    Raises:
+        DivergedError: The loss is not finite; all ranks raise this.
+        OSError: The first rank could not write its metrics; the others raise TrainingError.
     """
     if state.loss.read(job.world, state.step, failed=job.metrics.error is not None):
         with together(job.world):
@@ -256,119 +253,12 @@ def read_loss(job: Job, state: State) -> None:
 
 def check_finite(job: Job, state: State) -> None:
     """Raise DivergedError on all ranks, which must all call this, if a parameter or a buffer is not finite on any."""
-    (bad,) = sum_over_ranks(job.world, [float(not _is_finite(job.module))])
+    (bad,) = sum_over_ranks(job.world, [float(not is_finite(job.module))])
     if bad:
         raise DivergedError(f"parameters or running statistics are no longer finite after step {state.step}")
 
 
-def _is_finite(module: nn.Module) -> bool:
+def is_finite(module: nn.Module) -> bool:
+    """Return whether all parameters and buffers are finite."""
     tensors = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
     return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())  # waits once for the device
-
-
-def save(job: Job, state: State) -> None:
-    """Write a checkpoint; all ranks must call this. Raises on all of them if it fails on the first.
-
-    Raises DivergedError, and leaves the previous checkpoint as it is, if the network is not finite.
-    """
-    read_loss(job, state)
-    job.clock.drain()
-    with job.clock.section("checkpoint"):
-        average_buffers(job.module, job.world)
-        check_finite(job, state)  # the loss that was read is that of the parameters before their last update
-        own = job.preconditioner and job.preconditioner.state_dict()  # each rank has that of its own layers
-        states = gather(job.world, _on_cpu(own))
-        with together(job.world):
-            if job.world.is_main:
-                save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
-    state.saved = state.epoch, state.step
-
-
-def _on_cpu(value: object) -> object:
-    """Return `value` with its tensors on the CPU: another rank's would arrive on that rank's GPU."""
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _content(job: Job, state: State) -> dict[str, Any]:
-    return {
-        "recipe": job.recipe.model_dump(mode="json"),
-        "global_batch_size": job.recipe.train.batch_size,
-        "data_sets": _data_sets(job),
-        "state": state.state_dict(),
-        "clock": job.clock.state_dict(),
-        "loader": job.train_loader.state_dict(),
-        "model": job.module.state_dict(),
-        "optimizer": job.optimizer.state_dict(),
-        "adaptive_damping": job.adaptive_damping and job.adaptive_damping.state_dict(),
-        "scaler": job.scaler.state_dict(),
-        "metrics_bytes": job.metrics.sync(),
-    }
-
-
-def _data_sets(job: Job) -> list[str]:
-    return [str(loader.identity()["data_set"]) for loader in (job.train_loader, job.val_loader)]
-
-
-def read_checkpoint(run: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Return the checkpoint of `run`, if there is one.
-
-    Raises CheckpointError if it cannot be read, SettingError if its recipe learns something else.
-    """
-    path = run / CHECKPOINT
-    if not path.exists():
-        return None
-    content = load_checkpoint(path)
-    try:
-        old = parse(content["recipe"])
-    except (SettingError, KeyError) as error:
-        raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
-    check_resumable(old, recipe)
-    return content
-
-
-def restore(job: Job, state: State, content: dict[str, Any]) -> int:
-    """Set everything to where it was when a checkpoint was saved.
-
-    Args:
-        job: The run, whose objects are changed.
-        state: Its progress, which is changed.
-        content: Content of the checkpoint.
-
-    Returns:
-        How many bytes of the metrics the checkpoint knows.
-
-    Raises:
-        CheckpointError: The data set is another one, something is missing or has another shape, or the network is
-            not finite, as earlier versions saved it.
-    """
-    try:
-        _put_back(job, state, content)
-        metrics_bytes = content["metrics_bytes"]
-    except SettingError:
-        raise
-    except UNFIT as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise CheckpointError(f"cannot be continued from: {reason}", path=job.run / CHECKPOINT) from error
-    if not _is_finite(job.module):
-        reason = "holds a network that is not finite, so no training can continue from it; start a new run"
-        raise CheckpointError(reason, path=job.run / CHECKPOINT)
-    return metrics_bytes
-
-
-def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
-    if content["data_sets"] != _data_sets(job):
-        raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
-    job.module.load_state_dict(content["model"])
-    job.optimizer.load_state_dict(content["optimizer"])
-    if job.preconditioner is not None:
-        job.preconditioner.load_state_dict(*content["preconditioner"])
-    if job.adaptive_damping is not None:
-        job.adaptive_damping.load_state_dict(content["adaptive_damping"])
-    job.scaler.load_state_dict(content["scaler"])
-    job.train_loader.load_state_dict(content["loader"])
-    state.load_state_dict(content["state"])
-    state.saved = state.epoch, state.step
-    job.clock.load_state_dict(content["clock"])
-    restore_random(content)

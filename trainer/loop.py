@@ -17,9 +17,10 @@ from datapipe.loaders import Batch
 
 from .distributed import average_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
-from .job import Job, check_finite, read_loss, save
+from .job import Job, check_finite, read_loss
 from .optim import set_lr
 from .optim.kfac import set_for_step
+from .resume import save
 from .state import State
 from .stop import StopSignal
 

@@ -18,13 +18,14 @@ from .checkpoint import NAME as CHECKPOINT
 from .config.recipe import Recipe
 from .distributed import World, broadcast, connected, set_threads, together, world_from_environment
 from .errors import DivergedError, TrainingError
-from .job import Job, open_job, read_checkpoint, restore
+from .job import Job, open_job
 from .loop import train
 from .precision import Precision, choose_precision
 from .reporting import metrics
 from .reporting.runlog import FORMAT, wait_share
 from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
+from .resume import read_checkpoint, restore
 from .state import MeanLoss, State
 from .stop import StopSignal
 

@@ -26,6 +26,7 @@ class MeanLoss:
         self._epoch: list[float] = [0.0, 0]
 
     def add(self, loss: Tensor) -> None:
+        """Add the loss of a step on this rank, a scalar."""
         self._pending += loss.detach()
         self._pending_steps += 1
 
@@ -68,9 +69,11 @@ class MeanLoss:
         return mean
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
         return {"line": list(self._line), "epoch": list(self._epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
         self._line, self._epoch = list(state["line"]), list(state["epoch"])
 
 
@@ -90,10 +93,12 @@ class State:
 
     @property
     def accuracy(self) -> float | None:
+        """Return the last evaluation's accuracy, from 0 to 1."""
         return self.evaluations[-1]["accuracy"] if self.evaluations else None
 
     @property
     def best_accuracy(self) -> float | None:
+        """Return the highest accuracy so far, from 0 to 1."""
         return max((each["accuracy"] for each in self.evaluations), default=None)
 
     def time_to(self, target: float | None) -> float | None:
@@ -111,6 +116,7 @@ class State:
         return None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -119,6 +125,7 @@ class State:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.evaluations = [dict(each) for each in state["evaluations"]]
         self.loss.load_state_dict(state["loss"])

@@ -76,6 +76,7 @@ class MetricsFile:
             return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
+        """Close the file, if it is open."""
         if self._file is not None:
             with suppress(OSError):  # `sync` has raised it, or another error is being raised
                 self._file.close()

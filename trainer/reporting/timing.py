@@ -30,12 +30,12 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
-        """The time since the training began, over all its runs."""
+        """Return the seconds since the run began, without those between a stop and a resume."""
         return self._before_s + time.perf_counter() - self._started
 
     @property
     def training_s(self) -> float:
-        """The elapsed time without evaluations and checkpoints."""
+        """Return the elapsed seconds without evaluations and checkpoints."""
         return self.elapsed_s - self._time_s["evaluation"] - self._time_s["checkpoint"]
 
     def mark(self) -> Any:
@@ -91,9 +91,11 @@ class Clock:
         return {section: max(0.0, s - self._epoch_start[section]) for section, s in self.total().items()}
 
     def begin_epoch(self) -> None:
+        """Let `epoch` count from now on."""
         self._epoch_start = self.total() | {"elapsed": self.elapsed_s}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
         return {
             "elapsed_s": self.elapsed_s,
             "time_s": dict(self._time_s),
@@ -101,5 +103,6 @@ class Clock:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
         self._before_s, self._started = state["elapsed_s"], time.perf_counter()
         self._time_s, self._epoch_start = dict(state["time_s"]), dict(state["epoch_start"])
