@@ -62,11 +62,23 @@ class StaggeredSchedule:
         self._inverses = _Turns({name: cost.inverse for name, cost in costs.items()}, groups)
 
     def updates_factors(self, name: str, step: int, every: int) -> bool:
-        """Return whether a layer averages its factors in `step`, when it does so once in `every` steps."""
+        """Return whether a layer averages its factors in a step.
+
+        Args:
+            name: The layer.
+            step: The number of the step, from 0.
+            every: It averages them once in so many steps.
+        """
         return self._is_turn(self._factors, name, step, every)
 
     def updates_inverse(self, name: str, step: int, every: int) -> bool:
-        """Return whether a layer computes its solution in `step`, when it does so once in `every` steps."""
+        """Return whether a layer computes its solution in a step.
+
+        Args:
+            name: The layer.
+            step: The number of the step, from 0.
+            every: It computes one once in so many steps.
+        """
         return self._is_turn(self._inverses, name, step, every)
 
     def _is_turn(self, turns: _Turns, name: str, step: int, every: int) -> bool:
