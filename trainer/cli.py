@@ -30,7 +30,9 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run, for metrics, checkpoint and report.")],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="section.key=value", help="Change one setting of the recipe; repeatable."),
+        typer.Option(
+            "--set", metavar="section.key=value", help="Change one setting, or with section={…} a section; repeatable."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its checkpoint.")] = False,
     device: Annotated[str, typer.Option(help="auto (GPUs where there are any), cpu or cuda.")] = "auto",

@@ -33,7 +33,8 @@ def summary(end: dict[str, Any], target: float | None, report: Path | None, run:
         rows.append(("report", str(report)))
     lines = [f"{name:<17} {value}" for name, value in rows]
     if end["wait_share"] >= DATA_BOUND_SHARE:
-        lines.append(f"data-bound: {end['wait_share']:.0%} of the step waited for batches")
+        share = f"{end['wait_share']:.0%}"
+        lines.append(f"data-bound: {share} of the step waited for batches; datapipe bench says which stage is slow")
     if end["status"] == "interrupted":
         lines.append(f"interrupted; a checkpoint is saved, and --resume continues {run}")
     return "\n".join(lines)
