@@ -17,7 +17,7 @@ from .settings import InverseDtype
 from .solvers import Solution, Solver, precondition_units
 from .symmetric import pack_triangle, packed_shape, unpack_triangle
 
-SYMMETRIC = "a", "g", "unit"
+SYMMETRIC = "a", "g", "unit"  # factors; EKFAC's "scale" is not
 
 
 class CurvatureBlock:
@@ -70,7 +70,7 @@ class CurvatureBlock:
         self.hook.clear()
 
     def factor_messages(self) -> list[Message]:
-        """Return the factors of this step, to be averaged over the ranks; zeros where this rank has none."""
+        """Return the factors of this step, to be averaged in place over the ranks; of zeros if this rank has none."""
         if not self.new:
             shapes = self.shapes().items()
             self.new = {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes}
@@ -141,6 +141,10 @@ class CurvatureBlock:
     def solution_messages(self, solver: Solver) -> list[Message]:
         """Return the solution, to be sent or received."""
         return [Message(tensor, solver.symmetric and tensor.dim() == 3) for tensor in self.solution.values()]
+
+    def is_ready(self) -> bool:
+        """Return whether gradients can be preconditioned; the same on all ranks."""
+        return self.has_factors if self.is_norm else self.has_solution
 
     def precondition(self, solver: Solver, gradient: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradient.

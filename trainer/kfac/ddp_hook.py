@@ -63,7 +63,8 @@ def _reduce(
     Args:
         bucket: DDP's bucket.
         owners: The owner of each parameter of a layer.
-        preconditioner: It is removed when `gradients_at_owners` is False: no parameter has an owner then.
+        preconditioner: That of the model. If its `gradients_at_owners` is False, it has been removed, and no parameter
+            has an owner.
         group: DDP's process group.
 
     Returns:

@@ -48,7 +48,7 @@ class FactorUpdates:
         self.schedule = StaggeredSchedule(costs, self._settings.stagger)
 
     def begin_step(self, step: int, every: int) -> None:
-        """Switch the hooks on of those layers whose factors are updated in this step.
+        """Switch on the hooks of the layers whose factors are updated in this step.
 
         Args:
             step: The number of the step, from 0.

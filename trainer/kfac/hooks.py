@@ -78,7 +78,7 @@ class StatisticsHook:
         return {name: total.div_(counts[self.layer.factors[name]]) for name, total in self.sums.items()}
 
     def __reduce__(self) -> tuple[Callable[[], StatisticsHook], tuple[()]]:
-        """A model's copy (an average of weights, a pickle) has the hook, but not the preconditioner behind it."""
+        """Give a copy of the model (a pickle, an average of weights) a hook that does nothing."""
         return _inactive_hook, ()
 
     # Not compiled: `is_active` changes from step to step, and each combination would recompile the graph.

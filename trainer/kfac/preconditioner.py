@@ -122,7 +122,8 @@ class KFAC:
             TypeError: `model` is not a module.
         """
         self.steps = self._first_step = 0
-        self.model, self._grad_scaler = unwrap(model), grad_scaler
+        self.model = unwrap(model)
+        self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._checks = UsageChecks(self.model)
         with raise_on_all_ranks():
             require_connected(independent)
@@ -239,11 +240,7 @@ class KFAC:
             [name for name, block in with_gradient.items() if block.hook.is_active and not block.has_factors]
         )
         self._update_inverses()
-        ready = {
-            name: block
-            for name, block in with_gradient.items()
-            if (block.has_factors if block.is_norm else block.has_solution)
-        }
+        ready = {name: block for name, block in with_gradient.items() if block.is_ready()}
         self._cosines = precondition_gradients(
             ready, self.communicator, self._solve, self.settings.kl_clip, self.settings.lr
         )
@@ -294,6 +291,10 @@ class KFAC:
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return the parameters of a layer."""
         return self.blocks[name].layer.parameters()
+
+    def scales_gradients(self) -> bool:
+        """Return whether there is a scaler of mixed precision, and it is enabled."""
+        return self._grad_scaler is not None
 
     def skipped(self) -> int:
         """Return how many factors of a step were left out, as they were not finite.
@@ -398,13 +399,9 @@ class KFAC:
             blocks[name] = CurvatureBlock(hook, assignment, rank, self.settings.inv_dtype)
         return blocks
 
-    def scales_gradients(self) -> bool:
-        """Return whether there is a scaler of mixed precision, and it is enabled."""
-        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
-
     def _gradient_scale(self) -> float | Tensor:
         scaler = self._grad_scaler
-        if scaler is None or not scaler.is_enabled():
+        if scaler is None:
             return float(self.settings.accumulation_steps)
         scale = scaler._scale  # on the device; get_scale() would wait for it
         return self.settings.accumulation_steps / (scaler.get_scale() if scale is None else scale)

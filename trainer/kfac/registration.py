@@ -64,10 +64,12 @@ def register_layers(
         ValueError: Parameters have no shape yet or are sharded, or `skip` is not a valid pattern.
     """
     layers: dict[str, Layer] = {}
-    unsupported, patterns = [], _compile_patterns(skip)
+    unsupported: list[str] = []
+    patterns = _compile_patterns(skip)
     uses = Counter(parameter for module in model.modules() for parameter in set(module.parameters(recurse=False)))
     for module_name, module in model.named_modules():
-        parameters = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        named = module.named_parameters(module_name, recurse=False)
+        parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not parameters or _is_skipped(module_name, module, patterns):
             continue
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in parameters.values()):
@@ -76,13 +78,13 @@ def register_layers(
         layer = make_layer(module, spatially_uncorrelated)
         if layer is None or any(uses[parameter] > 1 for parameter in parameters.values()):  # or tied: it has two inputs
             if next(module.children(), None) is not None:  # the children may be supported
-                unsupported += [f"{module_name}.{name}".lstrip(".") for name in parameters]
+                unsupported += parameters
             else:
                 unsupported.append(f"{module_name} ({type(module).__name__})")
             continue
         layers[module_name] = layer
         preconditioned = set(layer.parameters())
-        unsupported += [f"{module_name}.{name}" for name, p in parameters.items() if p not in preconditioned]
+        unsupported += [name for name, parameter in parameters.items() if parameter not in preconditioned]
     return layers, unsupported
 
 

@@ -80,10 +80,11 @@ class Eigen(Solver):
         """Return the identity as eigenvectors, and eigenvalues of 1."""
         solution = {}
         for name, factor in (("a", a_factor), ("g", g_factor)):
-            values = torch.ones_like(factor[..., 0]) if factor.dim() == 3 else torch.ones_like(factor)
-            solution[f"{name}_values"] = values
-            if factor.dim() == 3:
-                solution[f"{name}_vectors"] = _identity(factor)
+            if factor.dim() == 2:
+                solution[f"{name}_values"] = torch.ones_like(factor)
+                continue
+            solution[f"{name}_values"] = torch.ones_like(factor[..., 0])
+            solution[f"{name}_vectors"] = _identity(factor)
         return solution
 
     def update_inverse(self, a_factor: Tensor, g_factor: Tensor, damping: float, before: Solution) -> Solution:

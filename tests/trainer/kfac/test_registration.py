@@ -70,6 +70,7 @@ def test_what_learns_besides_the_layers_is_named():
     assert preconditioner.unsupported == ["0 (Linear)", "1 (Linear)", "2 (Scaled)", "3.more"]  # of tied weights, all
     model[1].weight = nn.Parameter(torch.ones(4, 4))
     assert list(KFAC(model, skip=WithMore).layers()) == ["0", "1"]
+    assert KFAC(WithMore(4, 4)).unsupported == ["more"]  # a module by itself has no name
     with pytest.raises(ValueError, match="no layer"):
         KFAC(model, skip=nn.Linear)  # with all its kinds
 
