@@ -36,7 +36,7 @@ CONVOLUTIONS = {
 
 
 class Sequence(nn.Linear):
-    """Of several positions."""
+    """A linear layer whose inputs have several positions."""
 
 
 MATRICES = {
@@ -74,13 +74,13 @@ def input_of(module, N=6):
 
 
 def loss_of(output):
-    """Of each sample: something with a different gradient everywhere."""
+    """Return each sample's loss, whose gradient is different for every element of the output."""
     weights = torch.linspace(-1, 1, output[0].numel(), dtype=output.dtype).reshape(output[0].shape)
     return ((output * weights).flatten(1).sum(1)).tanh() + 0.1 * (output**2).flatten(1).sum(1)
 
 
 def by_hand(module):
-    """The gradient as [G, m, n]: inputs of a patch by row, column and channel, and the bias last."""
+    """Return the gradient as [G, m, n]: inputs of a patch by row, column and channel, and the bias last."""
     weight = module.weight.grad
     if isinstance(module, nn.Embedding):
         return weight.T[None].clone()
@@ -94,7 +94,7 @@ def by_hand(module):
 
 
 def stepped(module, x, **settings):
-    """The preconditioner after one step, the raw gradient and the preconditioned one."""
+    """Return the preconditioner after one step, the raw gradient and the preconditioned one."""
     model = nn.Sequential(module)
     options = {"damping": DAMPING, "kl_clip": None, "factor_update_steps": 1, "inv_update_steps": 1} | settings
     preconditioner = KFAC(model, **options)
@@ -107,7 +107,7 @@ def stepped(module, x, **settings):
 
 
 def truth(module, x):
-    """(a_factor, g_factor) by definition: from the rows of each position."""
+    """Return (a_factor, g_factor) by definition: from the rows of each position."""
     output = module(x)
     (g,) = torch.autograd.grad(loss_of(output).sum(), output)
     N, groups = len(x), getattr(module, "groups", 1)

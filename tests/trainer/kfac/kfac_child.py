@@ -22,7 +22,7 @@ EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1, "steps": 2}
 
 
 class Network(nn.Module):
-    """With each type of layer but BN, whose statistics are of a rank's part of the batch."""
+    """Has each type of layer except batch normalisation, whose statistics are those of a rank's part of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,9 @@ def train(
     kind: type[KFAC] = KFAC,
     **settings: object,
 ) -> dict:
-    """`resumed`: at SAVED_AT, from the states of all ranks, or `states`. `broken`: one sample of a step is not finite,
+    """Train, and return what was learnt.
+
+    `resumed`: at SAVED_AT, from the states of all ranks, or `states`. `broken`: one sample of a step is not finite,
     and the optimizer leaves that step out. `in_the_background`: factors are on their way before `step`.
     """
     module = network(dtype)
@@ -128,7 +130,7 @@ def train(
 
 
 def ways(P: int, alone: dict | None) -> dict[str, dict]:
-    """What `train` is told."""
+    """Return the arguments of `train`, by the name of the way."""
     fractions = {f"{n / P:.2f}": {"grad_worker_fraction": n / P} for n in range(1, P + 1) if P % n == 0}
     least, twice = {"grad_worker_fraction": 1 / P}, {"accumulation_steps": 2}
     found = {}

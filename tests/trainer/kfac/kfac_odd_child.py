@@ -41,7 +41,7 @@ def data(step: int, rank: int) -> torch.Tensor:
 
 
 def a_factor(preconditioner: KFAC, name: str) -> torch.Tensor:
-    """From the one rank that owns it."""
+    """Return a layer's a_factor, which the rank that owns it sends to all."""
     mine = preconditioner.factors(name)
     a = mine[0][0].clone() if mine else torch.zeros(5, 5, dtype=torch.float64)
     dist.all_reduce(a)
@@ -87,7 +87,7 @@ def different_layers(rank: int, fraction: float, owners: bool) -> dict:
 
 
 def never_seen(rank: int, owners: bool) -> torch.Tensor:
-    """The gradients of layers in evaluation mode, which K-FAC does not see."""
+    """Return the gradients of layers in evaluation mode, which K-FAC does not see."""
     module = Branches().double()
     module.both.eval()
     model = DistributedDataParallel(module)
@@ -102,7 +102,7 @@ def never_seen(rank: int, owners: bool) -> torch.Tensor:
 
 
 def without_no_sync(rank: int) -> str:
-    """Of two micro-batches: the second one would reduce what has been reduced. A new step begins anew."""
+    """The second of two micro-batches would reduce what has been reduced, and raises; the next step is a new start."""
     model = DistributedDataParallel(Branches().double())
     preconditioner = KFAC(model, grad_worker_fraction=0.5, accumulation_steps=2)
     reduce_to_owners(model, preconditioner)
@@ -145,7 +145,7 @@ def removed(rank: int) -> bool:
 
 
 def expert(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The a_factor of a layer that has no samples on rank 0, and what it should be."""
+    """Return the a_factor of a layer that has no samples on rank 0, and what it should be."""
     module = Branches().double()
     preconditioner = KFAC(module, skip="both|second", factor_update_steps=1)
     x = data(0, 1)[: 6 * rank]
@@ -156,7 +156,7 @@ def expert(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def frozen_in_part(rank: int, owners: bool) -> float:
-    """The ratio of adaptive damping. Layers are of both ranks, so that one that is frozen is the second rank's."""
+    """Return the ratio of adaptive damping, with a frozen layer that the second rank owns."""
     module = Branches().double()
     model = DistributedDataParallel(module, find_unused_parameters=True)
     preconditioner = KFAC(model, grad_worker_fraction=0.5, factor_update_steps=1, inv_update_steps=1)
@@ -188,7 +188,7 @@ def refused_by_the_hook(other: bool = False, group: bool = False, **settings: ob
 
 
 def refused(kind: type[KFAC] = KFAC, **settings: object) -> str:
-    """What the construction says, which must have left nothing behind."""
+    """Return what the constructor says, which must have left nothing behind."""
     model = Branches()
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         try:

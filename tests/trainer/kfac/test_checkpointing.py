@@ -30,7 +30,7 @@ def test_checkpointed_activations_count_once():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_a_checkpointed_layer_that_is_used_often(segments, reentrant):
-    """Counted as without checkpoints, and told of nothing; EKFAC refuses it as without."""
+    """It counts as without checkpoints, and EKFAC refuses it as without."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4).double()
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)

@@ -73,7 +73,7 @@ def test_foretold_change_against_explicit_matrices(kind, optimizer):
 
 
 def test_a_layer_frozen_in_part_is_foretold_by_its_gradient():
-    """As one that K-FAC does not know."""
+    """It is treated as a layer that K-FAC does not know."""
     ratios = []
     for skip in ((), "^6$"):
         model = network()

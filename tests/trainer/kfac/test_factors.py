@@ -12,7 +12,7 @@ from trainer.kfac import factors
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (2, 2), (3, 2), (7, 6)], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_offsets_instead_of_patches(size, layout):
-    """The same moments, by correlations of the image with itself."""
+    """Correlations of the image with itself make the same factor."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, *size, dtype=torch.float64).to(memory_format=layout)
     taken = factors.extract_patches(factors.pad_image(x, (1, 1, 1, 1), "zeros"), (3, 3), (1, 1), (1, 1), 1)

@@ -20,7 +20,7 @@ from trainer.kfac.hooks import ForwardCall
 
 
 def test_micro_batches_are_one_batch():
-    """In evaluation mode, batch normalisation apart."""
+    """Batch normalisation is in evaluation mode, as its statistics are those of a micro-batch."""
     whole = small(dtype=torch.float64)
     parts = copy.deepcopy(whole)
     for model, accumulation in ((whole, 1), (parts, 4)):
@@ -57,7 +57,7 @@ def test_loss_scaling_changes_nothing():
     ids=repr,
 )  # fmt: skip
 def test_bfloat16_inputs_are_summed_in_float32(layer, shape, autocast):
-    """Of the same inputs and gradients, the sums are as exact as in float32."""
+    """The sums of the same inputs and gradients are as exact as in float32."""
     torch.manual_seed(0)
     x, found = 3 + torch.randn(64, *shape).bfloat16(), []
     weights = torch.randn(64, *layer(x.float()).shape[1:]).bfloat16()
@@ -96,7 +96,7 @@ def test_a_layer_used_twice_or_not_at_all():
 
 
 def test_other_hooks_of_a_layer():
-    """That return something else than its output, or nothing that is a tensor."""
+    """They may return something else than the layer's output, and what is not a tensor."""
     found = []
     for before in (True, False):
         model = nn.Sequential(nn.Linear(4, 3))
@@ -115,7 +115,7 @@ def test_other_hooks_of_a_layer():
 
 
 def test_derivatives_by_functions_count_for_nothing():
-    """Neither for factors nor for micro-batches."""
+    """They count neither for factors nor as micro-batches."""
     found = []
     for also in (False, True):
         model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -219,7 +219,7 @@ def test_hooks_can_be_taken_away():
 
 
 class _Constant(torch.autograd.Function):
-    """For whose gradient it gives none."""
+    """A function that returns no gradient for its input."""
 
     @staticmethod
     def forward(ctx, x):
@@ -231,7 +231,7 @@ class _Constant(torch.autograd.Function):
 
 
 def test_a_layer_without_a_gradient_from_what_follows():
-    """In one of two uses, or in all."""
+    """It has none in one of two uses, or in all."""
     torch.manual_seed(0)
     twice, never = nn.Linear(3, 3), nn.Linear(3, 3)
     model = nn.ModuleList([twice, never])

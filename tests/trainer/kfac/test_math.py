@@ -29,7 +29,7 @@ from trainer.kfac.layers import Norm
 @pytest.mark.parametrize(("fraction", "number"), [(1.0, 6), (0.5, 3), (0.4, 3), (0.01, 1)])
 @pytest.mark.parametrize("name", ["3x3", "linear", "embedding"])
 def test_factors_of_some_samples(name, fraction, number):
-    """The first ones; gradients are still those of each sample's own loss."""
+    """The first samples count; gradients are still those of each sample's own loss."""
     module = randomised(MATRICES[name])
     x = input_of(module)
     preconditioner, _, _ = stepped(module, x, factor_fraction=fraction)
@@ -112,7 +112,7 @@ def test_solutions_in_bfloat16(kind, solver):
 
 @pytest.mark.parametrize("damping", [3e-3, 3e-5])
 def test_rounded_eigenvectors_lead_downhill(damping):
-    """Also where inputs have a large mean, and a factor one large eigenvalue."""
+    """They do so also where inputs have a large mean, and a factor has one large eigenvalue."""
     for seed in range(6):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(512, 4))

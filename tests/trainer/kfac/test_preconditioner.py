@@ -162,7 +162,7 @@ def run64(model, preconditioner):
 
 
 def test_what_is_discarded_counts_for_nothing():
-    """After a backward pass of another loss."""
+    """The statistics of another loss are discarded."""
     found = []
     for more in (False, True):
         model = small(dtype=torch.float64)
@@ -179,7 +179,7 @@ def test_what_is_discarded_counts_for_nothing():
 
 
 def test_what_is_discarded_before_a_layer_is_used_leaves_no_factors():
-    """Of zeros, which a solution would be made of."""
+    """Factors would be zeros, and a solution would be made of them."""
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3)])
     preconditioner = KFAC(model, kl_clip=None, **EVERY_STEP)
     model[1](model[0](torch.randn(6, 4))).sum().backward()

@@ -40,7 +40,7 @@ def trained(start, tmp_path, results, ranks):
 
 
 def child():
-    """What the child's file defines."""
+    """Return what the child's file defines."""
     return runpy.run_path(str(CHILD))
 
 
@@ -49,7 +49,7 @@ def whole(weights):
 
 
 def close(found, wanted, tolerance=1e-10):
-    """Each tensor."""
+    """Assert that each tensor is close, relative to its norm."""
     assert found.keys() == wanted.keys()
     for name in found:
         assert (found[name] - wanted[name]).norm() <= tolerance * wanted[name].norm(), name
@@ -58,8 +58,8 @@ def close(found, wanted, tolerance=1e-10):
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks_learns_the_same(start, tmp_path, results, ranks):
-    """In the gradients of the last step, too. What is rounded otherwise differs by what its roundings do: in float32
-    gradients are divided by a damped curvature, and eigenvectors in bfloat16 are other ones.
+    """The gradients of the last step are the same, too. With other rounding, differences are larger than its unit: in
+    float32 gradients are divided by a damped curvature, and eigenvectors in bfloat16 are other ones.
     """
     alone, found = (trained(start, tmp_path, results, n) for n in (1, ranks))
     ways = [way for way in found if "local" not in way]
@@ -137,13 +137,13 @@ def test_memory_and_traffic_are_shared(start, tmp_path, results):
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_formula_counts_every_byte(start, tmp_path, results, ranks):
-    """In two steps that do everything."""
+    """It does so in two steps, each of which updates all factors and solutions."""
     found = trained(start, tmp_path, results, ranks)
     network = child()["network"](torch.float32)
     for way in ("eigen", "cholesky", "uncorrelated", "eigen-bfloat16", "cholesky-bfloat16"):
         solver = "cholesky" if "cholesky" in way else "eigen"
         settings = {"inv_dtype": "bfloat16"} if "bfloat16" in way else {"spatially_uncorrelated": way == "uncorrelated"}
-        size = 1 if "bfloat16" in way else 2  # the child's are float64, but for those
+        size = 1 if "bfloat16" in way else 2  # the child's are float64, except those
         for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
             of = found[f"{way}-bytes {workers / ranks:.2f}"]
             memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))

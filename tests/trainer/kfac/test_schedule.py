@@ -65,7 +65,7 @@ def test_a_layer_that_is_first_used_later_has_its_turn_later():
 
 
 def test_layers_used_in_turns_are_all_preconditioned():
-    """Each of two heads in every other step."""
+    """Each of two heads is used in every other step."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)])
     preconditioner = KFAC(model, factor_update_steps=10, inv_update_steps=10)

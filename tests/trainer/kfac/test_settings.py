@@ -39,8 +39,9 @@ def test_settings_may_change_between_steps():
     with pytest.raises(ValueError, match="damping: -1 is out of range; allowed: above 0"):
         preconditioner.damping = -1
     for name in ("solver", "dampng"):  # one that cannot be changed, and a misspelt one
-        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
-            setattr(preconditioner, name, 0.1)
+        for other in (preconditioner, EKFAC(small())):
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+                setattr(other, name, 0.1)
 
 
 OTHER_VALUES = {
@@ -51,7 +52,7 @@ OTHER_VALUES = {
 
 
 def test_the_signature_is_that_of_the_settings():
-    """Names in their order, types and defaults; what else the constructor takes is no setting."""
+    """Names, their order, types and defaults agree; what else the constructor takes is not a setting."""
     parameters = inspect.signature(KFAC).parameters
     settings = {field.name: field for field in fields(KFACSettings)}
     types, setting_types = get_type_hints(KFAC.__init__), get_type_hints(KFACSettings)

@@ -67,7 +67,7 @@ def test_a_decomposition_that_fails_in_float32_is_tried_in_float64(monkeypatch, 
 
 
 def test_a_first_decomposition_that_fails_leaves_no_diagonal_behind(monkeypatch):
-    """EKFAC's, which then is as if the second one were the first."""
+    """EKFAC then continues as if the second decomposition were the first."""
     model, found = small(), []
     for failing in (True, False):
         preconditioner = EKFAC(model, kl_clip=None, factor_decay=0.0, factor_update_steps=1, inv_update_steps=1)
@@ -114,7 +114,7 @@ def test_factors_without_full_rank_fall_back():
 
 
 def test_gradients_of_units_are_not_made_of_rounding():
-    """Where the curvature has one direction, and rounding is more than the damping in the other."""
+    """The curvature has one direction, and in the other, rounding is more than the damping."""
     torch.manual_seed(0)
     for samples, size, damping in itertools.product((1, 2, 64), (1.0, 1e3, 1e5), (1e-8, 1e-4, 3e-3)):
         rows = size * torch.randn(256, 1, 2) * (1 + 1e-4 * torch.randn(256, samples, 2))
@@ -128,7 +128,7 @@ def test_gradients_of_units_are_not_made_of_rounding():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_step_uphill_is_bounded_too(sign, monkeypatch):
-    """As rounded inverses may lead to."""
+    """Rounded inverses may lead uphill."""
     model = nn.Linear(4, 3)
     preconditioner = KFAC(model, solver="cholesky", kl_clip=1e-6, lr=1.0)
     model(torch.randn(6, 4)).square().sum(1).mean().backward()

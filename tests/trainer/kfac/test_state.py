@@ -67,7 +67,7 @@ def test_a_state_of_another_model_is_refused():
 
 
 def test_a_state_replaces_all_that_was():
-    """Also what was sent, and that a finite batch was seen."""
+    """It also replaces the bytes sent, and that a finite batch was seen."""
     model = small()
     preconditioner = KFAC(model, kl_clip=None, **EVERY_STEP)
     x, y = batch()
@@ -82,7 +82,7 @@ def test_a_state_replaces_all_that_was():
     F.cross_entropy(model.eval()(x), y).backward()  # nothing is captured
     raw = gradients(model)
     preconditioner.step()
-    close(gradients(model), raw, 0.004)  # but for 1 + damping
+    close(gradients(model), raw, 0.004)  # except for the factor 1 + damping
     assert set(preconditioner.communication().values()) == {0}
 
 
@@ -113,7 +113,7 @@ def test_states_of_several_steps_are_refused():
 
 
 def test_intervals_that_have_changed_resume_to_the_bit():
-    """What the next step captures has been decided with those of before."""
+    """Which layers the next step sums was decided by the intervals before the change."""
     found = []
     for resumed in (False, True):
         model = small()

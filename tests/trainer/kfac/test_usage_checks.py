@@ -39,7 +39,7 @@ def test_a_step_without_a_backward_pass_is_refused(kind):
 
 @pytest.mark.parametrize("way", ["compiled before", "evaluation"])
 def test_what_is_never_seen_is_told_of(way, caplog):
-    """And keeps its raw gradients."""
+    """It also keeps its raw gradients."""
     model, other = small(), small()
     if way == "compiled before":
         model = torch.compile(model, backend="eager")
@@ -123,7 +123,7 @@ def test_more_micro_batches_than_told_are_warned_of(caplog):
 
 
 def test_a_short_accumulation_is_nothing_to_warn_of(caplog):
-    """Nor are layers that see batches of another size in one of its micro-batches."""
+    """Layers may also see a batch of another size in one of the micro-batches."""
     torch.manual_seed(0)
     body, heads = nn.Linear(4, 4), [nn.Linear(4, 3), nn.Linear(4, 3)]
     preconditioner = KFAC(nn.ModuleList([body, *heads]), accumulation_steps=4)
@@ -158,7 +158,7 @@ def test_a_layer_that_is_taken_out_is_left_alone(caplog):
 
 
 def test_gradients_that_are_not_cleared_are_warned_of(caplog):
-    """Of a head that is not used in the second step."""
+    """The head that is not used in the second step is named."""
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)])
     preconditioner = KFAC(model, **EVERY_STEP)
     for head in (0, 1, 1):
@@ -181,7 +181,7 @@ def test_a_layer_that_learns_later_is_told_of(caplog):
 
 
 def test_a_layer_that_is_frozen_later_is_left_out(caplog):
-    """Its gradient of before stays, which no optimizer clears any more."""
+    """Its last gradient stays, as no optimizer clears it."""
     model = small()
     preconditioner = KFAC(model, **EVERY_STEP)
     run(model, preconditioner, 2)
