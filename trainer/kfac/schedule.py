@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from .assignment import spread
@@ -28,6 +29,7 @@ class Period(NamedTuple):
     length: int
 
 
+@lru_cache(maxsize=8)  # every layer asks for the same one
 def period_of_step(step: int, every: int) -> Period:
     """Return the period that a step is in.
 
