@@ -46,7 +46,7 @@ DATAPIPE = {
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
-RUNNING = ["checkpoint", "distributed", "evaluate", "job", "loop", "precision", "run", "state", "stop"]
+RUNNING = ["checkpoint", "distributed", "evaluate", "job", "loop", "precision", "resume", "run", "state", "stop"]
 BELOW = "errors config kfac models optim reporting datapipe datapipe.dataset datapipe.loaders datapipe.sampling"
 TRAINER = {
     # 0

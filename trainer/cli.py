@@ -27,18 +27,20 @@ app = typer.Typer(
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a built-in recipe, or path of a .toml file.")],
     data: Annotated[Path, typer.Option(help="Packed data set: the folder that holds train/ and val/.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run: metrics, checkpoint, report.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run, for metrics, checkpoint and report.")],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="section.key=value", help="Change a setting; repeatable."),
+        typer.Option(
+            "--set", metavar="section.key=value", help="Change one setting, or with section={…} a section; repeatable."
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    device: Annotated[str, typer.Option(help="auto: GPUs where there are any; cpu; cuda.")] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its checkpoint.")] = False,
+    device: Annotated[str, typer.Option(help="auto (GPUs where there are any), cpu or cuda.")] = "auto",
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
     Exit code 0: target reached (or none set); 1: target missed, or training failed; 2: wrong use; 143 or 130:
-    stopped by SIGTERM or Ctrl-C after saving a checkpoint, from which --resume goes on.
+    stopped by SIGTERM or Ctrl-C after saving a checkpoint, from which --resume continues.
 
     \b
     Example:
@@ -48,9 +50,9 @@ def train(
       torchrun --nproc-per-node 2 -m trainer train imagenet-resnet50 \\
           --data data/imagenet --out runs/imagenet
     """
-    # The loader's threads share the cores with torch's, which by default wait for each other by spinning: with
-    # one core taken, two such threads train at half the speed of one. Read when torch is loaded, so set before any
-    # import that loads it.
+    # The loader's threads share the cores with torch's, which by default wait for each other by spinning: with one core
+    # busy, two such threads train at half the speed of one. torch reads these when it is loaded, so they must be set
+    # before any import that loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     from .config.recipe import load_recipe
@@ -62,7 +64,7 @@ def train(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared in one report.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write to; one run's own by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to (default: that of a single run).")] = None,
 ) -> None:
     """Write report.html and its plots from the metrics of one run, or of several to compare.
 
@@ -87,28 +89,33 @@ def recipes() -> None:
     Example:
       trainer recipes
     """
-    for path in sorted((Path(__file__).parent / "recipes").glob("*.toml")):
+    from .config import built_in
+
+    for name, path in built_in().items():
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
         settings = recipe["train"]
         target = f", target {settings['target_accuracy']:.1%}" if "target_accuracy" in settings else ""
-        print(f"{path.stem}\n    {recipe['model']['name']}, {settings['epochs']} epochs, ", end="")
-        print(f"batch {settings['batch_size']}{target}\n    {recipe['source']}")
+        print(name)
+        print(f"    {recipe['model']['name']}, {settings['epochs']} epochs, batch {settings['batch_size']}{target}")
+        print(f"    {recipe['source']}")
 
 
 def main() -> int:
     """Run the command line; return its exit code, which the installed script exits with."""
-    logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph in a report's PDF
+    logging.getLogger("fontTools").setLevel(logging.WARNING)  # it logs every glyph of a report's PDF
     try:
         code = console.run(app)
-    except BaseException as error:  # SystemExit: of a SIGTERM that came while a message was being written
-        _leave(int(error.code) if isinstance(error, SystemExit) else 1, error)
+    except BaseException as error:
+        # A SystemExit comes from a SIGTERM that arrived while a message was being written.
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        _leave(code, error)
         raise
     _leave(code)
     return code
 
 
 def _leave(code: int, error: BaseException | None = None) -> None:
-    if "trainer.distributed" in sys.modules:  # else torch need not be imported for it
+    if "trainer.distributed" in sys.modules:  # otherwise there is nothing to leave, and torch need not be loaded
         from .distributed import leave
 
         leave(code, error)

@@ -1,7 +1,7 @@
-"""Ranks: who this process is, and how the ranks agree.
+"""Ranks: which of them this process is, and how they agree.
 
 Whatever only one rank can find out (no such file, disk full, a signal) is made known to all of them before
-the next collective operation, so that none waits for a rank that has gone.
+the next collective operation, so that none waits for a rank that has ended.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-# Its functions' defaults hold the group that there is when it is first imported, DDP does so, and gloo's threads end
-# with their group alone: one that lets go of a tensor while Python ends aborts a process that had done its work.
+# Import this now, while no process group exists: its functions capture the default group as a default argument, and DDP
+# would import it after init_process_group. The group, and gloo's threads, would then live until the interpreter shuts
+# down, where a thread that frees a tensor aborts a process that has finished its work.
 import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +36,7 @@ from .errors import TrainingError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Longer than a checkpoint takes on a loaded filesystem; the launcher notices a rank that is gone sooner.
+# Longer than a checkpoint takes on a loaded filesystem; the launcher notices sooner that a rank has ended.
 TIMEOUT = timedelta(minutes=30)
 
 DEVICES = "auto", "cpu", "cuda"
@@ -53,24 +54,30 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Return whether this is the first rank, which writes the files."""
         return self.rank == 0
 
     def batch_size(self, global_batch_size: int) -> int:
-        """The batch size per rank. Raises SettingError if the ranks cannot share the global one equally."""
+        """Return the batch size per rank. Raises SettingError if the ranks cannot share the global one equally."""
         if global_batch_size % self.world_size:
             raise SettingError(
                 f"train.batch_size = {global_batch_size}: must be a multiple of the world size, "
-                f"{self.world_size}; unequal ranks would wait for each other for ever at the end of an epoch"
+                f"{self.world_size}; unequal ranks would wait for each other forever at the end of an epoch"
             )
         return global_batch_size // self.world_size
 
 
 def world_from_environment(environ: Mapping[str, str] = os.environ, device: str = "auto") -> World:
-    """The World that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe; alone where there are none.
+    """Return the World that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe: one rank if they are not set.
 
-    `device`: "cuda" is the GPU numbered `local_rank`, "cpu" the processor, "auto" a GPU where there are any. Raises
-    SettingError if some are set and others not, if a node has fewer GPUs than ranks, for "cuda" without a GPU, and
-    for "auto" where the driver has GPUs and torch sees none: it would train on the processor, for hours and unasked.
+    Args:
+        environ: The environment variables.
+        device: "cuda" is the GPU numbered LOCAL_RANK, "cpu" the processor, "auto" a GPU where there are any.
+
+    Raises:
+        SettingError: Some of the variables are set and others are not, a node has fewer GPUs than ranks, there is no
+            GPU for "cuda", or the driver has GPUs that torch does not see for "auto": the run would train on the
+            processor, for hours and unasked.
     """
     kind = _device_type(device)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -84,7 +91,7 @@ def world_from_environment(environ: Mapping[str, str] = os.environ, device: str 
         rank, world_size, local_rank = (int(environ[name]) for name in names)
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
     except ValueError as error:
-        raise SettingError(f"one of {', '.join(names)}, LOCAL_WORLD_SIZE is no number: {error}") from error
+        raise SettingError(f"one of {', '.join(names)}, LOCAL_WORLD_SIZE is not a number: {error}") from error
     if kind == "cpu":
         return World(rank, local_rank, world_size, local_world_size)
     if local_rank >= torch.cuda.device_count():
@@ -110,7 +117,7 @@ def _device_type(device: str) -> str:
 
 
 def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Share the node's cores between its ranks, unless OMP_NUM_THREADS says otherwise."""
+    """Divide the node's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
     chosen = environ.get("OMP_NUM_THREADS")
     # With several ranks, torchrun itself sets 1 where nothing was chosen: too few on most nodes.
     if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ and world.local_world_size > 1):
@@ -121,7 +128,7 @@ def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C end the process at once: Python's handlers run only when torch has done waiting."""
+    """Let SIGTERM and Ctrl-C end the process at once: Python's handlers run only when torch no longer waits."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -134,10 +141,10 @@ def _ended_by_signals() -> Iterator[None]:
 def connected(world: World) -> Iterator[None]:
     """Connect the ranks for as long as the block runs. Alone, there is nothing to do.
 
-    When the block fails, the ranks stay connected: under NCCL, taking the connections down waits for the other ranks,
-    and these wait in a collective for this one. The command says what went wrong and then calls `leave`.
+    When the block fails, the ranks stay connected: under NCCL, closing the connections waits for the other ranks, which
+    wait in a collective for this one. The command says what went wrong and then calls `leave`.
 
-    A model that `wrap` wrapped keeps the connections' threads; leave nothing outside the block that refers to it.
+    A model that `wrap` wrapped keeps the connections' threads; nothing outside the block may refer to it.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -155,7 +162,7 @@ def connected(world: World) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # A rank that ends takes its connections along; its own message says why it ended.
+        # A rank that ends closes its connections; its own message says why it ended.
         if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
             message = "lost contact with another rank; its message, further up or in its log, says why"
             raise TrainingError(message) from error
@@ -167,8 +174,12 @@ def connected(world: World) -> Iterator[None]:
 def leave(code: int, error: BaseException | None = None) -> None:
     """End this process at once if its ranks are still connected, as they are after a failure; else do nothing.
 
-    Neither destructors nor other threads get in the way: those of the connections would wait for ranks that wait for
-    this one. `error`: what nobody has written a message about yet; it is written as Python would.
+    Skips destructors and does not wait for other threads: those of the connections would wait for ranks that wait for
+    this one.
+
+    Args:
+        code: Exit code of the process.
+        error: An error whose message has not been written yet; it is written as Python would.
     """
     if not dist.is_initialized():
         return
@@ -176,33 +187,34 @@ def leave(code: int, error: BaseException | None = None) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # its reader has ended
             stream.flush()
     os._exit(code)
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:
-    """The model whose backward pass averages gradients over the ranks; the model itself on one rank."""
+    """Return a model whose backward pass averages gradients over the ranks; on one rank, the model itself."""
     if world.world_size == 1:
         return model
     devices = [world.local_rank] if world.device.type == "cuda" else None
     # Running statistics are averaged where they matter (average_buffers), not sent before every step.
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 renamed the option
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **{option: False})
+    options: dict[str, Any] = {option: False}
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
 
-def sum_over_ranks(world: World, values: list[float]) -> list[float]:
-    """The sums, in float64, of each rank's `values`; every rank must give as many."""
+def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
+    """Return the element-wise sums over all ranks, in float64; every rank must give equally many `values`."""
     if world.world_size == 1:
-        return values
+        return list(values)
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
 
 
 def max_over_ranks(world: World, value: int) -> int:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     if world.world_size == 1:
         return value
     largest = torch.tensor(value)
@@ -211,7 +223,7 @@ def max_over_ranks(world: World, value: int) -> int:
 
 
 def broadcast(world: World, value: T) -> T:
-    """What the first rank gave as `value`, on all ranks."""
+    """Return the first rank's `value` on all ranks."""
     if world.world_size == 1:
         return value
     box = [value]
@@ -220,7 +232,7 @@ def broadcast(world: World, value: T) -> T:
 
 
 def gather(world: World, value: T) -> list[T] | None:
-    """Each rank's value, on the first rank."""
+    """Return each rank's value on the first rank, None on the others."""
     if world.world_size == 1:
         return [value]
     values: list | None = [None] * world.world_size if world.is_main else None
@@ -251,9 +263,9 @@ def together(world: World) -> Iterator[None]:
     except (DatapipeError, SettingError, OSError) as error:
         failure = error
     if world.world_size > 1:
-        mine = None if failure is None else (isinstance(failure, SettingError), str(failure))
+        own = None if failure is None else (isinstance(failure, SettingError), str(failure))
         verdicts: list[tuple[bool, str] | None] = [None] * world.world_size
-        dist.all_gather_object(verdicts, mine)
+        dist.all_gather_object(verdicts, own)
         if failure is None:
             for rank, verdict in enumerate(verdicts):
                 if verdict is not None:

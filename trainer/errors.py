@@ -1,7 +1,7 @@
-"""What can go wrong in a training run.
+"""The errors of a training run.
 
 DatapipeError
-└── TrainingError        the run cannot go on: exit code 1
+└── TrainingError        the run cannot continue: exit code 1
     ├── CheckpointError  a checkpoint cannot be read, or belongs to another run
     └── DivergedError    the loss or the network is not finite
 SettingError             a bad setting (from datapipe): exit code 2

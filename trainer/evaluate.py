@@ -22,9 +22,9 @@ from .precision import Precision
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`accuracy` in 0..1; `loss` is the mean cross-entropy, without label smoothing.
+    """The result of an evaluation: `accuracy` from 0 to 1, and the mean cross-entropy without label smoothing.
 
-    A bad sample, of which the loader was told to bear some, is a wrong answer, and left out of the loss.
+    A bad sample, of which the loader may tolerate some, counts as a wrong answer and is left out of the loss.
     """
 
     accuracy: float
@@ -42,13 +42,23 @@ def evaluate(
     precision: Precision,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Evaluate `model`, the same on all ranks, on this rank's `batches` and sum over the ranks.
+    """Evaluate a model on all ranks together. Leaves it in evaluation mode.
 
-    `prepare` makes float [B, C, H, W] of a batch's uint8 images. `stopped` is asked after every batch, on all
-    ranks alike; once it says yes, the result is None. Leaves the model in evaluation mode.
+    Args:
+        model: The network, the same on all ranks: float [B, C, H, W] -> logits [B, K].
+        batches: This rank's batches.
+        prepare: Turns a batch's uint8 images [B, C, H, W] into the network's input.
+        num_samples: Samples of the validation set, over all ranks.
+        world: This process's place among the ranks.
+        precision: Arithmetic of the forward pass.
+        stopped: Asked after every batch, at the same time on all ranks; evaluation ends once it is True.
 
-    Raises TrainingError unless exactly `num_samples` samples, some of them valid, were seen over all ranks;
-    DivergedError if the loss is not finite: logits that are NaN would be answers, always the first class.
+    Returns:
+        The result over all ranks; None if it was stopped.
+
+    Raises:
+        TrainingError: The ranks did not see exactly `num_samples` samples, or none of them is valid.
+        DivergedError: The loss is not finite. Logits that are NaN would count as answers: always the first class.
     """
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # correct, loss, count, bad
@@ -68,11 +78,11 @@ def evaluate(
 
 
 def _sums(logits_BK: Tensor, batch: Batch) -> Tensor:
-    """Correct answers, summed loss and number of samples, of those that are valid, and number of bad; float64 [4]."""
+    """Return float64 [4]: correct answers, summed loss and number of the valid samples, and the number of bad ones."""
     labels_B, valid_B = batch.labels, batch.valid
-    bad_B = ~valid_B & (batch.samples >= 0)  # padding is no sample
+    bad_B = ~valid_B & (batch.samples >= 0)  # padding is not a sample
     correct_B = (logits_BK.argmax(dim=1) == labels_B) & valid_B
-    # Padding may carry any label, and a NaN times zero is no zero: choose, do not multiply.
+    # Padding may carry any label, and a NaN times zero is not zero: choose, do not multiply.
     loss_B = F.cross_entropy(logits_BK, labels_B.where(valid_B, torch.zeros_like(labels_B)), reduction="none")
     loss_B = loss_B.double().where(valid_B, torch.zeros_like(loss_B, dtype=torch.float64))
     return torch.stack([correct_B.sum().double(), loss_B.sum(), valid_B.sum().double(), bad_B.sum().double()])

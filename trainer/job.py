@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,9 @@ from datapipe.loaders import Loader, normalise, open_loader
 from datapipe.sampling.augment import Augment
 
 from . import models, optim
-from .checkpoint import NAME as CHECKPOINT
-from .checkpoint import load_checkpoint, restore_random, save_checkpoint
-from .config.recipe import Recipe, check_resumable, parse
-from .distributed import World, average_buffers, gather, sum_over_ranks, together, wrap
-from .errors import CheckpointError, DivergedError
+from .config.recipe import Recipe
+from .distributed import World, sum_over_ranks, together, wrap
+from .errors import DivergedError
 from .kfac import KFAC, AdaptiveDamping
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
@@ -31,13 +30,10 @@ from .reporting.runlog import NAME as METRICS
 from .reporting.timing import Clock
 from .state import State
 
-# What loading a state raises that lacks something, or has another shape.
-UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-
 
 @dataclass(frozen=True)
 class Job:
-    """What stays the same objects throughout a run. `model` is what to train, `module` the network within."""
+    """The objects that stay the same throughout a run. `model` is what is trained, `module` the network within."""
 
     recipe: Recipe
     world: World
@@ -56,15 +52,17 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Return the number of optimizer steps per epoch."""
         return len(self.train_loader)
 
     def learning_rate(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
         settings, train = self.recipe.optimizer, self.recipe.train
         peak = scaled_lr(settings.lr, settings.lr_scaling, train.batch_size, settings.lr_batch_size)
         return peak * multiplier(self.recipe.schedule, step, self.steps_per_epoch, train.epochs)
 
     def prepare(self, images_BCHW: Tensor) -> Tensor:
-        """uint8 images as the network takes them: float32, normalised, in the chosen memory format."""
+        """Turn uint8 images into the network's input: float32, normalised, in the chosen memory format."""
         images_BCHW = normalise(images_BCHW, self.recipe.data.mean, self.recipe.data.std)
         return images_BCHW.contiguous(memory_format=_memory_format(self.recipe))
 
@@ -74,14 +72,24 @@ def _memory_format(recipe: Recipe) -> torch.memory_format:
 
 
 def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> tuple[Loader, Loader]:
-    """The training and the validation loader of this rank, which `stack` closes.
+    """Open the training and the validation loader of this rank.
 
-    Raises DatapipeError if there is no usable data set, and SettingError if the recipe does not fit it; the
-    ranks that find nothing wrong raise as well.
+    Args:
+        recipe: The recipe of the run.
+        data: Packed data set: the folder that holds train/ and val/.
+        world: This process's place among the ranks.
+        stack: Closes the loaders.
+
+    Returns:
+        (training loader, validation loader).
+
+    Raises:
+        DatapipeError: There is no usable data set; all ranks raise this, also where only one has a reason.
+        SettingError: The recipe does not fit the data set; all ranks raise this.
     """
     settings, train = recipe.data, recipe.train
     batch_size = world.batch_size(train.batch_size)
-    common = {
+    common: dict[str, Any] = {
         "size": settings.size,
         "seed": train.seed,
         "rank": world.rank,
@@ -91,22 +99,20 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
     }
     augment = Augment(crop=settings.crop, flip=settings.flip, pad=settings.pad)
     with together(world):
-        loaders = tuple(
-            stack.enter_context(loader)
-            for loader in (
-                open_loader(data / "train", batch_size, order=settings.order, augment=augment, **common),
-                open_loader(data / "val", batch_size, train=False, **common),
-            )
-        )
-        _check_fit(recipe, *loaders)
-    return loaders
+        train_loader = open_loader(data / "train", batch_size, order=settings.order, augment=augment, **common)
+        stack.enter_context(train_loader)
+        val_loader = open_loader(data / "val", batch_size, train=False, **common)
+        stack.enter_context(val_loader)
+        _check_fit(recipe, train_loader, val_loader)
+    return train_loader, val_loader
 
 
 def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
+    """Raise SettingError if the data sets do not fit the recipe, or each other."""
     if train.options.batch_size < 2:
         raise SettingError(
-            f"train.batch_size = {recipe.train.batch_size}: leaves one image a rank, of which batch normalisation "
-            "learns nothing; must leave at least 2"
+            f"train.batch_size = {recipe.train.batch_size}: leaves one image per rank, from which batch "
+            "normalisation learns nothing; must leave at least 2"
         )
     if len(recipe.data.mean) != train.channels:
         raise SettingError(
@@ -126,22 +132,37 @@ def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
             f"class {number} is {names[0]!r} in the training set and {names[1]!r} in the validation set; they must "
             "have the same classes, in the same order"
         )
-    num_classes = recipe.model.num_classes or train.num_classes
-    if num_classes is None:
-        raise SettingError("model.num_classes is missing: without a manifest nothing says how many classes there are")
-    if num_classes < (train.num_classes or 1):
+    if _num_classes(recipe, train) < (train.num_classes or 1):
         raise SettingError(
             f"model.num_classes = {recipe.model.num_classes}: must be at least {train.num_classes}, the "
             "number of classes of the data set"
         )
 
 
-def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Module, nn.Module]:
-    """The network on this rank's device, the same on all ranks, and what to train: (module, model)."""
-    torch.manual_seed(recipe.train.seed)
+def _num_classes(recipe: Recipe, loader: Loader) -> int:
+    """Return the number of the network's outputs."""
     num_classes = recipe.model.num_classes or loader.num_classes
+    if num_classes is None:
+        raise SettingError("model.num_classes is missing: without a manifest nothing says how many classes there are")
+    return num_classes
+
+
+def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Module, nn.Module]:
+    """Build the network, the same on all ranks, on this rank's device.
+
+    Args:
+        recipe: The recipe of the run.
+        world: This process's place among the ranks.
+        loader: The training loader, which knows the data set's channels and classes.
+
+    Returns:
+        (module, model): the network, and what is trained, which averages gradients over several ranks.
+    """
+    torch.manual_seed(recipe.train.seed)
+    num_classes = _num_classes(recipe, loader)
     module = models.build(recipe.model.name, num_classes=num_classes, in_channels=loader.channels)
-    module = module.to(world.device, memory_format=_memory_format(recipe))
+    memory_format = _memory_format(recipe)
+    module = module.to(world.device, memory_format=memory_format)  # type: ignore[call-overload]  # not in torch's types
     if world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # every batch has the same shape
     if recipe.train.compile:
@@ -150,7 +171,20 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
 
 
 def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler) -> KFAC | None:
-    """What the recipe asks for, if anything. Raises SettingError."""
+    """Build K-FAC or EKFAC over `model`, if the recipe asks for one.
+
+    Args:
+        recipe: The recipe of the run.
+        world: This process's place among the ranks.
+        model: What is trained.
+        scaler: The scaler of the loss, which unscales the gradients before the preconditioner sees them.
+
+    Returns:
+        The preconditioner; None if the recipe asks for none.
+
+    Raises:
+        SettingError: A setting of the recipe does not fit the network.
+    """
     if recipe.optimizer.preconditioner == "none":
         return None
     try:
@@ -167,7 +201,20 @@ def open_job(
     precision: Precision,
     stack: ExitStack,
 ) -> Job:
-    """Open everything except the metrics, which are those of an earlier part of the run until this one is accepted."""
+    """Open everything except the metrics, which belong to an earlier part of the run until this part is accepted.
+
+    Args:
+        recipe: The recipe of the run.
+        data: Packed data set: the folder that holds train/ and val/.
+        run: Folder of the run.
+        world: This process's place among the ranks.
+        precision: Arithmetic of the forward pass.
+        stack: Closes what is opened.
+
+    Raises:
+        DatapipeError: There is no usable data set.
+        SettingError: The recipe does not fit it.
+    """
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
     module, model = build_network(recipe, world, train_loader)
     scaler = precision.scaler()
@@ -195,7 +242,9 @@ def open_job(
 def read_loss(job: Job, state: State) -> None:
     """Read the loss of the steps so far; all ranks must call this at the same step.
 
-    Raises on all of them: DivergedError if the loss is not finite, and what kept the first from writing its metrics.
+    Raises:
+        DivergedError: The loss is not finite; all ranks raise this.
+        OSError: The first rank could not write its metrics; the others raise TrainingError.
     """
     if state.loss.read(job.world, state.step, failed=job.metrics.error is not None):
         with together(job.world):
@@ -204,110 +253,12 @@ def read_loss(job: Job, state: State) -> None:
 
 def check_finite(job: Job, state: State) -> None:
     """Raise DivergedError on all ranks, which must all call this, if a parameter or a buffer is not finite on any."""
-    (bad,) = sum_over_ranks(job.world, [float(not _is_finite(job.module))])
+    (bad,) = sum_over_ranks(job.world, [float(not is_finite(job.module))])
     if bad:
         raise DivergedError(f"parameters or running statistics are no longer finite after step {state.step}")
 
 
-def _is_finite(module: nn.Module) -> bool:
+def is_finite(module: nn.Module) -> bool:
+    """Return whether all parameters and buffers are finite."""
     tensors = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
-    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())  # one wait for the device
-
-
-def save(job: Job, state: State) -> None:
-    """Write a checkpoint; all ranks must call this. Raises on all of them if it fails on the first.
-
-    Raises DivergedError, and leaves the checkpoint before as it is, if the network has lost itself.
-    """
-    read_loss(job, state)
-    job.clock.drain()
-    with job.clock.section("checkpoint"):
-        average_buffers(job.module, job.world)
-        check_finite(job, state)  # a loss is that of the parameters before their update
-        owned = job.preconditioner and job.preconditioner.state_dict()  # each rank has its own layers
-        states = gather(job.world, _on_cpu(owned))
-        with together(job.world):
-            if job.world.is_main:
-                save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
-    state.saved = state.epoch, state.step
-
-
-def _on_cpu(value: object) -> object:
-    """Another rank's tensors would come out on that rank's GPU."""
-    if isinstance(value, dict):
-        return {key: _on_cpu(of) for key, of in value.items()}
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _content(job: Job, state: State) -> dict:
-    return {
-        "recipe": job.recipe.model_dump(mode="json"),
-        "global_batch_size": job.recipe.train.batch_size,
-        "data_sets": _data_sets(job),
-        "state": state.state_dict(),
-        "clock": job.clock.state_dict(),
-        "loader": job.train_loader.state_dict(),
-        "model": job.module.state_dict(),
-        "optimizer": job.optimizer.state_dict(),
-        "adaptive_damping": job.adaptive_damping and job.adaptive_damping.state_dict(),
-        "scaler": job.scaler.state_dict(),
-        "metrics_bytes": job.metrics.sync(),
-    }
-
-
-def _data_sets(job: Job) -> list[str]:
-    return [str(loader.identity()["data_set"]) for loader in (job.train_loader, job.val_loader)]
-
-
-def read_checkpoint(run: Path, recipe: Recipe) -> dict | None:
-    """The checkpoint of `run`, if there is one.
-
-    Raises CheckpointError if it cannot be read, SettingError if its recipe learns something else.
-    """
-    path = run / CHECKPOINT
-    if not path.exists():
-        return None
-    content = load_checkpoint(path)
-    try:
-        old = parse(content["recipe"])
-    except (SettingError, KeyError) as error:
-        raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
-    check_resumable(old, recipe)
-    return content
-
-
-def restore(job: Job, state: State, content: dict) -> int:
-    """Put everything back to where it was; return how many bytes of the metrics the checkpoint knows.
-
-    Raises CheckpointError if the data set is another one, if something is missing or of another shape, and if the
-    network is not finite, which earlier versions saved.
-    """
-    try:
-        _put_back(job, state, content)
-        metrics_bytes = content["metrics_bytes"]
-    except SettingError:
-        raise
-    except UNFIT as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise CheckpointError(f"cannot be continued from: {reason}", path=job.run / CHECKPOINT) from error
-    if not _is_finite(job.module):
-        reason = "holds a network that is not finite, so no training can continue from it; start a new run"
-        raise CheckpointError(reason, path=job.run / CHECKPOINT)
-    return metrics_bytes
-
-
-def _put_back(job: Job, state: State, content: dict) -> None:
-    if content["data_sets"] != _data_sets(job):
-        raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
-    job.module.load_state_dict(content["model"])
-    job.optimizer.load_state_dict(content["optimizer"])
-    if job.preconditioner is not None:
-        job.preconditioner.load_state_dict(*content["preconditioner"])
-    if job.adaptive_damping is not None:
-        job.adaptive_damping.load_state_dict(content["adaptive_damping"])
-    job.scaler.load_state_dict(content["scaler"])
-    job.train_loader.load_state_dict(content["loader"])
-    state.load_state_dict(content["state"])
-    state.saved = state.epoch, state.step
-    job.clock.load_state_dict(content["clock"])
-    restore_random(content)
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())  # waits once for the device

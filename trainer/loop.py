@@ -17,9 +17,10 @@ from datapipe.loaders import Batch
 
 from .distributed import average_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
-from .job import Job, check_finite, read_loss, save
+from .job import Job, check_finite, read_loss
 from .optim import set_lr
 from .optim.kfac import set_for_step
+from .resume import save
 from .state import State
 from .stop import StopSignal
 
@@ -29,9 +30,17 @@ logger = logging.getLogger(__name__)
 def train(job: Job, state: State, stop: StopSignal) -> str:
     """Train from `state` to the end; return target_reached, target_missed, completed or interrupted.
 
-    Whatever the status, RUN's checkpoint is then that of `state`. Raises DivergedError if a loss or the network is not
-    finite, which leaves the checkpoint before; TrainingError if an evaluation does not see every sample once; and what
-    the loaders raise.
+    Whatever the status, the run's checkpoint is then that of `state`.
+
+    Args:
+        job: The run.
+        state: Its progress, which is changed.
+        stop: Says when to stop early.
+
+    Raises:
+        DivergedError: A loss or the network is not finite; the previous checkpoint stays.
+        TrainingError: An evaluation did not see every sample once.
+        DatapipeError: A loader failed.
     """
     settings = job.recipe.train
     while (status := state.status(settings.target_accuracy, settings.epochs)) is None:
@@ -40,7 +49,7 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
             return "interrupted"
         evaluation, complete = _evaluate(job, state, stop)
         if not complete:
-            save(job, state)  # the epoch's steps are done: resuming goes on with its evaluation
+            save(job, state)  # the epoch's steps are done: a resumed run continues with its evaluation
             return "interrupted"
         _end_epoch(job, state, evaluation)
         save(job, state)
@@ -48,14 +57,15 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
 
 
 def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
-    """Do the rest of the epoch's steps; False if told to stop before its end."""
+    """Do the rest of the epoch's steps; return False if it was stopped before its end."""
     settings, clock = job.recipe.train, job.clock
     last_step = (state.epoch + 1) * job.steps_per_epoch
     if state.step == last_step:
         return True
     line_step, line_s = state.step, clock.training_s
     job.model.train()
-    with closing(iter(job.train_loader)) as batches, _progress(job, state) as progress:
+    batches = iter(job.train_loader)  # a generator, although the loader promises only an iterator
+    with closing(batches), _progress(job, state) as progress:  # type: ignore[type-var]
         while state.step < last_step:
             asked = time.perf_counter()
             batch = next(batches)
@@ -88,17 +98,17 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
 
 
 def _loss(job: Job, batch: Batch) -> Tensor:
-    """The batch's mean loss on this rank. A bad sample, whose image is black, has none."""
+    """Return the batch's mean loss on this rank. A bad sample, whose image is black, has none."""
     with job.precision.autocast():
         logits_BK = job.model(job.prepare(batch.images))
     smoothing = job.recipe.train.label_smoothing
     loss_B = F.cross_entropy(logits_BK.float(), batch.labels, label_smoothing=smoothing, reduction="none")
-    # Still a mean over all slots: so the others weigh the same on each rank, and as much as K-FAC takes them to.
+    # Still a mean over all slots, so that valid samples weigh the same on each rank, and as much as K-FAC assumes.
     return loss_B.where(batch.valid, 0).mean()
 
 
 def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
-    """Take the step. The gradients of `loss`, averaged over the ranks, are in the parameters."""
+    """Update the parameters with their gradients, which are those of `loss`, averaged over the ranks."""
     set_lr(job.optimizer, lr)
     if job.preconditioner is not None:
         job.scaler.unscale_(job.optimizer)
@@ -114,8 +124,8 @@ def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
 
 
 def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | None, bool]:
-    """Evaluate if this epoch is due: (evaluation or None, False if told to stop first)."""
-    settings, turn = job.recipe.train, iter(range(1, len(job.val_loader) + 1))
+    """Evaluate if this epoch is due; return (the evaluation or None, whether it was not stopped)."""
+    settings, batches = job.recipe.train, iter(range(1, len(job.val_loader) + 1))
     read_loss(job, state)
     job.clock.drain()
     epoch = state.epoch + 1
@@ -132,13 +142,13 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
             num_samples=job.val_loader.num_samples,
             world=job.world,
             precision=job.precision,
-            stopped=lambda: stop.agreed(next(turn)),
+            stopped=lambda: stop.agreed(next(batches)),
         )
     return evaluation, evaluation is not None
 
 
 def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
-    """Count the epoch, write its line, and point the loader to the next."""
+    """Count the epoch, write its line, and set the loader to the next."""
     state.epoch += 1
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.epoch()
     train_loss = state.loss.take_epoch()
@@ -163,9 +173,9 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
         elapsed_s=elapsed_s,
         time_s=time_s,
     )
-    found = f", accuracy {evaluation.accuracy:.2%}" if evaluation else ""
+    accuracy = f", accuracy {evaluation.accuracy:.2%}" if evaluation else ""
     epochs = job.recipe.train.epochs
-    logger.info("epoch %d of %d: loss %.4f%s, %.0f s", state.epoch, epochs, train_loss, found, elapsed_s)
+    logger.info("epoch %d of %d: loss %.4f%s, %.0f s", state.epoch, epochs, train_loss, accuracy, elapsed_s)
     job.clock.begin_epoch()
     job.train_loader.set_epoch(state.epoch)
 
@@ -183,14 +193,23 @@ def _log_line(job: Job, state: State, lr: float, images_per_s: float) -> None:
 
 
 def _log_preconditioner(job: Job, state: State) -> None:
-    """The last step's cosines of raw and preconditioned gradients, by layer: 1 where K-FAC does nothing but scale."""
-    if job.preconditioner is not None:
-        of = job.preconditioner
-        skipped, fallbacks = map(int, sum_over_ranks(job.world, [of.skipped(), of.fallbacks()]))
+    """Write how the preconditioner does.
+
+    The cosines are those of each layer's raw and preconditioned gradient in the last step: 1 where K-FAC only scales.
+    """
+    preconditioner = job.preconditioner
+    if preconditioner is not None:
+        counts = [preconditioner.skipped(), preconditioner.fallbacks()]
+        skipped, fallbacks = map(int, sum_over_ranks(job.world, counts))
         job.metrics.write(
-            "kfac", epoch=state.epoch, step=state.step, cosines=of.cosines(), skipped=skipped, fallbacks=fallbacks,
-            damping=of.damping,
-        )  # fmt: skip
+            "kfac",
+            epoch=state.epoch,
+            step=state.step,
+            cosines=preconditioner.cosines(),
+            skipped=skipped,
+            fallbacks=fallbacks,
+            damping=preconditioner.damping,
+        )
 
 
 def _progress(job: Job, state: State) -> Progress:

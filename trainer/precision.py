@@ -1,4 +1,4 @@
-"""Mixed precision: which arithmetic the forward pass uses, and what the backward pass needs for it."""
+"""Mixed precision: the arithmetic of the forward pass, and what the backward pass needs for it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from datapipe.errors import SettingError
 
 @dataclass(frozen=True)
 class Precision:
-    """`dtype` of the forward pass where it is safe (None: float32 throughout), on `device_type`."""
+    """The arithmetic of the forward pass: `dtype` where it is safe; None: float32 throughout."""
 
     name: str
     device_type: str
     dtype: torch.dtype | None
 
-    def autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return a context in which a forward pass uses this precision."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Keeps small fp16 gradients above zero; does nothing in the other precisions."""
+        """Return what keeps small fp16 gradients above zero; it does nothing in the other precisions."""
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype is torch.float16)
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """What the recipe's `auto|bf16|fp16|off` means on `device`.
+    """Return what the recipe's `auto`, `bf16`, `fp16` or `off` means on `device`.
 
     Raises SettingError for fp16 on a CPU: without a CUDA device there are no fast fp16 kernels to gain from.
     """

@@ -1,4 +1,4 @@
-"""`trainer train`: open or resume a run, train, say how it went."""
+"""`trainer train`: open or resume a run, train, report the result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,13 +18,14 @@ from .checkpoint import NAME as CHECKPOINT
 from .config.recipe import Recipe
 from .distributed import World, broadcast, connected, set_threads, together, world_from_environment
 from .errors import DivergedError, TrainingError
-from .job import Job, open_job, read_checkpoint, restore
+from .job import Job, open_job
 from .loop import train
 from .precision import Precision, choose_precision
 from .reporting import metrics
 from .reporting.runlog import FORMAT, wait_share
 from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
+from .resume import read_checkpoint, restore
 from .state import MeanLoss, State
 from .stop import StopSignal
 
@@ -31,12 +33,23 @@ logger = logging.getLogger(__name__)
 
 
 def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto") -> int:
-    """Train `recipe` on the data set `data`, writing to `out`; return the exit code. `device`: auto, cpu or cuda.
+    """Train a recipe on a data set.
 
-    0: target reached, or none set; 1: target missed (on the first rank: a launcher would end it, while it
-    writes the report, if another failed before); 128 + number: stopped by that signal, after a checkpoint.
+    Args:
+        recipe: What to train.
+        data: Packed data set: the folder that holds train/ and val/.
+        out: Folder of the run.
+        resume: Continue the run in `out`, from its checkpoint.
+        device: auto, cpu or cuda.
 
-    Raises SettingError and DatapipeError; with several ranks, on all of them.
+    Returns:
+        The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end
+        it while it writes the report, if another rank failed before); 128 + number: stopped by that signal, after a
+        checkpoint.
+
+    Raises:
+        SettingError: A setting is wrong; with several ranks, on all of them.
+        DatapipeError: Training failed; with several ranks, on all of them.
     """
     world = world_from_environment(device=device)
     world.batch_size(recipe.train.batch_size)
@@ -54,8 +67,8 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto
 
 def _run(
     recipe: Recipe, data: Path, out: Path, resume: bool, world: World, precision: Precision, stop: StopSignal
-) -> dict:
-    """Train; return the "end" line. The job ends here, while the ranks are still connected."""
+) -> dict[str, Any]:
+    """Train; return the "end" line. The job is closed here, while the ranks are still connected."""
     with ExitStack() as stack:
         checkpoint = _open_run(recipe, out, resume, world, stack)
         job = open_job(recipe, data, out, world, precision, stack)
@@ -63,7 +76,7 @@ def _run(
         with together(world):
             if checkpoint is not None:
                 metrics_bytes = restore(job, state, checkpoint)
-        with together(world):  # not before all ranks are content: a run that is refused stays as it is
+        with together(world):  # only once all ranks agree: a run that is refused stays as it is
             job.metrics.open(metrics_bytes)
         ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
         if ended and world.is_main:
@@ -72,11 +85,11 @@ def _run(
         return _train_and_record(job, state, stop)
 
 
-def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: ExitStack) -> dict | None:
-    """The checkpoint to go on from, None to begin; by the first rank, as shared folders may lag on others.
+def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: ExitStack) -> dict[str, Any] | None:
+    """Return the checkpoint to continue from, None to begin. Only the first rank reads it: folders may lag on others.
 
-    No other process may train in `out` until `stack` closes: nor before the checkpoint is read, which may be an older
-    one by the time that the data are there.
+    Locks `out` until `stack` closes, and before the checkpoint is read: it might be outdated by the time the data set
+    is open.
     """
     checkpoint = None
     with together(world):
@@ -84,7 +97,7 @@ def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: Exit
             _lock(out, stack)
             begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
             if begun and not resume:
-                raise SettingError(f"--out {out}: holds a run; use --resume to go on, or another folder")
+                raise SettingError(f"--out {out}: holds a run; use --resume to continue it, or another folder")
             checkpoint = read_checkpoint(out, recipe) if resume else None
             if resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
@@ -92,7 +105,7 @@ def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: Exit
 
 
 def _lock(out: Path, stack: ExitStack) -> None:
-    """Make the folder of the run and keep others out of it; one that was new and is empty goes when `stack` closes."""
+    """Make the folder of the run and lock it. If it is new and still empty when `stack` closes, it is removed."""
     if out.exists() and not out.is_dir():
         raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
     is_new = not out.exists()
@@ -150,8 +163,8 @@ def _write_start(job: Job, state: State, resumed: bool) -> None:
     )
 
 
-def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict:
-    """Train; write and return the "end" line, which is written also when training fails."""
+def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any]:
+    """Train; write and return the "end" line, which is also written when training fails."""
     try:
         status = train(job, state, stop)
     except torch.OutOfMemoryError as error:
@@ -171,7 +184,7 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict:
 
 
 def _way_back(job: Job, state: State) -> str:
-    """What to do about a network that has lost itself."""
+    """Return advice about a run that diverged."""
     path = job.run / CHECKPOINT
     kept = f"There is no checkpoint yet ({path})"
     if state.saved is not None:
@@ -180,7 +193,8 @@ def _way_back(job: Job, state: State) -> str:
     return f"{kept}. In a new run, try a lower optimizer.lr, a longer schedule.warmup_epochs{kfac}; or the data is odd"
 
 
-def _write_end(job: Job, state: State, status: str) -> dict:
+def _write_end(job: Job, state: State, status: str) -> dict[str, Any]:
+    """Write and return the "end" line."""
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.total()
     images = state.step * job.recipe.train.batch_size
     end = {
@@ -198,7 +212,7 @@ def _write_end(job: Job, state: State, status: str) -> dict:
 
 
 def _write_report(out: Path) -> Path | None:
-    """RUN's report; a training that worked is not lost over a plot that did not."""
+    """Write the run's report. A failure is only logged: training has succeeded all the same."""
     try:
         from .reporting.page import write_report
 

@@ -5,7 +5,8 @@ A format module has
     SUFFIX          The ending of a shard's file name.
     OVERHEAD_BYTES  What a sample costs beside its image, to plan the size of shards.
     Writer()        A ShardWriter.
-    read(path)      Yield key, image bytes and label of every sample, through a standard reader.
+    read(path)      Yield key, image bytes and label of every sample, through a standard reader and without the index:
+                    a shard outlives this project. Only tests and users call it.
 
 A writer lays a shard out and does not touch the file: it says which bytes come next, so that any thread can write them
 at their place. Loaders need neither writer nor reader: the writer says where in the file each image's bytes lie, and

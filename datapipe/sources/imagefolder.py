@@ -54,7 +54,8 @@ def _split_roots(path: Path) -> dict[str, Path]:
 
 
 def _holds_folders(path: Path) -> bool:
-    return any(not is_image(entry.name) and entry.is_dir() for entry in os.scandir(path))
+    with os.scandir(path) as entries:
+        return any(not is_image(entry.name) and entry.is_dir() for entry in entries)
 
 
 @dataclass(frozen=True)

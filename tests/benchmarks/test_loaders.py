@@ -34,7 +34,7 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 pixels = noise.integers(0, 20, (150, 200, 3), np.uint8) + 60 * label
                 path = folder / "images" / split / str(label) / f"{i:03}.jpg"
                 Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
-    corpus._pack(folder / "images", folder, shard_mib=0.2)  # shards of few images
+    corpus._pack(folder / "images", folder, shard_mib=0.1)  # shards of few images
     return folder
 
 

@@ -28,10 +28,8 @@ from ..fields import BelowOne, Count, Fraction, Positive, Section, one_of, or_no
 from ..optim import Optimizer
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule
+from . import built_in
 from .explain import explain
-
-BUILT_IN = Path(__file__).parents[1] / "recipes"
-
 
 _CountFromZero = Annotated[int, Field(ge=0)]
 # Not empty, which is what an unset variable leaves, and would mean the current folder.
@@ -153,11 +151,6 @@ class Recipe(Section):
         if optimizer is not None and optimizer.preconditioner == "none" and section != KfacSettings():
             raise ValueError('without optimizer.preconditioner = "kfac" or "ekfac" nothing uses these settings')
         return section
-
-
-def built_in() -> dict[str, Path]:
-    """Return the recipes that come with the package, ordered by name: name -> TOML file."""
-    return {path.stem: path for path in sorted(BUILT_IN.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:

@@ -72,7 +72,8 @@ class Layer(ABC):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that K-FAC preconditions."""
-        return [self.weight, self.bias] if self.has_bias else [self.weight]
+        module = self.module  # not the properties, as every step asks several times for each layer
+        return [module.weight, module.bias] if self.has_bias else [module.weight]  # type: ignore[list-item]
 
     def num_elements(self) -> int:
         """Return the number of elements of the parameters."""

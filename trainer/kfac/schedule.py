@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from .assignment import spread
@@ -28,6 +29,7 @@ class Period(NamedTuple):
     length: int
 
 
+@lru_cache(maxsize=8)  # every layer asks for the same one
 def period_of_step(step: int, every: int) -> Period:
     """Return the period that a step is in.
 
@@ -62,11 +64,23 @@ class StaggeredSchedule:
         self._inverses = _Turns({name: cost.inverse for name, cost in costs.items()}, groups)
 
     def updates_factors(self, name: str, step: int, every: int) -> bool:
-        """Return whether a layer averages its factors in `step`, when it does so once in `every` steps."""
+        """Return whether a layer averages its factors in a step.
+
+        Args:
+            name: The layer.
+            step: The number of the step, from 0.
+            every: It averages them once in so many steps.
+        """
         return self._is_turn(self._factors, name, step, every)
 
     def updates_inverse(self, name: str, step: int, every: int) -> bool:
-        """Return whether a layer computes its solution in `step`, when it does so once in `every` steps."""
+        """Return whether a layer computes its solution in a step.
+
+        Args:
+            name: The layer.
+            step: The number of the step, from 0.
+            every: It computes one once in so many steps.
+        """
         return self._is_turn(self._inverses, name, step, every)
 
     def _is_turn(self, turns: _Turns, name: str, step: int, every: int) -> bool:

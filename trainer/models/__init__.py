@@ -20,9 +20,15 @@ REGISTRY = {
 
 
 def build(name: str, *, num_classes: int, in_channels: int = 3) -> nn.Module:
-    """The network `name`, freshly initialised: float [B, in_channels, H, W] -> logits [B, num_classes].
+    """Build a network with new weights: float [B, in_channels, H, W] -> logits [B, num_classes].
 
-    Raises KeyError for a name that is not in REGISTRY (recipes are checked before).
+    Args:
+        name: Name of the network, of those in REGISTRY.
+        num_classes: Number of outputs.
+        in_channels: Channels of the images.
+
+    Raises:
+        KeyError: `name` is not in REGISTRY; recipes are checked before.
     """
     module, function = REGISTRY[name].split(":")
     return getattr(import_module(f".{module}", __name__), function)(num_classes, in_channels)

@@ -58,15 +58,22 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A stem, four stages of `blocks[i]` blocks, and a linear layer over the mean of each channel."""
 
-    def __init__(self, block: type, blocks: tuple[int, ...], num_classes: int, in_channels: int) -> None:
+    layer1: nn.Sequential
+    layer2: nn.Sequential
+    layer3: nn.Sequential
+    layer4: nn.Sequential
+
+    def __init__(
+        self, block: type[BasicBlock] | type[Bottleneck], blocks: tuple[int, ...], num_classes: int, in_channels: int
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         channels = 64
         for stage, count in enumerate(blocks):
-            width, layers = 64 * 2**stage, []
-            for place in range(count):
-                layers.append(block(channels, width, stride=2 if stage and not place else 1))
+            width, layers = 64 * 2**stage, list[nn.Module]()
+            for i in range(count):
+                layers.append(block(channels, width, stride=2 if stage and i == 0 else 1))
                 channels = width * block.expansion
             self.add_module(f"layer{stage + 1}", nn.Sequential(*layers))
         self.fc = nn.Linear(channels, num_classes)
@@ -81,7 +88,7 @@ class ResNet(nn.Module):
 
 
 def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """The shortcut where the shape changes (option B): a 1x1 convolution and BN."""
+    """Return the shortcut where the shape changes (option B): a 1x1 convolution and BN. None elsewhere."""
     if in_channels == out_channels and stride == 1:
         return None
     convolution = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
@@ -89,8 +96,10 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequenti
 
 
 def resnet18(num_classes: int, in_channels: int = 3) -> ResNet:
+    """Build ResNet-18, of two basic blocks per stage."""
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels)
 
 
 def resnet50(num_classes: int, in_channels: int = 3) -> ResNet:
+    """Build ResNet-50, of 3, 4, 6 and 3 bottlenecks."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels)

@@ -27,7 +27,7 @@ class Block(nn.Module):
         out_BCHW = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x_BCHW)))))
         if self.stride > 1 or self.new_channels:
             before = self.new_channels // 2
-            # Every second pixel: as slicing, but its gradient keeps channels last.
+            # Takes every second pixel, as slicing does, but keeps channels last in the gradient.
             x_BCHW = F.avg_pool2d(x_BCHW, 1, self.stride)
             x_BCHW = F.pad(x_BCHW, (0, 0, 0, 0, before, self.new_channels - before))
         return F.relu(out_BCHW + x_BCHW)
@@ -61,12 +61,15 @@ def _stage(blocks: int, in_channels: int, out_channels: int, stride: int) -> nn.
 
 
 def resnet8(num_classes: int, in_channels: int = 3) -> SmallResNet:
+    """Build ResNet-8, of one block per stage."""
     return SmallResNet(1, num_classes, in_channels)
 
 
 def resnet20(num_classes: int, in_channels: int = 3) -> SmallResNet:
+    """Build ResNet-20, of three blocks per stage."""
     return SmallResNet(3, num_classes, in_channels)
 
 
 def resnet32(num_classes: int, in_channels: int = 3) -> SmallResNet:
+    """Build ResNet-32, of five blocks per stage."""
     return SmallResNet(5, num_classes, in_channels)

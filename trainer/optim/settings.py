@@ -12,6 +12,8 @@ PRECONDITIONERS = ("none", "kfac", "ekfac")
 
 
 class OptimizerSettings(Section):
+    """The settings that every optimizer has."""
+
     if TYPE_CHECKING:  # each optimizer's own Literal; a field here would come first in saved recipes
         name: str
     preconditioner: Annotated[str, one_of("preconditioner", PRECONDITIONERS)] = "none"
@@ -33,6 +35,8 @@ class OptimizerSettings(Section):
 
 
 class MomentumSettings(OptimizerSettings):
+    """The settings of an optimizer with momentum."""
+
     momentum: BelowOne = 0.9
     """Decay of the momentum per step."""
     nesterov: bool = False

@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, times, its summary, and the report."""
+"""A run's account of itself: metrics, times, its summary, and the report."""

@@ -1,4 +1,4 @@
-"""RUN/metrics.jsonl: one JSON object a line, each with its "event"."""
+"""The writer of metrics.jsonl: one JSON object per line, each with its "event"."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import platform
 import subprocess
 from contextlib import suppress
 from importlib import metadata
+from io import FileIO
 from itertools import count
 from pathlib import Path
 
@@ -21,20 +22,22 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends lines; each has left this process when `write` returns. Where `path` is None, does nothing.
+    """A file to which lines are appended; each has left this process when `write` returns.
 
-    `error` is the first that a line met with. `write` does not raise it: the other ranks would wait for this one.
-    Nothing is written after it; `sync`, which all ranks await the end of, raises it.
+    Where `path` is None, nothing is written. `error` is the first error of a write. `write` does not raise it, as the
+    other ranks would wait for this one; nothing is written after it, and `sync`, for which all ranks wait, raises it.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._file = path, None
+        self._path = path
+        self._file: FileIO | None = None
         self.error: OSError | None = None
 
     def open(self, keep_bytes: int = 0) -> None:
-        """Open the file behind its first `keep_bytes`, which the checkpoint knows; what came later is cut off.
+        """Open the file after its first `keep_bytes`, which the checkpoint knows; the rest is cut off.
 
-        Lines that belong to no checkpoint, or are too few for it, are kept under another name. Raises OSError.
+        A file that does not belong to the checkpoint, or is too short for it, is kept under another name. Raises
+        OSError.
         """
         if self._path is None:
             return
@@ -48,9 +51,11 @@ class MetricsFile:
         self.is_empty = size == 0
 
     def write(self, event: str, **fields: object) -> None:
-        if self._file is None or self.error is not None:
+        """Append one line."""
+        if self._path is None or self._file is None or self.error is not None:
             return
-        text = json.dumps({"event": event} | _finite(fields), ensure_ascii=False, allow_nan=False)
+        content = {"event": event} | {key: _finite(value) for key, value in fields.items()}
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
         # Names of files need not be UTF-8: Python's surrogates for their bytes are written as JSON's \udcXX.
         line = memoryview(text.encode(errors="backslashreplace") + b"\n")
         try:
@@ -61,8 +66,8 @@ class MetricsFile:
             self.error = error
 
     def sync(self) -> int:
-        """Make all lines outlast a power cut; return the file's length in bytes. Raises `error`, and OSError."""
-        if self._file is None:
+        """Make all lines survive a power cut; return the file's length in bytes. Raises `error`, and OSError."""
+        if self._path is None or self._file is None:
             return 0
         if self.error is not None:
             raise self.error
@@ -71,21 +76,22 @@ class MetricsFile:
             return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
+        """Close the file, if it is open."""
         if self._file is not None:
-            with suppress(OSError):  # `sync` has told of it, or another error is on its way
+            with suppress(OSError):  # `sync` has raised it, or another error is being raised
                 self._file.close()
 
 
 def _put_aside(path: Path) -> None:
-    """Rename metrics.jsonl to metrics-1.jsonl, or the first number that is free."""
+    """Rename metrics.jsonl to metrics-1.jsonl, or to the first number that is free."""
     names = (path.with_stem(f"{path.stem}-{number}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     path.rename(aside)
-    logger.warning("%s does not go with the checkpoint of its run: kept as %s", path, aside.name)
+    logger.warning("%s does not belong to the checkpoint of its run: kept as %s", path, aside.name)
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity; a loss that has become one is null."""
+    """Return `value` with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -94,30 +100,31 @@ def _finite(value: object) -> object:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a run's result may depend on."""
     names = {"torch": "torch", "numpy": "numpy", "datapipe": "datapipe-trainer"}
-    found = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version()}
     for key, name in names.items():
         try:
-            found[key] = metadata.version(name)
+            by_name[key] = metadata.version(name)
         except metadata.PackageNotFoundError:  # run from a checkout that is not installed
             from datapipe import __version__
 
-            found[key] = __version__
-    return found
+            by_name[key] = __version__
+    return by_name
 
 
 def commit() -> str | None:
-    """The commit of the code that runs, where it runs from a git checkout."""
+    """Return the commit of the code that runs, where it runs from a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        git = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() if found.returncode == 0 else None
+    return git.stdout.strip() if git.returncode == 0 else None
 
 
 def device_name(device: torch.device) -> str:
-    """For instance "cuda (NVIDIA H100 80GB HBM3)"."""
+    """Return the kind and the model of a device, e.g. "cuda (NVIDIA H100 80GB HBM3)"."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     try:

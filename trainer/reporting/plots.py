@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -50,26 +50,6 @@ DARK = {
     "muted": "#a0aab4",
     "line": "#363d45",
     "paper": "#15191d",
-}
-STYLE: dict[str, Any] = {  # of matplotlib
-    "axes.axisbelow": True,
-    "axes.edgecolor": LIGHT["line"],
-    "axes.grid": True,
-    "axes.labelcolor": LIGHT["muted"],
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "grid.color": LIGHT["line"],
-    "legend.columnspacing": 1.4,
-    "legend.frameon": False,
-    "legend.handlelength": 1.6,
-    "lines.markersize": 4.5,
-    "pdf.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",
-    "text.color": LIGHT["ink"],
-    "text.parse_math": False,
-    "xtick.color": LIGHT["muted"],
-    "ytick.color": LIGHT["muted"],
 }
 PARTS = {  # of a run's time: colour and label
     "wait": ("c1", "wait for data"),
@@ -126,14 +106,12 @@ PLOTS = (
 
 def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
     """Draw PLOTS; write them to `out` as report.pdf and as one PNG each; return them for the page."""
-    import matplotlib
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure
 
     drawings = []
     with ExitStack() as stack:
-        stack.enter_context(matplotlib.rc_context())
-        matplotlib.rcParams.update(STYLE)
+        stack.enter_context(_style())
         file = stack.enter_context(atomic_write(out / "report.pdf"))
         pdf = stack.enter_context(PdfPages(file, metadata={"CreationDate": None}))
         for plot in PLOTS:
@@ -147,6 +125,34 @@ def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
             figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
             drawings.append(Drawing(plot.title, _svg_for_page(svg.getvalue(), plot.title)))
     return drawings
+
+
+def _style() -> AbstractContextManager[None]:
+    """Set how matplotlib draws, until the block ends."""
+    import matplotlib
+
+    return matplotlib.rc_context(
+        {
+            "axes.axisbelow": True,
+            "axes.edgecolor": LIGHT["line"],
+            "axes.grid": True,
+            "axes.labelcolor": LIGHT["muted"],
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "grid.color": LIGHT["line"],
+            "legend.columnspacing": 1.4,
+            "legend.frameon": False,
+            "legend.handlelength": 1.6,
+            "lines.markersize": 4.5,
+            "pdf.fonttype": 42,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "report",
+            "text.color": LIGHT["ink"],
+            "text.parse_math": False,
+            "xtick.color": LIGHT["muted"],
+            "ytick.color": LIGHT["muted"],
+        }
+    )
 
 
 def _draw(figure: Figure, plot: Plot, runs: list[Run]) -> None:
@@ -169,14 +175,16 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run]) -> list[Artist | C
     unit_s, unit = time_unit(max(seconds, default=0.0))
     handles: list[Artist | Container] = []
     for i, run in enumerate(runs):
-        look = {"color": LIGHT[f"c{i % 6}"], "marker": "os^DvPX"[i % 7], "markevery": 0.03}
+        look: dict[str, Any] = {"color": LIGHT[f"c{i % 6}"], "marker": "os^DvPX"[i % 7]}
         if len(runs) > 1:
             handles += by_epoch.plot([], [], **look, label=run.label)
         for curve in plot.curves:
             points = _points(run, curve)
+            # As a part of the plot's diagonal, so that markers keep their distance; a single point would get none.
+            style = look | {"markevery": 0.03 if len(points) > 1 else 1} | curve.style
             values = [point.value for point in points]
-            by_epoch.plot([point.epoch for point in points], values, **look | curve.style)
-            by_time.plot([point.elapsed_s / unit_s for point in points], values, **look | curve.style)
+            by_epoch.plot([point.epoch for point in points], values, **style)
+            by_time.plot([point.elapsed_s / unit_s for point in points], values, **style)
     by_epoch.set(xlabel="epoch", ylabel=plot.label, xlim=(0, None))
     by_time.set(xlabel=f"time ({unit})", xlim=(0, None))
     grey: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": ":"}

@@ -1,14 +1,22 @@
-"""What a finished run says on the terminal."""
+"""The summary of a finished run on the terminal."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .runlog import DATA_BOUND_SHARE
 
 
-def summary(end: dict, target: float | None, report: Path | None, run: Path) -> str:
-    """A few lines about the "end" line of metrics.jsonl."""
+def summary(end: dict[str, Any], target: float | None, report: Path | None, run: Path) -> str:
+    """Return a few lines about how a run ended.
+
+    Args:
+        end: The "end" line of metrics.jsonl.
+        target: The accuracy that ends the run, from 0 to 1; None: no target.
+        report: The run's report, if it was written.
+        run: Folder of the run.
+    """
     accuracy = "not evaluated" if end["accuracy"] is None else f"{end['accuracy']:.2%}"
     if target is not None:
         verdicts = {"target_reached": "reached", "target_missed": "missed"}
@@ -25,7 +33,8 @@ def summary(end: dict, target: float | None, report: Path | None, run: Path) -> 
         rows.append(("report", str(report)))
     lines = [f"{name:<17} {value}" for name, value in rows]
     if end["wait_share"] >= DATA_BOUND_SHARE:
-        lines.append(f"data-bound: {end['wait_share']:.0%} of the step waited for batches")
+        share = f"{end['wait_share']:.0%}"
+        lines.append(f"data-bound: {share} of the step waited for batches; datapipe bench says which stage is slow")
     if end["status"] == "interrupted":
-        lines.append(f"interrupted; a checkpoint is saved, and --resume goes on with {run}")
+        lines.append(f"interrupted; a checkpoint is saved, and --resume continues {run}")
     return "\n".join(lines)

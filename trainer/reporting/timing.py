@@ -1,4 +1,4 @@
-"""Where the time goes."""
+"""A clock that says where a run's time goes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .runlog import SECTIONS
 
 
 class Clock:
-    """Seconds spent training, by section, in all and since the epoch began; goes on after a resume.
+    """The seconds spent training, by section, in total and since the epoch began; continues after a resume.
 
-    On a GPU, steps are timed by events that are read when `drain` is called, after the host has waited for
-    the GPU anyway. There, "wait" is the time for which the GPU had nothing to do because of it.
+    On a GPU, steps are timed by events that are read when `drain` is called, after the host has waited for the GPU
+    anyway. "wait" is then the time for which the GPU had nothing to do because a batch was late.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,15 +30,16 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
+        """Return the seconds since the run began, without those between a stop and a resume."""
         return self._before_s + time.perf_counter() - self._started
 
     @property
     def training_s(self) -> float:
-        """Elapsed time without evaluations and checkpoints."""
+        """Return the elapsed seconds without evaluations and checkpoints."""
         return self.elapsed_s - self._time_s["evaluation"] - self._time_s["checkpoint"]
 
     def mark(self) -> Any:
-        """A moment in the device's work."""
+        """Return this moment in the device's work, for `add_step`."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -46,7 +47,14 @@ class Clock:
         return event
 
     def add_step(self, waited_s: float, begin: Any, middle: Any, end: Any) -> None:
-        """One step: how long the host waited for its batch, and the marks around its two halves."""
+        """Add one step.
+
+        Args:
+            waited_s: How long the host waited for the step's batch, in seconds.
+            begin: Mark before the forward pass.
+            middle: Mark between the backward pass and the update.
+            end: Mark after the update.
+        """
         self._steps.append((waited_s, begin, middle, end))
 
     def drain(self) -> None:
@@ -67,7 +75,7 @@ class Clock:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count the block, which ends with the host waiting for the device, under `name`."""
+        """Count the time of the block, which must end with the host waiting for the device, under `name`."""
         started = time.perf_counter()
         try:
             yield
@@ -75,23 +83,26 @@ class Clock:
             self._time_s[name] += time.perf_counter() - started
 
     def total(self) -> dict[str, float]:
-        """Seconds by section, since the training began; "other" is what is in none of the others."""
+        """Return the seconds per section since the training began; "other" is the time outside all others."""
         return self._time_s | {"other": max(0.0, self.elapsed_s - sum(self._time_s.values()))}
 
     def epoch(self) -> dict[str, float]:
-        """Seconds by section, since the epoch began."""
+        """Return the seconds per section since the epoch began."""
         return {section: max(0.0, s - self._epoch_start[section]) for section, s in self.total().items()}
 
     def begin_epoch(self) -> None:
+        """Let `epoch` count from now on."""
         self._epoch_start = self.total() | {"elapsed": self.elapsed_s}
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
         return {
             "elapsed_s": self.elapsed_s,
             "time_s": dict(self._time_s),
             "epoch_start": dict(self._epoch_start),
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
         self._before_s, self._started = state["elapsed_s"], time.perf_counter()
         self._time_s, self._epoch_start = dict(state["time_s"]), dict(state["epoch_start"])

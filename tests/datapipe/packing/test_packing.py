@@ -97,13 +97,10 @@ def test_tasks_started_at_once(image_folder, tmp_path):
 def test_tasks_of_another_pack_are_refused(image_folder, tmp_path):
     with one_at_a_time():
         pack(image_folder, tmp_path / "out", PackOptions(shard_mib=SMALL, task=Task(0, 2, "")))
-        for options in ({"seed": 1}, {"shard_mib": 9}, {"format": "zip"}, {"outside": True}):
-            with pytest.raises(SettingError, match=f"unfinished pack with another {next(iter(options))}"):
-                pack(
-                    image_folder,
-                    tmp_path / "out",
-                    PackOptions(**{"shard_mib": SMALL, "task": Task(1, 2, ""), **options}),
-                )
+        for changed in ({"seed": 1}, {"shard_mib": 9}, {"format": "zip"}, {"outside": True}):
+            options = {"shard_mib": SMALL, "task": Task(1, 2, ""), **changed}
+            with pytest.raises(SettingError, match=f"unfinished pack with another {next(iter(changed))}"):
+                pack(image_folder, tmp_path / "out", PackOptions(**options))
     with pytest.raises(SettingError, match="overwrite"):
         PackOptions(overwrite=True, task=Task(0, 2, ""))
 

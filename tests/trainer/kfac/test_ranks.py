@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trainer.kfac import KFAC
-from trainer.kfac.assignment import Cost, assign_layers, make_grid, spread
-from trainer.kfac.communication import Message, flatten_messages, unflatten_messages
 from trainer.kfac.costs import costs
 from trainer.kfac.settings import KFACSettings
-from trainer.kfac.symmetric import pack_triangle, packed_shape, unpack_triangle
 
 CHILD = Path(__file__).with_name("kfac_child.py")
 BOUNDS = {
@@ -152,17 +147,8 @@ def test_the_formula_counts_every_byte(start, tmp_path, results, ranks):
         for workers in (n for n in range(1, ranks + 1) if ranks % n == 0):
             of = found[f"{way}-bytes {workers / ranks:.2f}"]
             memory, sent = ([of[what]] if ranks == 1 else of[what] for what in ("memory", "bytes"))
-            wanted = costs(
-                network,
-                ranks,
-                KFACSettings(
-                    factor_update_steps=1,
-                    inv_update_steps=1,
-                    grad_worker_fraction=workers / ranks,
-                    solver=solver,
-                    **settings,
-                ),
-            )
+            every_step = {"factor_update_steps": 1, "inv_update_steps": 1, "grad_worker_fraction": workers / ranks}
+            wanted = costs(network, ranks, KFACSettings(solver=solver, **every_step, **settings))
             assert max(rank["factors"] for rank in memory) == size * wanted.factor_bytes
             assert max(rank["solutions"] for rank in memory) == size * wanted.solution_bytes
             mean = {kind: sum(rank[kind] for rank in sent) / ranks / size for kind in sent[0]}
@@ -233,76 +219,3 @@ def test_ranks_that_use_different_layers(start, tmp_path):
         "grad_worker_fraction: with 1.0 several ranks precondition a layer; allowed here: 1/2",
         "model: DistributedDataParallel has a process_group of its own",
     ]
-
-
-# --- who does what ---
-
-
-@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=30), st.integers(1, 12))
-def test_the_fullest_bin_is_near_the_best_possible(costs, num_bins):
-    found = spread(costs, num_bins)
-    assert found.keys() == costs.keys() and set(found.values()) <= set(range(num_bins))
-    loads = [sum(costs[job] for job in costs if found[job] == number) for number in range(num_bins)]
-    largest = max(costs.values(), default=0.0)  # the job that ends last began in what was then the emptiest bin
-    assert max(loads) <= sum(costs.values()) / num_bins + (1 - 1 / num_bins) * largest + 1e-3
-    assert spread(dict(reversed(costs.items())), num_bins) == found
-
-
-def test_jobs_are_spread_evenly():
-    assert spread({"a": 4, "b": 3, "c": 3, "d": 0}, 10**12) == {"a": 0, "b": 1, "c": 2, "d": 3}
-    assert spread({"a": 4, "b": 3, "c": 3, "d": 2}, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
-
-
-@pytest.mark.parametrize(
-    ("world_size", "fraction", "shape"),
-    [(1, 1.0, (1, 1)), (4, 1.0, (4, 1)), (4, 0.5, (2, 2)), (4, 0.25, (1, 4)), (6, 1 / 3, (2, 3)),
-     (96, 1 / 48, (2, 48))],
-)  # fmt: skip
-def test_grids(world_size, fraction, shape):
-    found = make_grid(world_size, fraction)
-    assert found == shape
-    columns = [found.grad_workers(number) for number in range(found.num_columns)]
-    assert sorted(rank for column in columns for rank in column) == list(range(world_size))
-    for rank in range(world_size):
-        assert rank in found.grad_receivers(rank) and len(found.grad_receivers(rank)) == found.num_columns
-        assert all(len(set(found.grad_receivers(rank)) & set(column)) == 1 for column in columns)
-
-
-@pytest.mark.parametrize(("world_size", "fraction"), [(4, 0.3), (4, 0.75), (3, 0.5), (1, 0.5)])
-def test_fractions_that_make_no_equal_groups_are_refused(world_size, fraction):
-    with pytest.raises(ValueError, match=f"grad_worker_fraction: {fraction} .* of {world_size} ranks; allowed: 1/"):
-        make_grid(world_size, fraction)
-
-
-def test_owners_are_in_their_column_and_share_the_work():
-    costs = {f"layer{i}": Cost(float(i**3), float(i**2)) for i in range(1, 20)}
-    for fraction in (1.0, 0.5, 0.25):
-        of = make_grid(4, fraction)
-        places = assign_layers(costs, of, 10)
-        assert all(owner in of.grad_workers(column) for owner, column in places.values())
-        assert {owner for owner, _ in places.values()} == {0, 1, 2, 3}
-
-
-@given(st.integers(1, 12), st.sampled_from([(), (1,), (3,), (2, 3)]))
-def test_triangles_hold_every_element_above_the_diagonal_once(n, batch):
-    matrix = torch.randn(*batch, n, n)
-    symmetric = matrix.triu() + matrix.triu(1).mT
-    folded = pack_triangle(matrix)  # what is below the diagonal does not count
-    assert folded.shape == packed_shape(matrix.shape) == (*batch, n * (n + 1) // 2)
-    assert torch.equal(unpack_triangle(folded, n), symmetric)
-    above = matrix[(..., *torch.triu_indices(n, n))]
-    assert torch.equal(folded.sort().values, above.sort().values)
-    matrix[..., 0, -1] = float("nan")
-    assert unpack_triangle(pack_triangle(matrix), n).isnan().sum(dim=(-2, -1)).unique().item() == (2 if n > 1 else 1)
-
-
-@given(st.integers(1, 6), st.integers(1, 3), st.booleans())
-def test_what_is_packed_comes_out_again(n, groups, symmetric):
-    matrix = torch.randn(groups, n, n)
-    matrix = matrix + matrix.mT if symmetric else matrix
-    parts = [Message(matrix, symmetric), Message(torch.randn(3))]
-    flat = flatten_messages(parts)
-    assert len(flat) == groups * (n * (n + 1) // 2 if symmetric else n * n) + 3
-    into = [Message(torch.empty_like(part.tensor), part.symmetric) for part in parts]
-    unflatten_messages(flat, into)
-    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(into, parts, strict=True))

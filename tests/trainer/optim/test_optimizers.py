@@ -19,6 +19,10 @@ LR = {"sgd": 0.2, "lars": 5.0, "lamb": 0.05, "muon": 0.05, "soap": 0.01}
 NAMES = sorted(optim.REGISTRY)
 
 
+def test_every_optimizer_has_a_learning_rate():
+    assert LR.keys() == optim.REGISTRY.keys()
+
+
 def settings(name, **changes):
     return optim.REGISTRY[name].Settings(**{"name": name, "lr": LR[name]} | changes)
 

@@ -263,6 +263,13 @@ def test_a_run_without_an_epoch_has_a_report(tmp_path, lines):
     assert "nan" not in page.text.lower()
 
 
+def test_the_one_point_of_a_single_epoch_is_seen(tmp_path):
+    run = write(tmp_path / "run", header(), epoch(1, 0.85), end())
+    source = write_report([run], tmp_path / "out").read_text(encoding="utf-8")
+    accuracy = source[source.index("<svg") : source.index("</svg>")]
+    assert accuracy.count("fill: var(--c0)") >= 2  # by epoch and by time
+
+
 def test_what_a_resumed_run_did_again_counts_once(tmp_path, without_plots):
     lost = [train(step, 9.0) for step in (110, 120, 130, 140)]
     again = [train(step, 1.0) for step in (110, 120)]

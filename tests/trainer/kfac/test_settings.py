@@ -1,0 +1,98 @@
+"""The settings: where they stand, their ranges, and which may change."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+
+from tests.trainer.kfac.networks import EVERY_STEP, run, small
+from trainer.kfac import EKFAC, KFAC
+from trainer.kfac.settings import KFACSettings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"damping": 0}, {"damping": float("nan")}, {"factor_update_steps": 0}, {"inv_update_steps": 1.5},
+     {"factor_decay": 1.0}, {"kl_clip": 0}, {"lr": -1}, {"solver": "qr"}, {"stagger": 1}, {"damping": True},
+     {"inv_dtype": "half"}, {"inv_dtype": torch.bfloat16}],
+    ids=str,
+)  # fmt: skip
+def test_bad_settings_are_named(settings):
+    with pytest.raises(ValueError, match=f"^{next(iter(settings))}: .* allowed: "):
+        KFAC(small(), **settings)
+
+
+def test_settings_may_change_between_steps():
+    model = small()
+    preconditioner = KFAC(model, damping=0.01, **EVERY_STEP)
+    run(model, preconditioner, 1)
+    preconditioner.damping, preconditioner.lr, preconditioner.factor_update_steps = 0.1, 0.01, 5
+    assert (preconditioner.damping, preconditioner.settings.factor_update_steps) == (0.1, 5)
+    run(model, preconditioner, 7, first=1)
+    with pytest.raises(ValueError, match="damping: -1 is out of range; allowed: above 0"):
+        preconditioner.damping = -1
+    for name in ("solver", "dampng"):  # one that cannot be changed, and a misspelt one
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+            setattr(preconditioner, name, 0.1)
+
+
+OTHER_VALUES = {
+    "damping": 0.5, "factor_update_steps": 7, "inv_update_steps": 70, "factor_decay": 0.5, "kl_clip": None, "lr": 0.3,
+    "accumulation_steps": 2, "factor_fraction": 0.5, "solver": "cholesky", "stagger": False,
+    "spatially_uncorrelated": True, "inv_dtype": "bfloat16", "grad_worker_fraction": 1, "local_factors": True,
+}  # fmt: skip
+
+
+def test_the_signature_is_that_of_the_settings():
+    """Names in their order, types and defaults; what else the constructor takes is no setting."""
+    parameters = inspect.signature(KFAC).parameters
+    settings = {field.name: field for field in fields(KFACSettings)}
+    types, setting_types = get_type_hints(KFAC.__init__), get_type_hints(KFACSettings)
+    assert list(parameters) == ["model", *settings, "skip", "grad_scaler", "independent"]
+    for name, field in settings.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert (parameters[name].default, types[name]) == (field.default, setting_types[name]), name
+    assert inspect.signature(EKFAC) == inspect.signature(KFAC)
+
+
+def test_each_setting_reaches_the_settings():
+    assert asdict(KFAC(small(), **OTHER_VALUES).settings) == OTHER_VALUES
+    assert asdict(KFAC(small()).settings) == asdict(KFACSettings())
+    changed = [name for name, value in OTHER_VALUES.items() if value != getattr(KFACSettings, name)]
+    assert changed == [name for name in OTHER_VALUES if name != "grad_worker_fraction"]  # one rank has no other
+
+
+def test_each_setting_is_described():
+    arguments = inspect.getdoc(KFAC.__init__).partition("Args:\n")[2].partition("\n\n")[0]
+    described = re.findall(r"^    (\w+): ", arguments, re.MULTILINE)
+    assert described == list(inspect.signature(KFAC).parameters)
+
+
+def test_the_properties_are_those_that_may_be_changed():
+    preconditioner = KFAC(small())
+    properties = [name for name, value in vars(KFAC).items() if isinstance(value, property)]
+    assert properties == [field.name for field in fields(KFACSettings)][:6]  # as the documentation says
+    for name in properties:
+        setattr(preconditioner, name, OTHER_VALUES[name])
+        assert getattr(preconditioner, name) == getattr(preconditioner.settings, name) == OTHER_VALUES[name]
+
+
+def test_the_documentation_names_each_setting_with_its_default():
+    """A row of the table may have several, separated by commas."""
+    page = (Path(__file__).parents[3] / "docs" / "kfac.md").read_text(encoding="utf-8")
+    rows = page.partition("| setting | meaning | default |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    defaults = {}
+    for row in rows:
+        names, _, values = row.strip("|").split(" | ")
+        values = values.strip(" `").replace("None: as factors", "None")
+        defaults |= zip(re.findall(r"`(\w+)`", names), map(ast.literal_eval, values.split(", ")), strict=True)
+    parameters = inspect.signature(KFAC).parameters
+    assert parameters.keys() - defaults.keys() == {"model", "skip"}
+    assert defaults == {name: parameters[name].default for name in defaults}

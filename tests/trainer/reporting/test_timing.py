@@ -1,0 +1,25 @@
+"""The clock of a run."""
+
+import pytest
+import torch
+
+from trainer.reporting.runlog import wait_share
+from trainer.reporting.timing import Clock
+
+CPU = torch.device("cpu")
+
+
+def test_clock_counts_sections_and_goes_on():
+    clock = Clock(CPU)
+    clock.add_step(1.0, 10.0, 13.0, 14.0)
+    clock.add_step(5.0, 15.0, 18.0, 20.0)  # waited 5 s, but only 1 s passed between the steps
+    clock.drain()
+    time_s = clock.total()
+    assert (time_s["wait"], time_s["forward_backward"], time_s["optimizer"]) == (2.0, 6.0, 3.0)
+    assert wait_share(time_s) == pytest.approx(2 / 11)
+    clock.begin_epoch()
+    assert clock.epoch()["forward_backward"] == 0.0
+    later = Clock(CPU)
+    later.load_state_dict(clock.state_dict() | {"elapsed_s": 100.0})
+    assert later.elapsed_s == pytest.approx(100.0, abs=1.0)
+    assert later.total()["forward_backward"] == 6.0

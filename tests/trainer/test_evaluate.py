@@ -1,0 +1,82 @@
+"""Evaluation and the loss: padding and bad samples."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from datapipe.loaders import Batch
+from trainer.config.recipe import load_recipe
+from trainer.distributed import World
+from trainer.errors import TrainingError
+from trainer.evaluate import evaluate
+from trainer.loop import _loss
+from trainer.precision import choose_precision
+
+CPU = torch.device("cpu")
+
+
+def batches_of(labels, valid, bad=()):
+    images, valid = torch.zeros(len(labels), 1, 2, 2), torch.tensor(valid)
+    samples = torch.arange(len(labels)).where(valid, -1)  # padding is no sample
+    samples[list(bad)] = 99
+    return [SimpleNamespace(images=images, labels=torch.tensor(labels), samples=samples, valid=valid)]
+
+
+def always_first(images):
+    return torch.tensor([[2.0, 0.0]]).expand(len(images), 2)
+
+
+class Constant(torch.nn.Module):
+    def forward(self, images):
+        return always_first(images)
+
+
+def evaluated(batches, num_samples):
+    return evaluate(
+        Constant(),
+        batches,
+        lambda images: images,
+        num_samples=num_samples,
+        world=World(),
+        precision=choose_precision("off", CPU),
+    )
+
+
+def test_padding_does_not_count_whatever_its_label():
+    result = evaluated(batches_of([0, 1, 0, -1], [True, True, False, False]), 2)
+    right, wrong = torch.log(1 + torch.exp(torch.tensor([-2.0, 2.0], dtype=torch.float64)))
+    assert result.accuracy == 0.5
+    assert result.loss == pytest.approx(float(right + wrong) / 2, rel=1e-6)
+
+
+def test_a_bad_sample_is_a_wrong_answer_and_no_loss():
+    result = evaluated(batches_of([0, 0, 1, 0], [True, False, True, False], bad=[1]), 3)
+    assert result.accuracy == 1 / 3
+    assert result.loss == evaluated(batches_of([0, 1], [True, True]), 2).loss
+    with pytest.raises(TrainingError, match="saw 0 samples of a set of 1, and 1 bad ones"):
+        evaluated(batches_of([0], [False], bad=[0]), 1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_bad_sample_teaches_nothing_whatever_its_label(recipe_file, smoothing):
+    """And the others as much as without it: they are 3 of 4, of which the loss is a mean."""
+    recipe = load_recipe(str(recipe_file), [f"train.label_smoothing={smoothing}"])
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    job = SimpleNamespace(recipe=recipe, model=model, prepare=lambda x: x, precision=choose_precision("off", CPU))
+    images, samples = torch.rand(4, 1, 2, 2), torch.arange(4)
+
+    def gradient(label, valid, kept=slice(None)):
+        tensors = images, torch.tensor([0, label, 1, 2]), samples, torch.tensor(valid)
+        batch = Batch(*(tensor[kept] for tensor in tensors))
+        return torch.autograd.grad(_loss(job, batch), model[1].weight)[0]
+
+    expected = gradient(0, [True] * 4, kept=torch.tensor([0, 2, 3])) * 3 / 4
+    for label in range(3):
+        assert torch.allclose(gradient(label, [True, False, True, True]), expected, atol=1e-7)
+    assert not torch.allclose(gradient(1, [True] * 4), expected, atol=1e-3)
+
+
+def test_evaluation_must_see_every_sample():
+    with pytest.raises(TrainingError, match="saw 2 samples of a set of 3"):
+        evaluated(batches_of([0, 1], [True, True]), 3)

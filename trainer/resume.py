@@ -1,0 +1,133 @@
+"""What a run saves in its checkpoint, and how it continues from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datapipe.errors import SettingError
+
+from .checkpoint import NAME as CHECKPOINT
+from .checkpoint import load_checkpoint, restore_random, save_checkpoint
+from .config.recipe import Recipe, check_resumable, parse
+from .distributed import average_buffers, gather, together
+from .errors import CheckpointError
+from .job import Job, check_finite, is_finite, read_loss
+from .state import State
+
+# Errors that loading a state raises where something is missing, or has another shape.
+UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def save(job: Job, state: State) -> None:
+    """Write a checkpoint; all ranks must call this. If it fails, the previous checkpoint stays as it is.
+
+    Raises:
+        DivergedError: The loss or the network is not finite; all ranks raise this.
+        OSError: The first rank could not write; the others raise TrainingError.
+    """
+    read_loss(job, state)
+    job.clock.drain()
+    with job.clock.section("checkpoint"):
+        average_buffers(job.module, job.world)
+        check_finite(job, state)  # the loss that was read is that of the parameters before their last update
+        own_layers = job.preconditioner and job.preconditioner.state_dict()
+        states = gather(job.world, _on_cpu(own_layers))
+        with together(job.world):
+            if job.world.is_main:
+                save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
+    state.saved = state.epoch, state.step
+
+
+def _on_cpu(value: object) -> object:
+    """Return `value` with its tensors on the CPU: another rank's would arrive on that rank's GPU."""
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _content(job: Job, state: State) -> dict[str, Any]:
+    return {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "global_batch_size": job.recipe.train.batch_size,
+        "data_sets": _data_sets(job),
+        "state": state.state_dict(),
+        "clock": job.clock.state_dict(),
+        "loader": job.train_loader.state_dict(),
+        "model": job.module.state_dict(),
+        "optimizer": job.optimizer.state_dict(),
+        "adaptive_damping": job.adaptive_damping and job.adaptive_damping.state_dict(),
+        "scaler": job.scaler.state_dict(),
+        "metrics_bytes": job.metrics.sync(),
+    }
+
+
+def _data_sets(job: Job) -> list[str]:
+    return [str(loader.identity()["data_set"]) for loader in (job.train_loader, job.val_loader)]
+
+
+def read_checkpoint(run: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """Return the checkpoint of `run`, if there is one.
+
+    Raises:
+        CheckpointError: It cannot be read.
+        SettingError: Its recipe learns something else than `recipe`.
+    """
+    path = run / CHECKPOINT
+    if not path.exists():
+        return None
+    content = load_checkpoint(path)
+    try:
+        old = parse(content["recipe"])
+    except (SettingError, KeyError) as error:
+        raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
+    check_resumable(old, recipe)
+    return content
+
+
+def restore(job: Job, state: State, content: dict[str, Any]) -> int:
+    """Set everything to where it was when a checkpoint was saved.
+
+    Args:
+        job: The run, whose objects are changed.
+        state: Its progress, which is changed.
+        content: Content of the checkpoint.
+
+    Returns:
+        The length of the metrics when the checkpoint was written, in bytes.
+
+    Raises:
+        CheckpointError: The data set is another one, something is missing or has another shape, or the network is
+            not finite, as earlier versions saved it.
+    """
+    try:
+        _put_back(job, state, content)
+        metrics_bytes = content["metrics_bytes"]
+    except SettingError:
+        raise
+    except UNFIT as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(f"cannot be continued from: {reason}", path=job.run / CHECKPOINT) from error
+    if not is_finite(job.module):
+        reason = "holds a network that is not finite, so no training can continue from it; start a new run"
+        raise CheckpointError(reason, path=job.run / CHECKPOINT)
+    return metrics_bytes
+
+
+def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
+    if content["data_sets"] != _data_sets(job):
+        raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
+    job.module.load_state_dict(content["model"])
+    job.optimizer.load_state_dict(content["optimizer"])
+    if job.preconditioner is not None:
+        job.preconditioner.load_state_dict(*content["preconditioner"])
+    if job.adaptive_damping is not None:
+        job.adaptive_damping.load_state_dict(content["adaptive_damping"])
+    job.scaler.load_state_dict(content["scaler"])
+    job.train_loader.load_state_dict(content["loader"])
+    state.load_state_dict(content["state"])
+    state.saved = state.epoch, state.step
+    job.clock.load_state_dict(content["clock"])
+    restore_random(content)
