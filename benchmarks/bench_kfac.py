@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import environment, process, table, write_record
+from benchmarks.measure import command_line, environment, process, table, write_record
 from benchmarks.peers.kfac_published import PublishedKFAC
 from trainer import models
 from trainer.kfac import KFAC
@@ -143,7 +143,7 @@ def summary(steps: list[dict[str, float]], base: list[dict[str, float]]) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="resnet32", help="(default: %(default)s)")
     parser.add_argument("--size", type=int, default=32, help="pixels (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="(default: %(default)s)")

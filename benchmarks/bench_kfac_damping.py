@@ -10,13 +10,12 @@ the factors, for images of 28 pixels and of 14. Writes results/kfac-damping.json
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import environment, table, write_record
+from benchmarks.measure import command_line, environment, table, write_record
 from benchmarks.optimizer_run import PART, PRECONDITIONERS, Run, Training
 from trainer.kfac import EKFAC, KFAC
 
@@ -101,7 +100,7 @@ def directions(place: Place, kind: str) -> tuple[dict[float, list[torch.Tensor]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="of SGD before (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=2048, help="a multiple of 512 (default: %(default)s)")
     arguments = parser.parse_args()

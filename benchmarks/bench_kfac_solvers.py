@@ -8,7 +8,6 @@ one size, in one call and one by one. Writes results/kfac-solvers.json, or kfac-
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -18,7 +17,7 @@ from itertools import product
 
 import torch
 
-from benchmarks.measure import environment, spread, table, write_record
+from benchmarks.measure import command_line, environment, spread, table, write_record
 from trainer.kfac.solvers import Cholesky, Eigen
 
 SIZES = (64, 144, 288, 576, 1152, 2304)
@@ -87,8 +86,7 @@ def milliseconds(lines: list[dict], labels: tuple[str, ...], ways: tuple[str, ..
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of each (default: %(default)s)")
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     arguments = parser.parse_args()
     described = environment()

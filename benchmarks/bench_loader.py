@@ -8,7 +8,6 @@ process of its own, with two workers or threads; their epochs alternate. Prints 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import ROOT, column, environment, interleaved, shown, table, write_record
+from benchmarks.measure import ROOT, command_line, compare, environment, shown, table, write_record
 from benchmarks.peers import EVERYWHERE, PEERS, Task
 from benchmarks.peers.packing import PEERS_VENV, missing
 from datapipe.images.recode import RecodeOptions
@@ -72,15 +71,8 @@ def section(folder: Path, task: Task, names: list[str], rounds: int) -> dict:
         children = {name: stack.enter_context(Child(name, folder, task)) for name in names}
         for child in children.values():
             child.epoch(0)  # warm-up: starts the workers, fills the page cache
-        runs = interleaved(names, rounds, lambda name, number: children[name].epoch(number + 1))
-    figures = {
-        name: {
-            "images_per_s": column(runs[name], "images_per_s"),
-            "images_per_cpu_s": column(runs[name], "images_per_cpu_s"),
-            "runs": runs[name],
-        }
-        for name in names
-    }
+        keys = ("images_per_s", "images_per_cpu_s")
+        figures = compare(names, rounds, lambda name, number: children[name].epoch(number + 1), keys)
     return {"settings": asdict(task), "corpus": corpus.describe(folder), "rounds": rounds, "loaders": figures}
 
 
@@ -105,16 +97,14 @@ def with_our_packs(folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=6000, help="photographs (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="measured epochs of each (default: %(default)s)")
+    parser = command_line(__doc__, count=6000, rounds=7)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="a section, and some of its loaders; no record")
     arguments = parser.parse_args()
     only, *names = arguments.only or [None]
     if only not in (None, *SECTIONS):
         parser.error(f"--only: {only} is not one of {', '.join(SECTIONS)}")
 
-    described = environment()  # before the runs: the code on disk may change under them
+    described = environment()
     sections = {}
     for section_name, (task, all_names) in SECTIONS.items():
         if only not in (None, section_name):

@@ -15,7 +15,6 @@ have done, on one kind of machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -32,7 +31,7 @@ import optuna
 from scipy.stats import t as student
 from torch.quasirandom import SobolEngine
 
-from benchmarks.measure import RESULTS, environment, process, table, write_record
+from benchmarks.measure import RESULTS, command_line, environment, process, table, write_record
 from benchmarks.optimizer_run import TARGETS, Run
 
 SPREAD = 4  # trials at points of the Sobol sequence
@@ -273,7 +272,7 @@ def report_shares(shares: dict[str, dict]) -> str:
 
 def main() -> int:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="resnet8", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=4096, help="a multiple of 512 (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=13, help="of each optimizer (default: %(default)s)")

@@ -10,7 +10,6 @@ node, is not in it. Prints a table, writes results/order.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import column, environment, interleaved, out_folder, process, shown, table, write_record
+from benchmarks.measure import command_line, compare, environment, out_folder, process, shown, table, write_record
 from datapipe.dataset.index import RECORD
 
 IMAGE_BYTES, SHARD_BYTES = 110_000, 1 << 30
@@ -78,16 +77,16 @@ def measure(folder: Path, num_samples: int, rounds: int) -> dict[str, dict]:
         output, figures = process([sys.executable, "-c", CODE, order, str(path)])
         return figures | json.loads(output)
 
-    runs = interleaved(("full", "blocks"), rounds, run)
+    orders = compare(("full", "blocks"), rounds, run, ("open_s", "epoch_s", "batch_s", "peak_bytes", "process_cpu_s"))
     path.unlink()
-    keys = ("open_s", "epoch_s", "batch_s", "peak_bytes", "process_cpu_s")
-    return {order: {key: column(of_order, key) for key in keys} for order, of_order in runs.items()}
+    for figures in orders.values():
+        del figures["runs"]  # their spread says it all
+    return orders
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--samples", type=int, nargs="+", default=[1_281_167, 14_197_122, 100_000_000])
-    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     record = {"environment": environment(), "targets": {"seconds": TARGET_S, "bytes": TARGET_BYTES}, "samples": {}}
     rows = []
@@ -102,7 +101,8 @@ def main() -> None:
                 rows.append([f"{num_samples:,}, {order}", *cells, micro, mebi])
     print(table(["samples, order", "open, s", "epoch, s", "batch of 256, µs", "peak, MiB"], rows))
     print(write_record("order", record))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

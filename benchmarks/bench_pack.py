@@ -8,7 +8,6 @@ is read back once and compared with the source. Prints tables, writes results/pa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -21,16 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import (
-    column,
-    environment,
-    interleaved,
-    out_folder,
-    process,
-    shown,
-    table,
-    write_record,
-)
+from benchmarks.measure import command_line, compare, environment, out_folder, process, shown, table, write_record
 from benchmarks.peers import packing
 from benchmarks.peers.packing import PEERS_VENV, QUALITY, RESTART, SECTIONS, SHORT, Packer, read_files, summary
 from datapipe.fsio import mounted_as
@@ -52,7 +42,7 @@ class Contest:
 
     def __init__(self, source: Path, place: Path, venv: Path) -> None:
         self._source, self._place, self._venv = source, place, venv
-        self.wanted = summary(read_files(source))  # this reads all files into the page cache, too
+        self.expected = summary(read_files(source))  # this reads all files into the page cache, too
 
     def missing(self, packer: Packer) -> str | None:
         return packing.missing(packer, self._venv)
@@ -61,11 +51,11 @@ class Contest:
         """Pack once and read it back. Raises ChildProcessError, ValueError: not what the source holds."""
         with self._emptied() as folder:
             self._child(packer, "pack", folder, resize)
-            found, _ = self._child(packer, "check", folder, resize)
-        keys = ("images", "labels") if resize else tuple(self.wanted)
-        wrong = {key: found[key] for key in keys if found[key] != self.wanted[key]}
-        if resize and not SHORT - 1 <= found["short_sides"][0] <= found["short_sides"][1] <= SHORT:
-            wrong["short_sides"] = found["short_sides"]
+            packed, _ = self._child(packer, "check", folder, resize)
+        keys = ("images", "labels") if resize else tuple(self.expected)
+        wrong = {key: packed[key] for key in keys if packed[key] != self.expected[key]}
+        if resize and not SHORT - 1 <= packed["short_sides"][0] <= packed["short_sides"][1] <= SHORT:
+            wrong["short_sides"] = packed["short_sides"]
         if wrong:
             raise ValueError(f"the packed images are not those of the source: {wrong}")
 
@@ -77,9 +67,9 @@ class Contest:
             whole |= {f"process_{key}": value for key, value in alone.items()}
         run = {**alone, **whole, "output_bytes": output_bytes}
         for prefix in ("", "process_"):
-            run[f"{prefix}mb_per_s"] = self.wanted["image_bytes"] / 1e6 / run[f"{prefix}wall_s"]
-            run[f"{prefix}images_per_s"] = self.wanted["images"] / run[f"{prefix}wall_s"]
-            run[f"{prefix}images_per_cpu_s"] = self.wanted["images"] / run[f"{prefix}cpu_s"]
+            run[f"{prefix}mb_per_s"] = self.expected["image_bytes"] / 1e6 / run[f"{prefix}wall_s"]
+            run[f"{prefix}images_per_s"] = self.expected["images"] / run[f"{prefix}wall_s"]
+            run[f"{prefix}images_per_cpu_s"] = self.expected["images"] / run[f"{prefix}cpu_s"]
         return run
 
     def _child(self, packer: Packer, action: str, folder: Path, resize: bool) -> tuple[dict, dict]:
@@ -122,14 +112,8 @@ def section(name: str, packers: dict[str, Packer], contest: Contest, rounds: int
             print(f"  {packer_name}: not measured: {reason}", flush=True)
         else:
             raise SystemExit(f"error: {packer_name}: {reason}")
-    runs = interleaved(measured, rounds, lambda packer_name, _: contest.measure(packers[packer_name], resize))
-    figures = {
-        packer_name: {
-            **{key: column(runs[packer_name], key) for key in (*ALONE, *WHOLE, "process_peak_bytes", "output_bytes")},
-            "runs": runs[packer_name],
-        }
-        for packer_name in measured
-    }
+    keys = (*ALONE, *WHOLE, "process_peak_bytes", "output_bytes")
+    figures = compare(measured, rounds, lambda packer_name, _: contest.measure(packers[packer_name], resize), keys)
     return {"rounds": rounds, "packers": figures, "not_measured": missing}
 
 
@@ -153,13 +137,13 @@ def report(name: str, result: dict) -> str:
 
 
 def chosen(only: Sequence[str]) -> dict[str, dict[str, Packer]]:
-    """The sections, and the packers in them, whose names begin like one of `only`; all, if that is empty."""
+    """Return the sections, and the packers in them, whose names begin like one of `only`; all, if that is empty."""
 
-    def wanted(name: str) -> bool:
+    def is_named(name: str) -> bool:
         return any(name.lower().startswith(beginning.lower()) for beginning in only)
 
     sections = {
-        name: {packer: how for packer, how in packers.items() if not only or wanted(name) or wanted(packer)}
+        name: {packer: how for packer, how in packers.items() if not only or is_named(name) or is_named(packer)}
         for name, packers in SECTIONS.items()
     }
     if not any(sections.values()):
@@ -169,30 +153,27 @@ def chosen(only: Sequence[str]) -> dict[str, dict[str, Packer]]:
 
 
 def versions(venv: Path) -> dict:
-    """Of tar, and of the peers' environment."""
+    """Return the versions of tar and of the libraries in the peers' environment."""
     code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
     names = sorted({packer.needs for packers in SECTIONS.values() for packer in packers.values() if packer.needs})
-    found = {"tar": subprocess.run(["tar", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]}
+    installed = {"tar": subprocess.run(["tar", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]}
     for name in (*names, *SHARED_LIBRARIES):
         python = str(venv / "bin" / "python")
         if shutil.which(python):
             asked = subprocess.run([python, "-c", code, name], capture_output=True, text=True)
-            found |= json.loads(asked.stdout) if asked.returncode == 0 else {name: None}
-    return found
+            installed |= json.loads(asked.stdout) if asked.returncode == 0 else {name: None}
+    return installed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=6000, help="photographs (default: %(default)s)")
+    parser = command_line(__doc__, count=6000, rounds=5, out=True)
     parser.add_argument("--resize-count", type=int, default=2000, help="of them, to resize (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these sections or packers; no record")
-    parser.add_argument("--out", type=Path, help="write here (default: a RAM disk with room, else benchmarks/work)")
     parser.add_argument("--peers", type=Path, default=PEERS_VENV, help="the peers' environment (default: %(default)s)")
     arguments = parser.parse_args()
 
     sections = chosen(arguments.only)
-    described = environment()  # before the runs: the code on disk may change under them
+    described = environment()
     results, described_corpora = {}, {}
     for name, packers in sections.items():
         folder = corpus.photographs(arguments.resize_count if name == "resize" else arguments.count)

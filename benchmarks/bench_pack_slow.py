@@ -9,7 +9,6 @@ Needs ../shared/testbed, which makes that filesystem, and root. Prints a table, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -25,13 +24,14 @@ from benchmarks import corpus
 from benchmarks.bench_pack import SPACE
 from benchmarks.measure import (
     ROOT,
-    column,
+    command_line,
+    compare,
     environment,
-    interleaved,
     out_folder,
     process,
     shown,
     table,
+    timed,
     write_record,
 )
 from datapipe.dataset import DataSet
@@ -113,14 +113,18 @@ def read_bare(folder: str, names: list[str]) -> None:
 
 def child(action: str, *words: str) -> int:
     """In a process of its own: pack, or read the files whose names come on standard input; tells the seconds."""
-    from benchmarks.peers import pack, pack_datapipe
+    from benchmarks.peers import pack_datapipe
     from benchmarks.peers.packing import Job
 
     if action == "pack":
-        print(json.dumps(pack.timed(pack_datapipe.pack, Job(*words, resize=False, workers=0, variant="tar"))))
+        job = Job(*words, resize=False, workers=0, variant="tar")
+        with timed() as seconds:
+            pack_datapipe.pack(job)
     else:
         names = sys.stdin.read().split("\n")
-        print(json.dumps(pack.timed(read_bare, words[0], names)))
+        with timed() as seconds:
+            read_bare(words[0], names)
+    print(json.dumps(seconds))
     return 0
 
 
@@ -149,8 +153,7 @@ def measure(mount: SlowMount, place: Path, count: int, floor_s: float, rounds: i
         return {**alone, **whole, **each, "metadata_calls": metadata, "wall_over_floor": alone["wall_s"] / floor_s}
 
     run(PACK, 0)  # tells the order, and fills the page cache under the mount
-    runs = interleaved([PACK, BARE], rounds, run)
-    return {name: {key: column(runs[name], key) for key in runs[name][0]} | {"runs": runs[name]} for name in runs}
+    return compare([PACK, BARE], rounds, run)
 
 
 def report(result: dict, floor_s: float) -> str:
@@ -167,12 +170,9 @@ def report(result: dict, floor_s: float) -> str:
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         return child(*sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=6000, help="photographs (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="measured runs of each (default: %(default)s)")
+    parser = command_line(__doc__, count=6000, rounds=3, out=True)
     parser.add_argument("--meta-ms", type=float, default=5, help="of a metadata operation (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=32, help="metadata operations at a time (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="write here (default: a RAM disk with room, else benchmarks/work)")
     arguments = parser.parse_args()
 
     described = environment()

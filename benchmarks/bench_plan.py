@@ -9,7 +9,6 @@ more than start-up is then multiplied up to ImageNet's number of images. Prints 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -17,16 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import (
-    column,
-    environment,
-    interleaved,
-    out_folder,
-    process,
-    shown,
-    table,
-    write_record,
-)
+from benchmarks.measure import command_line, compare, environment, out_folder, process, shown, table, write_record
 from datapipe.fsio import mounted_as
 from datapipe.images.codec import encode_png
 
@@ -80,8 +70,7 @@ def measure(source: Path, rounds: int) -> dict[str, dict]:
             output, figures = process([sys.executable, "-c", CODE[name], str(source), out])
             return figures | (json.loads(output) if output else {})
 
-    runs = interleaved(list(CODE), rounds, run)
-    return {name: {key: column(runs[name], key) for key in runs[name][0]} | {"runs": runs[name]} for name in runs}
+    return compare(list(CODE), rounds, run)
 
 
 def for_imagenet(steps: dict[str, dict], count: int) -> dict[str, dict[str, float]]:
@@ -112,11 +101,8 @@ def report(steps: dict[str, dict], multiplied: dict[str, dict[str, float]], coun
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=200_000, help="images (default: %(default)s)")
+    parser = command_line(__doc__, count=200_000, rounds=3, out=True)
     parser.add_argument("--classes", type=int, default=1000, help="class folders (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="work here (default: a RAM disk with room, else benchmarks/work)")
     arguments = parser.parse_args()
 
     described = environment()

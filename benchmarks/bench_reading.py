@@ -11,7 +11,6 @@ process of its own. Writes results/reading.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import corpus
-from benchmarks.measure import WORK, column, environment, interleaved, process, shown, table, write_record
+from benchmarks.measure import WORK, command_line, compare, environment, process, shown, summarise, table, write_record
 from datapipe.dataset import DataSet
 from datapipe.dataset.index import open_index, write_index
 from datapipe.dataset.manifest import INDEX, KEYS, FileInfo, Manifest
@@ -137,14 +136,12 @@ def long_index(folder: Path, count: int) -> Path:
 
 
 def first_batch(folder: Path, number: int) -> dict[str, float]:
-    output, taken = process([sys.executable, "-c", FIRST_BATCH, str(folder), str(number)])
-    return json.loads(output) | {"process_wall_s": taken["process_wall_s"]}
+    output, figures = process([sys.executable, "-c", FIRST_BATCH, str(folder), str(number)])
+    return json.loads(output) | {"process_wall_s": figures["process_wall_s"]}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=6000, help="photographs (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="measured runs of each (default: %(default)s)")
+    parser = command_line(__doc__, count=6000, rounds=7)
     parser.add_argument("--samples", type=int, default=1_281_167, help="of the long index (default: %(default)s)")
     arguments = parser.parse_args()
 
@@ -159,19 +156,15 @@ def main() -> int:
     runs["tar, plain loop, direct"] = lambda _: plain(folder / "tar" / "train", direct=True)
     for name in FORMATS:  # into the page cache
         plain(folder / name / "train", direct=False)
-    results = interleaved(list(runs), arguments.rounds, lambda name, number: runs[name](number))
-    figures, rows = {}, []
-    for name, found in results.items():
-        keys = found[0].keys()
-        figures[name] = {key: column(found, key) for key in keys} | {"runs": found}
-        rows.append([name, *(shown(figures[name][key]) if key in keys else "" for key in
-                             ("mb_per_s", "samples_per_s", "samples_per_cpu_s"))])  # fmt: skip
+    figures = compare(list(runs), arguments.rounds, lambda name, number: runs[name](number))
+    columns = ("mb_per_s", "samples_per_s", "samples_per_cpu_s")
+    rows = [[name, *(shown(row[key]) if key in row else "" for key in columns)] for name, row in figures.items()]
     print("\n" + table(["reading", "MB/s", "samples/s", "samples/CPU-s"], rows))
 
     target = long_index(folder / "tar" / "train", arguments.samples)
     first_batch(target, 0)
     starts = [first_batch(target, number) for number in range(arguments.rounds)]
-    start = {key: column(starts, key) for key in starts[0]} | {"runs": starts}
+    start = summarise(starts)
     print(f"\n{arguments.samples:,} samples: loader open after {shown(start['open_s'], 2)} s, "
           f"first batch after {shown(start['first_batch_s'], 2)} s, "
           f"{start['index_private_dirty_kib']['max']:.0f} KiB of the index not shared")  # fmt: skip

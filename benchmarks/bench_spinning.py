@@ -10,7 +10,6 @@ own; the runs alternate. Prints a table, writes results/spinning.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import WORK, column, cpu_s, environment, interleaved, process, shown, table, write_record
+from benchmarks.measure import WORK, command_line, compare, cpu_s, environment, process, shown, table, write_record
 
 RECIPE = "fashion-mnist-resnet8"
 SETTINGS = ("train.epochs=1", "train.target_accuracy=none", "data.threads=2")
@@ -59,12 +58,11 @@ def machine_cpu_s() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="runs of each (default: %(default)s)")
+    parser = command_line(__doc__, rounds=9)
     parser.add_argument("--images", type=int, default=12_000, help="to train on (default: %(default)s)")
     arguments = parser.parse_args()
 
-    described = environment()  # before the runs: the code on disk may change under them
+    described = environment()
     folder = corpus.fashion_mnist(arguments.images)
     ways = {f"{state}, {name}": (state, program) for state in STATES for name, program in PROGRAMS.items()}
 
@@ -72,14 +70,14 @@ def main() -> int:
         state, program = ways[way]
         return train(program, folder / "tar", state == STATES[0])
 
-    runs = interleaved(list(ways), arguments.rounds, run)
-    figures = {way: {figure: column(runs[way], figure) for figure in FIGURES} | {"runs": runs[way]} for way in ways}
+    figures = compare(list(ways), arguments.rounds, run, FIGURES)
     header = ["Fashion-MNIST, ResNet-8", "images/s", "wall s", "CPU s"]
     columns = ("images_per_s", "process_wall_s", "process_cpu_s")
     print("\n" + table(header, [[way, *(shown(figures[way][key]) for key in columns)] for way in ways]) + "\n")
     ratios = {}
     for state in STATES:
-        spinning, sleeping = ([each["images_per_s"] for each in runs[f"{state}, {name}"]] for name in PROGRAMS)
+        runs = [figures[f"{state}, {name}"]["runs"] for name in PROGRAMS]
+        spinning, sleeping = ([run["images_per_s"] for run in program] for program in runs)
         ratios[state] = [slept / spun for slept, spun in zip(sleeping, spinning, strict=True)]
         print(f"{state}: {statistics.median(ratios[state]):.2f} × the images/s with threads that sleep")
     print("Medians (smallest–largest) over the runs; of the ratios, over the rounds.")

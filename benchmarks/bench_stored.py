@@ -9,23 +9,12 @@ Prints a table, writes results/stored.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import (
-    column,
-    environment,
-    interleaved,
-    out_folder,
-    process,
-    shown,
-    table,
-    write_record,
-)
+from benchmarks.measure import command_line, compare, environment, out_folder, process, shown, table, write_record
 from datapipe.fsio import mounted_as
 from datapipe.images.recode import RecodeOptions
 
@@ -40,16 +29,17 @@ WAYS = {  # the options of `datapipe pack`: as they are, and as RecodeOptions
     "--store raw --size 256 --compress lz4": {"store": "raw", "size": 256, "compress": "lz4"},
     "--store raw --size 256 --compress zstd": {"store": "raw", "size": 256, "compress": "zstd"},
 }
+FIGURES = ("stored_bytes", "pack_us", "read_us")
 CHILD = """
-import json, os, sys
+import json, sys
 from pathlib import Path
+from benchmarks.measure import cpu_s
 from datapipe.dataset import DataSet
 from datapipe.packing import PackOptions, pack
 from datapipe.images.recode import RecodeOptions
 source, out, recode = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
 import PIL.Image, simplejpeg
-cpu_s = lambda: sum(os.times()[:4])  # jpegtran's processes, too
-start = cpu_s()
+start = cpu_s()  # jpegtran's processes, too
 manifest = pack(source, out, PackOptions(recode=RecodeOptions(**recode)))["train"]
 packed = cpu_s()
 with DataSet(out / "train") as data_set:
@@ -62,10 +52,7 @@ print(json.dumps({**figures, "stored_bytes": manifest.image_bytes / manifest.num
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=1000, help="photographs (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured runs of each (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="write here (default: a RAM disk with room, else benchmarks/work)")
+    parser = command_line(__doc__, count=1000, rounds=5, out=True)
     arguments = parser.parse_args()
 
     described = environment()
@@ -80,16 +67,11 @@ def main() -> int:
     for name, recode in WAYS.items():
         RecodeOptions(**recode)
         run(name, 0)  # reads the source into the page cache, and shows what is not installed
-    runs = interleaved(list(WAYS), arguments.rounds, run)
-    figures = {
-        name: {key: column(runs[name], key) for key in ("stored_bytes", "pack_us", "read_us")}
-        | {"recode": runs[name][0]["recode"], "runs": runs[name]}
-        for name in WAYS
-    }
-    header = ["datapipe pack", "bytes an image", "CPU-µs to pack it", "CPU-µs to read and decode it"]
-    rows = [
-        [name, *(shown(row[key]) for key in ("stored_bytes", "pack_us", "read_us"))] for name, row in figures.items()
-    ]
+    figures = compare(list(WAYS), arguments.rounds, run, FIGURES)
+    for row in figures.values():
+        row["recode"] = row["runs"][0]["recode"]
+    header = ["datapipe pack", "bytes per image", "CPU-µs to pack it", "CPU-µs to read and decode it"]
+    rows = [[name, *(shown(row[key]) for key in FIGURES)] for name, row in figures.items()]
     print(f"\n{corpus.describe(folder)}\n\n{table(header, rows)}\n\nMedians (smallest–largest).")
     record = {
         "environment": described,

@@ -9,14 +9,13 @@ Then the recipe once as shipped: accuracy and time to target. Prints a table, wr
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import WORK, column, environment, interleaved, process, shown, table, write_record
+from benchmarks.measure import WORK, command_line, compare, environment, process, shown, table, write_record
 from trainer.config.recipe import load_recipe
 
 RECIPE = "fashion-mnist-resnet8"
@@ -65,13 +64,12 @@ def report(runs: dict[str, dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: %(default)s)")
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--epochs", type=int, default=2, help="epochs of each run (default: %(default)s)")
     parser.add_argument("--images", type=int, default=12_000, help="to train on (default: %(default)s)")
     arguments = parser.parse_args()
 
-    described = environment()  # before the runs: the code on disk may change under them
+    described = environment()
     folder = corpus.fashion_mnist(arguments.images)
     changes = (f"train.epochs={arguments.epochs}", "train.target_accuracy=none", "data.threads=2")
 
@@ -81,10 +79,7 @@ def main() -> int:
             return with_trainer(folder / "tar", *changes, seed)
         return with_plain_loop(name.removeprefix(PLAIN), folder, *changes, seed)
 
-    results = interleaved([OURS, *(PLAIN + peer for peer in PEERS)], arguments.rounds, run)
-    compared = {
-        name: {figure: column(runs, figure) for figure in FIGURES} | {"runs": runs} for name, runs in results.items()
-    }
+    compared = compare([OURS, *(PLAIN + peer for peer in PEERS)], arguments.rounds, run, FIGURES)
     print("\n" + report(compared) + "\n\nMedians (smallest–largest) over the runs.", flush=True)
 
     shipped = with_trainer(corpus.fashion_mnist() / "tar", allowed=(0, 1))  # 1: target missed, which is a result, too

@@ -5,12 +5,11 @@ python -m benchmarks.kfac_costs [--model resnet50] [--solver cholesky]
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
 
-from benchmarks.measure import table
+from benchmarks.measure import command_line, table
 from trainer import models
 from trainer.kfac.costs import costs
 from trainer.kfac.settings import KFACSettings
@@ -20,7 +19,7 @@ MB = 1e6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="resnet50", help="(default: %(default)s)")
     parser.add_argument("--solver", default="cholesky", help="(default: %(default)s)")
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
-"""What every benchmark needs: the machine's description, CPU seconds, interleaved rounds, tables, records."""
+"""What benchmarks share: their options, CPU seconds, rounds in turns, tables, and records that name the machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -10,10 +11,12 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "benchmarks" / "work"  # data sets and runs; git ignores it
@@ -24,14 +27,33 @@ PACKAGES = ("torch", "numpy", "Pillow", "simplejpeg", "webdataset", "h5py", "lmd
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+def command_line(doc: str, count: int = 0, rounds: int = 0, out: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, with those of the common options that it has.
+
+    Args:
+        doc: The docstring of its module, whose first line says what it asks.
+        count: Default of `--count`, if it has that.
+        rounds: Default of `--rounds`, the same.
+        out: Whether it has `--out`; see `out_folder`.
+    """
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    if count:
+        parser.add_argument("--count", type=int, default=count, help="images (default: %(default)s)")
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds, help="measured runs of each (default: %(default)s)")
+    if out:
+        parser.add_argument("--out", type=Path, help="write here (default: a RAM disk with room, else benchmarks/work)")
+    return parser
+
+
 def cpu_s() -> float:
-    """CPU seconds, user and system, of this process and of all its descendants, living or waited for."""
+    """Return the CPU seconds, user and system, of this process and of all its descendants, living or waited for."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + _living_descendants_s()
 
 
 def _living_descendants_s() -> float:
-    """From /proc (proc(5)): the kernel adds a child to RUSAGE_CHILDREN only once it was waited for."""
+    """Read them from /proc (proc(5)): the kernel adds a child to RUSAGE_CHILDREN only once it was waited for."""
     children: dict[int, list[tuple[int, float]]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -49,11 +71,30 @@ def _living_descendants_s() -> float:
     return total
 
 
-def process(command: Sequence[str], allowed: Sequence[int] = (0,), **settings) -> tuple[str, dict[str, float]]:
-    """Run to the end, from the repository's root: standard output, and what the process and its children took.
+@contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """Yield a dictionary that has the `wall_s` and `cpu_s` of the block once it has ended."""
+    seconds: dict[str, float] = {}
+    cpu_began, began = cpu_s(), time.perf_counter()
+    yield seconds
+    seconds["wall_s"] = time.perf_counter() - began
+    seconds["cpu_s"] = cpu_s() - cpu_began
 
-    `process_peak_bytes`: the largest memory of any one of them. `settings`: for Popen. Raises ChildProcessError for
-    an exit code that is not `allowed`.
+
+def process(command: Sequence[str], allowed: Sequence[int] = (0,), **settings: Any) -> tuple[str, dict[str, float]]:
+    """Run a command to its end, from the repository's root.
+
+    Args:
+        command: The program and its arguments.
+        allowed: Exit codes that are not an error.
+        settings: For Popen.
+
+    Returns:
+        standard output, and what the process and its children took: `process_wall_s`, `process_cpu_s`, and
+        `process_peak_bytes`, the memory of the largest of them.
+
+    Raises:
+        ChildProcessError: another exit code.
     """
     started = time.perf_counter()
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **settings)
@@ -71,7 +112,7 @@ def process(command: Sequence[str], allowed: Sequence[int] = (0,), **settings) -
 
 
 def out_folder(asked: Path | None, needed_bytes: int) -> Path:
-    """Where a benchmark writes: as asked, else a RAM disk with room for that much, else benchmarks/work."""
+    """Return where a benchmark writes: where it was asked to, else a RAM disk with room, else benchmarks/work."""
     if asked is None:
         asked = WORK
         if RAM_DISK.is_dir() and shutil.disk_usage(RAM_DISK).free >= needed_bytes:
@@ -81,7 +122,16 @@ def out_folder(asked: Path | None, needed_bytes: int) -> Path:
 
 
 def interleaved(names: Sequence[str], rounds: int, run: Callable[[str, int], dict]) -> dict[str, list[dict]]:
-    """What `run(name, round)` returned for each name: A B C, A B C, …, so that a slow hour slows all alike."""
+    """Call `run(name, round)` for A B C, A B C, …, so that a slow hour slows all alike.
+
+    Args:
+        names: Of what is compared.
+        rounds: How often each runs.
+        run: Returns figures.
+
+    Returns:
+        the figures of each name's runs.
+    """
     results: dict[str, list[dict]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names:
@@ -91,8 +141,20 @@ def interleaved(names: Sequence[str], rounds: int, run: Callable[[str, int], dic
     return results
 
 
+def compare(
+    names: Sequence[str], rounds: int, run: Callable[[str, int], dict], keys: Sequence[str] = ()
+) -> dict[str, dict]:
+    """Run all in turns, as `interleaved` does, and return what `summarise` says of each one's runs."""
+    return {name: summarise(runs, keys) for name, runs in interleaved(names, rounds, run).items()}
+
+
+def summarise(runs: Sequence[dict], keys: Sequence[str] = ()) -> dict:
+    """Return the spread of the figures `keys` (all, if none are named), and the `runs` themselves."""
+    return {key: column(runs, key) for key in keys or runs[0]} | {"runs": runs}
+
+
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
+    """Return the median, the smallest and the largest."""
     values = list(values)
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
@@ -102,7 +164,7 @@ def column(runs: Sequence[dict], key: str) -> dict[str, float]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text in columns; the first to the left, the others to the right."""
+    """Return text in columns, the first aligned to the left, the others to the right."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
@@ -111,14 +173,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def shown(figures: dict[str, float], digits: int = 0) -> str:
-    """`median (min–max)`."""
+def shown(figures: Mapping[str, float], digits: int = 0) -> str:
+    """Return `median (min–max)`, with thousands separated."""
     median, low, high = (f"{figures[key]:,.{digits}f}" for key in ("median", "min", "max"))
     return f"{median} ({low}–{high})"
 
 
 def environment() -> dict:
-    """Hardware, system, versions and commit, for the head of a record."""
+    """Return hardware, system, versions and commit, for the head of a record.
+
+    To be called before the runs: the code on disk may change under them.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),
@@ -133,7 +198,7 @@ def environment() -> dict:
 
 
 def write_record(name: str, record: dict) -> Path:
-    """Write results/NAME.json under its name only when it is whole."""
+    """Write results/NAME.json, which gets its name only when it is whole."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     temporary = path.with_suffix(".tmp")
@@ -150,5 +215,5 @@ def _first(path: str, key: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else None
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -39,7 +39,7 @@ def doctor(folder: Path) -> dict:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DatapipeError("is not a folder", path=folder)
+        raise DatapipeError("is not a folder" if folder.exists() else "does not exist", path=folder)
     filesystem, node, decoders = _filesystem(folder), _node(), _decoders()
     measured = {"folder": str(folder), "filesystem": filesystem, "node": node, "decoders": decoders}
     return {**measured, "advice": advice(filesystem, node, decoders)}

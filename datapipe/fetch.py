@@ -46,13 +46,15 @@ def fetch(name: str, folder: Path) -> list[Path]:
     address, for a site with a copy of its own: files then come from $DATAPIPE_MIRROR/NAME, and apt is not tried.
     Proxies come from the usual variables (http_proxy, https_proxy, no_proxy).
 
-    Raises SettingError for an unknown name or a mirror that is not such an address, and FetchError when a file cannot
-    be fetched or written; its message lists what to place where by hand.
+    Raises SettingError for an unknown name, a `folder` that is a file or a mirror that is not such an address, and
+    FetchError when a file cannot be fetched or written; its message lists what to place where by hand.
     """
     if name not in DATASETS:
         raise SettingError(f"name={name!r}: must be one of {', '.join(sorted(DATASETS))}")
     dataset, folder = DATASETS[name], Path(folder)
     mirror = _mirror()
+    if folder.exists() and not folder.is_dir():
+        raise SettingError(f"DIR: {folder} is a file; allowed: a folder, or a new name")
     try:
         make_folder(folder)
         with locked(folder, wait=True):

@@ -42,8 +42,7 @@ DATAPIPE = {
     "fetch": "",
     "bench": "loaders dataset sampling",
     "doctor": "dataset (images) (loaders)",
-    "summaries": "(dataset)",
-    "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging) (summaries)",
+    "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging)",
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.bench_kfac import operations
-from benchmarks.measure import environment, table, write_record
+from benchmarks.measure import command_line, environment, table, write_record
 from trainer import models
 from trainer.kfac import KFAC
 
@@ -107,7 +107,7 @@ def waits(training: Training, x: torch.Tensor, y: torch.Tensor, inv_update_steps
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="resnet50", help="(default: %(default)s)")
     parser.add_argument("--size", type=int, default=224, help="pixels (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=128, help="(default: %(default)s)")

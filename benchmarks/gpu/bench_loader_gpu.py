@@ -9,10 +9,8 @@ results/loader_gpu.json. `--device cpu` runs all that does not need a GPU, for a
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import torch
 
 from benchmarks import corpus
 from benchmarks.bench_loader import with_our_packs
-from benchmarks.measure import WORK, column, cpu_s, environment, interleaved, shown, table, write_record
+from benchmarks.measure import WORK, command_line, compare, environment, shown, table, timed, write_record
 from benchmarks.peers import Task
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError
@@ -94,16 +92,16 @@ def ways(folder: Path, device: torch.device) -> dict[str, Callable[[], Epoch]]:
 
 def measure(epoch: Epoch, number: int, device: torch.device) -> dict[str, float]:
     """One epoch. Raises ValueError when a batch is not what it should be."""
-    images, cpu_began, began = 0, cpu_s(), time.perf_counter()
-    for batch in epoch(number):
-        images += len(batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    wall_s, cpu_seconds = time.perf_counter() - began, cpu_s() - cpu_began
+    images = 0
+    with timed() as seconds:
+        for batch in epoch(number):
+            images += len(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     if batch.shape[1:] != (3, SIZE, SIZE) or batch.dtype != torch.uint8 or batch.device.type != device.type:
         raise ValueError(f"batches are {batch.dtype}{list(batch.shape)} on {batch.device}")
-    rates = {"images_per_s": images / wall_s, "images_per_cpu_s": images / cpu_seconds}
-    return {"images": images, "wall_s": wall_s, **rates}
+    rates = {"images_per_s": images / seconds["wall_s"], "images_per_cpu_s": images / seconds["cpu_s"]}
+    return {"images": images, "wall_s": seconds["wall_s"], **rates}
 
 
 def pictures(count: int) -> Path:
@@ -116,9 +114,7 @@ def pictures(count: int) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=6000, help="images (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured epochs of each way (default: %(default)s)")
+    parser = command_line(__doc__, count=6000, rounds=5)
     parser.add_argument("--device", default="cuda", help="default: %(default)s; cpu writes no record")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -136,12 +132,9 @@ def main() -> int:
             epochs.pop(name, None)
             absent[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
             print(f"without {name}: {absent[name]}", flush=True)
-    runs = interleaved(list(epochs), arguments.rounds, lambda name, n: measure(epochs[name], n + 1, device))
-    figures = {
-        name: {key: column(runs[name], key) for key in ("images_per_s", "images_per_cpu_s")} | {"runs": runs[name]}
-        for name in epochs
-    }
-    rows = [[name, shown(of["images_per_s"]), shown(of["images_per_cpu_s"])] for name, of in figures.items()]
+    keys = ("images_per_s", "images_per_cpu_s")
+    figures = compare(list(epochs), arguments.rounds, lambda name, n: measure(epochs[name], n + 1, device), keys)
+    rows = [[name, *(shown(row[key]) for key in keys)] for name, row in figures.items()]
     print("\n" + table(["images of 224×224 on the device", "images/s", "images/CPU-s"], rows))
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)

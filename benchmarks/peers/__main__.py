@@ -9,29 +9,26 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.measure import cpu_s
+from benchmarks.measure import timed
 from benchmarks.peers import Task, open_peer
 
 
 def measure(batches: Iterable, task: Task) -> dict:
     """Go through one epoch. Raises ValueError when the batches are not what the task asks for."""
     images = labels_sum = 0
-    cpu_started, started = cpu_s(), time.perf_counter()
-    for images_BCHW, labels_B in batches:
-        images += len(images_BCHW)
-        labels_sum += int(labels_B.sum())
-    seconds, cpu_seconds = time.perf_counter() - started, cpu_s() - cpu_started
-    wanted = (task.channels, task.size, task.size)
-    if images_BCHW.shape[1:] != wanted or str(images_BCHW.dtype) != "torch.uint8":
-        raise ValueError(f"batches are {images_BCHW.dtype}{list(images_BCHW.shape)}, not uint8[B, *{wanted}]")
+    with timed() as seconds:
+        for images_BCHW, labels_B in batches:
+            images += len(images_BCHW)
+            labels_sum += int(labels_B.sum())
+    shape = (task.channels, task.size, task.size)
+    if images_BCHW.shape[1:] != shape or str(images_BCHW.dtype) != "torch.uint8":
+        raise ValueError(f"batches are {images_BCHW.dtype}{list(images_BCHW.shape)}, not uint8[B, *{shape}]")
     return {
         "images": images,
-        "wall_s": seconds,
-        "cpu_s": cpu_seconds,
+        **seconds,
         "mean_label": labels_sum / images,
         "last": [images_BCHW.float().mean((1, 2, 3)).tolist(), labels_B.tolist()],  # each image's brightness and label
     }

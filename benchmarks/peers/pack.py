@@ -12,20 +12,12 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.measure import cpu_s
+from benchmarks.measure import timed
 from benchmarks.peers.packing import Job, read_files, summary
 
 TRIED_IMAGES, TRIED_CLASSES = 20, 3
-
-
-def timed(function: Callable, *arguments) -> dict:
-    cpu_started, started = cpu_s(), time.perf_counter()
-    function(*arguments)
-    return {"wall_s": time.perf_counter() - started, "cpu_s": cpu_s() - cpu_started}
 
 
 def tried(module) -> dict:
@@ -41,10 +33,10 @@ def tried(module) -> dict:
         out.mkdir()
         job = Job(str(source), str(out), resize=False, workers=2)
         module.pack(job)
-        found, wanted = summary(module.read(job)), summary(read_files(source))
-    if found != wanted:
-        raise ValueError(f"packed {wanted}, read {found}")
-    return found
+        packed, read = summary(read_files(source)), summary(module.read(job))
+    if packed != read:
+        raise ValueError(f"packed {packed}, read {read}")
+    return read
 
 
 def main() -> int:
@@ -56,7 +48,11 @@ def main() -> int:
         answer = tried(module)
     else:
         job = Job(**json.loads(arguments[0]))
-        answer = timed(module.pack, job) if action == "pack" else summary(module.read(job))
+        if action == "pack":
+            with timed() as answer:
+                module.pack(job)
+        else:
+            answer = summary(module.read(job))
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
     return 0

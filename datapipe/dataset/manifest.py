@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,13 +208,36 @@ def _check_seal(content: bytes, version: Any, digits: Any, path: Path) -> None:
 def find_data_sets(folder: Path) -> list[Path]:
     """List the data sets at `folder`: itself, or those of its sub-folders (splits) that have a manifest, by name.
 
-    Raises ManifestError when there is none.
+    Raises ManifestError when there is none, or when a sub-folder may not be looked into: it may be a split.
     """
     folder = Path(folder)
-    if (folder / MANIFEST).exists():
-        return [folder]
-    places = folder, folder / MOVED_OUT, folder / MOVING_IN
-    splits = [path.parent for place in places for path in place.glob(f"*/{MANIFEST}")]
+    try:
+        if _has_manifest(folder):
+            return [folder]
+        places = folder, folder / MOVED_OUT, folder / MOVING_IN
+        splits = [path for place in places for path in _sub_folders(place) if _has_manifest(path)]
+    except OSError as error:
+        raise ManifestError(f"cannot be looked into: {error.strerror}", path=error.filename or folder) from error
     if not splits:
-        raise ManifestError("no data set here (an unfinished pack has none)", path=folder / MANIFEST)
+        why = "an unfinished pack has none"
+        if not folder.is_dir():
+            why = "it is a file" if folder.exists() else "the folder does not exist"
+        raise ManifestError(f"no data set here ({why})", path=folder / MANIFEST if folder.is_dir() else folder)
     return sorted(splits, key=lambda path: path.name)
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        os.stat(folder / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _sub_folders(folder: Path) -> list[Path]:
+    """List the folders in a folder, except the one that mkfs makes for root alone; none if it does not exist."""
+    try:
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.is_dir() and entry.name != "lost+found"]
+    except (FileNotFoundError, NotADirectoryError):
+        return []

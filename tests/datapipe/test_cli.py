@@ -20,6 +20,7 @@ from datapipe.dataset.index import RECORD, write_index, write_keys
 from datapipe.dataset.manifest import FileInfo, Manifest, ShardInfo
 from datapipe.fsio import checksum
 from datapipe.images.recode import RecodeOptions
+from datapipe.loaders import open_loader
 from datapipe.packing import PackOptions
 from datapipe.public_data import DATASETS
 
@@ -103,6 +104,14 @@ def test_convert_has_every_option_that_a_conversion_uses():
     assert shown_defaults(cli.convert, expected) == expected
 
 
+def test_bench_opens_the_loader_with_its_own_defaults():
+    loader = inspect.signature(open_loader).parameters
+    expected = {name: loader[name].default for name in ("order", "io", "threads")}
+    assert shown_defaults(cli.bench, expected) == expected
+    assert shown_defaults(cli.bench, ["loader"]) == {"loader": loader["backend"].default}
+    assert inspect.signature(cli.bench).parameters["device"].default == "cpu"  # None, which is the CPU
+
+
 def test_a_new_format_is_a_file_and_a_line(image_folder, tmp_path):
     """The images one after another, and nothing else."""
     program = """
@@ -150,10 +159,20 @@ sys.exit(main())
         (["pack", "{raw}", "{packed}"], 2, "--overwrite"),
         (["pack", "{raw}", "{tmp}/file/out"], 2, "file"),
         (["info", "{tmp}"], 1, "no data set here"),
-        (["verify", "{tmp}/nothing"], 1, "no data set here"),
+        (["verify", "{tmp}/nothing"], 1, "nothing: no data set here (the folder does not exist)"),
+        (["verify", "{tmp}/file"], 1, "file: no data set here (it is a file)"),
+        (["convert", "{tmp}/file", "{tmp}/out", "--format", "zip"], 1, "no data set here (it is a file)"),
+        (["convert", "{packed}", "{tmp}/out"], 2, "--format"),
+        (["fetch", "cifar10", "{tmp}/file"], 2, "is a file; allowed: a folder"),
         (["stage", "{packed}", "{tmp}/file"], 2, "is a file"),
         (["stage", "{packed}", "{packed}/x"], 2, "into itself"),
         (["bench", "{packed}", "--size", "0"], 2, "size: 0"),
+        (["bench", "{packed}", "--epochs", "0"], 2, "--epochs"),
+        (["bench", "{packed}", "--step-ms", "-1"], 2, "--step-ms"),
+        (["bench", "{packed}", "--threads", "-2"], 2, "threads: -2"),
+        (["pack", "{raw}", "{tmp}/out", "--seed", "-1"], 2, "seed: -1"),
+        (["pack", "{raw}", "{tmp}/out", "--timeout", "-1"], 2, "timeout: -1"),
+        (["verify", "{packed}", "--timeout", "0"], 2, "timeout_s: 0"),
         (["pack", "{raw}", "{raw}/train/out"], 2, "lies in SOURCE"),
         (["pack", "{raw}", "{packed}/train/more"], 2, "inside a packed data set"),
         (["stage", "{raw}", "{tmp}/local"], 1, "no data set here"),
@@ -170,17 +189,44 @@ def test_mistakes_get_a_clear_answer(command, image_folder, packed_folders, tmp_
     assert not list(tmp_path.rglob("*.partial")) and not list(tmp_path.rglob("manifest.json"))
 
 
-def test_no_permission(command, image_folder, tmp_path):
-    """Root may write anywhere, so it does without that capability."""
+@pytest.fixture(scope="module")
+def unprivileged():
+    """Words before a command that may not do what a file's mode forbids: root may, so it gives that up."""
+    if os.geteuid() != 0:
+        return []
+    prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    if not shutil.which("setpriv") or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("root cannot give up its capabilities here: no setpriv")
+    return prefix
+
+
+def test_a_folder_that_may_not_be_written_to(command, image_folder, tmp_path, unprivileged):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    prefix = []
-    if os.geteuid() == 0:
-        prefix = ["setpriv", "--bounding-set=-dac_override"]
-        if not shutil.which("setpriv") or subprocess.run([*prefix, "true"], capture_output=True).returncode:
-            pytest.skip("root cannot give up its capabilities here: no setpriv")
-    done = command("datapipe", "pack", image_folder, locked / "out", prefix=prefix)
+    done = command("datapipe", "pack", image_folder, locked / "out", prefix=unprivileged)
     assert done.returncode == 1 and "Permission denied" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["info", "verify", "stage", "bench", "convert", "pack"])
+def test_a_folder_that_may_not_be_read(command, packed_folders, tmp_path, unprivileged, name):
+    """Neither the whole nor one split: to leave that out would be to say that all is well with the other."""
+    more = {"stage": [tmp_path / "local"], "convert": [tmp_path / "out", "--format", "zip"], "pack": [tmp_path / "out"]}
+    folder = Path(shutil.copytree(packed_folders["tar"], tmp_path / "packed"))
+    for locked in (folder / "train", folder):
+        locked.chmod(0)
+        done = command("datapipe", name, folder, *more.get(name, []), prefix=unprivileged)
+        locked.chmod(0o755)
+        assert done.returncode == 1 and "Permission denied" in done.stderr, done.stderr
+        assert str(locked) in done.stderr and "Traceback" not in done.stderr and not done.stdout
+        assert [path.name for path in tmp_path.iterdir()] == ["packed"]
+
+
+def test_what_mkfs_left_is_no_split(command, packed_folders, tmp_path, unprivileged):
+    folder = Path(shutil.copytree(packed_folders["tar"], tmp_path / "packed"))
+    (folder / "lost+found").mkdir(mode=0)
+    done = command("datapipe", "info", folder, prefix=unprivileged)
+    (folder / "lost+found").rmdir()
+    assert done.returncode == 0 and "packed/train: 61 images of 3 classes in " in done.stdout, done
 
 
 def test_pack_json(command, image_folder, tmp_path):

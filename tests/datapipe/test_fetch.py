@@ -256,7 +256,7 @@ def test_settings_are_checked(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "raw").write_bytes(b"mine")
-    with pytest.raises(FetchError, match=r"raw: cannot be read or written"):
+    with pytest.raises(SettingError, match="raw is a file; allowed: a folder, or a new name"):
         fetch("cifar10", tmp_path / "raw")
     assert (tmp_path / "raw").read_bytes() == b"mine"
 

@@ -1,0 +1,294 @@
+"""The `datapipe` command. What a command needs is imported when it runs: `--help` answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import __version__, console
+from ..names import BACKENDS, CHECKS, COMPRESSIONS, IOS, KINDS, ORDERS, STORES
+from ..public_data import DATASETS
+from .parameters import (
+    AsJson,
+    DataSetFolder,
+    Finish,
+    Format,
+    Out,
+    Overwrite,
+    Resume,
+    TaskOption,
+    Timeout,
+    Workers,
+    folder_named,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    from ..packing import PackOptions, PackResult
+
+app = typer.Typer(
+    help="Pack image data sets into large shards, check them, and bring them to node-local disk.",
+    epilog="Example:  datapipe pack raw/imagenet packed/imagenet",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> int:
+    return console.run(app)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"datapipe {__version__}")
+        raise typer.Exit
+
+
+@app.command(epilog="Example:  datapipe fetch fashion-mnist raw/fashion-mnist")
+def fetch(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(DATASETS)}.", **one_of(DATASETS, "NAME"))],
+    folder: Annotated[Path, folder_named("DIR", "Folder for its files.")],
+) -> None:
+    """Get a public data set's files, checked against their sha256 sums."""
+    from ..fetch import fetch
+
+    for path in fetch(name, folder):
+        print(path)
+
+
+@app.command(epilog="Example:  datapipe pack raw/imagenet packed/imagenet --resize short=256 --restart 8")
+def pack(
+    source: Annotated[Path, folder_named("SOURCE", "Folder, archives or CSV file: ImageFolder, ImageNet, CIFAR, …")],
+    out: Out,
+    format: Format = "tar",
+    kind: Annotated[str, typer.Option(help="Layout of SOURCE.", **one_of(["auto", *KINDS]))] = "auto",
+    resize: Annotated[
+        str | None, typer.Option(metavar="short=N|max=N", help="Make the shorter or longer side N pixels.")
+    ] = None,
+    quality: Annotated[
+        int | None, typer.Option(metavar="Q", help="Re-encode as JPEG of this quality (default: 90).")
+    ] = None,
+    restart: Annotated[
+        int | None, typer.Option(metavar="N", help="Put a JPEG restart marker about every N MCUs.")
+    ] = None,
+    store: Annotated[str, typer.Option(help="Store files as they are, or pixels.", **one_of(STORES))] = "encoded",
+    size: Annotated[
+        int | None, typer.Option(metavar="N", help="With --store raw: scale and crop to N×N pixels.")
+    ] = None,
+    compress: Annotated[
+        str | None, typer.Option(help="With --store raw: compress the pixels.", **one_of(COMPRESSIONS))
+    ] = None,
+    check: Annotated[str, typer.Option(help="Read headers only, or decode every image.", **one_of(CHECKS))] = "header",
+    max_bad: Annotated[
+        str, typer.Option(metavar="N|P%", help="Skip up to N (or P%) unreadable images; list them.")
+    ] = "0",
+    outside: Annotated[bool, typer.Option("--outside", help="Follow links and paths that lead out of SOURCE.")] = False,
+    shard_mib: Annotated[int, typer.Option(metavar="N", help="Target size of a shard in MiB.")] = 256,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the shuffle.")] = 0,
+    workers: Workers = None,
+    timeout: Timeout = 300.0,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for images, e.g. 8GiB (default: half of all).")
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    task: TaskOption = None,
+    only_finish: Finish = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pack raw images into shards, shuffled once. Unless an option says otherwise, files are stored unchanged."""
+    from .. import packing
+    from ..cluster import detect
+    from ..images.recode import RecodeOptions
+
+    recode = RecodeOptions(
+        check=check, resize=resize, quality=quality, restart=restart, store=store, size=size, compress=compress
+    )
+    options = packing.PackOptions(
+        format=format,
+        kind=kind,
+        shard_mib=shard_mib,
+        workers=workers,
+        seed=seed,
+        overwrite=overwrite,
+        resume=resume,
+        max_bad=max_bad,
+        outside=outside,
+        timeout_s=timeout,
+        memory=memory,
+        recode=recode,
+        task=detect(os.environ, task),
+    )
+    _pack(packing.finish if only_finish else packing.pack, source, out, options, as_json)
+
+
+@app.command(epilog="Example:  datapipe convert packed/imagenet packed/imagenet-hdf5 --format hdf5")
+def convert(
+    folder: DataSetFolder,
+    out: Out,
+    format: Format,
+    shard_mib: Annotated[
+        int | None, typer.Option(metavar="N", help="Target size of a shard in MiB (default: unchanged).")
+    ] = None,
+    workers: Workers = None,
+    timeout: Timeout = 300.0,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    task: TaskOption = None,
+    only_finish: Finish = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put a packed data set into another format: the same image bytes, keys, labels, order and quarantine."""
+    from .. import packing
+    from ..cluster import detect
+
+    options = packing.PackOptions(
+        format=format,
+        shard_mib=shard_mib,
+        workers=workers,
+        overwrite=overwrite,
+        resume=resume,
+        timeout_s=timeout,
+        task=detect(os.environ, task),
+    )
+    convert = packing.finish_conversion if only_finish else packing.convert
+    _pack(convert, folder, out, options, as_json, is_recoded=False)
+
+
+def _pack(
+    pack: Callable[[Path, Path, PackOptions], PackResult],
+    source: Path,
+    out: Path,
+    options: PackOptions,
+    as_json: bool,
+    is_recoded: bool = True,
+) -> None:
+    """Pack or convert, and print what is in OUT then."""
+    from .summaries import format_packed, summarise
+
+    started = time.perf_counter()
+    manifests = pack(source, out, options)
+    seconds = time.perf_counter() - started
+    if as_json:
+        splits = {split: summarise(out / split, manifest) for split, manifest in manifests.items()}
+        row = {"seconds": seconds, "missing_shards": manifests.num_missing, "splits": splits}
+        print(json.dumps({"complete": bool(splits), **row}))
+    elif manifests:
+        for line in format_packed(out, manifests, seconds, is_recoded):
+            print(line)
+    else:
+        done = f"task {options.task.index} of {options.task.count} is done"
+        print(f"{done}; {manifests.num_missing} shards of other tasks are missing")
+
+
+@app.command(epilog="Example:  datapipe info packed/imagenet --json")
+def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
+    """Say what a packed data set holds."""
+    from ..dataset.index import open_index
+    from ..dataset.manifest import Manifest, find_data_sets
+    from .summaries import format_details, format_summary, summarise
+
+    splits = []
+    for path in find_data_sets(folder):
+        manifest = Manifest.read(path)
+        splits.append(summarise(path, manifest, open_index(path, manifest)))
+    if as_json:
+        print(json.dumps(splits))
+        return
+    for row in splits:
+        print(format_summary(row))
+        print(f"  {format_details(row)}")
+
+
+@app.command(epilog="Example:  datapipe verify --deep /local/imagenet")
+def verify(
+    folder: DataSetFolder,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode every image, too.")] = False,
+    timeout: Timeout = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Check every file against its checksum; exit with 1 and name each bad shard and key if one differs."""
+    from ..dataset.manifest import find_data_sets
+    from ..dataset.verify import verify
+
+    results = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, then print
+    if as_json:
+        print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in results.items()}))
+    for path, problems in results.items():
+        for line in () if as_json else problems or ("good",):
+            print(f"{path}: {line}")
+    if any(results.values()):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example:  datapipe stage /shared/packed/imagenet $TMPDIR/imagenet")
+def stage(
+    folder: DataSetFolder,
+    local: Annotated[Path, folder_named("LOCAL", "Folder on this node's own disk.")],
+    timeout: Timeout = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""
+    from ..staging import stage
+    from .summaries import format_staged
+
+    started = time.perf_counter()
+    results = stage(folder, local, timeout)
+    if as_json:
+        rows = [{**vars(result), "folder": str(result.folder)} for result in results]
+        print(json.dumps({"seconds": time.perf_counter() - started, "data_sets": rows}))
+        return
+    for result in results:
+        print(format_staged(result))
+
+
+@app.command(epilog="Example:  datapipe bench /local/imagenet --loader cpu --epochs 2 --json")
+def bench(
+    folder: DataSetFolder,
+    loader: Annotated[str, typer.Option(help="Backend of the loader.", **one_of(BACKENDS))] = "cpu",
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Images per batch.")] = 256,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Epochs to measure.")] = 2,
+    size: Annotated[
+        int | None, typer.Option(metavar="PIXELS", help="Side of the output (default: the images', or 224).")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="Decoding threads (default: one per core).")] = None,
+    order: Annotated[
+        str,
+        typer.Option(help="full: uniform shuffle; blocks: large blocks, each read once.", **one_of(ORDERS)),
+    ] = "full",
+    io: Annotated[
+        str, typer.Option(help="cached: page cache; mmap: memory-mapped; direct: O_DIRECT.", **one_of(IOS))
+    ] = "cached",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the batches, e.g. cuda.")] = "cpu",
+    step_ms: Annotated[
+        float, typer.Option(metavar="MS", min=0, help="Simulate an accelerator that takes MS per batch.")
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how many training images per second a loader delivers, and what limits it."""
+    from ..bench import bench, format_result
+
+    settings = {"order": order, "io": io, "device": device, "threads": threads}
+    result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
+    print(json.dumps(result) if as_json else "\n".join(format_result(result)))
+
+
+@app.command(epilog="Example:  datapipe doctor /scratch/imagenet")
+def doctor(
+    folder: Annotated[Path, folder_named("DIR", "A folder on the filesystem in question.")],
+    as_json: AsJson = False,
+) -> None:
+    """Measure the filesystem under DIR and this node, and say how to set the loader."""
+    from ..doctor import describe, doctor
+
+    result = doctor(folder)
+    print(json.dumps(result) if as_json else "\n".join(describe(result)))

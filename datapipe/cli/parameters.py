@@ -1,0 +1,45 @@
+"""The parameters that commands share, and how those are described that take a name or a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..names import FORMATS
+
+
+def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
+    """Describe a parameter that takes one of these names; without a `metavar`, `--help` shows them in its place."""
+    choices = tuple(names)
+
+    def check(value: str) -> str:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return {"parser": check, "metavar": metavar or f"<{'|'.join(choices)}>"}
+
+
+def folder_named(metavar: str, description: str) -> Any:
+    """Describe a parameter that is a folder. One that may not be read is an error of the data, not of the usage."""
+    return typer.Argument(metavar=metavar, help=description, readable=False)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+DataSetFolder = Annotated[Path, folder_named("DIR", "A packed data set, or the folder of its splits.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of a single read or write.")]
+
+# What packing and converting share.
+Out = Annotated[Path, folder_named("OUT", "New folder, for one data set per split.")]
+Format = Annotated[str, typer.Option(help="Format of the shards.", **one_of(FORMATS))]
+Workers = Annotated[int | None, typer.Option(metavar="N", help="Files read at once, at most (default: 32).")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new data set is whole.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an unfinished pack in OUT; succeed if it is complete.")]
+TaskOption = Annotated[
+    str | None,
+    typer.Option(metavar="I/N", help="Pack share I (from 0) of N (default: as Slurm, MPI or torchrun say)."),
+]
+Finish = Annotated[bool, typer.Option("--finish", help="Only write the manifests, once all tasks are done.")]

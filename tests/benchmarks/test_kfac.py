@@ -1,0 +1,112 @@
+"""The benchmarks of K-FAC: they measure, and what it is compared with is what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_kfac, bench_kfac_damping, bench_kfac_solvers
+from benchmarks.gpu import bench_kfac_gpu
+from benchmarks.peers.kfac_published import PublishedKFAC
+from trainer import models
+from trainer.kfac.costs import costs
+from trainer.kfac.settings import KFACSettings
+
+
+def test_kfac_benchmarks_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """All except the GPU's part, on a network that takes no time."""
+    records = {}
+    small = ["--model", "resnet8", "--size", "8", "--batch-size", "2", "--periods", "1"]
+    for module, more in ((bench_kfac, ["--without", "K-FAC, eigen"]), (bench_kfac_gpu, ["--device", "cpu"])):
+        monkeypatch.setattr(module, "write_record", lambda name, record: records.setdefault(name, record))
+        monkeypatch.setitem(module.SETTINGS, "inv_update_steps", 10)
+        monkeypatch.setattr(sys, "argv", ["bench", *small, *more])
+        assert module.main() == 0
+    for record in records.values():
+        assert "K-FAC, cholesky" in record["found"] and record["found"]["SGD"]["added"] == 0
+        json.dumps(record)
+    assert records["kfac-resnet8"]["operations"]["training"] > 0
+    assert records["kfac-resnet8"]["found"].keys() == {
+        "SGD", "K-FAC, cholesky", "K-FAC, cholesky, ¼", "K-FAC, cholesky, ⅛, bfloat16", "K-FAC, cholesky, SUA, ¼",
+        "K-FAC as published"
+    }  # fmt: skip
+    assert "worst ÷ median" in capsys.readouterr().out
+
+
+def test_the_published_algorithm_is_what_it_says() -> None:
+    """Eigenvectors of averages that begin with the identity, the damping on the product, and the clip."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3, padding=1)), torch.randn(6, 2, 5, 5)
+    peer = PublishedKFAC(model, 0.01, 1, 1, kl_clip=0.001, lr=0.1)
+    out = model(x)
+    out.retain_grad()
+    out.square().flatten(1).sum(1).mean().backward()
+    weight, bias = (parameter.grad.double() for parameter in model.parameters())
+    raw = torch.cat([weight.flatten(1), bias[:, None]], 1)
+    peer.step()
+    rows = torch.nn.functional.unfold(x, 3, padding=1).mT.flatten(0, 1)
+    rows = torch.cat([rows, torch.ones(len(rows), 1)], 1).double()
+    g = (6 * out.grad).movedim(1, -1).reshape(-1, 3).double()
+    a, g = (0.95 * torch.eye(x.shape[1]) + 0.05 * x.T @ x / n for x, n in ((rows, 6), (g, len(g))))
+    curvature = torch.kron(g, a) + 0.01 * torch.eye(3 * 19, dtype=torch.float64)
+    expected = torch.linalg.solve(curvature, raw.flatten()).reshape(3, 19)
+    expected *= min(1.0, (0.001 / (0.01 * (expected * raw).sum().item())) ** 0.5)
+    weight, bias = (parameter.grad.double() for parameter in model.parameters())
+    torch.testing.assert_close(torch.cat([weight.flatten(1), bias[:, None]], 1), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_solvers_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    records = {}
+    monkeypatch.setattr(bench_kfac_solvers, "write_record", lambda name, record: records.setdefault(name, record))
+    monkeypatch.setattr(bench_kfac_solvers, "SIZES", (8,))
+    monkeypatch.setattr(bench_kfac_solvers, "STACKS", ((8, 2),))
+    monkeypatch.setattr(sys, "argv", ["bench", "--rounds", "1"])
+    assert bench_kfac_solvers.main() == 0
+    assert len(records["kfac-solvers"]["solvers"]) == 1 and len(records["kfac-solvers"]["stacks"]) == 2
+    json.dumps(records)
+    assert "cholesky, ms" in capsys.readouterr().out
+
+
+def test_one_step_by_damping(bright_or_dark: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = []
+    monkeypatch.setattr(bench_kfac_damping, "write_record", lambda name, record: records.append(record))
+    monkeypatch.setattr(bench_kfac_damping, "PART", 16)
+    monkeypatch.setattr(bench_kfac_damping, "DAMPINGS", (1e-3,))
+    monkeypatch.setattr(sys, "argv", ["bench", "--steps", "1", "--samples", "64"])
+    assert bench_kfac_damping.main() == 0
+    (record,) = records
+    assert [row["kind"] for row in record["found"]] == ["gradient", "kfac", "ekfac"]
+    for row in record["found"]:
+        assert min(step["loss"] for step in row["steps"]) < record["before"]["loss"]
+    layers = {size: ratios.keys() for size, ratios in record["traces"].items()}
+    assert layers["28 pixels"] == layers["14 pixels"] and len(layers["14 pixels"]) == 8
+    assert all(ratio > 0 for ratios in record["traces"].values() for ratio in ratios.values())
+
+
+def test_the_costs_in_the_documentation() -> None:
+    """The table of memory and traffic is what the formula says of ResNet-50."""
+    with torch.device("meta"):
+        network = models.build("resnet50", num_classes=1000, in_channels=3)
+    page = (Path(__file__).parents[2] / "docs" / "kfac.md").read_text()
+    table = page.partition("| ranks | workers per layer |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = 0
+    for line in table:
+        ranks, *cells = (cell.strip().replace(",", "") for cell in line.strip().strip("|").split("|"))
+        ways = re.findall(r"\d+(?: `\w+`)?", cells[0])
+        for i, way in enumerate(ways):
+            workers, _, option = way.partition(" ")
+            settings = KFACSettings(grad_worker_fraction=int(workers) / int(ranks), solver="cholesky")
+            settings.local_factors = option == "`local_factors`"
+            values = costs(network, int(ranks), settings, reduce_to_owners=option == "`reduce_to_owners`")
+            said = [re.split("; *", cell)[min(i, cell.count(";"))] for cell in cells[1:]]
+            said = [*said[:2], *re.findall(r"\d[\d.]*", said[2])]
+            assert len(said) == 5 + ("reduce_to_owners" in option)
+            for value, text in zip(values, said, strict=False):
+                assert abs(value / 1e6 - float(text)) <= 0.51 * 10 ** -len(text.partition(".")[2]), line
+            rows += 1
+    assert rows >= 9

@@ -1,0 +1,102 @@
+"""The packers that are compared pack what the source holds, and their benchmarks measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from benchmarks import bench_pack_slow, bench_plan
+from benchmarks.bench_pack import Contest, chosen
+from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a few images that are larger than what packers scale them to, in both directions."""
+    folder = tmp_path_factory.mktemp("photographs")
+    for i in range(10):
+        path = folder / f"class{i % 3}" / f"{i}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.effect_noise((400, 300) if i % 2 else (300, 400), 20 + i).convert("RGB").save(path)
+    return folder
+
+
+@pytest.mark.parametrize(("section", "name"), [(section, name) for section in SECTIONS for name in SECTIONS[section]])
+def test_packer_packs_what_the_source_holds(section: str, name: str, photographs: Path, tmp_path: Path) -> None:
+    contest, packer = Contest(photographs, tmp_path, PEERS_VENV), SECTIONS[section][name]
+    if reason := contest.missing(packer):
+        pytest.skip(reason)
+    contest.check(packer, resize=section == "resize")
+    assert not list(tmp_path.iterdir())
+
+
+def test_figures_of_a_packer_are_plausible(photographs: Path, tmp_path: Path) -> None:
+    run = Contest(photographs, tmp_path, PEERS_VENV).measure(SECTIONS["resize"]["Pillow, bilinear"], resize=True)
+    assert 0 < run["wall_s"] < run["process_wall_s"] and 0 < run["cpu_s"] < run["process_cpu_s"]
+    assert run["images_per_s"] == pytest.approx(10 / run["wall_s"])
+    assert run["output_bytes"] > 0 and run["process_peak_bytes"] > 1 << 20
+
+
+def test_a_packer_that_loses_or_changes_images_is_refused(photographs: Path, tmp_path: Path) -> None:
+    contest, packer = Contest(photographs, tmp_path, PEERS_VENV), SECTIONS["copy"]["tar cf"]
+    right = contest.expected
+    for key, value in (("images", 11), ("content", right["content"] + 1)):
+        contest.expected = right | {key: value}
+        with pytest.raises(ValueError, match=key):
+            contest.check(packer, resize=False)
+
+
+def test_a_packer_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    contest = Contest(tmp_path / "empty", tmp_path, PEERS_VENV)
+    with pytest.raises(ChildProcessError, match="no_such_module"):
+        contest.measure(Packer("no_such_module"), resize=False)
+
+
+def test_missing_peers_have_a_reason(tmp_path: Path) -> None:
+    needs = {name: Packer("pack_x", name) for name in ("webdataset", "ffcv", "litdata")}
+    assert "setup.sh" in missing(needs["ffcv"], tmp_path)
+    (tmp_path / STATUS).write_text("webdataset\tinstalled\t1.0.2\nffcv\tmissing\terror: no compiler\n")
+    assert missing(needs["webdataset"], tmp_path) is None
+    assert missing(needs["ffcv"], tmp_path) == "error: no compiler"
+    assert "setup.sh" in missing(needs["litdata"], tmp_path)
+    assert missing(Packer("pack_tar"), tmp_path) is None
+
+
+def test_chosen_packers() -> None:
+    assert chosen([]) == SECTIONS
+    assert chosen(["resize"]) == {"resize": SECTIONS["resize"]}
+    assert {name: list(packers) for name, packers in chosen(["tar", "ffcv"]).items()} == {
+        "copy": ["tar cf", "FFCV, bytes"],
+        "resize": ["FFCV, jpg"],
+    }
+    with pytest.raises(SystemExit, match="nobody"):
+        chosen(["nobody"])
+
+
+def test_bare_reading_reads_every_file(photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, names = [], [str(path.relative_to(photographs)) for path in photographs.glob("*/*")]
+    real = bench_pack_slow.os.read
+    monkeypatch.setattr(bench_pack_slow.os, "read", lambda fd, size: read.append(real(fd, size)) or read[-1])
+    bench_pack_slow.read_bare(str(photographs), names)
+    assert sorted(filter(None, read)) == sorted((photographs / name).read_bytes() for name in names)
+
+
+def test_slow_filesystem_needs_the_testbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_pack_slow, "MOUNT", tmp_path / "none.sh")
+    with pytest.raises(SystemExit, match=r"needs .*none\.sh"):
+        bench_pack_slow.SlowMount(tmp_path, tmp_path, 5, 32)
+
+
+def test_planning_figures_are_multiplied_up(tmp_path: Path) -> None:
+    bench_plan.make_images(tmp_path / "images", 7, 3)
+    assert len(list((tmp_path / "images").glob("*/*.png"))) == 7
+    steps = bench_plan.measure(tmp_path / "images", rounds=1)
+    assert list(steps) == [bench_plan.START, bench_plan.PLAN, bench_plan.PACK]
+    for step, cpu_s_of_step in ((bench_plan.START, 1.0), (bench_plan.PLAN, 3.0), (bench_plan.PACK, 5.0)):
+        steps[step]["process_cpu_s"]["median"] = cpu_s_of_step
+    multiplied = bench_plan.for_imagenet(steps, bench_plan.IMAGENET // 10)
+    assert multiplied[bench_plan.PLAN]["process_cpu_s"] == pytest.approx(1 + 2 * 10, rel=1e-4)
+    assert multiplied[bench_plan.PACK]["process_cpu_s"] == pytest.approx(1 + 4 * 10, rel=1e-4)
