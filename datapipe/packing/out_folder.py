@@ -92,9 +92,10 @@ class OutFolder:
 
         Raises ManifestError when the plan cannot be read, or is lost although shards are finished.
         """
-        journal = next(self.state.glob("*/[0-9]*.npz"), None)  # first: a plan is written before any journal
-        plan = load_plan(self.state)
+        journal = plan = None
         with contextlib.suppress(FileNotFoundError):  # another task has finished the pack meanwhile
+            journal = next(self.state.glob("*/[0-9]*.npz"), None)  # first: a plan is written before any journal
+            plan = load_plan(self.state)
             if plan is None and journal and PLAN not in os.listdir(self.state):
                 message = "is missing, but finished shards are here: restore it, or begin again with --overwrite"
                 raise ManifestError(message, path=self.state / PLAN)
@@ -252,7 +253,10 @@ class OutFolder:
 
 def _move_all(origin: Path, to: Path) -> None:
     """Move everything in a folder, if the folder exists; another task may be doing the same."""
-    for name in os.listdir(origin) if origin.is_dir() else ():
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        names = os.listdir(origin)
+    for name in names:
         with contextlib.suppress(FileNotFoundError):
             (origin / name).rename(to / name)
     sync_folder(to)

@@ -22,7 +22,7 @@ from datapipe.errors import ManifestError, SettingError, SourceError
 from datapipe.fsio import locked
 from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, convert, finish, pack
-from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE
+from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE, OutFolder
 from datapipe.packing.plan_file import PLAN
 
 SMALL = 0.25  # MiB: four shards of train and one of val, of `image_folder`
@@ -512,6 +512,26 @@ def test_the_same_task_twice_without_locks(image_folder, parts, without_locks, t
         errors = [child.communicate(timeout=120)[1] for child in children]
         assert [child.returncode for child in children] == [0] * 3, errors
         assert bytes_of(out) == bytes_of(tmp_path / "whole")
+
+
+def test_a_plan_is_looked_for_while_another_task_finishes(parts, tmp_path):
+    """What is listed may be gone before it is opened."""
+    out = OutFolder(parts, tmp_path / "source")
+    done, stop = parts / DONE, threading.Event()
+
+    def finish_and_begin_again():
+        while not stop.is_set():
+            out.state.rename(done)
+            done.rename(out.state)
+
+    other = threading.Thread(target=finish_and_begin_again)
+    other.start()
+    try:
+        found = [out.load_plan() is not None for _ in range(500)]
+    finally:
+        stop.set()
+        other.join()
+    assert any(found)
 
 
 # --- what a pack remembers of its source ------------------------------------------------------------
