@@ -338,8 +338,8 @@ def measure(case: str, folder: Path, rounds: int) -> dict:
 
     runs = interleaved(list(CASES[case]), rounds, run)
     rows = {
-        who: {name: column(found, name) for name in ("cpu_s", "wall_s", "process_peak_bytes")} | {"runs": found}
-        for who, found in runs.items()
+        who: {name: column(results, name) for name in ("cpu_s", "wall_s", "process_peak_bytes")} | {"runs": results}
+        for who, results in runs.items()
     }
     for row in rows.values():
         row["times_cpu"] = row["cpu_s"]["median"] / rows[OURS]["cpu_s"]["median"]

@@ -81,34 +81,36 @@ def operations(model: str, size: int, batch_size: int, num_classes: int = 10) ->
         "training", "factors", "factors, SUA", "eigen", "cholesky", "cholesky, SUA", "precondition, eigen",
         "precondition, cholesky", "precondition, SUA", "bytes", "bytes, bfloat16",
     )  # fmt: skip
-    found = dict.fromkeys(work, 0)
+    work_done = dict.fromkeys(work, 0)
     hooks = []
 
     def count(module, args, output):
         n, m = module.weight[0].numel() + (module.bias is not None), len(module.weight)
         rows = batch_size * (output[0, 0].numel() if output.dim() == 4 else 1)
-        found["training"] += 6 * rows * n * m
-        taken = module.in_channels if output.dim() == 4 else n  # by one tap; no convolution here has groups or a bias
-        found["factors"] += 2 * rows * (n * n + m * m) / SETTINGS["factor_update_steps"]
-        found["factors, SUA"] += 2 * rows * (n * taken + m * m) / SETTINGS["factor_update_steps"]
-        found["eigen"] += 9 * (n**3 + m**3) / SETTINGS["inv_update_steps"]
-        found["cholesky"] += (n**3 + m**3) / SETTINGS["inv_update_steps"]
-        found["cholesky, SUA"] += (taken**3 + m**3) / SETTINGS["inv_update_steps"]
-        found["precondition, cholesky"] += 2 * (m * m * n + m * n * n)
-        found["precondition, SUA"] += 2 * m * n * (m + taken)
-        found["precondition, eigen"] += 4 * (m * m * n + m * n * n)
+        work_done["training"] += 6 * rows * n * m
+        sua_rows = (
+            module.in_channels if output.dim() == 4 else n
+        )  # by one tap; no convolution here has groups or a bias
+        work_done["factors"] += 2 * rows * (n * n + m * m) / SETTINGS["factor_update_steps"]
+        work_done["factors, SUA"] += 2 * rows * (n * sua_rows + m * m) / SETTINGS["factor_update_steps"]
+        work_done["eigen"] += 9 * (n**3 + m**3) / SETTINGS["inv_update_steps"]
+        work_done["cholesky"] += (n**3 + m**3) / SETTINGS["inv_update_steps"]
+        work_done["cholesky, SUA"] += (sua_rows**3 + m**3) / SETTINGS["inv_update_steps"]
+        work_done["precondition, cholesky"] += 2 * (m * m * n + m * n * n)
+        work_done["precondition, SUA"] += 2 * m * n * (m + sua_rows)
+        work_done["precondition, eigen"] += 4 * (m * m * n + m * n * n)
         captured, factors = batch_size * args[0][0].numel() + rows * m, n * n + m * m
         others = (captured + factors) / SETTINGS["factor_update_steps"] + factors / 2 / SETTINGS["inv_update_steps"]
         solutions = factors / SETTINGS["inv_update_steps"] + factors
-        found["bytes"] += 4 * (others + solutions + 2 * m * n)
-        found["bytes, bfloat16"] += 4 * (others + solutions / 2 + 2 * m * n)
+        work_done["bytes"] += 4 * (others + solutions + 2 * m * n)
+        work_done["bytes, bfloat16"] += 4 * (others + solutions / 2 + 2 * m * n)
 
     for module in network.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
             hooks.append(module.register_forward_hook(count))
     with torch.no_grad():
         network.eval()(torch.zeros(1, 3, size, size))
-    return found
+    return work_done
 
 
 def peak_bytes() -> int:
@@ -129,7 +131,7 @@ def summary(steps: list[dict[str, float]], base: list[dict[str, float]]) -> dict
     """`worst_repeated`: the worst step of a period, each with its fastest repetition in another. What K-FAC does in a
     step, it does in those; what other programs do, not.
     """
-    seconds, plain = ([step["s"] for step in of] for of in (steps, base))
+    seconds, plain = ([step["s"] for step in records] for records in (steps, base))
     every = SETTINGS["inv_update_steps"]
     periods = [seconds[start : start + every] for start in range(0, len(seconds), every)]
     return {
@@ -174,21 +176,21 @@ def main() -> int:
             elif (number - FIRST_STEPS) % every == 0:
                 trainings[name].preconditioner.steps = every  # solutions' turns would come a step later in each
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            taken = trainings[name].step(x, y)
+            step = trainings[name].step(x, y)
             if number >= FIRST_STEPS:
-                steps[name].append(taken)
+                steps[name].append(step)
         if number % 20 == 0:
             print(f"  step {number} of {FIRST_STEPS + arguments.periods * every}", file=sys.stderr, flush=True)
         if steps[SGD] and len(steps[SGD]) % every == 0:
-            found = {name: summary(of, steps[SGD]) | {"peak_bytes": peaks[name]} for name, of in steps.items()}
+            figures = {name: summary(its, steps[SGD]) | {"peak_bytes": peaks[name]} for name, its in steps.items()}
             of_settings = settings | {"periods": len(steps[SGD]) // every}
-            record = {"environment": described, "settings": of_settings, "operations": flops, "found": found}
+            record = {"environment": described, "settings": of_settings, "operations": flops, "found": figures}
             path = write_record(f"kfac-{arguments.model}", record | {"steps": steps})
     rows = [
-        [name, f"{of['median_s'] * 1e3:.0f}", f"{of['mean_s'] * 1e3:.0f}", f"{of['added']:+.1%}",
-         f"{of['added_cpu']:+.1%}", f"{of['worst_over_median']:.2f}", f"{of['worst_repeated_over_median']:.2f}",
-         f"{of['peak_bytes'] / 2**20:,.0f}"]
-        for name, of in found.items()
+        [name, f"{its['median_s'] * 1e3:.0f}", f"{its['mean_s'] * 1e3:.0f}", f"{its['added']:+.1%}",
+         f"{its['added_cpu']:+.1%}", f"{its['worst_over_median']:.2f}", f"{its['worst_repeated_over_median']:.2f}",
+         f"{its['peak_bytes'] / 2**20:,.0f}"]
+        for name, its in figures.items()
     ]  # fmt: skip
     header = [f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}", "median ms", "mean ms", "added",
               "added CPU", "worst ÷ median", "repeated", "peak MiB"]  # fmt: skip

@@ -64,23 +64,23 @@ class Place:
 
 def preconditioned(place: Place, kind: str) -> tuple[KFAC, dict[str, float]]:
     """With the factors of the place; and the traces by layer, of EKFAC."""
-    found = PRECONDITIONERS[kind](
+    preconditioner = PRECONDITIONERS[kind](
         place.model, factor_update_steps=1, inv_update_steps=10**6, kl_clip=None, factor_decay=0.0, stagger=False,
         accumulation_steps=place.parts,
     )  # fmt: skip
     place.step(place.gradient, 0.0)
     place.backward()
-    found.step()
+    preconditioner.step()
     traces = {}
-    if isinstance(found, EKFAC):  # the diagonal needs the eigenvectors, and the samples once more
+    if isinstance(preconditioner, EKFAC):  # the diagonal needs the eigenvectors, and the samples once more
         place.backward()
-        found.steps = LATE
-        found.step()
-        for name in (name for name, owner in found.layers().items() if owner >= 0):
-            a, g, scale = found.factors(name)
+        preconditioner.steps = LATE
+        preconditioner.step()
+        for name in (name for name, owner in preconditioner.layers().items() if owner >= 0):
+            a, g, scale = preconditioner.factors(name)
             traces[name] = (scale.sum() / (a.diagonal(dim1=1, dim2=2).sum() * g.diagonal(dim1=1, dim2=2).sum())).item()
-    found.factor_update_steps = 10**6
-    return found, traces
+    preconditioner.factor_update_steps = 10**6
+    return preconditioner, traces
 
 
 def directions(place: Place, kind: str) -> tuple[dict[float, list[torch.Tensor]], dict[str, float]]:
@@ -88,15 +88,15 @@ def directions(place: Place, kind: str) -> tuple[dict[float, list[torch.Tensor]]
     if kind == "gradient":
         return {0.0: place.gradient}, {}
     preconditioner, traces = preconditioned(place, kind)
-    found = {}
+    gradients = {}
     for damping in DAMPINGS:
         preconditioner.damping = damping
         for parameter, gradient in zip(place.model.parameters(), place.gradient, strict=True):
             parameter.grad = gradient.clone()
         preconditioner.step()
-        found[damping] = [parameter.grad.clone() for parameter in place.model.parameters()]
+        gradients[damping] = [parameter.grad.clone() for parameter in place.model.parameters()]
     preconditioner.remove()
-    return found, traces
+    return gradients, traces
 
 
 def main() -> int:
@@ -108,22 +108,28 @@ def main() -> int:
     place = Place(arguments.steps, arguments.samples)
     before = place.step(place.gradient, 0.0)
     small = preconditioned(Place(arguments.steps, arguments.samples, shrink=2), "ekfac")[1]
-    found, traces, rows = [], {}, []
+    best_steps, traces, rows = [], {}, []
     for kind, lengths in LENGTHS.items():
         along, of_kind = directions(place, kind)
         traces |= of_kind
         for damping, direction in along.items():
             steps = [place.step(direction, length) for length in lengths]
             best = min(steps, key=lambda step: step["loss_of_others"])
-            found.append({"kind": kind, "damping": damping, "steps": steps})
+            best_steps.append({"kind": kind, "damping": damping, "steps": steps})
             cells = (damping, best["length"], best["loss"], best["loss_of_others"])
             rows.append([kind, *(f"{cell:.4g}" for cell in cells)])
     print(table(["best step", "damping", "length", "loss", "loss of others"], rows))
     print(f"before: {before['loss']:.4g}, of others {before['loss_of_others']:.4g}")
     traces = {"28 pixels": traces, "14 pixels": small}
-    cells = [[name, *(f"{of[name]:.1f}" for of in traces.values())] for name in small]
+    cells = [[name, *(f"{layers[name]:.1f}" for layers in traces.values())] for name in small]
     print(table(["trace of samples' gradients ÷ product", *traces], cells))
-    record = {"environment": described, "settings": vars(arguments), "before": before, "found": found, "traces": traces}
+    record = {
+        "environment": described,
+        "settings": vars(arguments),
+        "before": before,
+        "found": best_steps,
+        "traces": traces,
+    }
     print(write_record("kfac-damping", record))
     return 0
 

@@ -49,17 +49,17 @@ def seconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
 
 
 def compared(rounds: int, device: str) -> list[dict]:
-    found = []
-    one = torch.eye(1, device=device)[None]  # a g_factor that costs nothing
+    lines = []
+    trivial = torch.eye(1, device=device)[None]  # a g_factor that costs nothing
     for n in SIZES:
         factor = random_factor(n).to(device)
         line = {"size": n}
         for solver in (Eigen(), Cholesky()):
-            invert = partial(solver.update_inverse, factor, one, DAMPING, solver.identity(factor, one))
+            invert = partial(solver.update_inverse, factor, trivial, DAMPING, solver.identity(factor, trivial))
             line[type(solver).__name__.lower()] = seconds(invert, rounds)
-        found.append(line)
+        lines.append(line)
         print(f"  {n}", file=sys.stderr, flush=True)
-    return found
+    return lines
 
 
 def cholesky_inverse(factor: torch.Tensor) -> torch.Tensor:
@@ -71,17 +71,19 @@ def one_by_one(solve: Callable, stack: torch.Tensor) -> list:
 
 
 def stacked(rounds: int, device: str) -> list[dict]:
-    found = []
+    lines = []
     for (n, count), solve in product(STACKS, (torch.linalg.eigh, cholesky_inverse)):
         stack = (torch.cat([random_factor(n, seed) for seed in range(count)]) + DAMPING * torch.eye(n)).to(device)
         ways = {"together": partial(solve, stack), "one by one": partial(one_by_one, solve, stack)}
         times = {way: seconds(work, rounds) for way, work in ways.items()}
-        found.append({"size": n, "count": count, "solver": solve.__name__} | times)
-    return found
+        lines.append({"size": n, "count": count, "solver": solve.__name__} | times)
+    return lines
 
 
 def milliseconds(lines: list[dict], labels: tuple[str, ...], ways: tuple[str, ...]) -> str:
-    rows = [[str(line[of]) for of in labels] + [f"{line[way]['median'] * 1e3:.1f}" for way in ways] for line in lines]
+    rows = [
+        [str(line[label]) for label in labels] + [f"{line[way]['median'] * 1e3:.1f}" for way in ways] for line in lines
+    ]
     return table([*labels, *(f"{way}, ms" for way in ways)], rows)
 
 

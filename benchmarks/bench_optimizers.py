@@ -109,13 +109,13 @@ class Runs:
         if run in self:
             return
         command = [sys.executable, "-m", "benchmarks.optimizer_run", json.dumps(asdict(run))]
-        found = json.loads(process(command, env=ENVIRONMENT)[0])
+        lines = json.loads(process(command, env=ENVIRONMENT)[0])
         print(f"  {run.optimizer['name']}, {run.optimizer.get('preconditioner', 'none')}, {run.epochs} epochs, "
-              f"seed {run.seed}: {best_of(found):.2%}", file=sys.stderr, flush=True)  # fmt: skip
+              f"seed {run.seed}: {best_of(lines):.2%}", file=sys.stderr, flush=True)  # fmt: skip
         with self._lock:
             if self._environments[-1:] != [self._here]:
                 self._environments.append(self._here)
-            self._done.append({"run": asdict(run), "environment": len(self._environments) - 1, "found": found})
+            self._done.append({"run": asdict(run), "environment": len(self._environments) - 1, "found": lines})
             self.write()
 
     def write(self) -> Path:
@@ -125,13 +125,13 @@ class Runs:
 
 def near(name: str) -> dict[str, tuple[dict, dict]]:
     """OPTIMIZERS, with boxes around the best settings of a record that has seeds."""
-    found = json.loads((RESULTS / f"{name}.json").read_text())["found"]
+    earlier = json.loads((RESULTS / f"{name}.json").read_text())["found"]
 
     def around(part: dict, best: dict) -> dict:
         return {key: Around(best[key], **NEAR) if isinstance(part[key], Around) else part[key] for key in part}
 
     return {
-        name: (around(section, found[name]["best"]["optimizer"]), around(kfac, found[name]["best"]["kfac"]))
+        name: (around(section, earlier[name]["best"]["optimizer"]), around(kfac, earlier[name]["best"]["kfac"]))
         for name, (section, kfac) in OPTIMIZERS.items()
     }
 
@@ -146,11 +146,11 @@ def tried(runs: Iterable[Run], name: str, like: Run) -> list[Run]:
     return [run for run in alike if kind(run.optimizer) == kind(OPTIMIZERS[name][0])]
 
 
-def next_trial(of: tuple[dict, dict], before: Sequence[tuple[Run, float]], like: Run) -> Run:
+def next_trial(sections: tuple[dict, dict], before: Sequence[tuple[Run, float]], like: Run) -> Run:
     """What to try of one of OPTIMIZERS after the trials `before`, of which the accuracies are known; `like` has all
     that is not tuned.
     """
-    section, kfac = of
+    section, kfac = sections
     boxes = {key: value.box(len(before)) for key, value in (section | kfac).items() if isinstance(value, Around)}
     study = optuna.create_study(sampler=optuna.samplers.GPSampler(seed=len(before), n_startup_trials=SPREAD))
     for run, accuracy in before:
@@ -163,16 +163,16 @@ def next_trial(of: tuple[dict, dict], before: Sequence[tuple[Run, float]], like:
         values = {
             key: box.low * (box.high / box.low) ** part for (key, box), part in zip(boxes.items(), point, strict=True)
         }
-    found = [{key: values.get(key, value) for key, value in part.items()} for part in (section, kfac)]
-    return replace(like, optimizer=found[0], kfac=kfac_settings(like.batch_size) | found[1] if kfac else {})
+    parts = [{key: values.get(key, value) for key, value in part.items()} for part in (section, kfac)]
+    return replace(like, optimizer=parts[0], kfac=kfac_settings(like.batch_size) | parts[1] if kfac else {})
 
 
-def best_of(found: list[dict]) -> float:
-    return max(line["accuracy"] for line in found)
+def best_of(lines: list[dict]) -> float:
+    return max(line["accuracy"] for line in lines)
 
 
-def reached(found: list[dict], target: float) -> dict | None:
-    return next((line for line in found if line["accuracy"] >= target), None)
+def reached(lines: list[dict], target: float) -> dict | None:
+    return next((line for line in lines if line["accuracy"] >= target), None)
 
 
 def interval(values: list[float]) -> dict[str, float | None]:
@@ -183,7 +183,7 @@ def interval(values: list[float]) -> dict[str, float | None]:
 
 
 def to_target(runs: list[list[dict]], target: float) -> dict:
-    lines = [reached(found, target) for found in runs]
+    lines = [reached(run, target) for run in runs]
     those = [line for line in lines if line is not None]
     what = {key: interval([line[key] for line in those]) for key in COLUMNS} if those else {}
     return {"reached": len(those), "runs": len(runs), **what}
@@ -196,21 +196,21 @@ def share(runs: dict[str, list[list[dict]]], target: float, key: str) -> dict | 
     A seed with which that one misses the target counts with all of its run, which is less than it needs: the share is
     then "at most". None where K-FAC itself misses it.
     """
-    kfac = [reached(found, target) for found in runs["K-FAC"]]
+    kfac = [reached(run, target) for run in runs["K-FAC"]]
     if None in kfac:
         return None
-    lines = {name: [reached(found, target) or found[-1] for found in runs[name]] for name in FIRST_ORDER}
+    lines = {name: [reached(run, target) or run[-1] for run in runs[name]] for name in FIRST_ORDER}
     best = min(FIRST_ORDER, key=lambda name: statistics.mean(line[key] for line in lines[name]))
-    found = interval([math.log(mine[key] / its[key]) for mine, its in zip(kfac, lines[best], strict=True)])
-    of = {
-        "share": math.exp(found["mean"]),
+    logs = interval([math.log(mine[key] / its[key]) for mine, its in zip(kfac, lines[best], strict=True)])
+    result = {
+        "share": math.exp(logs["mean"]),
         "of": best,
         "at_most": any(line["accuracy"] < target for line in lines[best]),
     }
-    if found["half_width"] is None:
-        return of | {"interval": None, "met": False}
-    low, high = (math.exp(found["mean"] + sign * found["half_width"]) for sign in (-1, 1))
-    return of | {"interval": [low, high], "met": high <= GOAL[key]}
+    if logs["half_width"] is None:
+        return result | {"interval": None, "met": False}
+    low, high = (math.exp(logs["mean"] + sign * logs["half_width"]) for sign in (-1, 1))
+    return result | {"interval": [low, high], "met": high <= GOAL[key]}
 
 
 def summary(
@@ -222,29 +222,29 @@ def summary(
     if not rounds:
         return {}
     runs = {name: [done[turn[name]] for turn in rounds] for name in trials}
-    found = {
+    results = {
         name: {
             "trials": [settings(run) | {"accuracy": best_of(done[run])} for run in tried],
             "best": settings(best[name]),
             "targets": {f"{target:.2f}": to_target(runs[name], target) for target in TARGETS},
-            "wall_over_cpu": [found[-1]["wall_s"] / found[-1]["cpu_s"] for found in runs[name]],
+            "wall_over_cpu": [lines[-1]["wall_s"] / lines[-1]["cpu_s"] for lines in runs[name]],
         }
         for name, tried in trials.items()
     }
     shares = {f"{target:.2f}": {key: share(runs, target, key) for key in GOAL} for target in TARGETS}
-    return dict(zip(SUMMARY, (found, shares, GOAL), strict=True))
+    return dict(zip(SUMMARY, (results, shares, GOAL), strict=True))
 
 
 def settings(run: Run) -> dict[str, dict]:
     return {"optimizer": run.optimizer, "kfac": run.kfac}
 
 
-def report(found: dict[str, dict]) -> str:
+def report(results: dict[str, dict]) -> str:
     rows = []
-    for name, of in found.items():
+    for name, its in results.items():
         cells = [name]
         for target in TARGETS:
-            to = of["targets"][f"{target:.2f}"]
+            to = its["targets"][f"{target:.2f}"]
             for key, digits in COLUMNS.items():
                 of_key = to.get(key)
                 cells.append("-" if of_key is None else f"{of_key['mean']:.{digits}f}")
@@ -260,12 +260,12 @@ def report(found: dict[str, dict]) -> str:
 def report_shares(shares: dict[str, dict]) -> str:
     rows = []
     for target, of_keys in shares.items():
-        for key, of in of_keys.items():
+        for key, its in of_keys.items():
             cells = [f"{float(target):.0%} {key}", str(GOAL[key])]
-            if of is not None:
-                ends = " ({:.2f}–{:.2f})".format(*of["interval"]) if of["interval"] else ""
-                share = f"{'≤ ' if of['at_most'] else ''}{of['share']:.2f}{ends}"
-                cells += [share, of["of"], "yes" if of["met"] else "no"]
+            if its is not None:
+                ends = " ({:.2f}–{:.2f})".format(*its["interval"]) if its["interval"] else ""
+                share = f"{'≤ ' if its['at_most'] else ''}{its['share']:.2f}{ends}"
+                cells += [share, its["of"], "yes" if its["met"] else "no"]
             rows.append([*cells, "missed", "", "no"][:5])
     return table(["K-FAC to", "goal", "share (95 %)", "of", "met"], rows)
 
@@ -291,10 +291,10 @@ def main() -> int:
     parallel = 2 if arguments.device == "cpu" else 1
     # The first trial of all, then the second of all, …: what is broken off is a comparison, too.
     turns = [name for turn in range(arguments.trials) for name in OPTIMIZERS if turn >= len(tried(done, name, like))]
-    one, asking = defaultdict(threading.Lock), threading.Lock()  # one trial of an optimizer at a time
+    turn_of, asking = defaultdict(threading.Lock), threading.Lock()  # one trial of an optimizer at a time
 
     def tune(name: str) -> None:
-        with one[name]:
+        with turn_of[name]:
             with asking:
                 run = next_trial(optimizers[name], [(run, best_of(done[run])) for run in tried(done, name, like)], like)
             done.do(run)

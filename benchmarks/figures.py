@@ -110,23 +110,23 @@ def is_datapipe(name: str) -> bool:
 
 
 def loader() -> Plot:
-    found = record("loader")
+    result = record("loader")
     panels = []
     titles = {
         "photographs": "Photographs of 500×375, crops scaled to 224 pixels",
         "pixels": "The same, stored as pixels of 256×256",
     }
     for section, title in titles.items():
-        loaders = found["sections"][section]["loaders"]
+        loaders = result["sections"][section]["loaders"]
         bars = [bar(name, its["images_per_cpu_s"], is_datapipe(name)) for name, its in loaders.items()]
         panels.append(Bars(title, "images per CPU-second", by_value(bars), "more"))
-    rounds = found["sections"]["photographs"]["rounds"]
-    return Plot(panels, f"Median and range of {rounds} epochs, no GPU; {machine(found['environment'])}")
+    rounds = result["sections"]["photographs"]["rounds"]
+    return Plot(panels, f"Median and range of {rounds} epochs, no GPU; {machine(result['environment'])}")
 
 
 def pack() -> Plot:
-    found = record("pack")
-    sections = found["sections"]
+    result = record("pack")
+    sections = result["sections"]
     copied = [bar(name, its["mb_per_s"], is_datapipe(name)) for name, its in sections["copy"]["packers"].items()]
     scaled = sections["resize"]["packers"].items()
     scaled = [bar(name, its["images_per_cpu_s"], is_datapipe(name)) for name, its in scaled]
@@ -135,13 +135,13 @@ def pack() -> Plot:
         Bars("Made 256 pixels high, restart markers", "images per CPU-second", by_value(scaled), "more"),
     ]
     rounds = sections["copy"]["rounds"]
-    return Plot(panels, f"Median and range of {rounds} runs, {found['settings']['filesystem']}; "
-                        f"{machine(found['environment'])}")  # fmt: skip
+    return Plot(panels, f"Median and range of {rounds} runs, {result['settings']['filesystem']}; "
+                        f"{machine(result['environment'])}")  # fmt: skip
 
 
 def stored() -> Plot:
-    found = record("stored")
-    ways = found["ways"].items()
+    result = record("stored")
+    ways = result["ways"].items()
     panels = [
         Bars(title, unit, [bar(name, its[key], True, scale) for name, its in ways], "less", form)
         for title, unit, key, scale, form in (
@@ -150,19 +150,19 @@ def stored() -> Plot:
             ("Reading and decoding the whole image", "CPU-ms per image", "read_us", 1e-3, ".1f"),
         )
     ]
-    return Plot(panels, f"Photographs of 500×375; median and range of {found['rounds']} runs;\n"
-                        f"{machine(found['environment'])}")  # fmt: skip
+    return Plot(panels, f"Photographs of 500×375; median and range of {result['rounds']} runs;\n"
+                        f"{machine(result['environment'])}")  # fmt: skip
 
 
 def reading() -> Plot:
-    found = record("reading")
-    bars = [bar(name, its["mb_per_s"], "plain loop" not in name) for name, its in found["reading"].items()]
+    result = record("reading")
+    bars = [bar(name, its["mb_per_s"], "plain loop" not in name) for name, its in result["reading"].items()]
     panels = [Bars("Reading samples without decoding them", "MB/s", bars, "more")]
-    return Plot(panels, f"Median and range of {found['rounds']} runs; {machine(found['environment'])}")
+    return Plot(panels, f"Median and range of {result['rounds']} runs; {machine(result['environment'])}")
 
 
 def order() -> Plot:
-    found = record("order")
+    result = record("order")
     panels = []
     for title, unit, key, scale in (
         ("Opening a data set", "seconds", "open_s", 1.0),
@@ -171,96 +171,96 @@ def order() -> Plot:
     ):
         bars = [
             bar(f"{int(size) / 1e6:.3g} million, {name}", its[key], True, scale)
-            for size, orders in found["samples"].items()
+            for size, orders in result["samples"].items()
             for name, its in orders.items()
         ]
         panels.append(Bars(title, unit, bars, "less", ".2f"))
-    return Plot(panels, f"Median and range of the runs; {machine(found['environment'])}")
+    return Plot(panels, f"Median and range of the runs; {machine(result['environment'])}")
 
 
 def kfac_step() -> Plot:
     panels = []
     for model, title in (("resnet32", "ResNet-32, 32 pixels"), ("resnet50", "ResNet-50, 96 pixels")):
-        found = record(f"kfac-{model}")
-        every = found["settings"]["inv_update_steps"]
-        plain = [step["s"] for step in found["steps"]["SGD"]]
+        result = record(f"kfac-{model}")
+        every = result["settings"]["inv_update_steps"]
+        plain = [step["s"] for step in result["steps"]["SGD"]]
         bars = []
-        for name, its in found["found"].items():
+        for name, its in result["found"].items():
             if name != "SGD":
-                spent = [step["s"] for step in found["steps"][name]]
+                spent = [step["s"] for step in result["steps"][name]]
                 added = [
                     100 * (sum(spent[start : start + every]) / sum(plain[start : start + every]) - 1)
                     for start in range(0, len(plain), every)
                 ]
                 bars.append(Bar(name, 100 * its["added"], min(added), max(added), "published" not in name))
-        panels.append(Bars(f"{title}, batch of {found['settings']['batch_size']}", "% added to a step of SGD",
+        panels.append(Bars(f"{title}, batch of {result['settings']['batch_size']}", "% added to a step of SGD",
                            by_value(bars, rising=True), "less", ".1f"))  # fmt: skip
-    return Plot(panels, f"200 steps; whiskers: each period of 100 steps; {machine(found['environment'])}")
+    return Plot(panels, f"200 steps; whiskers: each period of 100 steps; {machine(result['environment'])}")
 
 
 def kfac_solvers() -> Plot:
-    found = record("kfac-solvers")
+    result = record("kfac-solvers")
     lines = []
     for solver in ("eigen", "cholesky"):
-        rows = [row for row in found["solvers"] if row["damping"] == 0.01]
+        rows = [row for row in result["solvers"] if row["damping"] == 0.01]
         spread = ([1e3 * row[solver][what] for row in rows] for what in ("median", "min", "max"))
         lines.append(Line(f'solver="{solver}"', [float(row["size"]) for row in rows], *spread))
     panels = [Lines("Solving one factor", "rows of the factor", "milliseconds", lines)]
-    return Plot(panels, f"Median and range of {found['settings']['rounds']} runs; {machine(found['environment'])}")
+    return Plot(panels, f"Median and range of {result['settings']['rounds']} runs; {machine(result['environment'])}")
 
 
 def kfac_damping() -> Plot:
-    found = record("kfac-damping")
+    result = record("kfac-damping")
     best = {}
-    for row in found["found"]:
+    for row in result["found"]:
         loss = min(step["loss_of_others"] for step in row["steps"])
         best.setdefault(row["kind"], []).append((row["damping"], loss))
     names = {"kfac": "KFAC", "ekfac": "EKFAC"}
     lines = [Line(names[kind], *map(list, zip(*sorted(best[kind]), strict=True))) for kind in names]
     panel = Lines("One step from a loss of 1.60, with the best step length", "damping", "loss on other images", lines,
                   is_log=False, level=("plain gradient", best["gradient"][0][1]))  # fmt: skip
-    return Plot([panel], f"ResNet-8, Fashion-MNIST, one run; {machine(found['environment'])}")
+    return Plot([panel], f"ResNet-8, Fashion-MNIST, one run; {machine(result['environment'])}")
 
 
 def optimizers(name: str, title: str, target: str = "0.91") -> Plot:
-    found = record(name)
+    result = record(name)
     panels = []
     for unit, key in (("optimizer steps", "step"), ("seconds on one core", "wall_s")):
         bars = []
-        for optimizer, its in found["found"].items():
+        for optimizer, its in result["found"].items():
             reached = its["targets"][target]
             count = f"{reached['reached']} of {reached['runs']}"
             if not reached["reached"]:
-                bars.append(Bar(optimizer, None, note=f"{count} in {found['settings']['epochs']} epochs"))
+                bars.append(Bar(optimizer, None, note=f"{count} in {result['settings']['epochs']} epochs"))
                 continue
             mean, half = reached[key]["mean"], reached[key]["half_width"]
             spread = (None, None) if half is None else (mean - half, mean + half)
             note = f" ({count})" if reached["reached"] < reached["runs"] else ""
             bars.append(Bar(optimizer, mean, *spread, "FAC" in optimizer, note))
         panels.append(Bars(f"{title}: to {100 * float(target):.0f} % of the test images", unit, bars, "less"))
-    return Plot(panels, f"Mean and 95 % interval of {found['settings']['seeds']} seeds; "
-                        f"{machine(found['environments'][-1])}")  # fmt: skip
+    return Plot(panels, f"Mean and 95 % interval of {result['settings']['seeds']} seeds; "
+                        f"{machine(result['environments'][-1])}")  # fmt: skip
 
 
 def training() -> Plot:
-    found = record("training")
-    loaders = found["compared"]["loaders"].items()
+    result = record("training")
+    loaders = result["compared"]["loaders"].items()
     speed = [bar(name, its["images_per_s"], is_datapipe(name)) for name, its in loaders]
     waiting = [bar(name, its["wait_share"], is_datapipe(name), 100) for name, its in loaders]
     panels = [
         Bars("ResNet-8 on Fashion-MNIST", "images/s", speed, "more"),
         Bars("Waiting for batches", "% of the steps' time", waiting, "less", ".1f"),
     ]
-    return Plot(panels, f"Median and range of {found['compared']['rounds']} runs; {machine(found['environment'])}")
+    return Plot(panels, f"Median and range of {result['compared']['rounds']} runs; {machine(result['environment'])}")
 
 
 def pack_slow() -> Plot:
-    found = record("pack_slow")
-    bars = [bar(name, its["wall_s"], is_datapipe(name)) for name, its in found["compared"].items()]
-    bars.append(Bar("what the server must take", found["floor_s"]))
-    title = f"6,000 files, {found['settings']['meta_ms']} ms per metadata operation"
+    result = record("pack_slow")
+    bars = [bar(name, its["wall_s"], is_datapipe(name)) for name, its in result["compared"].items()]
+    bars.append(Bar("what the server must take", result["floor_s"]))
+    title = f"6,000 files, {result['settings']['meta_ms']} ms per metadata operation"
     return Plot([Bars(title, "seconds", bars, "less", ".1f")],
-                f"Median and range of {found['rounds']} runs; {machine(found['environment'])}")  # fmt: skip
+                f"Median and range of {result['rounds']} runs; {machine(result['environment'])}")  # fmt: skip
 
 
 FIGURES: dict[str, Callable[[], Plot]] = {

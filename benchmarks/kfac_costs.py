@@ -33,9 +33,9 @@ def main() -> int:
                 settings = KFACSettings(
                     grad_worker_fraction=fraction, solver=arguments.solver, local_factors=option == "local_factors"
                 )
-                found = costs(network, ranks, settings, reduce_to_owners=option == "reduce_to_owners")
+                figures = costs(network, ranks, settings, reduce_to_owners=option == "reduce_to_owners")
                 share = f"{round(fraction * ranks)}/{ranks}" + (f", {option}" if option else "")
-                rows.append([share, *(f"{value / MB:,.1f}" for value in found)])
+                rows.append([share, *(f"{value / MB:,.1f}" for value in figures)])
     gradients = sum(parameter.numel() for parameter in network.parameters()) * 4 / MB
     header = ["workers a layer", "factors", "solutions", *(f"{what} sent" for what in ("factors", "solutions",
               "gradients")), "gradients reduced"]  # fmt: skip

@@ -89,7 +89,7 @@ class Training:
 
     def __init__(self, run: Run) -> None:
         torch.manual_seed(run.seed)
-        training, self.val = ([tensor.to(run.device) for tensor in of] for of in sets(run))
+        training, self.val = ([tensor.to(run.device) for tensor in tensors] for tensors in sets(run))
         self.images, self.labels = training
         self.precision = choose_precision(run.precision, torch.device(run.device))
         self.parts = run.batch_size // PART
@@ -145,7 +145,7 @@ class Training:
 def train(run: Run) -> list[dict]:
     """What each evaluation found: step, epoch, accuracy, and the seconds of training until then."""
     training = Training(run)
-    found, wall_s, cpu_s, order = [], 0.0, 0.0, torch.empty(0, dtype=torch.int64)
+    lines, wall_s, cpu_s, order = [], 0.0, 0.0, torch.empty(0, dtype=torch.int64)
     per_epoch, evaluated = training.steps_per_epoch, 0
     for number in range(training.steps):
         if number % per_epoch == 0:
@@ -156,7 +156,7 @@ def train(run: Run) -> list[dict]:
             torch.cuda.synchronize()
         wall_s, cpu_s = wall_s + time.perf_counter() - began, cpu_s + time.process_time() - cpu_began
         step = number + 1
-        near = bool(found) and found[-1]["accuracy"] >= NEAR
+        near = bool(lines) and lines[-1]["accuracy"] >= NEAR
         due = (step * run.batch_size - evaluated) >= EVALUATED_EVERY * (1 if near else 3)
         if due or step == training.steps:
             evaluated = step * run.batch_size
@@ -165,12 +165,12 @@ def train(run: Run) -> list[dict]:
             if training.preconditioner is not None:
                 cosines = training.preconditioner.cosines().values()
                 line |= {"cosine": statistics.median(cosines)}
-            found.append(line)
+            lines.append(line)
             print(json.dumps(line), file=sys.stderr, flush=True)
             done = line["accuracy"] >= TARGETS[-1] and not run.tuning
             if done or (2 * step >= training.steps and line["accuracy"] < run.stop_below):
                 break
-    return found
+    return lines
 
 
 def main() -> int:

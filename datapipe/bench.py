@@ -9,6 +9,7 @@ from typing import Any
 
 from .dataset.manifest import Manifest, find_data_sets
 from .loaders import Loader, open_loader
+from .names import Crop
 from .sampling.augment import Augment
 
 STAGES = ("read", "window", "decode", "resize", "copy", "other")
@@ -23,6 +24,7 @@ def bench(
     epochs: int,
     size: int | None,
     step_s: float = 0.0,
+    crop: Crop = "auto",
     **settings: Any,
 ) -> dict[str, Any]:
     """Iterate over a data set (of several splits: `train`, else the first) and measure.
@@ -34,14 +36,16 @@ def bench(
         epochs: How often to iterate over the data set, from 1.
         size: Of the images in pixels (default: their own where they share one, else 224).
         step_s: Seconds that the consumer waits, in place of an accelerator, with each batch.
+        crop: How images are cropped, as in `Augment`.
         settings: Others of `open_loader`.
 
     Returns:
         - `images_per_s`, `images_per_cpu_s` (CPU seconds of this process and its children, opening the loader
           included), and per epoch the images and seconds;
         - `first_batch_s`: from opening the loader to its first batch;
-        - `stages_s`: seconds of all threads in each stage, waiting because the queue is full (`queue_full`), and of the
-          consumer, waiting because it is empty (`queue_empty`); `limit`: the stage that takes longest, or the consumer;
+        - `stages_s`: seconds by the clock of all threads in each stage, waiting because the queue is full
+          (`queue_full`), and of the consumer, waiting because it is empty (`queue_empty`); `limit`: the stage that
+          takes longest, or the consumer;
         - with `step_s`: `wanted_images_per_s`, the most that the steps can take; `utilisation`: the share of the time
           in which the consumer did not wait for data (accelerator utilisation as in MLPerf Storage: time of computation
           by time in all); `enough_cores`: how many cores would provide that many images.
@@ -50,7 +54,7 @@ def bench(
     folder = next((path for path in folders if path.name == "train"), folders[0])
     cpu_began, began = _cpu_s(), time.perf_counter()
     size = _own_size(folder) if size is None else size
-    with open_loader(folder, batch_size, backend=backend, size=size, augment=Augment(), **settings) as loader:
+    with open_loader(folder, batch_size, backend=backend, size=size, augment=Augment(crop), **settings) as loader:
         rows, first_batch_at = _iterate(loader, epochs, step_s)
         stages = loader.stages()
         threads = loader.options.num_threads()
@@ -75,26 +79,28 @@ def bench(
         result |= {
             "step_s": step_s,
             "wanted_images_per_s": most_per_s,
-            "utilisation": min(1.0, step_s * images / batch_size / seconds),
+            "utilisation": sum(row["step_s"] for row in rows) / seconds,
             "enough_cores": most_per_s * cpu_s / images,
         }
     return result
 
 
 def _iterate(loader: Loader, epochs: int, step_s: float) -> tuple[list[dict[str, float]], float | None]:
-    """Return each epoch's images and seconds, and when the first batch came (by time.perf_counter)."""
+    """Return each epoch's images, seconds and steps' seconds, and when the first batch came (by time.perf_counter)."""
     rows: list[dict[str, float]] = []
     first_batch_at = None
     for epoch in range(epochs):
         loader.set_epoch(epoch)
-        began, num_images = time.perf_counter(), 0
+        began, num_images, slept_s = time.perf_counter(), 0, 0.0
         for batch in loader:
             if first_batch_at is None:
                 first_batch_at = time.perf_counter()
             num_images += len(batch.labels)
-            time.sleep(step_s)
+            step_began = time.perf_counter()
+            time.sleep(step_s)  # a little longer, which counts where a step is short
+            slept_s += time.perf_counter() - step_began
         seconds = time.perf_counter() - began
-        rows.append({"images": num_images, "seconds": seconds, "images_per_s": num_images / seconds})
+        rows.append({"images": num_images, "seconds": seconds, "step_s": slept_s, "images_per_s": num_images / seconds})
     return rows, first_batch_at
 
 

@@ -30,9 +30,9 @@ def first_of_each_class(labels: np.ndarray, per_class: int) -> np.ndarray:
 def read_idx(path: Path, magic: int) -> np.ndarray:
     """Return a gzipped IDX file of unsigned bytes as an array; `ValueError` if it is none with `magic`."""
     data = gzip.decompress(path.read_bytes())
-    found, *shape = np.frombuffer(data, ">u4", HEADER_BYTES[magic] // 4).tolist()
-    if found != magic:
-        raise ValueError(f"{path}: magic number {found:#x}, not {magic:#x}")
+    file_magic, *shape = np.frombuffer(data, ">u4", HEADER_BYTES[magic] // 4).tolist()
+    if file_magic != magic:
+        raise ValueError(f"{path}: magic number {file_magic:#x}, not {magic:#x}")
     return np.frombuffer(data, np.uint8, offset=HEADER_BYTES[magic]).reshape(shape)
 
 

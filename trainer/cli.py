@@ -66,7 +66,9 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared in one report.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to (default: that of a single run).")] = None,
 ) -> None:
-    """Write report.html and its plots from the metrics of one run, or of several to compare.
+    """Write the report of a run, or one that compares several.
+
+    It is report.html, with its plots as PDF and PNG beside it.
 
     \b
     Example:

@@ -81,11 +81,11 @@ def elapsed_ms(device: torch.device, work: Callable[[], object]) -> float:
 def ceilings(device: torch.device, n: int) -> dict[str, float]:
     """Operations a second of a product of two matrices [n, n], by type, and bytes a second of a copy of one."""
     a, b = (torch.randn(n, n, device=device) for _ in range(2))
-    found = {"bytes": 8e3 * n * n / min(elapsed_ms(device, a.clone) for _ in range(5))}
+    per_s = {"bytes": 8e3 * n * n / min(elapsed_ms(device, a.clone) for _ in range(5))}
     for dtype in ("float32", "bfloat16"):
         c, d = (matrix.to(getattr(torch, dtype)) for matrix in (a, b))
-        found[dtype] = 2e3 * n**3 / min(elapsed_ms(device, lambda c=c, d=d: c @ d) for _ in range(5))
-    return found
+        per_s[dtype] = 2e3 * n**3 / min(elapsed_ms(device, lambda c=c, d=d: c @ d) for _ in range(5))
+    return per_s
 
 
 def waits(training: Training, x: torch.Tensor, y: torch.Tensor, inv_update_steps: int) -> str:
@@ -127,9 +127,9 @@ def main() -> int:
         for name in OURS if number == WARM_UP else ():
             trainings[name].preconditioner.steps = SETTINGS["inv_update_steps"]
         for name in names:
-            taken = trainings[name].timed(x, y)
+            ms = trainings[name].timed(x, y)
             if number >= WARM_UP:
-                times[name].append(taken)
+                times[name].append(ms)
     flops = operations(arguments.model, arguments.size, arguments.batch_size, NUM_CLASSES)
     ceiling = ceilings(arguments.device, 512 if arguments.device.type == "cpu" else 8192)
 
@@ -143,29 +143,29 @@ def main() -> int:
         moved = flops["bytes" if inv_dtype == "float32" else "bytes, bfloat16"]
         return 1e3 * max(computing_s, moved / ceiling["bytes"])
 
-    found = {
+    figures = {
         name: {
-            "median_ms": statistics.median(of),
-            "mean_ms": statistics.mean(of),
-            "worst_over_median": max(of) / statistics.median(of),
-            "added": sum(of) / sum(times[SGD]) - 1,
+            "median_ms": statistics.median(all_ms),
+            "mean_ms": statistics.mean(all_ms),
+            "worst_over_median": max(all_ms) / statistics.median(all_ms),
+            "added": sum(all_ms) / sum(times[SGD]) - 1,
             "formula_ms": formula_ms(name),
             "waits": waits(trainings[name], x, y, LONG),
             "waits_in_refreshes": waits(trainings[name], x, y, 1),
         }
-        for name, of in times.items()
+        for name, all_ms in times.items()
     }
     rows = [
-        [name, f"{of['median_ms']:.1f}", f"{of['mean_ms']:.1f}", f"{of['added']:+.1%}", f"{of['formula_ms']:.1f}",
-         f"{of['worst_over_median']:.2f}", of["waits"], of["waits_in_refreshes"]]
-        for name, of in found.items()
+        [name, f"{its['median_ms']:.1f}", f"{its['mean_ms']:.1f}", f"{its['added']:+.1%}", f"{its['formula_ms']:.1f}",
+         f"{its['worst_over_median']:.2f}", its["waits"], its["waits_in_refreshes"]]
+        for name, its in figures.items()
     ]  # fmt: skip
     what = f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}"
     print(table([what, "median ms", "mean ms", "added", "K-FAC by formula ms", "worst ÷ median", "host waits",
                  "in refreshes"], rows))  # fmt: skip
     settings = {**SETTINGS, **vars(arguments), "device": str(arguments.device)}
     record = {"environment": described, "settings": settings, "operations": flops, "ceilings_per_s": ceiling}
-    print(write_record("kfac_gpu", record | {"found": found, "times_ms": times}))
+    print(write_record("kfac_gpu", record | {"found": figures, "times_ms": times}))
     return 0
 
 

@@ -53,11 +53,11 @@ def open_epochs(folder: Path, task: Task, device: torch.device = CPU) -> Epochs:
         while left > 0:
             images, labels = built.run()
             numbers = [int(bytes(np.asarray(labels.at(i)))) for i in range(len(labels))]
-            taken = min(left, task.batch_size)  # the reader goes on with the next epoch: what is beyond is cut off
+            num_images = min(left, task.batch_size)  # the reader goes on with the next epoch: what is beyond is cut off
             images_BHWC = torch.empty((len(labels), task.size, task.size, 3), dtype=torch.uint8, device=device)
             feed_ndarray(images.as_tensor(), images_BHWC, cuda_stream=_stream(device))
-            yield images_BHWC[:taken].permute(0, 3, 1, 2), torch.tensor(numbers[:taken])
-            left -= taken
+            yield images_BHWC[:num_images].permute(0, 3, 1, 2), torch.tensor(numbers[:num_images])
+            left -= num_images
         _wait_until_idle()
 
     return epoch

@@ -54,7 +54,7 @@ class PublishedKFAC:
 
     @torch.no_grad()
     def step(self) -> None:
-        found, divergence = {}, 0.0
+        directions, divergence = {}, 0.0
         for module, kept in self.layers.items():
             if self.steps % self.inv_update_steps == 0:
                 a_values, kept["a_vectors"] = torch.linalg.eigh(kept["a"])
@@ -64,10 +64,10 @@ class PublishedKFAC:
             if module.bias is not None:
                 gradient = torch.cat([gradient, module.bias.grad[:, None]], 1)
             rotated = kept["g_vectors"].T @ gradient @ kept["a_vectors"] * kept["divisors"]
-            found[module] = kept["g_vectors"] @ rotated @ kept["a_vectors"].T
-            divergence += (found[module] * gradient).sum().item() * self.lr**2
+            directions[module] = kept["g_vectors"] @ rotated @ kept["a_vectors"].T
+            divergence += (directions[module] * gradient).sum().item() * self.lr**2
         scale = min(1.0, (self.kl_clip / abs(divergence)) ** 0.5)
-        for module, gradient in found.items():
+        for module, gradient in directions.items():
             if module.bias is not None:
                 module.bias.grad.copy_(gradient[:, -1] * scale)
                 gradient = gradient[:, :-1]

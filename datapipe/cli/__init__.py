@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .. import __version__, console
-from ..names import BACKENDS, CHECKS, COMPRESSIONS, IOS, KINDS, ORDERS, STORES
+from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, ORDERS, STORES
 from ..public_data import DATASETS
 from .parameters import (
     AsJson,
@@ -147,7 +147,10 @@ def convert(
     only_finish: Finish = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a packed data set into another format: the same image bytes, keys, labels, order and quarantine."""
+    """Put a packed data set into another format.
+
+    The image bytes, keys, labels, order and quarantine stay the same.
+    """
     from .. import packing
     from ..cluster import detect
 
@@ -216,7 +219,10 @@ def verify(
     timeout: Timeout = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check every file against its checksum; exit with 1 and name each bad shard and key if one differs."""
+    """Check every file against its checksum.
+
+    If one differs, each bad shard and key is named, and the exit code is 1.
+    """
     from ..dataset.manifest import find_data_sets
     from ..dataset.verify import verify
 
@@ -260,6 +266,7 @@ def bench(
     size: Annotated[
         int | None, typer.Option(metavar="PIXELS", help="Side of the output (default: the images', or 224).")
     ] = None,
+    crop: Annotated[str, typer.Option(help="How images are cropped, as in a recipe.", **one_of(CROPS))] = "auto",
     threads: Annotated[int | None, typer.Option(metavar="N", help="Decoding threads (default: one per core).")] = None,
     order: Annotated[
         str,
@@ -274,10 +281,10 @@ def bench(
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how many training images per second a loader delivers, and what limits it."""
+    """Measure a loader's images per second, and what limits it."""
     from ..bench import bench, format_result
 
-    settings = {"order": order, "io": io, "device": device, "threads": threads}
+    settings: dict[str, Any] = {"crop": crop, "order": order, "io": io, "device": device, "threads": threads}
     result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
     print(json.dumps(result) if as_json else "\n".join(format_result(result)))
 
@@ -287,7 +294,10 @@ def doctor(
     folder: Annotated[Path, folder_named("DIR", "A folder on the filesystem in question.")],
     as_json: AsJson = False,
 ) -> None:
-    """Measure the filesystem under DIR and this node, and say how to set the loader."""
+    """Measure a filesystem and this node.
+
+    Says what the loader's settings should be for a data set under DIR.
+    """
     from ..doctor import describe, doctor
 
     result = doctor(folder)

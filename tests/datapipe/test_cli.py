@@ -36,6 +36,7 @@ CHOICES = {
     ("convert", "--format"): names.FORMATS,
     ("bench", "--loader"): names.BACKENDS,
     ("bench", "--order"): names.ORDERS,
+    ("bench", "--crop"): names.CROPS,
     ("bench", "--io"): names.IOS,
 }
 

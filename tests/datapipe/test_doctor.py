@@ -129,9 +129,11 @@ def test_bench_with_an_emulated_accelerator(packed_folders, command):
     slow = bench(packed_folders["tar"], "cpu", 8, 1, 16, step_s=0.5, threads=2)
     assert slow["limit"] == CONSUMER and 0.5 < slow["utilisation"] <= 1
     assert slow["wanted_images_per_s"] == pytest.approx(16)
+    short = bench(packed_folders["tar"], "cpu", 8, 1, 16, step_s=1e-5, crop="none", threads=2)
+    assert 0 < short["utilisation"] < 1
     assert slow["enough_cores"] == pytest.approx(16 / slow["images_per_cpu_s"])
     done = command("datapipe", "bench", packed_folders["tar"], "--step-ms", "1", "--epochs", "1", "--batch-size", "8",
-                   "--order", "blocks", "--io", "mmap")  # fmt: skip
+                   "--order", "blocks", "--io", "mmap", "--crop", "random_resized")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "utilisation" in done.stdout and "cores like these would be enough" in done.stdout
 

@@ -263,9 +263,11 @@ def test_a_recipe_that_does_not_fit_leaves_no_run(go, tmp_path, change, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_no_data(go, tmp_path):
+def test_no_data(go, packed, tmp_path):
     with pytest.raises(DatapipeError):
         go(data=tmp_path)
+    with pytest.raises(SettingError, match=r"--data: .*train is one split; choose the folder that holds it"):
+        go(data=packed / "train")
     assert not (tmp_path / "run").exists()
 
 

@@ -36,9 +36,7 @@ def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
             return f"{name} is missing"
         case "extra_forbidden":
             known = sorted(section.model_fields) if section else []
-            close = difflib.get_close_matches(str(location[-1]), known, 1)
-            suggestion = f", did you mean {close[0]}?" if close else ""
-            return f"{name} = {value!r}: unknown setting{suggestion} (allowed: {', '.join(known)})"
+            return f"{name} = {value!r}: unknown setting{_hint(location, known, recipe)} (allowed: {', '.join(known)})"
         case "union_tag_not_found":
             return f"{name}.name is missing"
         case "union_tag_invalid":
@@ -49,6 +47,24 @@ def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
             return f"{name} = {value!r}: {finding['ctx']['error']}"
     message = finding["msg"].replace("Input should ", "must ")
     return f"{name} = {value!r}: {message}"
+
+
+def _hint(location: Location, known: list[str], recipe: type[BaseModel]) -> str:
+    """Say what an unknown key may be meant for."""
+    first, last = str(location[0]), str(location[-1])
+    if len(location) == 1:  # a key without its section
+        owner = next((name for name in known if _has_key(recipe, name, last)), None)
+        if owner:
+            return f", did you mean {owner}.{last}?"
+    elif _has_key(recipe, first, last):  # of another kind: the name was changed, and the rest was not
+        return f' for {location[1]}; to change both, replace the section: {first}={{name="{location[1]}", …}}'
+    close = difflib.get_close_matches(last, known, 1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _has_key(recipe: type[BaseModel], section: str, key: str) -> bool:
+    kinds = section_classes(recipe, section)
+    return any(isinstance(kind, type) and issubclass(kind, BaseModel) and key in kind.model_fields for kind in kinds)
 
 
 def _dotted(keys: Location) -> str:

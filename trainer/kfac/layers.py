@@ -72,7 +72,8 @@ class Layer(ABC):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that K-FAC preconditions."""
-        module = self.module  # not the properties, as every step asks several times for each layer
+        # Not the properties, as every step asks several times for each layer. For torch, an attribute may be a module.
+        module = self.module
         return [module.weight, module.bias] if self.has_bias else [module.weight]  # type: ignore[list-item]
 
     def num_elements(self) -> int:

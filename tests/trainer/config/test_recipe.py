@@ -88,6 +88,8 @@ def test_set_values():
         ("data.order=3", ["data.order", "3", "full, blocks"]),
         ("data.crop=middle", ["data.crop", "'middle'", "random_resized"]),
         ("trian.epochs=3", ["trian", "did you mean train"]),
+        ("epochs=3", ["epochs", "did you mean train.epochs?"]),
+        ("optimizer={name='lamb', lr=1, momentum=0}", ["momentum", "for lamb", 'optimizer={name="lamb", …}']),
         ("train=3", ["train", "3"]),
         ("name.x=3", ["name.x=3", "not a section"]),
         ("epochs", ["epochs", "section.key=value"]),
