@@ -254,6 +254,18 @@ def training() -> Plot:
     return Plot(panels, f"Median and range of {result['compared']['rounds']} runs; {machine(result['environment'])}")
 
 
+def spinning() -> Plot:
+    result = record("spinning")
+    panels = [
+        Bars(title, unit, [bar(way, its[key], False) for way, its in result["ways"].items()], better)
+        for title, unit, key, better in (
+            ("ResNet-8 on Fashion-MNIST, two threads", "images/s", "images_per_s", "more"),
+            ("Processor time of the training", "CPU-seconds", "process_cpu_s", "less"),
+        )
+    ]
+    return Plot(panels, f"Median and range of {result['rounds']} runs; {machine(result['environment'])}")
+
+
 def pack_slow() -> Plot:
     result = record("pack_slow")
     bars = [bar(name, its["wall_s"], is_datapipe(name)) for name, its in result["compared"].items()]
@@ -271,6 +283,7 @@ FIGURES: dict[str, Callable[[], Plot]] = {
     "pack-slow": pack_slow,
     "stored": stored,
     "training": training,
+    "spinning": spinning,
     "kfac-step": kfac_step,
     "kfac-solvers": kfac_solvers,
     "kfac-damping": kfac_damping,

@@ -231,25 +231,6 @@ def test_world_size_that_does_not_divide_is_refused_without_waiting(train, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_threads_are_told_not_to_spin_before_torch_is_loaded(start):
-    """OpenMP reads its settings when torch loads it: a child process notes what they are at that moment."""
-    probe = """
-import os, sys
-seen = []
-def note(event, arguments):
-    if event == "import" and arguments[0] == "torch" and not seen:
-        seen.append([os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")])
-sys.addaudithook(note)
-from trainer.cli import main
-code = main()
-print(seen)
-sys.exit(code)
-"""
-    code, out, err = finish(start("-c", probe, "train", "fashion-mnist-resnet8", "--data", "none", "--out", "run"))
-    assert code == 1, err
-    assert out.splitlines()[-1] == "[['PASSIVE', '0']]"
-
-
 def test_what_one_rank_lacks_ends_both(train, packed, port, tmp_path):
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     has, lacks = (
