@@ -8,6 +8,7 @@ elements runs a whole command of its own, so the numbers multiply.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,16 +28,40 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where a process is in its job, and where the processes can meet.
+
+    Attributes:
+        rank: its number, from 0.
+        world_size: how many processes there are.
+        local_rank: its number on its node, from 0; None where that is not known.
+        master: host name or address of process 0; "" where that is not known.
+        port: a TCP port there that this job may use.
+        launcher: what said so, for messages; empty where nothing did.
+        job: the scheduler's number of the job; "" without one.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = 0
+    master: str = ""
+    port: int = 0
+    launcher: str = ""
+    job: str = ""
+
+
+@dataclass(frozen=True)
 class _Launcher:
     """A launcher, recognised by the variables in which it gives a process's number and the number of processes.
 
-    `beside`: one of these must be set, too. Needed where the names of the other two are so common that something else
-    may have set them.
+    `local`: the variable with its number on its node. `beside`: one of these must be set, too. Needed where the names
+    of the other two are so common that something else may have set them.
     """
 
     name: str
     index: str
     count: str
+    local: str
     beside: tuple[str, ...] = ()
 
     def task(self, environ: Mapping[str, str]) -> Task | None:
@@ -49,15 +74,18 @@ class _Launcher:
 
 
 # Not SLURM_NTASKS: a batch script, which runs once, has that and SLURM_PROCID=0 as well.
-_SLURM_STEP = _Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+_SLURM_STEP = _Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 # Innermost first. Both mpiruns start a helper on each node by srun, whose variables our process then inherits; torchrun
 # is started once per node by any of the others.
 _LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
-    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE"),  # Intel MPI, Cray PALS and srun --mpi=pmi2, too
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
+    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Intel MPI, Cray PALS and srun --mpi=pmi2, too
     _SLURM_STEP,
 )
+
+
+JOBS = "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"  # of schedulers
 
 
 def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
@@ -79,11 +107,72 @@ def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
     return Task(index, count, f"{array.launcher}, {inner.launcher}")
 
 
-def _explicit(value: str) -> Task:
+def placement(environ: Mapping[str, str], explicit: str | None = None, master: str | None = None) -> Placement:
+    """Find out where this process is in its job.
+
+    Args:
+        environ: the environment variables.
+        explicit: "I/N" from the user; it overrides them.
+        master: host of process 0, from the user; it overrides them.
+
+    Returns:
+        A process alone where nothing says otherwise.
+
+    Raises:
+        SettingError: The numbers contradict each other, or `explicit` is not I/N.
+    """
+    job = next((environ[name] for name in JOBS if name in environ), "")
+    address = master or environ.get("MASTER_ADDR") or _first_host(environ)
+    port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _port(job, environ.get("SLURM_STEP_ID", ""))
+    if explicit is not None:
+        node = _explicit(explicit, "--node")
+        return Placement(node.index, node.count, 0, address, port, "--node", job)
+    for launcher in _LAUNCHERS:
+        task = launcher.task(environ)
+        if task is not None:
+            local = _number(environ, launcher.local) if launcher.local in environ else None
+            return Placement(task.index, task.count, local, address, port, launcher.name, job)
+    return Placement(port=port, job=job)
+
+
+def lonely(environ: Mapping[str, str], placement: Placement) -> str:
+    """Say so where a process that believes to be alone is in a job of several nodes; "" otherwise."""
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "PBS_NUM_NODES", "LSB_DJOB_NUMPROC"):
+        nodes = environ.get(name, "1")
+        if placement.world_size == 1 and nodes.isdecimal() and int(nodes) > 1:
+            return f"this job has {nodes} nodes ({name}), and this process knows of one: start it on each, as by srun"
+    return ""
+
+
+def _port(*job: str) -> int:
+    """Return a port that two jobs on a node hardly ever share: 20000 to 29999, below those that Linux gives away."""
+    return 20000 + zlib.crc32("/".join(job).encode()) % 10000
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """Return the first host of the job, on which all launchers that are known here start process 0."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if environ.get(name):
+            return first_host(environ[name])
+    return ""
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it.
+
+    >>> first_host("gpu[007-009,12],login1"), first_host("a1,a2"), first_host("rack[1-2]node[3-4]-ib")
+    ('gpu007', 'a1', 'rack1node3-ib')
+    """
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+
+
+def _explicit(value: str, option: str = "--task") -> Task:
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", value)
     if not match or int(match[1]) >= int(match[2]):
-        raise SettingError(f"--task: {value!r} is not a task; allowed: I/N with I from 0 to N - 1, such as 0/4")
-    return Task(int(match[1]), int(match[2]), "--task")
+        raise SettingError(
+            f"{option}: {value!r} is not a number of N; allowed: I/N with I from 0 to N - 1, such as 0/4"
+        )
+    return Task(int(match[1]), int(match[2]), option)
 
 
 def _check_step(environ: Mapping[str, str], step: Task) -> None:

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -103,6 +102,26 @@ def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
         os.close(fd)
 
 
+def lock_holder(folder: Path) -> str:
+    """Name the process that holds a folder's lock, such as "process 17 (datapipe)"; "" where it is not known.
+
+    It may be in another container, or on another host.
+    """
+    info = os.stat(folder)
+    place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    for line in Path("/proc/locks").read_text().splitlines():  # proc(5): "1: FLOCK ADVISORY WRITE pid dev:inode 0 EOF"
+        fields = line.split()
+        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == place and fields[4] != "0":
+            with suppress(OSError):
+                return f"process {fields[4]} ({Path('/proc', fields[4], 'comm').read_text().strip()})"
+    return ""
+
+
+def boot_id() -> str:
+    """Return what tells this host's present life from its earlier ones, and from other hosts' (random(4))."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Call `function` for each item and return the results in order; in threads where that is faster.
 
@@ -154,87 +173,12 @@ def _ignore() -> None:
 
 def checksum(path: Path, moved: Callable[[], None] = _ignore) -> str:
     """Compute the xxh3-128 of a file's bytes, as 32 hexadecimal digits. `moved` is called after each read."""
-    digest = xxhash.xxh3_128()
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        update_from(digest, file, moved)
+        while count := file.readinto(buffer):
+            moved()
+            digest.update(buffer[:count])
     return digest.hexdigest()
-
-
-def update_from(digest: xxhash.xxh3_128, file: FileIO, moved: Callable[[], None] = _ignore) -> int:
-    """Feed the rest of a file to a digest.
-
-    Args:
-        digest: is updated.
-        file: open for reading, unbuffered.
-        moved: called after each read.
-
-    Returns:
-        the number of bytes.
-    """
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    total = 0
-    while count := file.readinto(buffer):
-        moved()
-        digest.update(buffer[:count])
-        total += count
-    return total
-
-
-def copy_verified(
-    source: Path, target: Path, size_bytes: int, expected: str, moved: Callable[[], None] = _ignore
-) -> int:
-    """Copy a file, resuming what an interrupted call left, and verify it.
-
-    The bytes that are there already under the temporary name are hashed, not trusted: when the whole has another
-    checksum than expected and some bytes were there before, the file is copied again from its beginning. An
-    interrupted copy leaves its temporary file behind, which the next call resumes.
-
-    Args:
-        source: the file.
-        target: the name of the copy.
-        size_bytes: of the file.
-        expected: its xxh3-128, in hexadecimal.
-        moved: called after each read and write; what it raises interrupts the copy.
-
-    Returns:
-        the number of bytes read from `source`.
-
-    Raises:
-        ValueError: even a whole copy has another checksum.
-    """
-    partial = partial_path(target)
-    with named(partial), open(source, "rb", buffering=0) as reader, open(partial, "a+b", buffering=0) as writer:
-        if writer.tell() > size_bytes:
-            writer.truncate(0)
-        copied = 0
-        while True:
-            digest = xxhash.xxh3_128()
-            writer.seek(0)
-            resumed = update_from(digest, writer, moved)
-            reader.seek(resumed)
-            buffer = memoryview(bytearray(BLOCK_BYTES))
-            while count := reader.readinto(buffer):
-                moved()
-                digest.update(buffer[:count])
-                _write_all(writer, buffer[:count])
-                moved()
-                copied += count
-            if digest.hexdigest() == expected:
-                break
-            writer.truncate(0)
-            if not resumed:
-                partial.unlink()
-                raise ValueError(f"xxh3-128 is {digest.hexdigest()}, expected {expected}")
-        os.fsync(writer.fileno())
-        moved()
-    os.replace(partial, target)
-    sync_folder(target.parent)
-    return copied
-
-
-def _write_all(file: FileIO, block: memoryview) -> None:
-    while block:
-        block = block[file.write(block) :]
 
 
 def free_bytes(folder: Path) -> int:

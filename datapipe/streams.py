@@ -7,8 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from .errors import DatapipeError
 
@@ -24,12 +25,19 @@ LOOK_S = 1.0
 GRACE_S = 1.0  # for the read or write that a thread is in when it should end
 
 
+class Moved(Protocol):
+    """Tells that something has moved, after a read or write."""
+
+    def __call__(self, path: Path | None = None) -> None:
+        """Tell it. `path`: the file that follows, if it is another one than before."""
+
+
 class _Ended(Exception):
     """Raised in a thread whose result nobody waits for."""
 
 
 def work_on_files(
-    work: Callable[[Item, Callable[[], None]], Result],
+    work: Callable[[Item, Moved], Result],
     items: Sequence[Item],
     path_of: Callable[[Item], Path],
     limit_s: float,
@@ -58,10 +66,10 @@ def work_on_files(
     ending = threading.Event()
 
     def run(thread: int) -> None:
-        def moved() -> None:
+        def moved(path: Path | None = None) -> None:
             if ending.is_set():
                 raise _Ended
-            doing[thread] = time.monotonic(), path
+            doing[thread] = time.monotonic(), path or doing[thread][1]
 
         while not ending.is_set():
             try:
@@ -69,8 +77,7 @@ def work_on_files(
             except queue.Empty:
                 return
             try:
-                path = path_of(items[number])
-                moved()
+                moved(path_of(items[number]))
                 answers.put((number, work(items[number], moved), None))
             except BaseException as error:
                 answers.put((-1, None, error))
@@ -94,6 +101,40 @@ def work_on_files(
         deadline = time.monotonic() + GRACE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def in_time(function: Callable[[], Result], path: Path, limit_s: float) -> Result:
+    """Call a function that reads at `path`, in a thread, and return what it returns.
+
+    Args:
+        function: is called once.
+        path: of the file or folder, for messages.
+        limit_s: how long it may take, in seconds.
+
+    Raises:
+        DatapipeError: it takes longer. And whatever the function raises.
+    """
+    with closing(work_on_files(lambda _, moved: function(), [path], lambda path: path, limit_s)) as results:
+        return next(results)
+
+
+def apart(function: Callable[[], Result]) -> Result:
+    """Call a function in a thread, and return what it returns: a signal ends the wait, whatever the function does."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((function(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name="datapipe-apart", daemon=True).start()
+    while True:
+        with suppress(queue.Empty):
+            result, error = answers.get(timeout=LOOK_S)
+            if error is not None:
+                raise error
+            return result
 
 
 def _answer(answers: queue.SimpleQueue[Done], doing: dict[int, tuple[float, Path]], limit_s: float) -> Done:

@@ -27,7 +27,7 @@ from typing import Any
 
 from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, Manifest
 from ..errors import ManifestError, SettingError
-from ..fsio import atomic_write, locked, make_folder, sync_folder
+from ..fsio import atomic_write, boot_id, locked, make_folder, sync_folder
 from ..sources import SPLITS
 from .journal import Journal
 from .plan import Plan, SplitPlan
@@ -269,5 +269,4 @@ def _this_process(number: int | None = None) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()  # proc(5)
         started = fields[19] if fields[0] not in "ZX" else ""  # a zombie or dead process has ended
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"host": socket.gethostname(), "boot": boot, "pid": number, "started": started}
+    return {"host": socket.gethostname(), "boot": boot_id(), "pid": number, "started": started}

@@ -3,163 +3,251 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..console import Progress
-from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
-from ..errors import ManifestError, SettingError, ShardCorruptError, StagingError
-from ..fsio import atomic_write, checksum, copy_verified, free_bytes, locked, make_folder, partial_path
-from ..streams import TIMEOUT_S, work_on_files
-from .plan import StagePlan, plan_stage
-
-logger = logging.getLogger(__name__)
+from ..dataset.manifest import MANIFEST, read_content
+from ..errors import DatapipeError, SettingError, StagingError
+from ..fsio import free_bytes, make_folder
+from ..streams import Moved, apart, in_time, work_on_files
+from .landing import Landing, make_own_name
+from .local_copy import LocalCopy, list_copies
+from .lock import held
+from .options import StageOptions
+from .plan import Chunk, cut, needed_bytes, stagger
+from .source_files import SourceFile, Throttle
+from .transfer import Transfer
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A data set's local copy."""
+    """A data set's local copy.
+
+    Attributes:
+        folder: of the copy.
+        num_samples: of the data set.
+        copied_bytes: read from the source by this call.
+        kept_bytes: of files that were there already.
+    """
 
     folder: Path
     num_samples: int
-    copied_bytes: int  # read from the source by this call
-    kept_bytes: int  # of files that were there already
+    copied_bytes: int
+    kept_bytes: int
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A data set to be copied."""
-
-    source: Path
-    target: Path
-    content: bytes  # of the manifest's file: read once, and written to the target unchanged
-    manifest: Manifest
-
-
-def stage(source: Path, local: Path, timeout_s: float = TIMEOUT_S) -> list[Staged]:
+def stage(source: Path, local: Path, options: StageOptions | None = None) -> list[Staged]:
     """Copy the data set at `source`, or each of its splits, to `local`.
 
-    A file that is there already is kept if it has the manifest's checksum, and copied again if not. A file that an
-    interrupted call left half-copied is continued. Every byte is checked. A second process waits for the first, and
-    then copies nothing. Where everything is in place, nothing is locked or written, so `local` may be read-only.
+    A file that is there already is kept if it has the manifest's checksum, and copied again if not. What an interrupted
+    call left is continued: at most one chunk per stream is copied twice. Every file is read back and checked before it
+    gets its name. A second process waits for the first, and then copies nothing. Where everything is in place, nothing
+    is locked or written, so `local` may be read-only.
 
     Args:
-        source: a data set, or the folder of its splits.
-        local: the folder for the copy; splits become its sub-folders.
-        timeout_s: how long a read or write may take, in seconds, above 0.
+        source: A data set, or the folder of its splits.
+        local: The folder for the copy; splits become its sub-folders.
+        options: How to copy (default: StageOptions()).
 
     Returns:
-        one result per data set.
+        One result per data set.
 
     Raises:
-        SettingError: `local` lies in `source` or is a file, or `timeout_s` is out of range.
-        ManifestError: there is no readable data set at `source`.
-        StagingError: there is not enough space, or `local` holds another data set.
-        ShardCorruptError: the source is damaged.
-        DatapipeError: a read or write takes longer than `timeout_s`.
-        OSError: a file cannot be read or written.
+        SettingError: `local` lies in `source` or is a file.
+        ManifestError: There is no readable data set at `source`.
+        StagingError: There is not enough space, `local` holds another data set, another process holds its lock and
+            does nothing, or the source was changed meanwhile.
+        ShardCorruptError: The source is damaged.
+        DatapipeError: A read or write takes longer than `options.timeout_s`, or fails.
     """
-    source, local = Path(source), Path(local)
-    folders = {path: local if path == source else local / path.name for path in find_data_sets(source)}
-    jobs = [_job(path, target, read_content(path)) for path, target in folders.items()]
-    return _stage(source, local, jobs, timeout_s)
+    source, local, options = Path(source), Path(local), options or StageOptions()
+    with errors_name_the_node():
+        if options.resolved_mode() == "exchange":
+            from .together import stage_together
+
+            return apart(lambda: stage_together(source, local, options))
+        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+        return stage_copies(source, local, copies, options)
 
 
-def stage_once(source: Path, cache: Path, timeout_s: float = TIMEOUT_S) -> Path:
+def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -> Path:
     """Stage one data set into a cache that all processes of a node share.
 
     Args:
-        source: the data set.
-        cache: a node-local folder. The copy's folder is named after the manifest's content, so that another version
+        source: The data set.
+        cache: A node-local folder. The copy's folder is named after the manifest's content, so that another version
             of the data set never takes its place.
-        timeout_s: how long a read or write may take, in seconds, above 0.
+        options: How to copy (default: StageOptions()).
 
     Returns:
-        the folder of the copy.
+        The folder of the copy.
 
     Raises:
-        DatapipeError, SettingError, OSError: as `stage`.
+        DatapipeError, SettingError: As `stage`.
     """
-    source = Path(source)
-    content = read_content(source)
-    folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
-    _stage(source, folder, [_job(source, folder, content)], timeout_s)
+    source, options = Path(source), options or StageOptions()
+    with errors_name_the_node():
+        content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
+        folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
+        stage_copies(source, folder, [LocalCopy.of_content(source, folder, content)], options, trusts=True)
     return folder
 
 
-def _job(source: Path, target: Path, content: bytes) -> _Job:
-    return _Job(source, target, content, Manifest.parse(content, source / MANIFEST))
+@contextmanager
+def errors_name_the_node() -> Iterator[None]:
+    """Add this node's name to errors: a job's log has those of many."""
+    try:
+        yield
+    except DatapipeError as error:
+        error.message += f" (on {socket.gethostname()})"
+        raise
+    except OSError as error:
+        message = f"{error.strerror or error} (errno {error.errno}, on {socket.gethostname()})"
+        raise StagingError(message, path=error.filename) from error
 
 
-def _stage(source: Path, local: Path, jobs: list[_Job], timeout_s: float) -> list[Staged]:
-    if not timeout_s > 0:
-        raise SettingError(f"timeout_s: {timeout_s!r} is out of range; allowed: seconds, above 0")
+def stage_copies(
+    source: Path, local: Path, copies: list[LocalCopy], options: StageOptions, trusts: bool = False
+) -> list[Staged]:
+    """Copy data sets by this process alone.
+
+    Args:
+        source: the folder that they are in, for messages.
+        local: the folder that their copies go to.
+        copies: what to copy.
+        options: how.
+        trusts: whether files that were checked since the node booted, and not changed since, count as good.
+
+    Returns:
+        One result per data set.
+    """
+    with ExitStack() as stack:
+        present, own_name = take(source, local, copies, options, trusts, stack)
+        files = transfers(copies, present, own_name, options, options.chunk_bytes)
+        copied = copy_missing(files, source, local, options)
+        for copy in copies:
+            copy.complete()
+    return report(copies, present, files, copied)
+
+
+def take(
+    source: Path, local: Path, copies: list[LocalCopy], options: StageOptions, trusts: bool, stack: ExitStack
+) -> tuple[list[set[str]], str]:
+    """Find out what is in place, and lock the folders of copies that are not whole.
+
+    Args:
+        source: the folder that the data sets are in.
+        local: the folder that the copies go to.
+        copies: of the data sets.
+        options: how to copy.
+        trusts: whether files that were checked since the node booted, and not changed since, count as good.
+        stack: unlocks the folders.
+
+    Returns:
+        by data set, the names of the files that are in place; and what makes temporary names this process's own.
+    """
     if local.resolve().is_relative_to(source.resolve()):
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
     if local.exists() and not local.is_dir():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
-    with ExitStack() as stack:
-        plans = []
-        for job in jobs:
-            plan = _plan(job, timeout_s) if _has_manifest(job) else None
-            if plan is None or plan.copy:
-                make_folder(job.target)
-                stack.enter_context(locked(job.target, wait=True))
-                _has_manifest(job)  # raises where another data set has been put there in the meantime
-                plan = _plan(job, timeout_s)
-            plans.append(plan)
-        needed = sum(plan.needed_bytes for plan in plans)
-        if needed and needed > (free := free_bytes(local)):
-            raise StagingError(f"needs {needed:,} bytes, {free:,} are free", path=local)
-        return [_copy(job, plan, timeout_s) for job, plan in zip(jobs, plans, strict=True)]
+    present, own_name = [], ""
+    for copy in copies:
+        copy.check_other(options.replace)
+        names = copy.find_present(options.timeout_s, trusts) if copy.has_manifest() else set()
+        if len(names) < copy.num_files:
+            make_folder(copy.target)
+            is_locked = stack.enter_context(held(copy.target, options.timeout_s))
+            if not is_locked:
+                own_name = make_own_name()
+            copy.check_other(options.replace)  # in the meantime, another process may have put something there
+            copy.remove_other()
+            copy.sweep(is_locked)
+            names = copy.find_present(options.timeout_s, trusts)
+        present.append(names)
+    return present, own_name
 
 
-def _has_manifest(job: _Job) -> bool:
-    """Return whether the manifest is in place and whole. Raises StagingError where it is another data set's."""
-    try:
-        content = read_content(job.target)
-        is_other = content != job.content and Manifest.parse(content, job.target / MANIFEST) != job.manifest
-    except ManifestError:
-        return False
-    if is_other:
-        message = f"holds another data set than {job.source}; remove it or choose another folder"
-        raise StagingError(message, path=job.target)
-    return content == job.content
+def transfers(
+    copies: list[LocalCopy], present: list[set[str]], own_name: str, options: StageOptions, chunk_bytes: int
+) -> list[Transfer]:
+    """Return all files of some data sets, on their way.
+
+    Args:
+        copies: of the data sets.
+        present: by data set, the names of the files that are in place.
+        own_name: of `take`.
+        options: how to copy.
+        chunk_bytes: size of the chunks.
+    """
+    throttle = Throttle(options.max_mbps and options.max_mbps * 1e6)
+    return [
+        Transfer(
+            number,
+            SourceFile(copy.source / info.name, info, throttle, options.retries),
+            Landing(copy.target / info.name, info, chunk_bytes, info.name in present[number], own_name),
+        )
+        for number, copy in enumerate(copies)
+        for info in copy.manifest.all_files()
+    ]
 
 
-def _plan(job: _Job, timeout_s: float) -> StagePlan:
-    paths = {file.name: job.target / file.name for file in job.manifest.all_files()}
-    there = [name for name, path in paths.items() if path.is_file()]
-    sums = work_on_files(lambda name, moved: checksum(paths[name], moved), there, paths.__getitem__, timeout_s)
-    with closing(sums):
-        present = dict(zip(there, sums, strict=True))
-    halves = {name: partial_path(path) for name, path in paths.items()}
-    partial = {name: path.stat().st_size for name, path in halves.items() if path.is_file()}
-    return plan_stage(job.manifest, present, partial)
+def copy_missing(files: list[Transfer], source: Path, local: Path, options: StageOptions) -> list[int]:
+    """Copy what is missing of some files.
+
+    Args:
+        files: on their way.
+        source: the folder that they are in, for messages.
+        local: where they go to.
+        options: how to copy.
+
+    Returns:
+        The bytes that were read from the source, by file.
+    """
+    chunks = missing_chunks(files)
+    check_space(local, needed_bytes(chunks))
+
+    def copy(chunk: Chunk, moved: Moved) -> list[tuple[int, int]]:
+        counts = []
+        for extent in chunk:
+            moved(files[extent.file].source.path)
+            counts.append((extent.file, files[extent.file].copy(extent, moved)))
+        return counts
+
+    copied = [0] * len(files)
+    chunks = stagger(chunks, options.placement.rank, options.placement.world_size, options.streams)
+    results = work_on_files(
+        copy, chunks, lambda chunk: files[chunk[0].file].source.path, options.timeout_s, options.streams
+    )
+    with closing(results), Progress(f"staging {source}", needed_bytes(chunks), "B") as progress:
+        for counts in results:
+            for file, num_bytes in counts:
+                copied[file] += num_bytes
+                progress.advance(num_bytes)
+    return copied
 
 
-def _copy(job: _Job, plan: StagePlan, timeout_s: float) -> Staged:
-    def copy(file: FileInfo, moved: Callable[[], None]) -> int:
-        source, target = job.source / file.name, job.target / file.name
-        try:
-            return copy_verified(source, target, file.size_bytes, file.xxh3_128, moved)
-        except ValueError as error:
-            raise ShardCorruptError(str(error), path=job.source, shard=file.name) from error
+def missing_chunks(files: list[Transfer]) -> list[Chunk]:
+    """List the chunks of some files that have not landed; of small files, only those that are missing."""
+    sizes, chunk_bytes = [file.source.info.size_bytes for file in files], files[0].landing.chunk_bytes
+    chunks = (tuple(e for e in chunk if files[e.file].lacks(e)) for chunk in cut(sizes, chunk_bytes))
+    return [chunk for chunk in chunks if chunk]
 
-    copied = 0
-    counts = work_on_files(copy, plan.copy, lambda file: job.source / file.name, timeout_s)
-    total = sum(file.size_bytes for file in plan.copy)
-    with closing(counts), Progress(f"staging {job.source}", total, "B") as progress:
-        for file, count in zip(plan.copy, counts, strict=True):
-            copied += count
-            progress.advance(file.size_bytes)
-    if not _has_manifest(job):
-        path = job.target / MANIFEST
-        if path.exists():
-            logger.warning("%s is damaged: writing it again", path)
-        with atomic_write(path) as manifest:
-            manifest.write(job.content)
-    return Staged(job.target, job.manifest.num_samples, copied, sum(file.size_bytes for file in plan.keep))
+
+def check_space(local: Path, needed: int) -> None:
+    """Raise StagingError where `needed` bytes do not fit."""
+    if needed and needed > (free := free_bytes(local)):
+        raise StagingError(f"needs {needed:,} bytes, {free:,} are free", path=local)
+
+
+def report(copies: list[LocalCopy], present: list[set[str]], files: list[Transfer], copied: list[int]) -> list[Staged]:
+    sums = [0] * len(copies)
+    for file, num_bytes in zip(files, copied, strict=True):
+        sums[file.number] += num_bytes
+    return [
+        Staged(copy.target, copy.manifest.num_samples, sums[number], copy.bytes_of(present[number]))
+        for number, copy in enumerate(copies)
+    ]

@@ -6,6 +6,7 @@ A FIFO in place of a shard hangs whoever opens it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,7 +50,7 @@ def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders):
     """What was copied until then is kept."""
     local, shard = tmp_path / "local", max(hung.glob("*.tar"))
     code, errors = ended(start(hung, local, "--timeout", "2"))
-    assert code == 1 and errors.startswith(f"error: {shard}: a read or write has not been answered for 2 s"), errors
+    assert code == 1 and re.match(rf"error: {shard}: a read or write has not been answered for \d s", errors), errors
     assert not (local / "manifest.json").exists() and (local / min(hung.glob("*.tar")).name).exists()
     (staged,) = stage(packed_folders["tar"] / "train", local)
     assert staged.kept_bytes > 0 and verify(local) == []
@@ -72,7 +73,7 @@ def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders):
     local.mkdir()
     with locked(local, wait=False):
         process = start(packed_folders["tar"] / "train", local)
-        assert f"{local}: waiting for another process" in process.stderr.readline()
+        assert f"{local}: waiting for process" in process.stderr.readline()
     code, errors = ended(process)
     assert code == 0 and verify(local) == [], errors
 

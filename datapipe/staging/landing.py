@@ -1,0 +1,195 @@
+"""A file on its way to the local disk: written in chunks, in any order, by any thread; resumable; checked at the end.
+
+    LOCAL/.NAME.partial    the bytes; a chunk that has not landed yet is a hole
+    LOCAL/.NAME.landed     what is expected, and which chunks have landed: one byte for each
+    LOCAL/NAME             the whole file, read back and compared with its checksum
+
+Where LOCAL's filesystem has no locks, several processes may copy the same file at the same time. Then the first two
+names have a part of their own for each process, and nothing of another process's is continued.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import stat
+import threading
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from ..dataset.manifest import FileInfo
+from ..errors import StagingError
+from ..fsio import checksum, named
+from ..streams import Moved
+
+KINDS = PARTIAL, LANDED = "partial", "landed"
+OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a link is not ours
+
+
+class WrongBytes(ValueError):
+    """A file that has landed does not have its checksum."""
+
+
+class Landing:
+    """A file that lands in chunks. Thread-safe, except that a chunk is written by one thread.
+
+    Args:
+        target: the file's final path.
+        info: its size and checksum.
+        chunk_bytes: size of its chunks.
+        is_whole: whether the file is in place already.
+        own_name: distinguishes the temporary files of this process; "" where it has LOCAL for itself.
+    """
+
+    def __init__(self, target: Path, info: FileInfo, chunk_bytes: int, is_whole: bool, own_name: str = "") -> None:
+        self.target, self.info, self.chunk_bytes, self._is_whole = target, info, chunk_bytes, is_whole
+        self._partial, self._landed = (temporary_path(target, kind, own_name) for kind in KINDS)
+        self._lock = threading.Lock()
+        self._fd = self._map_fd = -1
+        self._num_chunks = max(1, -(-info.size_bytes // chunk_bytes))
+        self._missing = set() if is_whole else self._read_map()
+
+    @property
+    def _head(self) -> bytes:
+        return f"{self.info.xxh3_128} {self.info.size_bytes} {self.chunk_bytes}\n".encode()
+
+    def _read_map(self) -> set[int]:
+        """Return the chunks that have not landed yet."""
+        with suppress(OSError):
+            size = os.lstat(self._partial).st_size
+            content = _read_own(self._landed)
+            flags = content[len(self._head) :]
+            if content.startswith(self._head) and len(flags) == self._num_chunks and size == self.info.size_bytes:
+                # If all have, it was killed before it gave the file its name: one more write leads to that.
+                return {number for number, flag in enumerate(flags) if flag != 1} or {self._num_chunks - 1}
+        return {*range(self._num_chunks)}
+
+    def lacks(self, offset: int) -> bool:
+        """Return whether the chunk that begins at `offset` has not landed."""
+        return offset // self.chunk_bytes in self._missing
+
+    def open(self) -> None:
+        """Open the temporary files, empty unless chunks have landed."""
+        with self._lock:
+            if self._fd >= 0:
+                return
+            is_new = len(self._missing) == self._num_chunks
+            with named(self._partial):
+                self._fd = _open_own(self._partial)
+                if is_new:
+                    os.ftruncate(self._fd, 0)
+                os.ftruncate(self._fd, self.info.size_bytes)
+            if self._num_chunks > 1:
+                with named(self._landed):
+                    self._map_fd = _open_own(self._landed)
+                    if is_new:
+                        os.ftruncate(self._map_fd, 0)
+                        os.pwrite(self._map_fd, self._head + bytes(self._num_chunks), 0)
+
+    def write(self, offset: int, data: memoryview) -> bool:
+        """Write a chunk; return whether it was the last one.
+
+        Args:
+            offset: in the file, a multiple of the chunks' size.
+            data: the chunk's bytes.
+        """
+        self.open()
+        with named(self._partial):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+        number = offset // self.chunk_bytes
+        with self._lock:
+            self._missing.discard(number)
+            if self._map_fd >= 0:
+                with named(self._landed):
+                    os.pwrite(self._map_fd, b"\1", len(self._head) + number)
+            return not self._missing
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Read bytes that have landed, for another node."""
+        path = self.target if self._is_whole else self._partial
+        with open(path, "rb", buffering=0) as file:
+            if os.preadv(file.fileno(), [into], offset) < len(into):
+                raise OSError(errno.EIO, "has been cut short by somebody else", str(path))
+
+    def finish(self, moved: Moved) -> None:
+        """Compare what lies on the disk with the checksum, and give the file its name.
+
+        Args:
+            moved: called after each read and write.
+
+        Raises:
+            WrongBytes: it has another checksum. It is forgotten, and may be copied again.
+        """
+        self.open()
+        with named(self._partial):
+            os.fsync(self._fd)
+            moved()
+            actual = checksum(self._partial, moved)
+            size = os.fstat(self._fd).st_size
+        if (actual, size) != (self.info.xxh3_128, self.info.size_bytes):
+            self.forget()
+            raise WrongBytes(f"xxh3-128 is {actual}, expected {self.info.xxh3_128}")
+        os.replace(self._partial, self.target)
+        self._landed.unlink(missing_ok=True)
+        self.close()
+
+    def forget(self) -> None:
+        """Remove what has landed."""
+        self.close()
+        for path in (self._landed, self._partial):  # a map without its file counts for nothing
+            path.unlink(missing_ok=True)
+        self._missing = {*range(self._num_chunks)}
+
+    def close(self) -> None:
+        """Close the temporary files, which stay. May be called twice."""
+        with self._lock:
+            for fd in (self._fd, self._map_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._map_fd = -1
+
+
+def temporary_path(target: Path, kind: str, own_name: str = "") -> Path:
+    """Return where a file is until it is whole.
+
+    Args:
+        target: its final path.
+        kind: one of KINDS.
+        own_name: of `make_own_name`; "" where the process has LOCAL for itself.
+    """
+    return target.with_name(f".{target.name}{own_name}.{kind}")
+
+
+def make_own_name() -> str:
+    """Return what makes temporary names this process's own."""
+    return f".{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
+
+
+def is_of_dead_process(path: Path) -> bool:
+    """Return whether a temporary file is the own one of a process on this host that has ended."""
+    match = re.fullmatch(r"\..+\.([0-9]+)\.[0-9a-f]{32}", path.stem)
+    return bool(match and f".{socket.gethostname()}." in path.name and not Path("/proc", match[1]).exists())
+
+
+def _open_own(path: Path) -> int:
+    """Open a file of this user's for reading and writing, and make it if it is not there.
+
+    Raises StagingError for another user's, which could be changed by that user, and for what is not a plain file.
+    """
+    fd = os.open(path, OPEN, 0o644)
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:
+        os.close(fd)
+        raise StagingError("is not a file that this user has made; remove it, or choose another folder", path=path)
+    return fd
+
+
+def _read_own(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        return file.read() if os.fstat(fd).st_uid == os.geteuid() else b""

@@ -1,0 +1,167 @@
+"""A data set's copy in a local folder, and what is known of it.
+
+LOCAL/manifest.json    written last: it makes the folder a data set
+LOCAL/.origin.json     of which folder it is a copy, so that a later version may take its place
+LOCAL/.checked.json    the state of each file when its checksum was last compared, and in which life of the node
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..dataset.manifest import MANIFEST, Manifest, find_data_sets, read_content
+from ..errors import ManifestError, StagingError
+from ..fsio import atomic_write, boot_id, checksum, sync_folder
+from ..streams import work_on_files
+from .landing import KINDS, is_of_dead_process, temporary_path
+
+logger = logging.getLogger(__name__)
+
+ORIGIN, CHECKED = ".origin.json", ".checked.json"
+
+
+@dataclass(frozen=True)
+class LocalCopy:
+    """A data set, and the folder that its copy is in, or will be.
+
+    Attributes:
+        source: The data set's folder.
+        target: The copy's.
+        content: Of the manifest's file: read once, and written to the target unchanged.
+        manifest: The same, parsed.
+    """
+
+    source: Path
+    target: Path
+    content: bytes
+    manifest: Manifest
+
+    @classmethod
+    def of_content(cls, source: Path, target: Path, content: bytes) -> LocalCopy:
+        """Describe a copy of the data set whose manifest's file has this content. Raises ManifestError."""
+        return cls(source, target, content, Manifest.parse(content, source / MANIFEST))
+
+    @property
+    def num_files(self) -> int:
+        return sum(1 for _ in self.manifest.all_files())
+
+    def bytes_of(self, names: set[str]) -> int:
+        """Return the size of the files with these names."""
+        return sum(file.size_bytes for file in self.manifest.all_files() if file.name in names)
+
+    def has_manifest(self) -> bool:
+        """Return whether the manifest is in place and whole."""
+        try:
+            return read_content(self.target) == self.content
+        except ManifestError:
+            return False
+
+    def other_manifest(self) -> Manifest | None:
+        """Return the manifest that is in place, if it is whole and another data set's."""
+        try:
+            content = read_content(self.target)
+            other = Manifest.parse(content, self.target / MANIFEST)
+        except ManifestError:
+            return None
+        return None if content == self.content or other == self.manifest else other
+
+    def check_other(self, may_replace: bool) -> None:
+        """Raise StagingError where another data set is in place, unless it may be replaced.
+
+        An earlier version of the same data set always may.
+        """
+        if may_replace or self.other_manifest() is None or self._is_of_same_source():
+            return
+        message = f"holds another data set than {self.source}; choose another folder, or replace it with --replace"
+        raise StagingError(message, path=self.target)
+
+    def _is_of_same_source(self) -> bool:
+        try:
+            origin = json.loads((self.target / ORIGIN).read_bytes())
+            return bool(origin["source"] == str(self.source.resolve()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def remove_other(self) -> None:
+        """Remove what another data set has here and this one has not. Its manifest goes first."""
+        other = self.other_manifest()
+        if other is None:
+            return
+        logger.info("%s holds another version of the data set, or another data set: replacing it", self.target)
+        (self.target / MANIFEST).unlink()
+        mine = {file.name for file in self.manifest.all_files()}
+        for file in other.all_files():
+            if file.name not in mine:
+                (self.target / file.name).unlink(missing_ok=True)
+
+    def sweep(self, is_locked: bool) -> None:
+        """Remove temporary files that nobody will continue.
+
+        Args:
+            is_locked: whether no other process is at work here. Where that is not known, only files go whose process,
+                as their names tell, was on this host and has ended.
+        """
+        files = [self.target / file.name for file in self.manifest.all_files()]
+        continued = {temporary_path(file, kind) for file in files for kind in KINDS}
+        for path in {path for kind in KINDS for path in self.target.glob(f".*.{kind}")} - continued:
+            if is_locked or is_of_dead_process(path):
+                path.unlink(missing_ok=True)
+
+    def find_present(self, timeout_s: float, trusts: bool) -> set[str]:
+        """Return the names of the files that are in place with their checksum.
+
+        Args:
+            timeout_s: how long a read may take.
+            trusts: whether files that were checked since the node booted, and not changed since, count as good.
+        """
+        files = [file for file in self.manifest.all_files() if (self.target / file.name).is_file()]
+        checked = self._read_checked() if trusts else {}
+        names = {file.name for file in files if checked.get(file.name) == self._state_of(file.name)}
+        files = [file for file in files if file.name not in names]
+        sums = work_on_files(
+            lambda file, moved: checksum(self.target / file.name, moved),
+            files,
+            lambda file: self.target / file.name,
+            timeout_s,
+        )
+        with closing(sums):
+            return names | {file.name for file, actual in zip(files, sums, strict=True) if actual == file.xxh3_128}
+
+    def complete(self) -> None:
+        """Write what makes the folder a data set, and note that all files have their checksums."""
+        if not self.has_manifest():
+            if (self.target / MANIFEST).exists():
+                logger.warning("%s is damaged: writing it again", self.target / MANIFEST)
+            sync_folder(self.target)
+            with atomic_write(self.target / ORIGIN, alone=False) as file:
+                file.write(json.dumps({"source": str(self.source.resolve())}).encode())
+            with atomic_write(self.target / MANIFEST, alone=False) as file:
+                file.write(self.content)
+        states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}
+        if states != self._read_checked():
+            with suppress(OSError), atomic_write(self.target / CHECKED, alone=False) as file:  # it may be read-only
+                file.write(json.dumps({"boot": boot_id(), "files": states}).encode())
+
+    def _read_checked(self) -> dict[str, list[int]]:
+        try:
+            checked = json.loads((self.target / CHECKED).read_bytes())
+            return dict(checked["files"]) if checked["boot"] == boot_id() else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _state_of(self, name: str) -> list[int]:
+        info = (self.target / name).stat()
+        return [info.st_ino, info.st_size, info.st_mtime_ns]
+
+
+def list_copies(source: Path, local: Path) -> list[LocalCopy]:
+    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
+
+    Raises ManifestError when there is none.
+    """
+    folders = {path: local if path == source else local / path.name for path in find_data_sets(source)}
+    return [LocalCopy.of_content(path, target, read_content(path)) for path, target in folders.items()]

@@ -1,0 +1,60 @@
+"""The settings of staging, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..cluster import Placement
+from ..errors import SettingError
+from ..names import STAGE_MODES
+from ..streams import STREAMS, TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How to stage. Raises SettingError for a setting out of its range.
+
+    Attributes:
+        mode: "copy", every node copies all; "exchange", each node reads its share and sends it to the others; "auto",
+            exchange where there are several nodes.
+        max_mbps: the most megabytes (10⁶ bytes) that this node reads from the source in a second, above 0; None: any.
+        streams: chunks that are copied at a time, from 1.
+        chunk_mib: size of a chunk in MiB, from 1.
+        retries: how often a read that fails is tried again, from 0, after 0.1 s, 0.2 s, 0.4 s and so on.
+        replace: whether a copy of another data set may be replaced. That of an earlier version of the same always is.
+        timeout_s: how long a read, a write or another process may make no progress, in seconds, above 0.
+        placement: where this process is in its job.
+        interface: the network interface for exchange, such as eth0; None: the one that leads to process 0.
+    """
+
+    mode: str = "auto"
+    max_mbps: float | None = None
+    streams: int = STREAMS
+    chunk_mib: int = 8
+    retries: int = 6
+    replace: bool = False
+    timeout_s: float = TIMEOUT_S
+    placement: Placement = field(default_factory=Placement)
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in STAGE_MODES:
+            raise SettingError(f"mode: {self.mode!r} is not one of {', '.join(STAGE_MODES)}")
+        for name, lowest in (("streams", 1), ("chunk_mib", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < lowest:
+                raise SettingError(f"{name}: {value!r} is out of range; allowed: whole numbers from {lowest}")
+        for name in ("timeout_s", "max_mbps"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingError(f"{name}: {value!r} is out of range; allowed: above 0")
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_mib << 20
+
+    def resolved_mode(self) -> str:
+        """Return the mode, "auto" decided."""
+        if self.mode != "auto":
+            return self.mode
+        return "exchange" if self.placement.world_size > 1 and self.placement.master else "copy"

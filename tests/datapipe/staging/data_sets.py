@@ -1,0 +1,35 @@
+"""Data sets to copy."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from datapipe.dataset.manifest import Manifest, ShardInfo
+from datapipe.fsio import checksum
+
+NOTES = {".origin.json", ".checked.json"}  # what a copy has beside the data set's files
+CHUNK = 1 << 20  # of the data sets here, with --chunk-mib 1
+
+
+def make_data_set(folder: Path, sizes: list[int], seed: int = 0) -> Manifest:
+    """Make a data set of shards with these sizes; not readable as images, which staging does not do."""
+    folder.mkdir(parents=True)
+    shards = []
+    for i, size in enumerate(sizes):
+        path = folder / f"shard-{i:06d}.tar"
+        path.write_bytes(random.Random(1000 * seed + i).randbytes(size))
+        shards.append(ShardInfo(name=path.name, size_bytes=size, xxh3_128=checksum(path), num_samples=1))
+    manifest = Manifest(
+        format="tar", kind="idx", split="train", num_samples=len(sizes), classes=["0"], channels=1, width=1, height=1,
+        seed=seed, shard_mib=24, shards=shards, files=[],
+    )  # fmt: skip
+    manifest.write(folder)
+    return manifest
+
+
+def same(a: Path, b: Path) -> bool:
+    """Return whether a copy has the files of the source, and nothing half-finished."""
+    names = sorted(path.name for path in a.iterdir())
+    copied = sorted(path.name for path in b.iterdir() if path.name not in NOTES)
+    return names == copied and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)

@@ -1,0 +1,310 @@
+"""Staging by one process: every copy is checked, continues where it was stopped, and disturbs nobody."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from datapipe.dataset.manifest import MANIFEST, Manifest
+from datapipe.errors import ManifestError, SettingError, ShardCorruptError, StagingError
+from datapipe.fsio import checksum, locked
+from datapipe.staging import StageOptions, stage, stage_once
+from datapipe.staging.landing import Landing
+from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+
+
+@pytest.fixture(params=["tar", "hdf5", "lmdb"])
+def copied(request, packed_folders, tmp_path):
+    target = tmp_path / "copy"
+    shutil.copytree(packed_folders[request.param] / "train", target)
+    return target
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_stage_copies_every_split_and_then_nothing(packed_folders, tmp_path, command):
+    source, local = packed_folders["tar"], tmp_path / "a" / "local"
+    first = json.loads(command("datapipe", "stage", source, local, "--json").stdout)
+    second = json.loads(command("datapipe", "stage", source, local, "--json").stdout)
+    for split in ("train", "val"):
+        assert same(source / split, local / split)
+    total = [Manifest.read(source / split).size_bytes for split in ("train", "val")]
+    assert [row["copied_bytes"] for row in first["data_sets"]] == total
+    assert [(row["copied_bytes"], row["kept_bytes"]) for row in second["data_sets"]] == [(0, n) for n in total]
+
+
+def test_stage_continues_where_it_was_stopped(tmp_path):
+    """Chunks that have landed are not read again; one that is damaged on the disk makes the file be copied again."""
+    sizes = [5 * CHUNK + 17, 3 * CHUNK, 100]
+    manifest = make_data_set(tmp_path / "source", sizes)
+    local, options = tmp_path / "local", StageOptions(chunk_mib=1)
+    local.mkdir()
+    content = (tmp_path / "source" / "shard-000000.tar").read_bytes()
+    for chunks, damaged in (([0, 3, 5], b""), ([], b""), ([1], b"rubbish"), (range(6), b"")):
+        landing = Landing(local / manifest.shards[0].name, manifest.shards[0], CHUNK, False)
+        landing.open()
+        for chunk in chunks:
+            data = bytearray(content[chunk * CHUNK : (chunk + 1) * CHUNK])
+            data[: len(damaged)] = damaged
+            landing.write(chunk * CHUNK, memoryview(data))
+        landing.close()
+        (staged,) = stage(tmp_path / "source", local, options)
+        there = sum(len(content[chunk * CHUNK : (chunk + 1) * CHUNK]) for chunk in chunks)
+        if list(chunks) == [*range(6)]:  # the last one, which leads to the end
+            there -= 17
+        assert staged.copied_bytes == sum(sizes) - there + (sizes[0] if damaged else 0)
+        assert same(tmp_path / "source", local)
+        shutil.rmtree(local)
+        local.mkdir()
+
+
+@pytest.mark.parametrize("content", [b"rubbish", b"", b"x" * 10_000_000])
+@pytest.mark.parametrize("landed", [b"", b"rubbish\n\1\1\1"])
+def test_a_spoilt_beginning_is_copied_again(packed_folders, tmp_path, content, landed):
+    source, local = packed_folders["hdf5"] / "train", tmp_path / "local"
+    local.mkdir()
+    name = Manifest.read(source).shards[0].name
+    (local / f".{name}.partial").write_bytes(content)
+    (local / f".{name}.landed").write_bytes(landed)
+    stage(source, local, StageOptions(chunk_mib=1))
+    assert same(source, local)
+
+
+def test_stage_of_a_damaged_shard_is_refused(copied, tmp_path):
+    name = Manifest.read(copied).shards[1].name
+    flip(copied / name, 700)
+    with pytest.raises(ShardCorruptError, match=name):
+        stage(copied, tmp_path / "local")
+    assert not (tmp_path / "local" / MANIFEST).exists() and not (tmp_path / "local" / name).exists()
+
+
+def test_stage_refuses_what_would_lose_something(packed_folders, tmp_path):
+    source = packed_folders["tar"]
+    with pytest.raises(SettingError, match="into itself"):
+        stage(source, source / "local")
+    stage(source / "train", tmp_path / "local")
+    with pytest.raises(StagingError, match="another data set"):
+        stage(source / "val", tmp_path / "local")
+    with pytest.raises(ManifestError):
+        stage(tmp_path / "nothing", tmp_path / "elsewhere")
+
+
+def test_stage_needs_space(packed_folders, tmp_path, monkeypatch):
+    monkeypatch.setattr("datapipe.staging.copy.free_bytes", lambda _: 1000)
+    with pytest.raises(StagingError, match=r"needs .* bytes, 1,000 are free"):
+        stage(packed_folders["tar"], tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_stage_killed_at_random_moments(tmp_path, start):
+    """No final name ever holds other than verified bytes; then it continues, and copies little twice."""
+    sizes = [24 * CHUNK, 24 * CHUNK, 24 * CHUNK + 1, 3 * CHUNK, *[1000] * 20]
+    manifest = make_data_set(tmp_path / "source", sizes)
+    local, line = tmp_path / "local", (tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--max-mbps", 200)
+    chance = random.Random(7)
+    landed = 0
+    for number in [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT] * 5:
+        child = start(*line)
+        while not local.exists() and child.poll() is None:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.6))
+        child.send_signal(number)
+        assert child.wait(60) in (0, -number, 128 + number)
+        for shard in manifest.shards:
+            path = local / shard.name
+            assert not path.exists() or checksum(path) == shard.xxh3_128
+        before, landed = landed, landed_chunks(local)
+        assert landed >= before - 4  # those that are in place count no more
+    child = start(*line, "--json")
+    assert child.wait(60) == 0
+    assert same(tmp_path / "source", local)
+
+
+def landed_chunks(local: Path) -> int:
+    """Count the chunks that need not be copied again: of whole files, and of those on their way."""
+    whole = sum(-(-path.stat().st_size // CHUNK) for path in local.glob("shard-*"))
+    return whole + sum(path.read_bytes().partition(b"\n")[2].count(1) for path in local.glob(".*.landed"))
+
+
+def test_at_most_one_chunk_per_stream_is_copied_twice(tmp_path, start):
+    size = 40 * CHUNK
+    make_data_set(tmp_path / "source", [size])
+    line = (tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--streams", 3, "--json")
+    child = start(*line, "--max-mbps", 20)
+    while landed_chunks(tmp_path / "local") < 10:
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    landed = landed_chunks(tmp_path / "local")
+    done = start(*line)
+    out, errors = done.communicate(timeout=60)
+    assert done.returncode == 0, errors
+    assert json.loads(out)["data_sets"][0]["copied_bytes"] == size - landed * CHUNK
+    assert same(tmp_path / "source", tmp_path / "local")
+
+
+def test_what_is_damaged_here_is_copied_again(packed_folders, tmp_path):
+    """Also what was staged from another version of the data set, whose files may have the same sizes."""
+    source, local = packed_folders["tar"] / "train", tmp_path / "local"
+    stage(source, local)
+    flip(local / "shard-000001.tar", 700)
+    flip(local / "index.npy", 1000)
+    (staged,) = stage(source, local)
+    assert 0 < staged.copied_bytes < staged.kept_bytes and same(source, local)
+    flip(local / "index.npy", 1000)
+    (local / MANIFEST).unlink()
+    stage(source, local)
+    assert same(source, local)
+
+
+def test_two_stages_at_once(tmp_path, start):
+    """As when a job script runs `stage` once a task: the second waits, and both end well."""
+    make_data_set(tmp_path / "source", [24 * CHUNK] * 3)
+    children = [start(tmp_path / "source", tmp_path / "local") for _ in range(3)]
+    assert [child.wait(120) for child in children] == [0, 0, 0]
+    assert same(tmp_path / "source", tmp_path / "local")
+
+
+def _stage_once(source, cache):
+    stage_once(source, cache)
+
+
+def test_processes_of_a_node_stage_once(tmp_path):
+    make_data_set(tmp_path / "source", [24 * CHUNK] * 3)
+    context = get_context("spawn")
+    children = [context.Process(target=_stage_once, args=(tmp_path / "source", tmp_path / "cache")) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert same(tmp_path / "source", stage_once(tmp_path / "source", tmp_path / "cache"))
+
+
+def test_a_node_checks_a_cache_once(tmp_path):
+    """What was checked since the node booted is not read again, unless it has changed."""
+    make_data_set(tmp_path / "source", [CHUNK] * 3)
+    folder = stage_once(tmp_path / "source", tmp_path / "cache")
+
+    def read_bytes() -> int:
+        before = read_by_this_process()
+        assert stage_once(tmp_path / "source", tmp_path / "cache") == folder
+        return read_by_this_process() - before
+
+    assert read_bytes() < CHUNK / 4
+    shard = folder / "shard-000001.tar"
+    flip(shard, 700)
+    assert CHUNK <= read_bytes() < 5 * CHUNK and same(tmp_path / "source", folder)
+    (folder / ".checked.json").write_text(json.dumps({"boot": "an earlier one", "files": {}}))
+    assert read_bytes() >= 3 * CHUNK
+
+
+def read_by_this_process() -> int:
+    return int(Path("/proc/self/io").read_text().splitlines()[0].split()[1])  # rchar, proc(5)
+
+
+def test_a_later_version_takes_the_place_of_a_copy(tmp_path, start):
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [CHUNK, 2 * CHUNK, 100])
+    stage(source, local)
+    shutil.rmtree(source)
+    make_data_set(source, [CHUNK, 300], seed=0)
+    (staged,) = stage(source, local)
+    assert same(source, local) and staged.kept_bytes == CHUNK
+    make_data_set(tmp_path / "other", [50], seed=1)
+    with pytest.raises(StagingError, match=r"holds another data set .*--replace"):
+        stage(tmp_path / "other", local)
+    child = start(tmp_path / "other", local, "--replace")
+    assert child.wait(60) == 0 and same(tmp_path / "other", local)
+
+
+def test_a_source_that_changes_meanwhile_is_named(tmp_path, start):
+    source = tmp_path / "source"
+    make_data_set(source, [8 * CHUNK])
+    child = start(source, tmp_path / "local", "--chunk-mib", 1, "--max-mbps", 8, "--streams", 1)
+    while landed_chunks(tmp_path / "local") < 1:
+        assert child.poll() is None
+        time.sleep(0.01)
+    flip(source / "shard-000000.tar", 7 * CHUNK)
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 1 and "shard-000000.tar: was changed while it was copied" in errors, errors
+    assert not (tmp_path / "local" / "shard-000000.tar").exists()
+
+
+def test_who_waits_for_a_lock_says_for_whom_and_has_a_limit(tmp_path, start):
+    make_data_set(tmp_path / "source", [100])
+    (tmp_path / "local").mkdir()
+    with locked(tmp_path / "local", wait=False):
+        child = start(tmp_path / "source", tmp_path / "local", "--timeout", 2)
+        errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 1
+    holder = f"process {os.getpid()} ("
+    assert f"waiting for {holder}" in errors and f"{holder}" in errors.splitlines()[-1], errors
+    assert f"(on {socket.gethostname()})" in errors.splitlines()[-1]
+
+
+def test_small_files_share_a_chunk(tmp_path):
+    """Ten thousand shards are as good as ten."""
+    make_data_set(tmp_path / "source", [0, 1, 5000, 0, *[300] * 500])
+    (staged,) = stage(tmp_path / "source", tmp_path / "local")
+    assert staged.copied_bytes == 5001 + 300 * 500 and same(tmp_path / "source", tmp_path / "local")
+
+
+@pytest.mark.parametrize("what", ["partial", "landed", "shard"])
+def test_no_link_is_followed(tmp_path, what):
+    """Another user of a shared folder may have put it there."""
+    make_data_set(tmp_path / "source", [2 * CHUNK])
+    local, victim = tmp_path / "local", tmp_path / "victim"
+    local.mkdir()
+    victim.write_text("precious")
+    name = "shard-000000.tar" if what == "shard" else f".shard-000000.tar.{what}"
+    (local / name).symlink_to(victim)
+    if what == "shard":  # renaming replaces the link
+        stage(tmp_path / "source", local, StageOptions(chunk_mib=1))
+        assert same(tmp_path / "source", local)
+    else:
+        with pytest.raises(StagingError):
+            stage(tmp_path / "source", local, StageOptions(chunk_mib=1))
+    assert victim.read_text() == "precious"
+
+
+def test_without_locks_two_processes_do_not_meet(tmp_path, start):
+    """Each has temporary files of its own, and what comes of it is whole."""
+    make_data_set(tmp_path / "source", [6 * CHUNK] * 3)
+    (tmp_path / "no").mkdir()
+    program = "import errno, fcntl\ndef no(*_): raise OSError(errno.ENOLCK, 'No locks available')\nfcntl.flock = no\n"
+    (tmp_path / "no" / "sitecustomize.py").write_text(program)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path / 'no'}:{Path(__file__).parents[3]}"}
+    line = (tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--max-mbps", 40)
+    killed = start(*line, env=env)
+    while not [*(tmp_path / "local").glob(".*.partial")]:
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    children = [start(*line, env=env) for _ in range(2)]
+    for child in children:
+        errors = child.communicate(timeout=60)[1]
+        assert child.returncode == 0 and "cannot be locked" in errors, errors
+    assert same(tmp_path / "source", tmp_path / "local")
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [({"mode": "slice2"}, "mode"), ({"streams": 0}, "streams"), ({"max_mbps": 0}, "max_mbps"),
+     ({"timeout_s": -1}, "timeout_s"), ({"chunk_mib": 0.5}, "chunk_mib"), ({"retries": -1}, "retries")],
+)  # fmt: skip
+def test_settings_out_of_range(settings, word):
+    with pytest.raises(SettingError, match=f"{word}: "):
+        StageOptions(**settings)
