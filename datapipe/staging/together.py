@@ -62,13 +62,14 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
 
 def _agree(crew: Crew, copies: list[LocalCopy], problem: Exception | None) -> None:
     """Raise on all nodes what is wrong on one, and StagingError where they do not have the same before them."""
-    digests = {copy.target.name: hashlib.sha256(copy.content).hexdigest() for copy in copies}
+    digests = [hashlib.sha256(copy.content).hexdigest() for copy in copies]
     said = crew.gather("hello", {"version": __version__, "digests": digests, "problem": problem and str(problem)})
     if problem is not None:
         raise problem
     for host, other in zip(crew.hosts, said, strict=True):
         if other["problem"]:
             raise StagingError(f"nothing is staged, because of node {host}: {other['problem']}")
+    for host, other in zip(crew.hosts, said, strict=True):
         if other["version"] != __version__:
             raise StagingError(f"node {host} has datapipe {other['version']}, and this node {__version__}")
         if other["digests"] != digests:

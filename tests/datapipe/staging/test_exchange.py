@@ -1,0 +1,185 @@
+"""Staging on several nodes: each byte is read once in all, and no node waits for another that does not answer.
+
+A node is a process with a host name of its own, on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from datapipe.staging import StageOptions, stage
+from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        subprocess.run(["unshare", "--uts", "hostname", "node0"], capture_output=True).returncode != 0,
+        reason="needs root, to give processes host names of their own",
+    ),
+]
+SIZES = [10 * CHUNK + 5, 6 * CHUNK, *[1000] * 30, 2 * CHUNK]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def nodes(start, port, tmp_path):
+    """nodes(n, *arguments) -> n processes that stage tmp_path/source to tmp_path/local-I."""
+
+    def begin(count: int, *arguments: object, sources: list[Path] = (), **settings) -> list[subprocess.Popen]:
+        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        children = []
+        for i in range(count):
+            source = sources[i] if sources else tmp_path / "source"
+            line = (source, tmp_path / f"local-{i}", "--node", f"{i}/{count}", "--chunk-mib", 1, "--json", *arguments)
+            children.append(start(*line, host=f"node{i}", env=env, **settings))
+        return children
+
+    return begin
+
+
+def results(children: list[subprocess.Popen], code: int = 0) -> tuple[list[int], list[str]]:
+    """Wait for all; return the bytes that each has read from the source, and what it said."""
+    said = [child.communicate(timeout=120) for child in children]
+    assert [child.returncode for child in children] == [code] * len(children), said
+    read = [json.loads(out)["data_sets"][0]["copied_bytes"] if out else 0 for out, _ in said]
+    return read, [errors for _, errors in said]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_byte_is_read_once(nodes, tmp_path, count):
+    make_data_set(tmp_path / "source", SIZES)
+    read, said = results(nodes(count))
+    assert sum(read) == sum(SIZES), said
+    assert all(0 < share < 0.7 * sum(SIZES) for share in read)
+    assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in range(count))
+    assert results(nodes(count))[0] == [0] * count  # all is in place
+
+
+def test_what_one_node_has_the_others_get_from_it(nodes, tmp_path):
+    make_data_set(tmp_path / "source", SIZES)
+    stage(tmp_path / "source", tmp_path / "local-1", StageOptions(chunk_mib=1))
+    (tmp_path / "local-1" / "shard-000001.tar").unlink()
+    read, _ = results(nodes(3))
+    assert sum(read) == SIZES[1] and same(tmp_path / "source", tmp_path / "local-2")
+
+
+def test_two_processes_of_a_node_stage_once(nodes, start, port, tmp_path):
+    make_data_set(tmp_path / "source", SIZES)
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = []
+    for i in range(4):
+        line = (tmp_path / "source", tmp_path / f"local-{i // 2}", "--node", f"{i}/4", "--chunk-mib", 1, "--json")
+        children.append(start(*line, host=f"node{i // 2}", env=env))
+    read, _ = results(children)
+    assert sum(read) == sum(SIZES) and read[1] == read[3] == 0
+    assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in range(2))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_that_dies_or_stops_is_named_and_not_needed(nodes, tmp_path, which, number):
+    """Process 0 keeps the store at which they meet; it is not needed either."""
+    make_data_set(tmp_path / "source", [40 * CHUNK] * 2)
+    children = nodes(3, "--max-mbps", 8, "--timeout", 8)
+    wait_for_chunks(tmp_path / "local-2", 3, children)
+    children[which].send_signal(number)
+    rest = [child for i, child in enumerate(children) if i != which]
+    _, said = results(rest)
+    assert all(f"node {which} (node{which}) does not answer: this node reads by itself" in errors for errors in said), (
+        said
+    )
+    for i in {0, 1, 2} - {which}:
+        assert same(tmp_path / "source", tmp_path / f"local-{i}")
+
+
+def wait_for_chunks(local: Path, count: int, children: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + 60
+    while sum(path.read_bytes().partition(b"\n")[2].count(1) for path in local.glob(".*.landed")) < count:
+        assert time.monotonic() < deadline and all(child.poll() is None for child in children)
+        time.sleep(0.02)
+
+
+def test_a_node_whose_disk_is_full_leaves(nodes, tmp_path):
+    """It says why to the others, which finish without it."""
+    make_data_set(tmp_path / "source", [20 * CHUNK] * 2)
+    local = tmp_path / "local-1"
+    local.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", local], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        children = nodes(3, "--max-mbps", 4, "--timeout", 20)
+        wait_for_chunks(local, 1, children)
+        (local / "filler").write_bytes(bytes(36 * CHUNK))
+        full = children.pop(1)
+        errors = full.communicate(timeout=120)[1]
+        assert full.returncode == 1 and "No space left on device" in errors and "(errno 28, on node1)" in errors
+        _, said = results(children)
+    finally:
+        subprocess.run(["umount", "--lazy", local], check=True)
+    assert all("node 1 (node1) has left: " in errors and "No space left" in errors for errors in said), said
+    assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in (0, 2))
+
+
+def test_all_know_what_is_wrong_on_one_before_a_byte_moves(nodes, tmp_path):
+    make_data_set(tmp_path / "source", SIZES)
+    (tmp_path / "local-1").write_text("a file")
+    children = nodes(3)
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [1, 2, 1]
+    assert "local-1 is a file" in said[1]
+    assert all("nothing is staged, because of node node1: LOCAL: " in said[i] for i in (0, 2)), said
+    assert not [*tmp_path.glob("local-[02]/*.tar")]
+
+
+def test_nodes_that_see_other_data_sets_are_refused(nodes, tmp_path):
+    make_data_set(tmp_path / "source", SIZES)
+    make_data_set(tmp_path / "other", SIZES, seed=1)
+    children = nodes(2, sources=[tmp_path / "source", tmp_path / "other"])
+    _, said = results(children, code=1)
+    assert all("sees another data set" in errors for errors in said)
+
+
+def test_a_node_that_does_not_come_is_named(nodes, start, port, tmp_path):
+    make_data_set(tmp_path / "source", [100])
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    child = start(tmp_path / "source", tmp_path / "local", "--node", "0/2", "--timeout", 3, host="node0", env=env)
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 1 and "process 1 did not answer for 3 s" in errors, errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_node_that_waits_for_others(start, port, tmp_path, rank, number):
+    make_data_set(tmp_path / "source", [100])
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    child = start(tmp_path / "source", tmp_path / "local", "--node", f"{rank}/2", host=f"node{rank}", env=env)
+    with socket.socket() as probe:
+        deadline = time.monotonic() + 60
+        while rank == 0 and probe.connect_ex(("127.0.0.1", port)):
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+    time.sleep(2 if rank == 0 else 8)
+    child.send_signal(number)
+    assert child.wait(10) == 128 + number
+
+
+def test_exchange_without_a_meeting_place_is_refused(start, tmp_path):
+    make_data_set(tmp_path / "source", [100])
+    env = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    child = start(tmp_path / "source", tmp_path / "local", "--node", "0/2", "--mode", "exchange", env=env)
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 2 and "give --master HOST, or set MASTER_ADDR" in errors
