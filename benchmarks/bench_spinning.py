@@ -3,9 +3,9 @@
     python -m benchmarks.bench_spinning [--rounds 9] [--images 12000]
 
 ResNet-8 on Fashion-MNIST with the loader behind it, two threads each, on two cores of which another process takes one,
-and again without that process. `trainer train` as it is sets OMP_WAIT_POLICY=PASSIVE and GOMP_SPINCOUNT=0; where torch
-is loaded before, that comes too late, and torch's threads wait as they do by default. Every run is a process of its
-own; the runs alternate. Prints a table, writes results/spinning.json.
+and again without that process. `trainer train` as it is sets OMP_WAIT_POLICY=PASSIVE; where torch is loaded before,
+that comes too late, and torch's threads wait as they do by default. Every run is a process of its own; the runs
+alternate. Prints a table, writes results/spinning.json.
 """
 
 from __future__ import annotations

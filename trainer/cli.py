@@ -51,10 +51,9 @@ def train(
           --data data/imagenet --out runs/imagenet
     """
     # The loader's threads share the cores with torch's, which by default wait for each other by spinning: with one core
-    # busy, two such threads train at half the speed of one. torch reads these when it is loaded, so they must be set
+    # busy, two such threads train at half the speed of one. torch reads this when it is loaded, so it must be set
     # before any import that loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     from .config.recipe import load_recipe
     from .run import run
 

@@ -231,8 +231,12 @@ def test_world_size_that_does_not_divide_is_refused_without_waiting(train, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_threads_are_told_not_to_spin_before_torch_is_loaded(start):
-    """OpenMP reads its settings when torch loads it: a child process notes what they are at that moment."""
+@pytest.mark.parametrize(("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")], ids=str)
+def test_threads_are_told_not_to_spin_before_torch_is_loaded(start, own, expected):
+    """OpenMP reads its settings when torch loads it: a child process notes what they are at that moment.
+
+    Only the policy is set, from which libgomp takes a spin count of 0: a count would overrule the user's own policy.
+    """
     probe = """
 import os, sys
 seen = []
@@ -245,9 +249,10 @@ code = main()
 print(seen)
 sys.exit(code)
 """
-    code, out, err = finish(start("-c", probe, "train", "fashion-mnist-resnet8", "--data", "none", "--out", "run"))
+    arguments = ("train", "fashion-mnist-resnet8", "--data", "none", "--out", "run")
+    code, out, err = finish(start("-c", probe, *arguments, env=own))
     assert code == 1, err
-    assert out.splitlines()[-1] == "[['PASSIVE', '0']]"
+    assert out.splitlines()[-1] == f"[['{expected}', None]]"
 
 
 def test_what_one_rank_lacks_ends_both(train, packed, port, tmp_path):
