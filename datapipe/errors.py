@@ -89,7 +89,7 @@ class MissingBackendError(DatapipeError):
 
     @classmethod
     def for_extra(cls, message: str, extra: str, path: Path | str | None = None) -> MissingBackendError:
-        """Make the error for a missing library that one of the extras in pyproject.toml brings.
+        """Return the error for a missing library that one of the extras in pyproject.toml brings.
 
         The command in its message is quoted, as zsh needs it, and installs this project from its checkout.
 

@@ -198,6 +198,12 @@ def encode_jpeg(pixels: np.ndarray, quality: int, restart_interval: int = 0) -> 
         pixels: uint8[height, width, 1 or 3].
         quality: 1 to 100.
         restart_interval: MCUs between restart markers, 0 for none.
+
+    Returns:
+        The JPEG.
+
+    Raises:
+        OSError: a side is longer than 65,500 pixels.
     """
     from PIL import Image
 

@@ -46,6 +46,12 @@ def open_on(path: Path | str, options: LoaderOptions, make: Callable[[DataSet], 
         path: The data set's folder.
         options: The loader's.
         make: Makes the loader. The data set is closed if that fails.
+
+    Returns:
+        What `make` returns.
+
+    Raises:
+        DatapipeError: The data set cannot be opened, or not within `timeout_s`. And whatever `make` raises.
     """
     data_set = call_in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
     try:

@@ -109,6 +109,9 @@ def train_windows(
         epoch: from 0.
         positions: int64[N], of the images in the epoch. An image's window depends on its own position alone.
 
+    Returns:
+        A box and a flip for each image, int64[N, 4] and bool[N].
+
     Raises:
         SettingError: an image with its padding is smaller than the output.
     """
@@ -137,6 +140,9 @@ def eval_windows(widths: np.ndarray, heights: np.ndarray, size: int) -> Windows:
         widths: int64[N], of the images, in pixels.
         heights: int64[N], the same.
         size: side of the output, in pixels.
+
+    Returns:
+        A box for each image, int64[N, 4], and no flips.
     """
     side = np.maximum(1, np.round(np.minimum(widths, heights) * CENTRE_FRACTION).astype(np.int64))
     side = np.where((widths == size) & (heights == size), size, side)

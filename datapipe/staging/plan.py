@@ -24,6 +24,9 @@ def plan_stage(manifest: Manifest, present: Mapping[str, str], partial: Mapping[
         manifest: of the data set.
         present: by name, the checksum (xxh3-128, hexadecimal) of each file that is in place.
         partial: by name, the bytes of each file that an interrupted copy left under its temporary name.
+
+    Returns:
+        The plan, its files in the order of the manifest.
     """
     keep = [file for file in manifest.all_files() if present.get(file.name) == file.xxh3_128]
     copy = [file for file in manifest.all_files() if present.get(file.name) != file.xxh3_128]

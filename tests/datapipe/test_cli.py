@@ -311,9 +311,3 @@ def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(image_folder, tmp_p
             break
         screen += part
     assert child.wait() == 0 and b"packing" in screen and b"images/s" in screen
-
-
-def test_module_layout():
-    root = Path(__file__).parents[2]
-    for path in sorted((root / "datapipe").rglob("*.py")):
-        assert len(path.read_text().splitlines()) <= 400, f"{path} has grown: is a room missing?"
