@@ -1,4 +1,4 @@
-"""How the code speaks, as far as that can be counted: names that are no names, parameters and results not described."""
+"""How the code speaks, as far as that can be counted: names, parameters and results that nobody describes, phrases."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ FILES = sorted(
 )
 # Prepositions, numbers and participles: they say nothing of the thing.
 NO_NAMES = {"of", "found", "one", "wanted", "taken", "held", "told"}
+# What a reader abroad reads twice, and where it may stand.
+PHRASES = re.compile(
+    r"\b(?:(?:go|goes|going|went|gone) on\b|anew\b|but for\b|(?<!there )is no\b(?! (?:longer|more)\b))", re.IGNORECASE
+)
+TEXTS = sorted(
+    path
+    for name in WRITTEN
+    for path in (ROOT / name).rglob("*")
+    if path.suffix in {".py", ".md", ".sh", ".pbs", ".sbatch", ".toml", ".jinja", ".html"}
+    if not {"work", "_build", "results"} & {*path.parts}
+)
 MANY = 2  # parameters; a function with more describes each, and what it returns
 # Functions that many files have are described once, where the interface is: the file's folder or the file, the name.
 INTERFACES = {
@@ -110,6 +121,19 @@ def test_names_are_names(part):
 def test_parameters_and_results_are_described(part, is_described):
     missing = [line for path in FILES if folder(path) == part for line in undescribed(path, is_described)]
     assert not missing
+
+
+def test_sentences_are_plain():
+    texts = {path: " ".join(re.sub(r"\n\s*#", "\n", path.read_text()).split()) for path in [ROOT / "README.md", *TEXTS]}
+    assert len(texts) > 200
+    found = [f"{path.relative_to(ROOT)}: {text[max(0, hit.start() - 30) : hit.end() + 30]}"
+             for path, text in texts.items() for hit in PHRASES.finditer(text)]  # fmt: skip
+    assert not found
+
+
+def test_what_is_not_plain():
+    text = "It goes on. Begun anew, but for this. Going  on? That is no name; there is no other. It is no longer here."
+    assert PHRASES.findall(" ".join(text.split())) == ["goes on", "anew", "but for", "Going on", "is no"]
 
 
 def test_what_counts_as_a_name():

@@ -77,7 +77,7 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
         data: the encoded image.
         channels: 1 (grey) or 3 (RGB).
         smallest: width and height. A JPEG may be decoded at a half, a quarter or an eighth of its size, which is
-            faster, as long as it is no smaller than this; (0, 0) is its full size.
+            faster, as long as it is not smaller than this; (0, 0) is its full size.
         strict: refuse a damaged JPEG instead of decoding what can be decoded.
 
     Returns:

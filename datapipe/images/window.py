@@ -31,7 +31,7 @@ class Window(NamedTuple):
     top: int
     width: int
     height: int
-    # The entropy-coded data go on past the last row of the window: decoders warn of extraneous bytes.
+    # The entropy-coded data do not end with the last row of the window: decoders warn of extraneous bytes.
     ends_late: bool = False
     # It may be decoded at reduced size. Not with 4:2:2 or 4:4:0, where libjpeg's scaled decoding would also drop
     # chroma in the direction that has full resolution.

@@ -241,12 +241,12 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         samples, positions = slots.samples[:count], slots.positions[:count]
         records = self.data_set.index[samples]
         slots.labels[:count] = records["label"]
-        windows = self._windows(epoch, positions, records["width"], records["height"])
+        crops = self._crops(epoch, positions, records["width"], records["height"])
         columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
         return BatchPlan(
             list(map(Extent._make, zip(*columns, strict=True))),
             list(zip(records["width"].tolist(), records["height"].tolist(), strict=True)),
-            windows.boxes.tolist(),
-            scales(windows.boxes, self.size).tolist(),
-            windows.flips.tolist(),
+            crops.boxes.tolist(),
+            scales(crops.boxes, self.size).tolist(),
+            crops.flips.tolist(),
         )

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checks import check_seconds
 from ..console import Progress
 from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..errors import ManifestError, SettingError, ShardCorruptError, StagingError
@@ -95,8 +96,7 @@ def _job(source: Path, target: Path, content: bytes) -> _Job:
 
 
 def _stage(source: Path, local: Path, jobs: list[_Job], timeout_s: float) -> list[Staged]:
-    if not timeout_s > 0:
-        raise SettingError(f"timeout_s: {timeout_s!r} is out of range; allowed: seconds, above 0")
+    check_seconds("timeout_s", timeout_s)
     if local.resolve().is_relative_to(source.resolve()):
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
     if local.exists() and not local.is_dir():
