@@ -9,7 +9,7 @@ settings of another record, and from the fifth trial on 100, so that few trials 
 Trials are short, and do not see the test images. The best setting is run with several seeds, from 1 on. A
 seed that does not reach an accuracy counts as missed, and the mean is then only of the others. Two trainings run at a
 time, one thread each; evaluations are not timed. Writes results/optimizers-MODEL-BATCH.json after every training, and
-does none again that is there already: remove the file to begin anew. Its summary is of the seeds that all optimizers
+does none again that is there already: remove the file to begin again. Its summary is of the seeds that all optimizers
 have done, on one kind of machine.
 """
 

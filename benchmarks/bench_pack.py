@@ -1,4 +1,4 @@
-"""How fast are image files packed into shards: copied as they are, and scaled down and encoded anew?
+"""How fast are image files packed into shards: copied as they are, and scaled down and re-encoded?
 
     python -m benchmarks.bench_pack [--count 6000] [--resize-count 2000] [--rounds 5] [--only NAME ...] [--out FOLDER]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_training [--rounds 5] [--epochs 2] [--images 12000]
 
-ResNet-8 on Fashion-MNIST, as the recipe says but for fewer epochs and images: the project's own `trainer
+ResNet-8 on Fashion-MNIST, as the recipe says, with fewer epochs and images: the project's own `trainer
 train`, and a plain PyTorch loop fed by the peers. Every run is a process of its own; the runs alternate.
 Then the recipe once as shipped: accuracy and time to target. Prints a table, writes results/training.json.
 """

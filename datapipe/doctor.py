@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from .dataset.shard_reader import ALIGNMENT
-from .errors import DatapipeError
+from .errors import DatapipeError, how_to_install
 from .fsio import mounted_as
 
 SMALL_FILES = 200
@@ -76,7 +76,7 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     if gpus and decoders["dali"]:
         lines.append(f"backend: dali (GPU and DALI {decoders['dali']} are here)")
     elif gpus:
-        lines.append("backend: cpu; with DALI (in the project's folder: pip install '.[dali]') the GPU would decode")
+        lines.append(f"backend: cpu; with DALI the GPU would decode: {how_to_install(node['dali_extra'])}")
     else:
         lines.append(f"backend: cpu ({'torch sees no GPU' if node['unseen_gpus'] else 'no GPU here'})")
     if node["unseen_gpus"]:
@@ -84,7 +84,7 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     ranks = max(1, gpus)
     each = "" if ranks == 1 else f" for each of {ranks} ranks"
     lines.append(
-        f"workers: {max(1, cores // ranks)} threads{each}, one per core; "
+        f"threads: {max(1, cores // ranks)}{each}, one per core; "
         "`datapipe bench DATA --step-ms MS` says whether they are enough for an accelerator"
     )
     return lines
@@ -209,7 +209,7 @@ def _rate(fd: int, size: int, place: Callable[[], int | None], at_most: int = 1 
 
 
 def _node() -> dict:
-    from .loaders.device import explain_unseen_gpus, gpu_names
+    from .loaders.device import dali_extra, explain_unseen_gpus, gpu_names, read_driver
 
     shm = Path("/dev/shm")
     return {
@@ -218,6 +218,7 @@ def _node() -> dict:
         "shm_bytes": shutil.disk_usage(shm).total if shm.is_dir() else 0,
         "gpus": gpu_names(),
         "unseen_gpus": explain_unseen_gpus(),
+        "dali_extra": dali_extra(read_driver()),
     }
 
 

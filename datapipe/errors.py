@@ -89,17 +89,20 @@ class MissingBackendError(DatapipeError):
 
     @classmethod
     def for_extra(cls, message: str, extra: str, path: Path | str | None = None) -> MissingBackendError:
-        """Make the error for a missing library that one of the extras in pyproject.toml brings.
-
-        The command in its message is quoted, as zsh needs it, and installs this project from its checkout.
+        """Return the error for a missing library that one of the extras in pyproject.toml brings.
 
         Args:
             message: what is missing.
             extra: its name in pyproject.toml.
             path: of the file that needs it, if any.
         """
-        return cls(f"{message}: in the folder of the project's pyproject.toml, pip install '.[{extra}]'", path=path)
+        return cls(f"{message}: {how_to_install(extra)}", path=path)
 
 
 class SettingError(ValueError):
     """A setting is out of its range; the message names it, its value and what is allowed."""
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of pyproject.toml: from the checkout, and quoted as zsh needs it."""
+    return f"in the folder of the project's pyproject.toml, pip install '.[{extra}]'"

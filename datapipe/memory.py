@@ -48,7 +48,7 @@ def return_free_bytes() -> None:
 
 def parse_bytes(name: str, text: str) -> int:
     """Parse a size such as "8GiB", "500MB" or "1000000" into bytes. Raises SettingError with the setting's `name`."""
-    match = SIZE.fullmatch(text.strip())
+    match = SIZE.fullmatch(str(text).strip())
     size = 0
     if match:
         unit = (match[2] or "").lower()

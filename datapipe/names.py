@@ -12,6 +12,7 @@ Io = Literal["cached", "mmap", "direct"]
 
 # Of the shards: each is a module in `formats`.
 FORMATS = ("tar", "hdf5", "lmdb", "zip", "tfrecord", "npy")
+CONVERTED = tuple(name for name in FORMATS if name != "npy")  # those that hold any image; npy holds nothing but pixels
 # Of raw data sets: the module in `sources` for each, in the order in which `auto` asks them. An ImageFolder is whatever
 # is nothing else.
 KINDS = {

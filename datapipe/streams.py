@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 Done = tuple[int, Any, BaseException | None]  # number of the item, the result, what was raised instead
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 300.0  # as packing's
+TIMEOUT_S = 300.0  # for a read or write, unless a setting says otherwise
 STREAMS = 4  # files at a time: a parallel filesystem serves several streams better than one
 WARN_S = 10.0  # how often to log that a filesystem does not answer
 LOOK_S = 1.0

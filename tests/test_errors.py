@@ -9,6 +9,7 @@ import pytest
 
 import datapipe.errors
 import trainer.errors
+from datapipe.loaders.device import Driver, dali_extra
 
 ERRORS = [
     kind
@@ -34,5 +35,6 @@ def test_what_to_install_is_an_extra_and_a_command_that_shells_take():
     calls = []
     for path in sorted((root / "datapipe").rglob("*.py")):
         calls += re.findall(r'for_extra\((?:[^()]|\([^()]*\))*?"(\w+)"(?:, path)?\)', path.read_text())
-    assert set(calls) == {"compress", "dali", "imagenet", "parquet", "tfrecord", "webdataset"} <= extras.keys()
+    assert set(calls) == {"compress", "imagenet", "parquet", "tfrecord", "webdataset"} <= extras.keys()
+    assert {dali_extra(driver) for driver in (None, Driver("535.1", 1))} == {"dali", "dali12"} <= extras.keys()
     assert "pip install '.[dali]'" in str(datapipe.errors.MissingBackendError.for_extra("DALI is missing", "dali"))

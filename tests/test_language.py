@@ -1,9 +1,10 @@
-"""How the code speaks, as far as that can be counted: names that are no names, and parameters that nobody describes."""
+"""How the code speaks, as far as that can be counted: names, parameters and results that nobody describes, phrases."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,18 @@ FILES = sorted(
 )
 # Prepositions, numbers and participles: they say nothing of the thing.
 NO_NAMES = {"of", "found", "one", "wanted", "taken", "held", "told"}
-MANY = 2  # parameters; a function with more describes each
+# What a reader abroad reads twice, and where it may stand.
+PHRASES = re.compile(
+    r"\b(?:(?:go|goes|going|went|gone) on\b|anew\b|but for\b|(?<!there )is no\b(?! (?:longer|more)\b))", re.IGNORECASE
+)
+TEXTS = sorted(
+    path
+    for name in WRITTEN
+    for path in (ROOT / name).rglob("*")
+    if path.suffix in {".py", ".md", ".sh", ".pbs", ".sbatch", ".toml", ".jinja", ".html"}
+    if not {"work", "_build", "results"} & {*path.parts}
+)
+MANY = 2  # parameters; a function with more describes each, and what it returns
 # Functions that many files have are described once, where the interface is: the file's folder or the file, the name.
 INTERFACES = {
     ("datapipe/formats", "add"): "datapipe/formats/__init__.py",
@@ -65,7 +77,20 @@ def bad_names(path: Path) -> list[str]:
     return [f"{path.name}:{line} {name}" for line, name in bound_names(tree) if name.lstrip("_") in NO_NAMES]
 
 
-def undescribed(path: Path) -> list[str]:
+def describes_parameters(function: ast.FunctionDef) -> bool:
+    return "Args:" in (ast.get_docstring(function) or "")
+
+
+def describes_result(function: ast.FunctionDef) -> bool:
+    """Return whether a section does, or the first line: "Return …", "Count …", "…, and yield …"; or there is none."""
+    if function.returns is None or ast.unparse(function.returns) in ("None", "NoReturn"):
+        return True
+    docstring = ast.get_docstring(function) or ""
+    section = re.search(r"^(Returns|Yields):$", docstring, re.MULTILINE)
+    return bool(section or re.match(r"(Count|List) |.*\b(return|yield)\b", docstring, re.IGNORECASE))
+
+
+def undescribed(path: Path, is_described: Callable[[ast.FunctionDef], bool]) -> list[str]:
     name = path.relative_to(ROOT).as_posix()
     if name in COMMANDS:
         return []
@@ -73,7 +98,7 @@ def undescribed(path: Path) -> list[str]:
         f"{path.name}:{function.lineno} {function.name}"
         for function in public_functions(ast.parse(path.read_text()))
         if num_parameters(function) > MANY
-        and "Args:" not in (ast.get_docstring(function) or "")
+        and not is_described(function)
         and INTERFACES.get((folder(path), function.name), name) == name
     ]
 
@@ -91,10 +116,24 @@ def test_names_are_names(part):
     assert not [line for path in FILES if folder(path) == part for line in bad_names(path)]
 
 
+@pytest.mark.parametrize("is_described", [describes_parameters, describes_result])
 @pytest.mark.parametrize("part", PACKAGES)
-def test_parameters_are_described(part):
-    missing = [line for path in FILES if folder(path) == part for line in undescribed(path)]
+def test_parameters_and_results_are_described(part, is_described):
+    missing = [line for path in FILES if folder(path) == part for line in undescribed(path, is_described)]
     assert not missing
+
+
+def test_sentences_are_plain():
+    texts = {path: " ".join(re.sub(r"\n\s*#", "\n", path.read_text()).split()) for path in [ROOT / "README.md", *TEXTS]}
+    assert len(texts) > 200
+    found = [f"{path.relative_to(ROOT)}: {text[max(0, hit.start() - 30) : hit.end() + 30]}"
+             for path, text in texts.items() for hit in PHRASES.finditer(text)]  # fmt: skip
+    assert not found
+
+
+def test_what_is_not_plain():
+    text = "It goes on. Begun anew, but for this. Going  on? That is no name; there is no other. It is no longer here."
+    assert PHRASES.findall(" ".join(text.split())) == ["goes on", "anew", "but for", "Going on", "is no"]
 
 
 def test_what_counts_as_a_name():
@@ -128,3 +167,27 @@ class M(K):
 """
     functions = public_functions(ast.parse(program))
     assert [function.name for function in functions if num_parameters(function) > MANY] == ["g", "n", "o"]
+
+
+def test_what_describes_a_result():
+    program = '''
+def a() -> int: """Return it."""
+def b() -> int: """Train to the end; return how it ended."""
+def c() -> int:
+    """Make it.
+
+    Returns:
+        It.
+    """
+def d() -> None: """Make it."""
+def e() -> NoReturn: """Raise it."""
+def f() -> int: """Make it."""
+def g() -> int:
+    """Make it.
+
+    Return it.
+    """
+def h() -> int: ...
+'''
+    functions = public_functions(ast.parse(program))
+    assert [function.name for function in functions if not describes_result(function)] == ["f", "g", "h"]

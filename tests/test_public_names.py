@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,19 @@ def test_each_public_name_exists_and_is_described(module, name):
     value = getattr(importlib.import_module(module), name)
     if inspect.isclass(value) or inspect.isfunction(value):
         assert inspect.getdoc(value), f"{module}.{name} has no docstring"
+
+
+def test_the_reference_has_each_public_name():
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "api.md").read_text()
+    directive = r"^\.\. (?:auto)?(module|function|class|data):: ([\w.]+)(?:\(.*)?$"
+    described = []
+    for kind, place in re.findall(directive, page, re.MULTILINE):
+        module, _, name = (place, "", "") if kind == "module" else place.rpartition(".")
+        content = vars(importlib.import_module(module))
+        described += content.values() if kind == "module" else [content[name]]
+    known = {id(value) for value in described}
+    public = {f"{module}.{name}": getattr(importlib.import_module(module), name) for module, name in NAMES}
+    assert [place for place, value in public.items() if id(value) not in known] == ["datapipe.__version__"]
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -2,7 +2,7 @@
 # From nothing to a trained network and its report: `bash tools/quickstart.sh [FOLDER]`.
 #
 # Works in FOLDER, else in $QUICKSTART_DIR, else in quickstart/ at the top of the checkout. Run again, it
-# goes on from what is there; an interrupted training resumes. Ends with the training's exit code.
+# continues with what is there; an interrupted training resumes. Ends with the training's exit code.
 set -euo pipefail
 
 if [[ $# -gt 1 || ${1:-} == -* ]]; then
@@ -55,7 +55,7 @@ say "Staging to $work/local"
 datapipe stage "$work/packed" "$work/local"
 
 if [[ -e $work/run ]]; then
-    say "Going on with the training in $work/run"
+    say "Continuing the training in $work/run"
     settings+=(--resume)
 else
     say "Training in $work/run"

@@ -214,6 +214,9 @@ def open_job(
         precision: Arithmetic of the forward pass.
         stack: Closes what is opened.
 
+    Returns:
+        The job, with a new network. Its metrics are still to be opened.
+
     Raises:
         DatapipeError: There is no usable data set.
         SettingError: The recipe does not fit it.

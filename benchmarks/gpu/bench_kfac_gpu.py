@@ -5,7 +5,7 @@
 Steps of SGD (fused) and of K-FAC with each solver take turns, in bf16 and channels-last, on random images, with factors
 every 10 steps and solutions every 100, over whole periods after the first steps. Beside the times, what K-FAC's
 operations by formula (factors by im2col, in bfloat16) would take at the speed of a large product and its bytes (all of
-float32, but bfloat16 solutions) at that of a copy, both measured here. That is no floor: the factors of 3×3
+float32, but bfloat16 solutions) at that of a copy, both measured here. That is not a floor: the factors of 3×3
 convolutions take a fifth of im2col's operations, but in float32.
 Then ten more steps of each without a refresh, and ten in which all layers refresh, in which a synchronisation of the
 host is an error (torch.linalg.eigh is one, as it looks whether it converged). Unattended;
@@ -36,7 +36,7 @@ OURS = {
 }
 SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
 NUM_CLASSES = 1000
-WARM_UP = 64  # steps; K-FAC then goes on as in its second period
+WARM_UP = 64  # steps; K-FAC then continues as in its second period
 LONG = 10_000  # an interval with far more steps than layers, whose turns are at its beginning
 SYNC_STEPS = 10
 

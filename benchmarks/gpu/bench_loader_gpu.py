@@ -24,7 +24,7 @@ from benchmarks.peers import Task
 from datapipe.dataset import DataSet
 from datapipe.errors import DatapipeError
 from datapipe.loaders import open_loader
-from datapipe.sampling.augment import Augment, train_windows
+from datapipe.sampling.augment import Augment, train_crops
 from datapipe.sampling.order import permutation
 
 SIZE, BATCH = 224, 256
@@ -62,12 +62,12 @@ def torchvision_decode(folder: Path, device: torch.device) -> Epoch:
         order = permutation(len(data_set), 0, number)
         for start in range(0, len(order) - BATCH + 1, BATCH):
             samples, positions = order[start : start + BATCH], np.arange(start, start + BATCH)
-            windows = train_windows(RANDOM_CROP, widths[samples], heights[samples], SIZE, 0, number, positions)
+            crops = train_crops(RANDOM_CROP, widths[samples], heights[samples], SIZE, 0, number, positions)
             files = [torch.frombuffer(bytearray(data_set.read(i)), dtype=torch.uint8) for i in samples.tolist()]
             decoded = decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
             images_BCHW = torch.empty((BATCH, 3, SIZE, SIZE), dtype=torch.uint8, device=device)
             for i, (image, (x, y, w, h), flip) in enumerate(
-                zip(decoded, windows.boxes.tolist(), windows.flips.tolist(), strict=True)
+                zip(decoded, crops.boxes.tolist(), crops.flips.tolist(), strict=True)
             ):
                 cut = image[None, :, y : y + h, x : x + w].float()
                 cut = torch.nn.functional.interpolate(cut, size=(SIZE, SIZE), mode="bilinear", antialias=True)

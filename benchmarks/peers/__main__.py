@@ -37,7 +37,7 @@ def measure(batches: Iterable, task: Task) -> dict:
 def main() -> int:
     name, corpus, task = sys.argv[1], Path(sys.argv[2]), Task(**json.loads(sys.argv[3]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints is not an answer
     epochs = open_peer(name, corpus, task)
     for line in sys.stdin:
         answers.write(json.dumps(measure(epochs(int(line)), task)) + "\n")

@@ -53,7 +53,7 @@ def open_epochs(folder: Path, task: Task, device: torch.device = CPU) -> Epochs:
         while left > 0:
             images, labels = built.run()
             numbers = [int(bytes(np.asarray(labels.at(i)))) for i in range(len(labels))]
-            num_images = min(left, task.batch_size)  # the reader goes on with the next epoch: what is beyond is cut off
+            num_images = min(left, task.batch_size)  # the reader continues with the next epoch: that is cut off
             images_BHWC = torch.empty((len(labels), task.size, task.size, 3), dtype=torch.uint8, device=device)
             feed_ndarray(images.as_tensor(), images_BHWC, cuda_stream=_stream(device))
             yield images_BHWC[:num_images].permute(0, 3, 1, 2), torch.tensor(numbers[:num_images])
@@ -68,7 +68,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _wait_until_idle() -> None:
-    """DALI goes on with the next epoch's first batches: their time belongs to this one, which was given its own first
+    """DALI continues with the next epoch's first batches: their time belongs to this one, which was given its own first
     batches by the one before."""
     used_s = -1.0
     while time.process_time() - used_s > IDLE_S / 10:

@@ -42,7 +42,7 @@ def tried(module) -> dict:
 def main() -> int:
     action, name, *arguments = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints is not an answer
     module = importlib.import_module(f"benchmarks.peers.{name}")
     if action == "try":
         answer = tried(module)

@@ -26,7 +26,7 @@ def pack(job: Job) -> None:
         chunk_bytes="64MB",
         num_workers=job.workers,
         reorder_files=False,  # else it asks for every file's size first
-        start_method="fork",  # its own default starts Python anew and imports torch in every worker
+        start_method="fork",  # its own default starts another Python and imports torch in every worker
         verbose=False,
     )
 

@@ -1,6 +1,6 @@
 """What the peers that decode with Pillow do to one image, as in torchvision's reference training.
 
-Random numbers come from `random`, which DataLoader seeds anew in each of its workers.
+Random numbers come from `random`, which DataLoader seeds again in each of its workers.
 """
 
 from __future__ import annotations

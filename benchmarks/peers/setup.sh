@@ -3,7 +3,7 @@
 #
 #   benchmarks/peers/setup.sh [FOLDER]      default: benchmarks/work/peers-venv
 #
-# Each by itself, tried by packing 20 images and reading them back. One that cannot be had is no error here: FOLDER/status.tsv
+# Each by itself, tried by packing 20 images and reading them back. One that cannot be had is not an error here: FOLDER/status.tsv
 # says why, in a line "NAME<tab>installed|missing<tab>VERSION|REASON", and what pip and the trial said is in
 # FOLDER/NAME.log. Does nothing for those that are there and work. PYTHON: the Python to take, else python3.
 set -euo pipefail

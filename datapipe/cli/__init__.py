@@ -15,11 +15,13 @@ import typer
 from .. import __version__, console
 from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, ORDERS, STAGE_MODES, STORES
 from ..public_data import DATASETS
+from ..streams import TIMEOUT_S
 from .parameters import (
     AsJson,
     DataSetFolder,
     Finish,
     Format,
+    NewFormat,
     Out,
     Overwrite,
     Resume,
@@ -95,10 +97,10 @@ def pack(
         str, typer.Option(metavar="N|P%", help="Skip up to N (or P%) unreadable images; list them.")
     ] = "0",
     outside: Annotated[bool, typer.Option("--outside", help="Follow links and paths that lead out of SOURCE.")] = False,
-    shard_mib: Annotated[int, typer.Option(metavar="N", help="Target size of a shard in MiB.")] = 256,
+    shard_mib: Annotated[int, typer.Option(metavar="N", help="Size of a shard to aim at, in MiB.")] = 256,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the shuffle.")] = 0,
     workers: Workers = None,
-    timeout: Timeout = 300.0,
+    timeout: Timeout = TIMEOUT_S,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for images, e.g. 8GiB (default: half of all).")
     ] = None,
@@ -138,12 +140,12 @@ def pack(
 def convert(
     folder: DataSetFolder,
     out: Out,
-    format: Format,
+    format: NewFormat,
     shard_mib: Annotated[
-        int | None, typer.Option(metavar="N", help="Target size of a shard in MiB (default: unchanged).")
+        int | None, typer.Option(metavar="N", help="Size of a shard to aim at, in MiB (default: unchanged).")
     ] = None,
     workers: Workers = None,
-    timeout: Timeout = 300.0,
+    timeout: Timeout = TIMEOUT_S,
     overwrite: Overwrite = False,
     resume: Resume = False,
     task: TaskOption = None,
@@ -219,7 +221,7 @@ def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
 def verify(
     folder: DataSetFolder,
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image, too.")] = False,
-    timeout: Timeout = 300.0,
+    timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
     """Check every file against its checksum.
@@ -265,7 +267,7 @@ def stage(
         str | None,
         typer.Option(metavar="NAME", help="Network for exchange (default: the one that leads to process 0)."),
     ] = None,
-    timeout: Timeout = 300.0,
+    timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
     """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""

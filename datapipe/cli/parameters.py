@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..names import FORMATS
+from ..names import CONVERTED, FORMATS
 
 
 def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
@@ -35,9 +35,12 @@ Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of a
 # What packing and converting share.
 Out = Annotated[Path, folder_named("OUT", "New folder, for one data set per split.")]
 Format = Annotated[str, typer.Option(help="Format of the shards.", **one_of(FORMATS))]
+NewFormat = Annotated[str, typer.Option("--format", help="Format of the shards.", **one_of(CONVERTED))]
 Workers = Annotated[int | None, typer.Option(metavar="N", help="Files read at once, at most (default: 32).")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new data set is whole.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume an unfinished pack in OUT; succeed if it is complete.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Succeed if OUT is complete; what is unfinished is always continued.")
+]
 TaskOption = Annotated[
     str | None,
     typer.Option(metavar="I/N", help="Pack share I (from 0) of N (default: as Slurm, MPI or torchrun say)."),

@@ -59,6 +59,13 @@ class DataSet:
             offset: of the image's bytes in the shard's file.
             size: in bytes.
             checksum: lower half of the bytes' xxh3-64.
+
+        Returns:
+            The encoded image, `size` bytes.
+
+        Raises:
+            ShardReadError: the bytes cannot be read.
+            ShardCorruptError: these are not the sample's bytes.
         """
         try:
             data = self.reader.read(shard, offset, size)

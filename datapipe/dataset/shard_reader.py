@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import SettingError, ShardReadError
+from ..checks import check_name, checked_int
+from ..errors import ShardReadError
 from ..names import IOS, Io
 
 logger = logging.getLogger(__name__)
@@ -51,11 +52,8 @@ class ShardReader:
     """
 
     def __init__(self, paths: list[Path], io: Io = "cached", retries: int = 0) -> None:
-        if io not in IOS:
-            raise SettingError(f"io: {io!r} is not one of {', '.join(IOS)}")
-        if not isinstance(retries, int) or retries < 0:
-            raise SettingError(f"retries: {retries!r} is out of range; allowed: whole numbers from 0")
-        self._paths, self._retries = paths, retries
+        check_name("io", io, IOS)
+        self._paths, self._retries = paths, checked_int("retries", retries, 0)
         self._kind = {"cached": _File, "mmap": _Map, "direct": _Direct}[io]
         self._begin()
         _allow_open_files(len(paths))

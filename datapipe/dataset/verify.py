@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..checks import check_seconds
 from ..console import Progress
-from ..errors import DatapipeError, ManifestError, SettingError
+from ..errors import DatapipeError, ManifestError
 from ..fsio import checksum
 from ..images.codec import check_image
 from ..streams import TIMEOUT_S, work_on_files
@@ -56,8 +57,7 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
         DatapipeError: a read takes longer than `timeout_s`.
         SettingError: `timeout_s` is out of range.
     """
-    if not timeout_s > 0:
-        raise SettingError(f"timeout_s: {timeout_s!r} is out of range; allowed: seconds, above 0")
+    check_seconds("timeout_s", timeout_s)
     try:
         data_set = DataSet(folder)
     except ManifestError as error:

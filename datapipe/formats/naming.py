@@ -42,6 +42,9 @@ def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
         key: The sample's key, for messages.
         contents: What the sample's label files hold, by extension (those of LABELS); `cls` takes precedence.
 
+    Returns:
+        The label as text; not empty.
+
     Raises:
         SourceError: There is no label, or it cannot be read.
     """

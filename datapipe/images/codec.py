@@ -77,7 +77,7 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
         data: the encoded image.
         channels: 1 (grey) or 3 (RGB).
         smallest: width and height. A JPEG may be decoded at a half, a quarter or an eighth of its size, which is
-            faster, as long as it is no smaller than this; (0, 0) is its full size.
+            faster, as long as it is not smaller than this; (0, 0) is its full size.
         strict: refuse a damaged JPEG instead of decoding what can be decoded.
 
     Returns:
@@ -198,6 +198,12 @@ def encode_jpeg(pixels: np.ndarray, quality: int, restart_interval: int = 0) -> 
         pixels: uint8[height, width, 1 or 3].
         quality: 1 to 100.
         restart_interval: MCUs between restart markers, 0 for none.
+
+    Returns:
+        The JPEG.
+
+    Raises:
+        OSError: a side is longer than 65,500 pixels.
     """
     from PIL import Image
 

@@ -185,7 +185,7 @@ class Recoder:
             kept = self._restarted(image)
             if kept is not None:
                 return kept, image.unusual
-        interval = self._interval(image.header.channels, *size)
+        interval = self._interval(image.header.channels, size[0])
         quality = self.options.quality or DEFAULT_QUALITY
         encoded = self._from_planes(image, size, quality, interval)
         unusual = image.unusual
@@ -211,7 +211,7 @@ class Recoder:
         except ValueError:
             return None  # damaged
 
-    def _interval(self, channels: int, width: int, height: int) -> int:
+    def _interval(self, channels: int, width: int) -> int:
         if self.options.restart is None:
             return 0
         return jpeg.restart_interval(-(-width // (8 if channels == 1 else 16)), self.options.restart)

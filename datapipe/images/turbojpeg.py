@@ -114,6 +114,12 @@ class TurboJpeg:
             data: the JPEG.
             interval: MCUs between markers.
             orientation: EXIF orientation to undo, 1 to 8.
+
+        Returns:
+            A baseline JPEG without metadata.
+
+        Raises:
+            ValueError: the JPEG is damaged, or cannot be rotated without losing its edges.
         """
         handle, source = self._handle(TRANSFORM), np.frombuffer(data, np.uint8)
         handle("tj3Set", RESTART, interval)
@@ -161,6 +167,12 @@ class TurboJpeg:
             height: of the image, in pixels.
             quality: 1 to 100.
             interval: MCUs between restart markers, 0 for none.
+
+        Returns:
+            The JPEG.
+
+        Raises:
+            ValueError: libturbojpeg cannot encode it, with its message.
         """
         handle = self._handle(COMPRESS)
         handle("tj3Set", QUALITY, quality)

@@ -31,7 +31,7 @@ class Window(NamedTuple):
     top: int
     width: int
     height: int
-    # The entropy-coded data go on past the last row of the window: decoders warn of extraneous bytes.
+    # The entropy-coded data do not end with the last row of the window: decoders warn of extraneous bytes.
     ends_late: bool = False
     # It may be decoded at reduced size. Not with 4:2:2 or 4:4:0, where libjpeg's scaled decoding would also drop
     # chroma in the direction that has full resolution.
@@ -70,6 +70,9 @@ def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
         data: the JPEG.
         box: in pixels of the image; what lies outside the image is ignored.
         size: width and height of the image for which the box was chosen; None to accept any.
+
+    Returns:
+        A window that covers the box and a margin of a pixel, inside the image.
 
     Raises:
         ValueError: the header is damaged, or gives another size.
@@ -146,6 +149,10 @@ def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: 
         scale: 1, or 2, 4 or 8 to decode at 1/2, 1/4 or 1/8 of the size, in libjpeg-turbo's inverse DCT. The box must
             lie on multiples of it.
         out: memory, used for the pixels where it is large enough.
+
+    Returns:
+        The window's pixels, at the reduced size where it may be decoded so. Of a window that libjpeg-turbo cannot
+        decode: the whole image, at its full size.
 
     Raises:
         ValueError: the image cannot be decoded.

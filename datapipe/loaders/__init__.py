@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..checks import check_name
 from ..dataset.manifest import MANIFEST
 from ..errors import SettingError
 from ..names import BACKENDS, Io
@@ -25,22 +26,22 @@ def open_loader(
     batch_size: int,
     *,
     backend: str = "cpu",
-    train: bool = True,
-    size: int = 224,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    order: str = "full",
-    threads: int | None = None,
+    train: bool = LoaderOptions.train,
+    size: int = LoaderOptions.size,
+    seed: int = LoaderOptions.seed,
+    rank: int = LoaderOptions.rank,
+    world_size: int = LoaderOptions.world_size,
+    order: str = LoaderOptions.order,
+    threads: int | None = LoaderOptions.threads,
     cache: Path | str | None = None,
     device: torch.device | str | int | None = None,
     augment: Augment | None = None,
-    last: Last | None = None,
-    io: Io = "cached",
-    block_mib: int = 8,
-    max_bad: int = 0,
-    retries: int = 9,
-    timeout_s: float = 300.0,
+    last: Last | None = LoaderOptions.last,
+    io: Io = LoaderOptions.io,
+    block_mib: int = LoaderOptions.block_mib,
+    max_bad: int = LoaderOptions.max_bad,
+    retries: int = LoaderOptions.retries,
+    timeout_s: float = LoaderOptions.timeout_s,
 ) -> Loader:
     """Open one packed data set (one split) for one rank.
 
@@ -82,8 +83,7 @@ def open_loader(
         SettingError: For a setting out of its range.
         ManifestError: When there is no data set at `path`.
     """
-    if backend not in BACKENDS:
-        raise SettingError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    check_name("backend", backend, BACKENDS)
     options = LoaderOptions(
         batch_size=batch_size,
         train=train,

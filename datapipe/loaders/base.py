@@ -20,13 +20,14 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 import torch
 
+from ..checks import checked_int
 from ..dataset import DataSet
 from ..dataset.manifest import INDEX
 from ..errors import DatapipeError, SettingError
-from ..sampling.augment import Windows, eval_windows, train_windows
+from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
 from ..sampling.order import num_steps
-from .options import LoaderOptions, checked_int
+from .options import LoaderOptions
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class DataDescription(NamedTuple):
         )
 
 
-class Budget:
+class BadBudget:
     """The number of bad samples that a loader tolerates. Thread-safe."""
 
     def __init__(self, max_bad: int, rank: int) -> None:
@@ -250,9 +251,9 @@ class Loader(ABC):
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         """Iterate over the batches at the given steps; closing the generator stops the work under way."""
 
-    def _windows(self, epoch: int, positions: np.ndarray, widths: np.ndarray, heights: np.ndarray) -> Windows:
+    def _crops(self, epoch: int, positions: np.ndarray, widths: np.ndarray, heights: np.ndarray) -> Crops:
         """Choose the crops and flips of images of these sizes (pixels) at these positions of the epoch."""
         widths, heights = widths.astype(np.int64), heights.astype(np.int64)
         if not self.options.train:
-            return eval_windows(widths, heights, self.size)
-        return train_windows(self._augment, widths, heights, self.size, self.options.seed, epoch, positions)
+            return eval_crops(widths, heights, self.size)
+        return train_crops(self._augment, widths, heights, self.size, self.options.seed, epoch, positions)

@@ -1,6 +1,6 @@
 """The `dali` backend: our threads read and cut windows out of the files, NVIDIA DALI decodes and resizes them.
 
-On a GPU decoding is nvJPEG's, partly on hardware engines. Samples, windows and flips are those of the `cpu` backend;
+On a GPU decoding is nvJPEG's, partly on hardware engines. Samples, crops and flips are those of the `cpu` backend;
 pixels differ by the decoder and by rounding. Without a GPU (`device_id=None`) it is for tests: the `cpu` backend needs
 less of the processor.
 """
@@ -25,7 +25,7 @@ from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
 from .base import Batch, Loader
 from .batch_memory import BatchMemory
-from .device import resolve_device
+from .device import dali_extra, read_driver, resolve_device
 from .options import LoaderOptions
 from .prefetch import BatchSlots, PendingImage
 from .threaded import ThreadedLoader, open_on
@@ -83,7 +83,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         self._memory = BatchMemory(shape, pinned=False)
         nothing = np.zeros((1, 1) if self.channels == 1 else (1, 1, 3), np.uint8)
         self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
-        # Windows are as large as the output, and may reach beyond the image.
+        # Crops are as large as the output, and may reach beyond the image.
         self._pads = options.train and self._augment.crop == "pad"
         self._scheduled: deque[EncodedImages] = deque()
         self._pipelines = [self._build()]
@@ -103,7 +103,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
             from nvidia.dali import Pipeline, fn
             from nvidia.dali.types import DALIDataType, DALIImageType, DALIInterpType
         except ImportError as error:
-            raise MissingBackendError.for_extra("DALI is not installed", "dali") from error
+            raise MissingBackendError.for_extra("DALI is not installed", dali_extra(read_driver())) from error
         on_gpu = self._device.type == "cuda"
         options = self.options
         pipeline = Pipeline(
@@ -119,7 +119,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
             )
             flip = fn.external_source(name="flip", ndim=0, dtype=DALIDataType.INT32)
             kind = DALIImageType.RGB if self.channels == 3 else DALIImageType.GRAY
-            # Windows are those of the image as it is stored, which no other backend turns by its EXIF orientation.
+            # Crops are those of the image as it is stored, which no other backend turns by its EXIF orientation.
             decoding: dict[str, Any] = {
                 "device": "mixed" if on_gpu else "cpu",
                 "output_type": kind,

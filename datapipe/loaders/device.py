@@ -92,6 +92,12 @@ def read_driver(root: Path = Path("/")) -> Driver | None:
     return Driver(version[1] if version else "", num_gpus)
 
 
+def dali_extra(driver: Driver | None) -> str:
+    """Return the extra of pyproject.toml whose DALI runs with a driver: that of CUDA 12 with old ones."""
+    major = int(driver.version.partition(".")[0] or 0) if driver else 0
+    return "dali12" if 0 < major < BUILDS[13][0] else "dali"
+
+
 def explain_unseen_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
     """Say why torch sees no GPU where the driver has some, and what helps.
 

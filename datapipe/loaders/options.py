@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from typing import get_args
 
+from ..checks import check_bool, check_name, check_seconds, checked_int
 from ..errors import SettingError
-from ..names import ORDERS, Io
+from ..names import IOS, ORDERS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
+from ..streams import TIMEOUT_S
 
 # The lowest value of each setting that is a whole number.
 LOWEST = {
@@ -46,7 +48,7 @@ class LoaderOptions:
     block_mib: int = 8
     max_bad: int = 0
     retries: int = 9
-    timeout_s: float = 300.0
+    timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         for name, lowest in LOWEST.items():
@@ -55,16 +57,14 @@ class LoaderOptions:
                 object.__setattr__(self, name, checked_int(name, value, lowest))  # numpy's integers become Python's
         if self.rank >= self.world_size:
             raise SettingError(f"rank: {self.rank} is out of range; allowed: 0 to {self.world_size - 1}")
-        if self.order not in ORDERS:
-            raise SettingError(f"order: {self.order!r} is not one of {', '.join(ORDERS)}")
-        if not isinstance(self.timeout_s, Real) or isinstance(self.timeout_s, bool) or not self.timeout_s > 0:
-            raise SettingError(f"timeout_s: {self.timeout_s!r} is out of range; allowed: seconds, above 0")
-        if not isinstance(self.train, bool):
-            raise SettingError(f"train: {self.train!r} is neither True nor False")
+        check_name("order", self.order, ORDERS)
+        check_name("io", self.io, IOS)
+        check_seconds("timeout_s", self.timeout_s)
+        check_bool("train", self.train)
         if not isinstance(self.augment, Augment):
             raise SettingError(f"augment: {self.augment!r} is not an Augment(…)")
-        if self.last not in ("drop", "pad", None):
-            raise SettingError(f"last: {self.last!r} is not one of drop, pad")
+        if self.last is not None:
+            check_name("last", self.last, get_args(Last))
 
     @property
     def last_batch(self) -> Last:
@@ -90,19 +90,3 @@ class LoaderOptions:
         if not ranks.isdecimal() or int(ranks) < 1:
             raise SettingError(f"LOCAL_WORLD_SIZE: {ranks!r} is not a number of ranks; allowed: 1 and more")
         return max(1, cores // int(ranks))
-
-
-def checked_int(name: str, value: object, lowest: int) -> int:
-    """Return a whole number of any type as Python's.
-
-    Args:
-        name: Of the setting, for the error.
-        value: Python's or numpy's number; a bool is not one.
-        lowest: The smallest number that is allowed.
-
-    Raises:
-        SettingError: When it is not a whole number, or below `lowest`.
-    """
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= lowest:
-        return int(value)
-    raise SettingError(f"{name}: {value!r} is out of range; allowed: whole numbers from {lowest}")

@@ -20,7 +20,7 @@ from ..dataset.shard_reader import Data
 from ..errors import DatapipeError, DecodeError
 from ..images.window import Box
 from ..sampling.order import slice_positions
-from .base import Batch, Budget, DataDescription, Loader, Place
+from .base import BadBudget, Batch, DataDescription, Loader, Place
 from .options import LoaderOptions
 from .threads import Pool, wait_for
 
@@ -94,7 +94,7 @@ class PrefetchLoader(Loader, Generic[SlotsT]):
         super().__init__(data, options)
         self.stage_s: defaultdict[str, float] = defaultdict(float)
         self.read_bytes = 0
-        self._budget = Budget(options.max_bad, options.rank)
+        self._budget = BadBudget(options.max_bad, options.rank)
         self._threads: Threads | None = None
         self._process = os.getpid()
 

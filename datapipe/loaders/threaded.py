@@ -46,6 +46,12 @@ def open_on(path: Path | str, options: LoaderOptions, make: Callable[[DataSet], 
         path: The data set's folder.
         options: The loader's.
         make: Makes the loader. The data set is closed if that fails.
+
+    Returns:
+        What `make` returns.
+
+    Raises:
+        DatapipeError: The data set cannot be opened, or not within `timeout_s`. And whatever `make` raises.
     """
     data_set = call_in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
     try:
@@ -235,12 +241,12 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         samples, positions = slots.samples[:count], slots.positions[:count]
         records = self.data_set.index[samples]
         slots.labels[:count] = records["label"]
-        windows = self._windows(epoch, positions, records["width"], records["height"])
+        crops = self._crops(epoch, positions, records["width"], records["height"])
         columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
         return BatchPlan(
             list(map(Extent._make, zip(*columns, strict=True))),
             list(zip(records["width"].tolist(), records["height"].tolist(), strict=True)),
-            windows.boxes.tolist(),
-            scales(windows.boxes, self.size).tolist(),
-            windows.flips.tolist(),
+            crops.boxes.tolist(),
+            scales(crops.boxes, self.size).tolist(),
+            crops.flips.tolist(),
         )

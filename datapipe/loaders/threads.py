@@ -28,12 +28,15 @@ TaskQueue = queue.SimpleQueue[Task | None]  # None: the thread that takes it end
 
 
 def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], None]) -> R:
-    """Wait for a future's result.
+    """Wait for a future, and return its result.
 
     Args:
         future: The result to wait for.
         limit_s: Seconds, after which `report` is called with True; it raises then.
         report: Called every 10 s with the seconds waited, and False.
+
+    Raises:
+        Exception: What the future's task or `report` has raised.
     """
     began = time.monotonic()
     while True:

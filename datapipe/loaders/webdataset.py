@@ -197,12 +197,12 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
         if not readable:
             return None
         widths, heights = np.array(sizes).T
-        windows = self._windows(epoch, slots.positions[readable], widths, heights)
-        boxes, flips = windows.boxes.tolist(), windows.flips.tolist()
+        crops = self._crops(epoch, slots.positions[readable], widths, heights)
+        boxes, flips = crops.boxes.tolist(), crops.flips.tolist()
         images = [
             PendingImage(slot, slots.streamed[slot].number, slots.streamed[slot].data, size, box, scale, flip)
             for slot, size, box, scale, flip in zip(
-                readable, sizes, boxes, scales(windows.boxes, self.size).tolist(), flips, strict=True
+                readable, sizes, boxes, scales(crops.boxes, self.size).tolist(), flips, strict=True
             )
         ]
         return ChunkReport(self._put(slots, images), 0)

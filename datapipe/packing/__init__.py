@@ -8,17 +8,18 @@ and moves the whole to its place.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..dataset.manifest import MANIFEST, Manifest, find_data_sets
 from ..errors import SettingError
 from ..fsio import checksum
-from ..names import FORMATS
+from ..names import CONVERTED
 from ..sources import SPLITS, open_source
 from ..sources.packed import load as open_packed
 from .job import PackJob, PackResult
-from .options import PackOptions
+from .options import SHARD_MIB, PackOptions
 from .out_folder import OutFolder
 
 __all__ = ["PackOptions", "PackResult", "convert", "finish", "finish_conversion", "pack"]
@@ -108,6 +109,8 @@ def finish_conversion(folder: Path, out: Path, options: PackOptions) -> PackResu
 
 
 def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
+    if options.shard_mib is None:
+        options = replace(options, shard_mib=SHARD_MIB)
     source_settings = {
         "source": str(source_path.resolve()),
         "kind": options.kind,
@@ -119,18 +122,24 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
 
 
 def _conversion_job(folder: Path, out: Path, options: PackOptions) -> PackJob:
-    manifest = Manifest.read(find_data_sets(folder)[0])
     if options.format == "npy":
-        allowed = ", ".join(name for name in FORMATS if name != "npy")
-        raise SettingError(f"format: npy holds nothing but pixels; allowed: {allowed}")
-    source_settings = {
-        "source": str(folder.resolve()),
-        "manifests": {path.name: checksum(path / MANIFEST) for path in find_data_sets(folder)},
-        "seed": manifest.seed,
-        "recode": manifest.recode,
-        "shard_mib": options.shard_mib or manifest.shard_mib,
-    }
-    return PackJob(OutFolder(out, folder), options, source_settings, partial(open_packed, folder))
+        raise SettingError(f"format: npy holds nothing but pixels; allowed: {', '.join(CONVERTED)}")
+    out_folder = OutFolder(out, folder)
+    if not folder.exists() and (plan := out_folder.load_plan()):  # what was read of it is in the plan
+        known = {name: plan.settings.get(name) for name in ("manifests", "seed", "recode", "shard_mib")}
+    else:
+        data_sets = find_data_sets(folder)
+        manifest = Manifest.read(data_sets[0])
+        known = {
+            "manifests": {path.name: checksum(path / MANIFEST) for path in data_sets},
+            "seed": manifest.seed,
+            "recode": manifest.recode,
+            "shard_mib": manifest.shard_mib,
+        }
+    source_settings = {"source": str(folder.resolve()), **known}
+    if options.shard_mib is not None:
+        source_settings["shard_mib"] = options.shard_mib
+    return PackJob(out_folder, options, source_settings, partial(open_packed, folder))
 
 
 def _find_packed(folder: Path) -> Path | None:

@@ -24,7 +24,7 @@ from ..sources.packed import quarantined
 from .budget import Budget
 from .finishing import complete
 from .journal import Journal
-from .options import PackOptions
+from .options import PackOptions, begin_again
 from .out_folder import OutFolder
 from .pipeline import PackPipeline
 from .plan import Plan, make_plan, source_changes
@@ -186,9 +186,8 @@ class PackJob:
             return
         changes = source_changes(plan, self.list_source())
         if changes:
-            way_out = f"put that back, or begin again with --overwrite (of several tasks: remove {out.state} first)"
             message = f"OUT: {out.folder} holds an unfinished pack, and since it was planned SOURCE has {changes}"
-            raise SettingError(f"{message}; {way_out}")
+            raise SettingError(f"{message}; put that back, or {begin_again(out.state)}")
 
     def _check_whole(self, look: bool = True) -> PackResult:
         """Return the manifests of a complete pack. Raises SettingError when it is not what is asked for.

@@ -13,6 +13,7 @@ from ..dataset.index import RECORD
 from ..dataset.manifest import FileInfo, ShardInfo
 from ..errors import ManifestError
 from ..fsio import UNREADABLE, atomic_write
+from .options import begin_again
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Journal:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:  # it leaves a bad file open
                 head, records = json.loads(content["head"].tobytes()), content["records"]
             if records.dtype != RECORD:
-                raise ManifestError("was written by another version; --overwrite begins again", path=path)
+                message = "was written by another version of datapipe: let that one finish the pack"
+                raise ManifestError(f"{message}, or {begin_again(self.folder.parent)}", path=path)
             head["info"] = head["info"] and ShardInfo(**head["info"])
             head["sidecars"] = [FileInfo(**sidecar) for sidecar in head["sidecars"]]
             head["bad"] = [BadSample(**bad) for bad in head["bad"]]
@@ -72,7 +74,8 @@ class Journal:
         except FileNotFoundError:
             return None
         except (*UNREADABLE, TypeError) as error:
-            raise ManifestError(f"cannot be read: {error}", path=path) from error
+            message = f"cannot be read ({error}): {begin_again(self.folder.parent)}"
+            raise ManifestError(message, path=path) from error
 
     def finished(self, numbers: Iterable[int], folder: Path) -> dict[int, int]:
         """Return the finished ones of some shards, whose files are in `folder`, and each one's count of bad samples."""

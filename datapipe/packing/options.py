@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..checks import check_bool, check_name, check_seconds, checked_int, is_number
 from ..cluster import Task
 from ..errors import SettingError
 from ..images.recode import RecodeOptions
 from ..memory import allowed_bytes, parse_bytes
-from ..names import FORMATS
+from ..names import FORMATS, KINDS
+from ..streams import TIMEOUT_S
 
+SHARD_MIB = 256
 NUMBER_OR_SHARE = re.compile(r"([0-9]{1,18})|([0-9]{1,18}(?:\.[0-9]{1,18})?)%")
 
 
@@ -23,12 +27,12 @@ class PackOptions:
     Attributes:
         format: Of the shards, one of `names.FORMATS`.
         kind: Of the source, one of `names.KINDS`, or "auto" to look.
-        shard_mib: Aimed size of a shard in MiB, above 0; None, to convert: as it was.
+        shard_mib: Aimed size of a shard in MiB, above 0. None: SHARD_MIB, which is 256, to pack; to convert, as it was.
         workers: Files read at once, at most; None: as many as help, up to 32.
         seed: Of the shuffle, 0 and more.
         overwrite: Replace a data set in OUT once the new one is whole.
         resume: Be content when OUT is complete already. An unfinished pack is continued in any case.
-        max_bad: Unreadable samples that are left out and listed: a number such as "3", or "0.1%" of all samples.
+        max_bad: Unreadable samples that are left out and listed: a number such as 3, or "0.1%" of all samples.
         outside: Follow links and paths that lead out of the source.
         timeout_s: A read or write that takes longer, in seconds, is an error.
         memory: For images in all threads together, such as "8GiB"; None: half of what the machine or the control
@@ -39,29 +43,32 @@ class PackOptions:
 
     format: str = "tar"
     kind: str = "auto"
-    shard_mib: float | None = 256
+    shard_mib: float | None = None
     workers: int | None = None
     seed: int = 0
     overwrite: bool = False
     resume: bool = False
-    max_bad: str = "0"
+    max_bad: str | int = "0"
     outside: bool = False
-    timeout_s: float = 300.0
+    timeout_s: float = TIMEOUT_S
     memory: str | None = None
     recode: RecodeOptions = field(default_factory=RecodeOptions)
     task: Task = field(default_factory=lambda: Task(0, 1, ""))
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise SettingError(f"format: {self.format!r} is not one of {', '.join(FORMATS)}")
-        for name, low in (("workers", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise SettingError(f"{name}: {value} is out of range; allowed: {low} and more")
-        if self.shard_mib is not None and not 0 < self.shard_mib < math.inf:
-            raise SettingError(f"shard_mib: {self.shard_mib} is out of range; allowed: above 0")
-        if not 0 < self.timeout_s < math.inf:
-            raise SettingError(f"timeout: {self.timeout_s} is out of range; allowed: seconds, above 0")
+        check_name("format", self.format, FORMATS)
+        check_name("kind", self.kind, ("auto", *KINDS))
+        object.__setattr__(self, "seed", checked_int("seed", self.seed, 0))  # numpy's integers become Python's
+        if self.workers is not None:
+            object.__setattr__(self, "workers", checked_int("workers", self.workers, 1))
+        if self.shard_mib is not None and not (is_number(self.shard_mib) and 0 < self.shard_mib < math.inf):
+            raise SettingError(f"shard_mib: {self.shard_mib!r} is out of range; allowed: numbers above 0")
+        check_seconds("timeout_s", self.timeout_s)
+        for name in ("overwrite", "resume", "outside"):
+            check_bool(name, getattr(self, name))
+        for name, kind in (("recode", RecodeOptions), ("task", Task)):
+            if not isinstance(getattr(self, name), kind):
+                raise SettingError(f"{name}: {getattr(self, name)!r} is not a {kind.__name__}(…)")
         self.bad_allowed(1)
         self.memory_bytes()
         if self.overwrite and self.task.count > 1:
@@ -73,7 +80,7 @@ class PackOptions:
 
     def bad_allowed(self, num_samples: int) -> int:
         """Return how many of `num_samples` may be unreadable."""
-        match = NUMBER_OR_SHARE.fullmatch(self.max_bad)
+        match = NUMBER_OR_SHARE.fullmatch(str(self.max_bad))
         if not match or (match[2] and float(match[2]) > 100):
             raise SettingError(f"max_bad: {self.max_bad!r} is not a number such as 10 or a share such as 0.1%")
         return int(match[1]) if match[1] else int(num_samples * float(match[2]) / 100)
@@ -86,3 +93,8 @@ class PackOptions:
             "shard_mib": self.shard_mib,
             "recode": self.recode.settings(),
         }
+
+
+def begin_again(state: Path) -> str:
+    """Say how to begin an unfinished pack again. `state`: the folder in OUT that it keeps its plan in."""
+    return f"begin again with --overwrite (of several tasks: remove {state} first)"

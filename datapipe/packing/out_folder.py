@@ -30,6 +30,7 @@ from ..errors import ManifestError, SettingError
 from ..fsio import atomic_write, boot_id, locked, make_folder, sync_folder
 from ..sources import SPLITS
 from .journal import Journal
+from .options import begin_again
 from .plan import Plan, SplitPlan
 from .plan_file import PLAN, load_plan
 
@@ -97,7 +98,7 @@ class OutFolder:
             journal = next(self.state.glob("*/[0-9]*.npz"), None)  # first: a plan is written before any journal
             plan = load_plan(self.state)
             if plan is None and journal and PLAN not in os.listdir(self.state):
-                message = "is missing, but finished shards are here: restore it, or begin again with --overwrite"
+                message = f"is missing, but finished shards are here: restore it, or {begin_again(self.state)}"
                 raise ManifestError(message, path=self.state / PLAN)
         return plan
 

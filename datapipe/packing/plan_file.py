@@ -14,10 +14,15 @@ import numpy as np
 from ..errors import ManifestError
 from ..fsio import UNREADABLE, atomic_write
 from ..sources import SPLITS, Samples, samples_class, samples_name
+from .options import begin_again
 from .plan import Plan, SplitPlan
 
 PLAN = "plan.npz"
 PLAN_VERSION = 2  # of the file, and of what else lies in its folder
+
+
+class _OtherVersion(Exception):
+    """The plan was made by another version of datapipe."""
 
 
 def save_plan(plan: Plan, folder: Path) -> None:
@@ -62,15 +67,16 @@ def load_plan(folder: Path) -> Plan | None:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:  # it leaves a bad file open
             head = json.loads(content["head"].tobytes())
             if head.get("version") != PLAN_VERSION:
-                message = "was made by another version of datapipe: let that one finish the pack, or begin again with"
-                raise ManifestError(f"{message} --overwrite (of several tasks: remove {folder} first)", path=path)
+                raise _OtherVersion
             splits = [_load_split(content, number, split) for number, split in enumerate(head["splits"])]
             return Plan(head["settings"], head["kind"], head["classes"], splits)
     except FileNotFoundError:
         return None
-    except (*UNREADABLE, TypeError, AttributeError) as error:
-        message = f"is not a plan that this version can read ({error}); --overwrite begins again"
+    except _OtherVersion as error:
+        message = f"was made by another version of datapipe: let that one finish the pack, or {begin_again(folder)}"
         raise ManifestError(message, path=path) from error
+    except (*UNREADABLE, TypeError, AttributeError) as error:
+        raise ManifestError(f"is not a plan that can be read ({error}): {begin_again(folder)}", path=path) from error
 
 
 def _load_split(content: Mapping[str, np.ndarray], number: int, head: dict[str, Any]) -> SplitPlan:
@@ -81,7 +87,10 @@ def _load_split(content: Mapping[str, np.ndarray], number: int, head: dict[str, 
             array, stored = content[value[0]], value[1]
             value = _unpack_strings(array) if stored == "list" else array
         values[name] = value
-    samples = samples_class(head["samples"])(**values)
+    try:
+        samples = samples_class(head["samples"])(**values)
+    except TypeError as error:  # it has other fields in this version
+        raise _OtherVersion from error
     keys, order = _unpack_strings(content[f"{number}.keys"]), content[f"{number}.order"]
     split, counts = head["split"], head["counts"]
     if split not in SPLITS.values():  # it becomes the name of a folder

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..checks import check_bool, check_name, checked_int
 from ..errors import SettingError
 from ..names import CROPS, Crop
 from .order import AUGMENT, uniform
@@ -39,12 +40,9 @@ class Augment:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
-        if self.crop not in CROPS:
-            raise SettingError(f"crop: {self.crop!r} is not one of {', '.join(CROPS)}")
-        if not isinstance(self.flip, bool):
-            raise SettingError(f"flip: {self.flip!r} is neither True nor False")
-        if not isinstance(self.pad, int) or self.pad < 0:
-            raise SettingError(f"pad: {self.pad!r} is out of range; allowed: 0 and more pixels")
+        check_name("crop", self.crop, CROPS)
+        check_bool("flip", self.flip)
+        object.__setattr__(self, "pad", checked_int("pad", self.pad, 0))
         for name, high in (("scale", 1), ("ratio", MAX_RATIO)):
             value = getattr(self, name)
             try:
@@ -85,20 +83,20 @@ class Augment:
             )
 
 
-class Windows(NamedTuple):
-    """The window of each image that is scaled to the output's size, then mirrored where `flips` says so.
+class Crops(NamedTuple):
+    """The crop of each image that is scaled to the output's size, then mirrored where `flips` says so.
 
-    With crop "pad", a window may reach beyond the image; what lies outside is black.
+    With crop "pad", one may reach beyond the image; what lies outside is black.
     """
 
     boxes: np.ndarray  # int64[N, 4]: left, top, width, height in pixels of the image
     flips: np.ndarray  # bool[N]
 
 
-def train_windows(
+def train_crops(
     augment: Augment, widths: np.ndarray, heights: np.ndarray, size: int, seed: int, epoch: int, positions: np.ndarray
-) -> Windows:
-    """Choose the windows of training images.
+) -> Crops:
+    """Choose the crops of training images.
 
     Args:
         augment: whose `crop` is not "auto" (see `Augment.resolve`).
@@ -107,16 +105,19 @@ def train_windows(
         size: side of the output, in pixels.
         seed: the user's, any integer.
         epoch: from 0.
-        positions: int64[N], of the images in the epoch. An image's window depends on its own position alone.
+        positions: int64[N], of the images in the epoch. An image's crop depends on its own position alone.
+
+    Returns:
+        A box and a flip for each image, int64[N, 4] and bool[N].
 
     Raises:
         SettingError: an image with its padding is smaller than the output.
     """
-    assert augment.crop != "auto", "a window must not depend on which images come together"
+    assert augment.crop != "auto", "a crop must not depend on which images come together"
     draws = uniform(seed, epoch, AUGMENT, positions, _DRAWS)
     flips = (draws[:, -1] < 0.5) & augment.flip
     if augment.crop == "none":
-        boxes = eval_windows(widths, heights, size).boxes
+        boxes = eval_crops(widths, heights, size).boxes
     elif augment.crop == "pad":
         augment.check(widths.min(), heights.min(), size)
         room_w, room_h = widths + 2 * augment.pad - size, heights + 2 * augment.pad - size
@@ -125,11 +126,11 @@ def train_windows(
         boxes = np.stack([left - augment.pad, top - augment.pad, side, side], axis=1)
     else:
         boxes = snap(_random_resized(augment, widths, heights, draws), size)
-    return Windows(boxes, flips)
+    return Crops(boxes, flips)
 
 
-def eval_windows(widths: np.ndarray, heights: np.ndarray, size: int) -> Windows:
-    """Choose the windows of evaluation images: the central square of 7/8 of the shorter side.
+def eval_crops(widths: np.ndarray, heights: np.ndarray, size: int) -> Crops:
+    """Choose the crops of evaluation images: the central square of 7/8 of the shorter side.
 
     An image that has the output's size already is taken whole.
 
@@ -137,17 +138,20 @@ def eval_windows(widths: np.ndarray, heights: np.ndarray, size: int) -> Windows:
         widths: int64[N], of the images, in pixels.
         heights: int64[N], the same.
         size: side of the output, in pixels.
+
+    Returns:
+        A box for each image, int64[N, 4], and no flips.
     """
     side = np.maximum(1, np.round(np.minimum(widths, heights) * CENTRE_FRACTION).astype(np.int64))
     side = np.where((widths == size) & (heights == size), size, side)
     boxes = snap(np.stack([(widths - side) // 2, (heights - side) // 2, side, side], axis=1), size)
-    return Windows(boxes, np.zeros(len(boxes), bool))
+    return Crops(boxes, np.zeros(len(boxes), bool))
 
 
 def scales(boxes: np.ndarray, size: int) -> np.ndarray:
     """Return by how much an image may be decoded smaller: 8, 4 or 2 times, or 1 for its full size.
 
-    The result, int64[N], is the largest of these with which the window (`boxes`: int64[N, 4]) still has `size` pixels
+    The result, int64[N], is the largest of these with which the crop (`boxes`: int64[N, 4]) still has `size` pixels
     on each side:
 
         >>> scales(np.array([[0, 0, 900, 500], [0, 0, 300, 300]]), size=224).tolist()
@@ -195,7 +199,7 @@ def _random_resized(augment: Augment, widths: np.ndarray, heights: np.ndarray, d
 
 
 def _centred(augment: Augment, widths: np.ndarray, heights: np.ndarray) -> np.ndarray:
-    """Return the largest central window whose aspect ratio is allowed."""
+    """Return the largest central crop whose aspect ratio is allowed."""
     low, high = augment.ratio
     w = np.clip(np.minimum(widths, np.round(heights * high).astype(np.int64)), 1, None)
     h = np.clip(np.minimum(heights, np.round(widths / low).astype(np.int64)), 1, None)

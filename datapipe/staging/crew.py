@@ -11,14 +11,15 @@ import itertools
 import json
 import logging
 import os
+import queue
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from ..cluster import Placement
 from ..errors import SettingError, StagingError
 
+Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
 JOIN_S = 300.0  # how long to wait for processes that begin later
@@ -33,6 +35,7 @@ BEAT_S = 1.0  # how often a node says that it lives
 LISTEN_S = 3 * BEAT_S  # how long to listen for that
 PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
 LOOK_S = 0.05
+SAY_S = 10.0  # how often to say for whom this node waits
 SIOCGIFADDR = 0x8915  # netdevice(7)
 _numbers = itertools.count()  # of crews in this process: each has keys of its own in the store
 
@@ -80,15 +83,49 @@ class Crew:
         return self._gather(name, value, self.index, list(range(len(self))))
 
     def _gather(self, name: str, value: Any, mine: int, numbers: list[int]) -> list[Any]:
-        self._store.set(f"{name}/{mine}", json.dumps(value))
         keys = [f"{name}/{number}" for number in numbers]
-        deadline = time.monotonic() + self._timeout_s
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [number for number, key in zip(numbers, keys, strict=True) if not self._store.check([key])]
-                raise CrewError(f"{self._names(missing)} did not answer for {self._timeout_s:g} s (timeout_s)")
+        began = said = time.monotonic()
+        self._ask(lambda: self._store.set(f"{name}/{mine}", json.dumps(value)))
+        while not self._ask(lambda: self._store.check(keys)):
+            now = time.monotonic()
+            if now - max(said, began) > min(SAY_S, self._timeout_s):
+                said = now
+                missing = self._ask(
+                    lambda: [n for n, key in zip(numbers, keys, strict=True) if not self._store.check([key])]
+                )
+                if now - began > self._timeout_s:
+                    raise CrewError(f"{self._names(missing)} did not answer for {self._timeout_s:g} s (timeout_s)")
+                logger.info("waiting for %s", self._names(missing))
             time.sleep(LOOK_S)
-        return [json.loads(answer) for answer in self._store.multi_get(keys)]
+        return [json.loads(answer) for answer in self._ask(lambda: self._store.multi_get(keys))]
+
+    def _ask(self, question: Callable[[], Answer], limit_s: float | None = None) -> Answer:
+        """Call a function that asks the store, which may hang with the process that keeps it.
+
+        Args:
+            question: is called once, in a thread.
+            limit_s: how long it may take, in seconds; None: as long as another node.
+
+        Raises:
+            CrewError: it takes longer, or the store is gone.
+        """
+        answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put((question(), None))
+            except RuntimeError as error:
+                answers.put((None, error))
+
+        threading.Thread(target=ask, name="datapipe-ask", daemon=True).start()
+        try:
+            answer, error = answers.get(timeout=limit_s or self._timeout_s)
+        except queue.Empty:
+            error = RuntimeError("no answer")
+        if error is not None:
+            keeper = self.hosts[0] if hasattr(self, "hosts") else self._placement.master
+            raise CrewError(f"node 0 ({keeper}) does not answer") from error
+        return answer
 
     def _names(self, numbers: list[int]) -> str:
         if hasattr(self, "hosts"):
@@ -97,21 +134,23 @@ class Crew:
 
     def leave(self, reason: str) -> None:
         """Tell the others why this node stops. They continue without it."""
-        with suppress(RuntimeError):  # the store may be gone
-            self._store.set(f"left/{self.index}", reason)
+        with suppress(CrewError):
+            self._ask(lambda: self._store.set(f"left/{self.index}", reason), LISTEN_S)
 
     def follow(self) -> None:
         """Wait until the process that stages for this node is done."""
-        key = f"done/{self.index}"
-        while not self._store.check([key]):
-            if self._store.check([f"left/{self.index}"]):
-                return  # this process finds out itself what is wrong
-            time.sleep(10 * LOOK_S)
+
+        def is_over() -> bool:  # of one that left, this process finds out why itself
+            return self._store.check([f"done/{self.index}"]) or self._store.check([f"left/{self.index}"])
+
+        with suppress(CrewError):
+            while not self._ask(is_over):
+                time.sleep(10 * LOOK_S)
 
     def done(self) -> None:
         """Tell the other processes of this node that it is staged."""
-        with suppress(RuntimeError):
-            self._store.set(f"done/{self.index}", "")
+        with suppress(CrewError):
+            self._ask(lambda: self._store.set(f"done/{self.index}", ""), LISTEN_S)
 
     # --- bytes ---
 
@@ -162,21 +201,23 @@ class Crew:
     def _explain(self, error: RuntimeError) -> str:
         """Say which node is missing."""
         try:
-            time.sleep(BEAT_S)  # for its last words
-            others = [node for node in range(len(self)) if node != self.index]
-            left = [node for node in others if self._store.check([f"left/{node}"])]
-            if left:
-                reasons = [self._store.get(f"left/{node}").decode() for node in left]
-                return "; ".join(f"{self._names([n])} has left: {why}" for n, why in zip(left, reasons, strict=True))
-            before = self._store.multi_get([f"beat/{node}" for node in others])
-            time.sleep(LISTEN_S)
-            after = self._store.multi_get([f"beat/{node}" for node in others])
-            silent = [node for node, was, now in zip(others, before, after, strict=True) if was == now]
-            if silent:
-                return f"{self._names(silent)} does not answer"
-        except RuntimeError:  # the store is gone
-            return f"{self._names([0])} does not answer"
-        return f"the connection to another node broke: {error}"
+            return self._ask(self._find_missing, 3 * LISTEN_S) or f"the connection to another node broke: {error}"
+        except CrewError as silence:
+            return silence.message
+
+    def _find_missing(self) -> str:
+        time.sleep(BEAT_S)  # for its last words
+        others = [node for node in range(len(self)) if node != self.index]
+        left = [node for node in others if self._store.check([f"left/{node}"])]
+        if left:
+            reasons = [self._store.get(f"left/{node}").decode() for node in left]
+            return "; ".join(f"{self._names([n])} has left: {why}" for n, why in zip(left, reasons, strict=True))
+        beats = [f"beat/{node}" for node in others]
+        before = self._store.multi_get(beats)
+        time.sleep(LISTEN_S)
+        after = self._store.multi_get(beats)
+        silent = [node for node, was, now in zip(others, before, after, strict=True) if was == now]
+        return f"{self._names(silent)} does not answer" if silent else ""
 
     def _beat(self, store: dist.Store) -> None:
         with suppress(RuntimeError):
@@ -190,12 +231,14 @@ class Crew:
         self._ended.set()
         if dist.is_initialized():
             dist.destroy_process_group()
-        with suppress(RuntimeError):
-            self._store.set(f"bye/{self._rank}", "")
-            deadline = time.monotonic() + PARTING_S
-            keys = [f"bye/{rank}" for rank in range(self._num_ranks)]
-            while self._rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
+        with suppress(CrewError):
+            self._ask(self._part, PARTING_S)
+
+    def _part(self) -> None:
+        self._store.set(f"bye/{self._rank}", "")
+        keys = [f"bye/{rank}" for rank in range(self._num_ranks)]
+        while self._rank == 0 and not self._store.check(keys):
+            time.sleep(LOOK_S)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..checks import check_name, check_seconds, checked_int, is_number
 from ..cluster import Placement
 from ..errors import SettingError
 from ..names import STAGE_MODES
@@ -38,16 +39,12 @@ class StageOptions:
     interface: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in STAGE_MODES:
-            raise SettingError(f"mode: {self.mode!r} is not one of {', '.join(STAGE_MODES)}")
+        check_name("mode", self.mode, STAGE_MODES)
         for name, lowest in (("streams", 1), ("chunk_mib", 1), ("retries", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < lowest:
-                raise SettingError(f"{name}: {value!r} is out of range; allowed: whole numbers from {lowest}")
-        for name in ("timeout_s", "max_mbps"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingError(f"{name}: {value!r} is out of range; allowed: above 0")
+            checked_int(name, getattr(self, name), lowest)
+        check_seconds("timeout_s", self.timeout_s)
+        if self.max_mbps is not None and not (is_number(self.max_mbps) and self.max_mbps > 0):
+            raise SettingError(f"max_mbps: {self.max_mbps!r} is out of range; allowed: MB/s, above 0")
 
     @property
     def chunk_bytes(self) -> int:

@@ -13,26 +13,28 @@ from datapipe.doctor import FILE_BYTES, advice, doctor
 from datapipe.errors import DatapipeError
 from datapipe.fsio import mounted_as
 from datapipe.images.recode import RecodeOptions
+from datapipe.loaders.device import Driver, dali_extra
 from datapipe.packing import PackOptions, pack
 
 FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
               "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip
-NODE = {"cores": 16, "memory_bytes": 1, "shm_bytes": 0, "gpus": [], "unseen_gpus": None}
+NODE = {"cores": 16, "memory_bytes": 1, "shm_bytes": 0, "gpus": [], "unseen_gpus": None, "dali_extra": "dali"}
 DECODERS = {"simplejpeg": "1.9", "dali": None}
 
 
 @pytest.mark.parametrize(
     "filesystem, node, decoders, says",
     [
-        ({}, {}, {}, ["stage: no", 'order: "full"', "backend: cpu (no GPU", "workers: 16 threads, "]),
+        ({}, {}, {}, ["stage: no", 'order: "full"', "backend: cpu (no GPU", "threads: 16, "]),
         ({"kind": "lustre"}, {}, {}, ["stage: yes (lustre is shared", '"blocks" where there is no room']),
         ({"kind": "nfs4"}, {}, {}, ["stage: yes (nfs4 is shared"]),
         ({"kind": "fuse.sshfs"}, {}, {}, ["stage: yes (fuse.sshfs is shared"]),
         ({"metadata_per_s": 180.0}, {}, {}, ["stage: yes (180 metadata operations per second)"]),
         ({"random_mb_per_s": 90.0}, {}, {}, ["stage: no", 'order: "blocks" (random reads reach 3%']),
         ({"metadata_per_s": None}, {}, {}, ["stage: no"]),
-        ({}, {"gpus": ["H100"] * 4}, {"dali": "2.4"}, ["backend: dali (GPU and DALI 2.4", "4 threads for each of 4"]),
-        ({}, {"gpus": ["H100"]}, {}, ["backend: cpu; with DALI"]),
+        ({}, {"gpus": ["H100"] * 4}, {"dali": "2.4"}, ["backend: dali (GPU and DALI 2.4", "threads: 4 for each of 4"]),
+        ({}, {"gpus": ["H100"]}, {}, ["backend: cpu; with DALI", "pip install '.[dali]'"]),
+        ({}, {"gpus": ["V100"], "dali_extra": "dali12"}, {}, ["backend: cpu; with DALI", "pip install '.[dali12]'"]),
         ({}, {"unseen_gpus": "why"}, {}, ["backend: cpu (torch sees no GPU)", "GPUs: why"]),
     ],
 )  # fmt: skip
@@ -40,6 +42,14 @@ def test_advice(filesystem, node, decoders, says):
     lines = advice(FILESYSTEM | filesystem, NODE | node, DECODERS | decoders)
     for part in says:
         assert any(part in line for line in lines), (part, lines)
+
+
+@pytest.mark.parametrize(
+    ("driver", "extra"),
+    [(None, "dali"), (Driver("", 1), "dali"), (Driver("535.104.05", 1), "dali12"), (Driver("580.65", 8), "dali")],
+)
+def test_dali_fits_the_driver(driver, extra):
+    assert dali_extra(driver) == extra
 
 
 def test_kind_of_filesystem():

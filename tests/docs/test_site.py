@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +46,11 @@ def test_a_broken_link_is_an_error(tmp_path: Path) -> None:
     (source / "other.md").write_text("# Other\n")
     done = build(source, tmp_path)
     assert done.returncode != 0 and "'nothing'" in done.stderr
+
+
+def test_wrong_names_of_ours_are_not_passed_over() -> None:
+    """What `-n` may pass over: other projects' names, and a few of ours."""
+    ((_, pattern),) = runpy.run_path(str(ROOT / "docs" / "conf.py"))["nitpick_ignore_regex"]
+    for name in ("datapipe.packing.Nothing", "datapipe.nothing", "trainer.nothing.at_all", "PackOption", "finished"):
+        assert not re.fullmatch(pattern, name)
+    assert re.fullmatch(pattern, "torch.Tensor")

@@ -1,4 +1,4 @@
-"""Tables that restate what the code says: the format's fields, and the arguments of the loader and of K-FAC."""
+"""Tables that restate what the code says: the format's fields, and the arguments of the loader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from datapipe import open_loader
 from datapipe.dataset.index import ENCODINGS, RECORD
 from datapipe.dataset.manifest import FORMAT_VERSION, SEAL, Manifest
 from datapipe.names import FORMATS, KINDS
-from trainer.kfac import KFAC
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,11 +45,8 @@ def test_fields_of_the_index() -> None:
 def test_each_format_has_its_layout() -> None:
     page = (DOCS / "format.md").read_text(encoding="utf-8")
     assert [name for name in FORMATS if f"\n### {name}\n" not in page] == []
-    assert len(
-        re.findall(r"^- .*\*\*", (DOCS / "packing.md").read_text().partition("## What is")[0], re.MULTILINE)
-    ) == (
-        len(KINDS) - 1  # CIFAR's two kinds are one line
-    )
+    kinds = re.findall(r"^- .*\*\*", (DOCS / "packing.md").read_text().partition("## What is")[0], re.MULTILINE)
+    assert len(kinds) == len(KINDS) - 1  # CIFAR's two kinds are one line
 
 
 def test_arguments_of_the_loader() -> None:
@@ -62,9 +58,3 @@ def test_arguments_of_the_loader() -> None:
         if None not in defaults and inspect.Parameter.empty not in defaults:
             stated = [text.strip("` \"'") for text in cells[2].split(",")]
             assert stated == [f"{value:g}" if isinstance(value, float) else str(value) for value in defaults], cells
-
-
-def test_settings_of_kfac() -> None:
-    table = {name for cells in rows("kfac.md", "Settings") for name in names(cells)}
-    parameters = {*inspect.signature(KFAC).parameters} - {"model", "settings"}
-    assert parameters <= table | {"skip"}

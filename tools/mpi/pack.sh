@@ -8,7 +8,7 @@
 # each has `slots=1`. Python needs no MPI library. OUT must be on a filesystem that all hosts
 # share.
 #
-# Run again with the same arguments, after whatever stopped it, it goes on with the shards that are missing; when all
+# Run again with the same arguments, after whatever stopped it, it continues with the shards that are missing; when all
 # are there, it says so. The exit code is 0 when everything is packed, 1 for the data, 2 for wrong options, and
 # mpirun's own where that failed.
 set -euo pipefail

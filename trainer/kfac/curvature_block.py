@@ -153,6 +153,9 @@ class CurvatureBlock:
             solver: The solver of the solution.
             gradient: The gradient as a matrix, see `Layer.matrix`.
             damping: λ, above 0.
+
+        Returns:
+            A matrix with the shape and type of `gradient`.
         """
         if self.is_norm:
             unit = self.averages["unit"]

@@ -26,7 +26,8 @@ class FactorUpdates:
         settings: KFACSettings,
         checks: UsageChecks,
     ) -> None:
-        self._blocks, self._communicator, self._settings, self._checks = blocks, communicator, settings, checks
+        self._blocks, self._communicator, self._checks = blocks, communicator, checks
+        self._settings = settings  # as they were at first: those that may change come with each call
         self.every = settings.factor_update_steps
         self._unsent: list[str] = []  # layers of this step, in the order in which their factors are sent
         self._complete: set[str] = set()  # layers whose micro-batches are all there
@@ -91,7 +92,7 @@ class FactorUpdates:
         self._unsent = []
         self._communicator.finish_reducing()
 
-    def average(self) -> None:
+    def average(self, factor_decay: float) -> None:
         """Average the factors of this step in, after its last backward pass."""
         self.send_rest()
         active = [block for block in self._blocks.values() if block.hook.is_active]
@@ -102,6 +103,6 @@ class FactorUpdates:
                 block.num_rows = number
             self.reschedule()  # costs depend on these
         for block in active:
-            block.end_update(self._settings.factor_decay)
+            block.end_update(factor_decay)
         if active:
             self._checks.warn_of_new_parameters()

@@ -63,6 +63,9 @@ def pad_image(x_NCHW: Tensor, padding: tuple[int, int, int, int], mode: str) -> 
         x_NCHW: The image.
         padding: Pixels to the left, to the right, at the top and at the bottom.
         mode: The convolution's `padding_mode`.
+
+    Returns:
+        [N, C, H', W'], with the padding; the image itself where there is none.
     """
     if not any(padding):
         return x_NCHW

@@ -1,13 +1,15 @@
 """K-FAC for any training loop and any optimizer:
 
-preconditioner = KFAC(model, damping=0.003, factor_update_steps=10, inv_update_steps=100)
-loss.backward(); preconditioner.step(); optimizer.step()
+    preconditioner = KFAC(model, lr=0.1, damping=0.003)
+    loss.backward(); preconditioner.step(); optimizer.step()
+
+with `preconditioner.lr` set to the optimizer's learning rate whenever that changes.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import torch
@@ -39,7 +41,6 @@ class KFAC:
     not use the same layers in a step. Martens and Grosse 2015; Grosse and Martens 2016; Pauloski et al. 2021.
 
     Attributes:
-        settings: The settings, as they are now.
         steps: How often `step` has been called.
         unsupported: Names of the modules and parameters that keep their gradients, as K-FAC does not know them.
         model: The model, without DistributedDataParallel.
@@ -52,8 +53,8 @@ class KFAC:
 
     # So that a misspelt setting is an AttributeError, and does not silently become a new attribute.
     __slots__ = (
-        "__weakref__", "_checks", "_cosines", "_first_step", "_grad_scaler", "_is_removed", "_solver", "_updates",
-        "blocks", "communicator", "gradients_at_owners", "model", "reduced", "settings", "steps", "unsupported",
+        "__weakref__", "_checks", "_cosines", "_first_step", "_grad_scaler", "_is_removed", "_settings", "_solver",
+        "_updates", "blocks", "communicator", "gradients_at_owners", "model", "reduced", "steps", "unsupported",
     )  # fmt: skip
 
     def __init__(
@@ -127,7 +128,7 @@ class KFAC:
         self._checks = UsageChecks(self.model)
         with raise_on_all_ranks():
             require_connected(independent)
-            self.settings = KFACSettings(
+            self._settings = KFACSettings(
                 damping=damping,
                 factor_update_steps=factor_update_steps,
                 inv_update_steps=inv_update_steps,
@@ -160,7 +161,12 @@ class KFAC:
         self._cosines: dict[str, Tensor] = {}
         self._begin_step(self.settings.factor_update_steps)
 
-    # --- settings that may be changed between steps ---
+    # --- settings, and those of them that may be changed between steps ---
+
+    @property
+    def settings(self) -> KFACSettings:
+        """The settings, as they are now."""
+        return self._settings
 
     @property
     def damping(self) -> float:
@@ -169,7 +175,7 @@ class KFAC:
 
     @damping.setter
     def damping(self, value: float) -> None:
-        self.settings.damping = value
+        self._settings = replace(self._settings, damping=value)
 
     @property
     def factor_update_steps(self) -> int:
@@ -178,7 +184,7 @@ class KFAC:
 
     @factor_update_steps.setter
     def factor_update_steps(self, value: int) -> None:
-        self.settings.factor_update_steps = value
+        self._settings = replace(self._settings, factor_update_steps=value)
 
     @property
     def inv_update_steps(self) -> int:
@@ -187,7 +193,7 @@ class KFAC:
 
     @inv_update_steps.setter
     def inv_update_steps(self, value: int) -> None:
-        self.settings.inv_update_steps = value
+        self._settings = replace(self._settings, inv_update_steps=value)
 
     @property
     def factor_decay(self) -> float:
@@ -196,7 +202,7 @@ class KFAC:
 
     @factor_decay.setter
     def factor_decay(self, value: float) -> None:
-        self.settings.factor_decay = value
+        self._settings = replace(self._settings, factor_decay=value)
 
     @property
     def kl_clip(self) -> float | None:
@@ -205,7 +211,7 @@ class KFAC:
 
     @kl_clip.setter
     def kl_clip(self, value: float | None) -> None:
-        self.settings.kl_clip = value
+        self._settings = replace(self._settings, kl_clip=value)
 
     @property
     def lr(self) -> float:
@@ -214,7 +220,7 @@ class KFAC:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self.settings.lr = value
+        self._settings = replace(self._settings, lr=value)
 
     # --- what a training loop calls ---
 
@@ -235,7 +241,7 @@ class KFAC:
         self._checks.warn_of_incomplete([name for name in present if self.blocks[name].has_partial_gradient()])
         parameters = {name: block.layer.parameters() for name, block in with_gradient.items()}
         self._checks.require_new_gradients(parameters)
-        self._updates.average()
+        self._updates.average(self.settings.factor_decay)
         self._checks.warn_of_unused(
             [name for name, block in with_gradient.items() if block.hook.is_active and not block.has_factors]
         )

@@ -1,13 +1,14 @@
-"""The settings of K-FAC: their types, defaults and ranges. Each stands here, and nowhere else.
+"""The settings of K-FAC: their types, defaults and ranges. `KFAC` documents what they mean.
 
-`KFAC` documents what they mean. Its signature, the cost formulas and a recipe's section take their defaults from here.
+Its signature, the cost formulas and a recipe's section take types and defaults from here. The section states the
+ranges in pydantic's terms, and a test compares the two.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -35,13 +36,12 @@ SOLVER = Allowed(str, lambda value: value in get_args(SolverName), ", ".join(get
 INVERSE_DTYPE = Allowed(str, lambda value: value in get_args(InverseDtype), "bfloat16, or None", optional=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class KFACSettings:
     """The settings of `KFAC`, which documents them.
 
     Raises:
-        ValueError: A value is out of range, when it is set. The message names the setting, the value and what is
-            allowed.
+        ValueError: A value is out of range. The message names the setting, the value and what is allowed.
     """
 
     damping: float = field(default=0.003, metadata={"allowed": POSITIVE})
@@ -59,9 +59,9 @@ class KFACSettings:
     grad_worker_fraction: float = field(default=1.0, metadata={"allowed": FRACTION})
     local_factors: bool = field(default=False, metadata={"allowed": BOOLEAN})
 
-    def __setattr__(self, name: str, value: object) -> None:
-        allowed: Allowed = self.__dataclass_fields__[name].metadata["allowed"]
-        fits = isinstance(value, allowed.kind) and isinstance(value, bool) == (allowed.kind is bool)
-        if not (fits and allowed.fits(value)) and not (value is None and allowed.optional):
-            raise ValueError(f"{name}: {value!r} is out of range; allowed: {allowed.text}")
-        object.__setattr__(self, name, value)
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            name, value, allowed = setting.name, getattr(self, setting.name), setting.metadata["allowed"]
+            fits = isinstance(value, allowed.kind) and isinstance(value, bool) == (allowed.kind is bool)
+            if not (fits and allowed.fits(value)) and not (value is None and allowed.optional):
+                raise ValueError(f"{name}: {value!r} is out of range; allowed: {allowed.text}")

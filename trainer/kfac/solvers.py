@@ -163,6 +163,9 @@ def damp_factors(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Te
         a_factor: [G, n, n], or [1, n] for a diagonal.
         g_factor: [G, m, m].
         damping: λ, above 0.
+
+    Returns:
+        Both, with their shapes and types.
     """
     a_mean, g_mean = _mean_eigenvalue(a_factor), _mean_eigenvalue(g_factor)
     known = (a_mean > 0) & (g_mean > 0)

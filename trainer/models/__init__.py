@@ -20,7 +20,7 @@ REGISTRY = {
 
 
 def build(name: str, *, num_classes: int, in_channels: int = 3) -> nn.Module:
-    """Build a network with new weights: float [B, in_channels, H, W] -> logits [B, num_classes].
+    """Return a network with new weights: float [B, in_channels, H, W] -> logits [B, num_classes].
 
     Args:
         name: Name of the network, of those in REGISTRY.

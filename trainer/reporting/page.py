@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
 
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
@@ -69,7 +68,7 @@ def write_report(runs: list[Path], out: Path) -> Path:
         figures=None if several else _figures_in_words(loaded[0]),
         verdict=None if several else _verdict(loaded[0]),
         notes=[f"{run.label}: {note}" for run in loaded for note in run.notes()],
-        plots=[{"title": drawing.title, "svg": Markup(drawing.svg)} for drawing in drawings],
+        plots=drawings,
         details=[_details(run) for run in loaded],
     )
     with atomic_write(out / "report.html") as file:

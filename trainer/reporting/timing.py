@@ -24,7 +24,7 @@ class Clock:
         self._time_s = dict.fromkeys(SECTIONS[:-1], 0.0)
         self._before_s = 0.0  # what earlier runs of this training took
         self._started = time.perf_counter()
-        self._epoch_start = {section: 0.0 for section in SECTIONS} | {"elapsed": 0.0}
+        self._epoch_start = dict.fromkeys(SECTIONS, 0.0)
         self._steps: list[tuple[float, Any, Any, Any]] = []
         self._last_end: Any = None
 
@@ -92,7 +92,7 @@ class Clock:
 
     def begin_epoch(self) -> None:
         """Let `epoch` count from now on."""
-        self._epoch_start = self.total() | {"elapsed": self.elapsed_s}
+        self._epoch_start = self.total()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""

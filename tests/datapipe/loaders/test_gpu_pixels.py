@@ -10,7 +10,7 @@ from datapipe.loaders import open_loader
 from datapipe.loaders.gpu_pixels import GpuPixelsLoader, crop_resize_flip_batch, fits
 from datapipe.loaders.painter import crop_resize_flip
 from datapipe.packing import PackOptions, pack
-from datapipe.sampling.augment import Augment, train_windows
+from datapipe.sampling.augment import Augment, train_crops
 
 
 def compare(images, boxes, flips, size):
@@ -26,7 +26,7 @@ def compare(images, boxes, flips, size):
 def test_boxes_of_all_sizes(channels, size):
     images = np.random.default_rng(0).integers(0, 256, (40, 70, 90, channels), np.uint8)
     sides = np.full(40, 90), np.full(40, 70)
-    boxes, flips = train_windows(Augment("random_resized"), *sides, size, 0, 0, np.arange(40))
+    boxes, flips = train_crops(Augment("random_resized"), *sides, size, 0, 0, np.arange(40))
     assert flips.any() and not flips.all()
     difference = compare(images, boxes.astype(np.int32), flips, size)
     assert difference.max() <= 1  # torch rounds after each of its two passes
@@ -36,7 +36,7 @@ def test_boxes_of_all_sizes(channels, size):
 def test_boxes_beyond_the_image():
     images = np.random.default_rng(1).integers(1, 256, (30, 32, 32, 3), np.uint8)
     sides = np.full(30, 32), np.full(30, 32)
-    boxes, flips = train_windows(Augment("pad", pad=4), *sides, 32, 0, 0, np.arange(30))
+    boxes, flips = train_crops(Augment("pad", pad=4), *sides, 32, 0, 0, np.arange(30))
     assert compare(images, boxes.astype(np.int32), flips, 32).max() == 0
 
 

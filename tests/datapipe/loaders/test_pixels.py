@@ -11,7 +11,7 @@ from datapipe.dataset.index import ENCODINGS
 from datapipe.errors import SettingError
 from datapipe.loaders import normalise, open_loader
 from datapipe.packing import PackOptions, pack
-from datapipe.sampling.augment import Augment, eval_windows, train_windows
+from datapipe.sampling.augment import Augment, eval_crops, train_crops
 from datapipe.sampling.order import permutation
 
 JPEG = ENCODINGS.index("jpeg")
@@ -70,12 +70,12 @@ def test_pixels_equal_a_plain_reference(folder, backend, crop):
         np.testing.assert_array_equal(samples, permutation(61, 3, 2))
         records = data_set.index[samples]
         sizes = records["width"].astype(int), records["height"].astype(int)
-        windows = train_windows(augment, *sizes, size, 3, 2, np.arange(61))
-        assert windows.flips.any() and not windows.flips.all()
+        crops = train_crops(augment, *sizes, size, 3, 2, np.arange(61))
+        assert crops.flips.any() and not crops.flips.all()
         for i, sample in enumerate(samples):
             pixels = data_set.pixels(int(sample), data_set.read(int(sample)))
-            wanted = reference(pixels, windows.boxes[i], windows.flips[i], size)
-            check(images[i], wanted, backend, records["encoding"][i] == JPEG and windows.boxes[i, 2:].min() >= 2 * size)
+            wanted = reference(pixels, crops.boxes[i], crops.flips[i], size)
+            check(images[i], wanted, backend, records["encoding"][i] == JPEG and crops.boxes[i, 2:].min() >= 2 * size)
 
 
 def test_pad_crop_pixels(tmp_path, sample_dir, backend):
@@ -85,10 +85,10 @@ def test_pad_crop_pixels(tmp_path, sample_dir, backend):
         assert loader.channels == 1
         images, _, samples, _ = (np.concatenate(part) for part in zip(*epoch(loader), strict=True))
         sides = np.full(600, 28)
-        windows = train_windows(Augment("pad"), sides, sides, 28, 0, 0, np.arange(600))
+        crops = train_crops(Augment("pad"), sides, sides, 28, 0, 0, np.arange(600))
         for i, sample in enumerate(samples.tolist()):
             pixels = data_set.pixels(sample, data_set.read(sample))
-            np.testing.assert_array_equal(images[i], reference(pixels, windows.boxes[i], windows.flips[i], 28))
+            np.testing.assert_array_equal(images[i], reference(pixels, crops.boxes[i], crops.flips[i], 28))
 
 
 def test_padding_may_exceed_the_output(packed_folders, backend):
@@ -114,7 +114,7 @@ def test_padding_where_windows_are_as_large_as_the_output(tmp_path, sample_dir, 
 def test_evaluation_cuts_the_centre(folder, backend):
     with open_loader(folder, 61, backend=backend, train=False, size=24) as loader, DataSet(folder) as data_set:
         ((images, _, samples, _),) = epoch(loader)
-        boxes, _ = eval_windows(data_set.index["width"].astype(int), data_set.index["height"].astype(int), 24)
+        boxes, _ = eval_crops(data_set.index["width"].astype(int), data_set.index["height"].astype(int), 24)
         for i in range(0, 61, 5):
             assert samples[i] == i
             wanted = reference(data_set.pixels(i, data_set.read(i)), boxes[i], False, 24)

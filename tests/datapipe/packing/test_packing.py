@@ -24,11 +24,11 @@ from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceEr
 from datapipe.fsio import locked
 from datapipe.images import turbojpeg
 from datapipe.images.recode import RecodeOptions
-from datapipe.names import FORMATS
+from datapipe.names import CONVERTED
 from datapipe.packing import PackOptions, convert, finish, finish_conversion, pack
+from datapipe.packing.options import SHARD_MIB
 from datapipe.packing.out_folder import NEW, STATE
 
-ENCODED = [name for name in FORMATS if name != "npy"]  # npy holds pixels only
 SMALL = 0.25  # MiB: four shards of train and one of val, of `image_folder`
 
 
@@ -41,7 +41,7 @@ def one_at_a_time():
     return mock.patch("datapipe.packing.pipeline.CHUNK_BYTES", 1)
 
 
-@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("name", CONVERTED)
 def test_same_bytes_for_any_number_of_workers(image_folder, tmp_path, name):
     with one_at_a_time():
         for workers in (1, 2, 5):
@@ -337,8 +337,8 @@ def test_a_second_pack_to_the_same_place_is_refused(image_folder, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("target", ENCODED)
-@pytest.mark.parametrize("origin", ENCODED)
+@pytest.mark.parametrize("target", CONVERTED)
+@pytest.mark.parametrize("origin", CONVERTED)
 def test_any_format_becomes_any_other(packed_folders, tmp_path, origin, target):
     manifests = convert(packed_folders[origin], tmp_path / "out", PackOptions(format=target, shard_mib=None))
     for split, manifest in manifests.items():
@@ -409,7 +409,13 @@ def test_a_conversion_is_finished_by_itself(with_bad_images, command, tmp_path):
     with pytest.raises(SettingError, match="another format: hdf5, not zip"):
         finish_conversion(with_bad_images, out, replace(options, format="zip"))
     shutil.copytree(out, copy)
+    gone = with_bad_images.rename(tmp_path / "gone")  # what was read of it is in the plan
+    with pytest.raises(SettingError, match="another shard_mib: 256, not 3"):
+        finish_conversion(with_bad_images, out, replace(options, shard_mib=3))
+    with pytest.raises(SettingError, match="another source"):
+        finish_conversion(tmp_path / "never", out, options)
     assert finish_conversion(with_bad_images, out, options)["train"].num_bad == 2
+    gone.rename(with_bad_images)
     done = command("datapipe", "convert", with_bad_images, copy, "--format", "hdf5", "--finish")
     assert done.returncode == 0 and "2 bad images left out" in done.stdout, done.stderr
     assert bytes_of(out) == bytes_of(copy) == bytes_of(tmp_path / "whole")
@@ -561,7 +567,7 @@ def test_no_space(image_folder, tmp_path, command):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        for name in ENCODED:
+        for name in CONVERTED:
             done = command("datapipe", "pack", image_folder, small / "out", "--format", name, "--workers", 1)
             assert done.returncode == 1 and "Traceback" not in done.stderr
             assert "No space left on device" in done.stderr and "shard-000000" in done.stderr, done.stderr
@@ -571,10 +577,29 @@ def test_no_space(image_folder, tmp_path, command):
         subprocess.run(["umount", small], check=True)
 
 
-@pytest.mark.parametrize("settings", [{"format": "zip7"}, {"shard_mib": 0}, {"workers": 0}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "settings", [{"format": "zip7"}, {"shard_mib": 0}, {"workers": 0}, {"seed": -1}, {"kind": "foo"}, {"kind": []},
+                 {"seed": 1.5}, {"workers": "2"}, {"shard_mib": "1"}, {"shard_mib": float("inf")}, {"max_bad": 0.5},
+                 {"timeout_s": -1}, {"timeout_s": None}, {"overwrite": "no"}, {"resume": 1}, {"outside": None},
+                 {"memory": 0}, {"recode": "raw"}, {"task": 1}],
+)  # fmt: skip
 def test_bad_settings_are_named(settings):
-    with pytest.raises(SettingError, match=next(iter(settings))):
+    with pytest.raises(SettingError, match=f"^{next(iter(settings))}: "):
         PackOptions(**settings)
+
+
+def test_numbers_of_other_types():
+    options = PackOptions(seed=np.int64(3), workers=np.int32(2), max_bad=5)
+    assert json.dumps([options.seed, options.workers]) == "[3, 2]" and options.bad_allowed(100) == 5
+
+
+def test_the_size_of_shards_unless_asked_for(image_folder, tmp_path):
+    assert pack(image_folder, tmp_path / "a", PackOptions(shard_mib=16))["train"].shard_mib == 16
+    assert convert(tmp_path / "a", tmp_path / "b", PackOptions(format="zip"))["train"].shard_mib == 16
+    assert convert(tmp_path / "a", tmp_path / "c", PackOptions(format="zip", shard_mib=7))["train"].shard_mib == 7
+    for name, options in ("d", PackOptions()), ("e", PackOptions(shard_mib=None)):
+        manifests = pack(image_folder, tmp_path / name, options)
+        assert {manifest.shard_mib for manifest in manifests.values()} == {SHARD_MIB} == {256}
 
 
 def pixels_of(folder):

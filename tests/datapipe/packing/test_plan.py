@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import ManifestError
+from datapipe.packing.journal import Journal
 from datapipe.packing.plan import MAX_KEY_BYTES, divide, make_keys, make_plan, shuffle, source_changes
 from datapipe.packing.plan_file import PLAN, load_plan, save_plan
 from datapipe.sources import SAMPLES, Pixels, Source, open_source, samples_class
+from datapipe.sources.packed import load as open_packed
 
 WEBDATASET_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # how it cuts a name into key and extension
 SETTINGS = {"seed": 3, "shard_mib": 1, "source": "/raw/é"}
@@ -187,6 +189,28 @@ def test_a_plan_of_another_version_is_refused(tmp_path):
     np.savez(tmp_path / PLAN, **content)
     with pytest.raises(ManifestError, match=r"another version of datapipe: .*--overwrite .*remove"):
         load_plan(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["less", "more"])
+def test_a_conversion_planned_with_other_fields_is_refused(packed_folders, tmp_path, change):
+    """An earlier version did not keep the quarantine; the number of its plans was the same."""
+    save_plan(plan_of(open_packed(packed_folders["tar"])), tmp_path)
+    content = dict(np.load(tmp_path / PLAN))
+    head = json.loads(content["head"].tobytes())
+    for split in head["splits"]:
+        fields = split["fields"]
+        fields.pop("quarantine") if change == "less" else fields.update(colour=None)
+    content["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    np.savez(tmp_path / PLAN, **content)
+    with pytest.raises(ManifestError, match=r"another version of datapipe: let that one finish .*--overwrite .*remove"):
+        load_plan(tmp_path)
+
+
+def test_a_journal_of_another_version_is_refused(tmp_path):
+    head = np.frombuffer(b"{}", np.uint8)
+    np.savez(tmp_path / "000007.npz", records=np.zeros(1), head=head)
+    with pytest.raises(ManifestError, match=r"another version of datapipe: let that one finish .*--overwrite .*remove"):
+        Journal(tmp_path).read(7)
 
 
 def source_of(classes, splits):

@@ -6,21 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
-from datapipe.sampling.augment import Augment, eval_windows, scales, snap, train_windows
+from datapipe.sampling.augment import Augment, eval_crops, scales, snap, train_crops
 from datapipe.sampling.order import slice_positions
 
 RESIZED = Augment("random_resized")
 sizes = st.integers(1, 700)
 
 
-def windows(augment, widths, heights, positions, seed=0, epoch=0, size=32):
-    return train_windows(augment, np.asarray(widths), np.asarray(heights), size, seed, epoch, np.asarray(positions))
+def crops(augment, widths, heights, positions, seed=0, epoch=0, size=32):
+    return train_crops(augment, np.asarray(widths), np.asarray(heights), size, seed, epoch, np.asarray(positions))
 
 
 @given(st.lists(st.tuples(sizes, sizes), min_size=1, max_size=30), st.integers(0, 2**63 - 1), st.integers(0, 99))
 def test_random_resized_windows_lie_inside(shapes, seed, epoch):
     widths, heights = np.array(shapes).T
-    boxes, flips = windows(RESIZED, widths, heights, np.arange(len(shapes)), seed, epoch)
+    boxes, flips = crops(RESIZED, widths, heights, np.arange(len(shapes)), seed, epoch)
     left, top, w, h = boxes.T
     assert (left >= 0).all() and (top >= 0).all() and (w >= 1).all() and (h >= 1).all()
     assert (left + w <= widths).all() and (top + h <= heights).all()
@@ -30,13 +30,13 @@ def test_random_resized_windows_lie_inside(shapes, seed, epoch):
 @pytest.mark.parametrize("augment", [RESIZED, Augment("pad"), Augment("none")])
 def test_same_crops_at_the_same_positions_for_any_world_size(augment):
     widths = heights = np.full(240, 32)
-    whole = windows(augment, widths, heights, np.arange(240), seed=5, epoch=3)
+    whole = crops(augment, widths, heights, np.arange(240), seed=5, epoch=3)
     for world_size in (1, 2, 3, 8):
         batch_size = 24 // world_size
         for step in range(10):
             for rank in range(world_size):
                 p = slice_positions(step, batch_size, rank, world_size)
-                part = windows(augment, widths[p], heights[p], p, seed=5, epoch=3)
+                part = crops(augment, widths[p], heights[p], p, seed=5, epoch=3)
                 np.testing.assert_array_equal(part.boxes, whole.boxes[p])
                 np.testing.assert_array_equal(part.flips, whole.flips[p])
 
@@ -45,7 +45,7 @@ def test_random_resized_has_the_published_distribution():
     """Area uniform in 8 to 100 %, aspect log-uniform in 3/4 to 4/3 where it always fits (Szegedy et al. 2015)."""
     n = 40_000
     augment = Augment("random_resized", scale=(0.1, 0.5))
-    boxes, flips = windows(augment, np.full(n, 500), np.full(n, 500), np.arange(n), size=500)
+    boxes, flips = crops(augment, np.full(n, 500), np.full(n, 500), np.arange(n), size=500)
     left, top, w, h = boxes.T
     for values, low, high in ((w * h / 500**2, 0.1, 0.5), (np.log(w / h), np.log(3 / 4), np.log(4 / 3))):
         counts = np.histogram(values, 8, (low, high))[0] / n
@@ -55,15 +55,15 @@ def test_random_resized_has_the_published_distribution():
 
 
 def test_random_resized_falls_back_to_the_centre():
-    boxes, _ = windows(RESIZED, [1000], [10], [0])
+    boxes, _ = crops(RESIZED, [1000], [10], [0])
     assert boxes.tolist() == [[493, 0, 13, 10]] or 0 < boxes[0, 3] <= 10
     impossible = Augment("random_resized", scale=(1, 1), ratio=(1, 1))
-    assert windows(impossible, [1000, 10], [10, 1000], [0, 1]).boxes.tolist() == [[495, 0, 10, 10], [0, 495, 10, 10]]
+    assert crops(impossible, [1000, 10], [10, 1000], [0, 1]).boxes.tolist() == [[495, 0, 10, 10], [0, 495, 10, 10]]
 
 
 def test_pad_windows_reach_beyond_the_image_by_at_most_the_padding():
     n = 5000
-    boxes, _ = windows(Augment("pad", pad=4), np.full(n, 32), np.full(n, 32), np.arange(n))
+    boxes, _ = crops(Augment("pad", pad=4), np.full(n, 32), np.full(n, 32), np.arange(n))
     assert (boxes[:, 2:] == 32).all()
     assert sorted(set(boxes[:, 0])) == sorted(set(boxes[:, 1])) == list(range(-4, 5))
     counts = np.bincount(boxes[:, 0] + 4) / n
@@ -72,15 +72,15 @@ def test_pad_windows_reach_beyond_the_image_by_at_most_the_padding():
 
 def test_pad_needs_images_that_are_large_enough():
     with pytest.raises(SettingError, match="pad: 1 "):
-        windows(Augment("pad", pad=1), [20], [40], [0])
+        crops(Augment("pad", pad=1), [20], [40], [0])
 
 
 def test_flip_can_be_turned_off():
-    assert not windows(Augment("none", flip=False), np.full(99, 40), np.full(99, 40), np.arange(99)).flips.any()
+    assert not crops(Augment("none", flip=False), np.full(99, 40), np.full(99, 40), np.arange(99)).flips.any()
 
 
 def test_evaluation_cuts_the_centre():
-    boxes, flips = eval_windows(np.array([32, 500, 375, 1]), np.array([32, 375, 500, 7]), 224)
+    boxes, flips = eval_crops(np.array([32, 500, 375, 1]), np.array([32, 375, 500, 7]), 224)
     assert boxes.tolist() == [[2, 2, 28, 28], [86, 23, 328, 328], [23, 86, 328, 328], [0, 3, 1, 1]]
     assert not flips.any()
 
@@ -98,7 +98,7 @@ def test_auto_is_decided_by_the_data_set():
 def test_bad_settings_are_named(settings):
     with pytest.raises(SettingError, match=next(iter(settings))):
         Augment(**settings)
-    assert eval_windows(np.array([32]), np.array([32]), 32).boxes.tolist() == [[0, 0, 32, 32]]
+    assert eval_crops(np.array([32]), np.array([32]), 32).boxes.tolist() == [[0, 0, 32, 32]]
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 5000)] * 2), min_size=1, max_size=30), st.integers(1, 300))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from dataclasses import asdict, fields
+from dataclasses import FrozenInstanceError, asdict, fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -44,6 +44,31 @@ def test_settings_may_change_between_steps():
                 setattr(other, name, 0.1)
 
 
+def test_settings_change_by_the_attributes_alone():
+    """The settings themselves would take no notice of which may change, nor of a misspelt one."""
+    preconditioner = KFAC(small())
+    for name, value in {"damping": 0.1, "solver": "cholesky", "local_factors": True, "dampng": 1}.items():
+        with pytest.raises(FrozenInstanceError, match=name):
+            setattr(preconditioner.settings, name, value)
+    with pytest.raises(AttributeError):
+        preconditioner.settings = KFACSettings(solver="cholesky")
+    assert preconditioner.settings == KFACSettings()
+
+
+@pytest.mark.parametrize("name", ["damping", "factor_decay", "kl_clip", "lr"])
+def test_a_changed_setting_acts_as_a_given_one(name):
+    value, results = OTHER_VALUES[name], []
+    for given, changed in (({}, False), ({name: value}, False), ({}, True)):
+        model = small()
+        preconditioner = KFAC(model, **given, **EVERY_STEP)
+        if changed:
+            setattr(preconditioner, name, value)
+        run(model, preconditioner, 3)
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(results[1], results[2])
+    assert not torch.equal(results[0], results[1])
+
+
 OTHER_VALUES = {
     "damping": 0.5, "factor_update_steps": 7, "inv_update_steps": 70, "factor_decay": 0.5, "kl_clip": None, "lr": 0.3,
     "accumulation_steps": 2, "factor_fraction": 0.5, "solver": "cholesky", "stagger": False,
@@ -78,7 +103,7 @@ def test_each_setting_is_described():
 
 def test_the_properties_are_those_that_may_be_changed():
     preconditioner = KFAC(small())
-    properties = [name for name, value in vars(KFAC).items() if isinstance(value, property)]
+    properties = [name for name, value in vars(KFAC).items() if isinstance(value, property) and value.fset]
     assert properties == [field.name for field in fields(KFACSettings)][:6]  # as the documentation says
     for name in properties:
         setattr(preconditioner, name, OTHER_VALUES[name])

@@ -23,3 +23,7 @@ def test_clock_counts_sections_and_goes_on():
     later.load_state_dict(clock.state_dict() | {"elapsed_s": 100.0})
     assert later.elapsed_s == pytest.approx(100.0, abs=1.0)
     assert later.total()["forward_backward"] == 6.0
+    before = clock.state_dict()
+    before["epoch_start"] |= {"elapsed": 3.0}  # as earlier versions saved it
+    later.load_state_dict(before)
+    assert later.epoch() == pytest.approx(clock.epoch(), abs=1.0)
