@@ -34,7 +34,11 @@ INTERFACES = {
     ("datapipe/sources", "load"): "datapipe/sources/__init__.py",
     ("datapipe/loaders", "make_loader"): "datapipe/loaders/__init__.py",
 }
-COMMANDS = {"datapipe/cli/__init__.py", "trainer/cli.py"}  # whose parameters are described by --help
+COMMANDS = {
+    "datapipe/cli/__init__.py",
+    "datapipe/cli/stage.py",
+    "trainer/cli.py",
+}  # whose parameters are described by --help
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,88 @@
 """Bring packed data sets to node-local disk."""
 
-from .copy import Staged, stage, stage_once
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..dataset.manifest import MANIFEST, read_content
+from ..errors import DatapipeError, StagingError
+from ..streams import apart, in_time
+from .copy import Staged, stage_copies
+from .local_copy import LocalCopy, list_copies
 from .options import StageOptions
 
 __all__ = ["StageOptions", "Staged", "stage", "stage_once"]
+
+
+def stage(source: Path, local: Path, options: StageOptions | None = None) -> list[Staged]:
+    """Copy the data set at `source`, or each of its splits, to `local`.
+
+    A file that is there already is kept if it has the manifest's checksum, and copied again if not. What an interrupted
+    call left is continued: at most one chunk per stream is copied twice. Every file is read back and checked before it
+    gets its name. A second process waits for the first, and then copies nothing. Where everything is in place, nothing
+    is locked or written, so `local` may be read-only.
+
+    Args:
+        source: A data set, or the folder of its splits.
+        local: The folder for the copy; splits become its sub-folders.
+        options: How to copy (default: StageOptions()).
+
+    Returns:
+        One result per data set.
+
+    Raises:
+        SettingError: `local` lies in `source` or is a file.
+        ManifestError: There is no readable data set at `source`.
+        StagingError: There is not enough space, `local` holds another data set, another process holds its lock and
+            does nothing, or the source was changed meanwhile.
+        ShardCorruptError: The source is damaged.
+        DatapipeError: A read or write takes longer than `options.timeout_s`, or fails.
+    """
+    source, local, options = Path(source), Path(local), options or StageOptions()
+    with _errors_name_the_node():
+        if options.resolved_mode() == "exchange":
+            from .together import stage_together
+
+            return apart(lambda: stage_together(source, local, options))
+        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+        return stage_copies(source, local, copies, options)
+
+
+def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -> Path:
+    """Stage one data set into a cache that all processes of a node share.
+
+    Args:
+        source: The data set.
+        cache: A node-local folder. The copy's folder is named after the manifest's content, so that another version
+            of the data set never takes its place.
+        options: How to copy (default: StageOptions()).
+
+    Returns:
+        The folder of the copy.
+
+    Raises:
+        DatapipeError, SettingError: As `stage`.
+    """
+    source, options = Path(source), options or StageOptions()
+    with _errors_name_the_node():
+        content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
+        folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
+        stage_copies(source, folder, [LocalCopy.of_content(source, folder, content)], options, trusts=True)
+    return folder
+
+
+@contextmanager
+def _errors_name_the_node() -> Iterator[None]:
+    """Add this node's name to errors: a job's log has those of many."""
+    try:
+        yield
+    except DatapipeError as error:
+        error.message += f" (on {socket.gethostname()})"
+        raise
+    except OSError as error:
+        message = f"{error.strerror or error} (errno {error.errno}, on {socket.gethostname()})"
+        raise StagingError(message, path=error.filename) from error

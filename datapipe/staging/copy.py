@@ -1,22 +1,18 @@
-"""Copy data sets to a local folder: verified, resumable, with the manifest last."""
+"""Copy data sets by one process: what is in place, what is missing, and the threads that copy it."""
 
 from __future__ import annotations
 
-import hashlib
-import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..console import Progress
-from ..dataset.manifest import MANIFEST, read_content
-from ..errors import DatapipeError, SettingError, StagingError
+from ..errors import SettingError, StagingError
 from ..fsio import free_bytes, make_folder
-from ..streams import Moved, apart, in_time, work_on_files
+from ..streams import Moved, work_on_files
 from .landing import Landing, make_own_name
-from .local_copy import LocalCopy, list_copies
-from .lock import held
+from .local_copy import LocalCopy
+from .lock import hold_lock
 from .options import StageOptions
 from .plan import Chunk, cut, needed_bytes, stagger
 from .source_files import SourceFile, Throttle
@@ -38,76 +34,6 @@ class Staged:
     num_samples: int
     copied_bytes: int
     kept_bytes: int
-
-
-def stage(source: Path, local: Path, options: StageOptions | None = None) -> list[Staged]:
-    """Copy the data set at `source`, or each of its splits, to `local`.
-
-    A file that is there already is kept if it has the manifest's checksum, and copied again if not. What an interrupted
-    call left is continued: at most one chunk per stream is copied twice. Every file is read back and checked before it
-    gets its name. A second process waits for the first, and then copies nothing. Where everything is in place, nothing
-    is locked or written, so `local` may be read-only.
-
-    Args:
-        source: A data set, or the folder of its splits.
-        local: The folder for the copy; splits become its sub-folders.
-        options: How to copy (default: StageOptions()).
-
-    Returns:
-        One result per data set.
-
-    Raises:
-        SettingError: `local` lies in `source` or is a file.
-        ManifestError: There is no readable data set at `source`.
-        StagingError: There is not enough space, `local` holds another data set, another process holds its lock and
-            does nothing, or the source was changed meanwhile.
-        ShardCorruptError: The source is damaged.
-        DatapipeError: A read or write takes longer than `options.timeout_s`, or fails.
-    """
-    source, local, options = Path(source), Path(local), options or StageOptions()
-    with errors_name_the_node():
-        if options.resolved_mode() == "exchange":
-            from .together import stage_together
-
-            return apart(lambda: stage_together(source, local, options))
-        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
-        return stage_copies(source, local, copies, options)
-
-
-def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -> Path:
-    """Stage one data set into a cache that all processes of a node share.
-
-    Args:
-        source: The data set.
-        cache: A node-local folder. The copy's folder is named after the manifest's content, so that another version
-            of the data set never takes its place.
-        options: How to copy (default: StageOptions()).
-
-    Returns:
-        The folder of the copy.
-
-    Raises:
-        DatapipeError, SettingError: As `stage`.
-    """
-    source, options = Path(source), options or StageOptions()
-    with errors_name_the_node():
-        content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
-        folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
-        stage_copies(source, folder, [LocalCopy.of_content(source, folder, content)], options, trusts=True)
-    return folder
-
-
-@contextmanager
-def errors_name_the_node() -> Iterator[None]:
-    """Add this node's name to errors: a job's log has those of many."""
-    try:
-        yield
-    except DatapipeError as error:
-        error.message += f" (on {socket.gethostname()})"
-        raise
-    except OSError as error:
-        message = f"{error.strerror or error} (errno {error.errno}, on {socket.gethostname()})"
-        raise StagingError(message, path=error.filename) from error
 
 
 def stage_copies(
@@ -160,7 +86,7 @@ def take(
         names = copy.find_present(options.timeout_s, trusts) if copy.has_manifest() else set()
         if len(names) < copy.num_files:
             make_folder(copy.target)
-            is_locked = stack.enter_context(held(copy.target, options.timeout_s))
+            is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s))
             if not is_locked:
                 own_name = make_own_name()
             copy.check_other(options.replace)  # in the meantime, another process may have put something there
@@ -244,6 +170,17 @@ def check_space(local: Path, needed: int) -> None:
 
 
 def report(copies: list[LocalCopy], present: list[set[str]], files: list[Transfer], copied: list[int]) -> list[Staged]:
+    """Sum up by data set.
+
+    Args:
+        copies: of the data sets.
+        present: by data set, the names of the files that were in place.
+        files: of all data sets.
+        copied: by file, the bytes that were read from the source.
+
+    Returns:
+        One result per data set.
+    """
     sums = [0] * len(copies)
     for file, num_bytes in zip(files, copied, strict=True):
         sums[file.number] += num_bytes

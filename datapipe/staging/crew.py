@@ -41,7 +41,7 @@ _numbers = itertools.count()  # of crews in this process: each has keys of its o
 
 
 class CrewError(StagingError):
-    """The nodes cannot go on together; each can alone."""
+    """The nodes cannot continue together; each can alone."""
 
 
 class Crew:
@@ -269,16 +269,12 @@ def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
 
 
 def _meet(placement: Placement, is_first: bool) -> dist.Store:
-    """Connect to the store; process 0 keeps it, unless torchrun does, from its first connection on."""
+    """Connect to the store, which process 0 keeps from its first connection on, unless torchrun does."""
     is_keeper = is_first and placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(
-            placement.master,
-            placement.port,
-            is_master=is_keeper,
-            timeout=timedelta(seconds=JOIN_S),
-            wait_for_workers=False,
-        )
+        limit = timedelta(seconds=JOIN_S)
+        place = placement.master, placement.port
+        return dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
         what = "cannot listen" if is_keeper else "process 0 does not answer"
         raise CrewError(f"{placement.master}:{placement.port}: {what}: {error}") from error

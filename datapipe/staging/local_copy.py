@@ -42,7 +42,19 @@ class LocalCopy:
 
     @classmethod
     def of_content(cls, source: Path, target: Path, content: bytes) -> LocalCopy:
-        """Describe a copy of the data set whose manifest's file has this content. Raises ManifestError."""
+        """Describe the copy of a data set.
+
+        Args:
+            source: the data set's folder.
+            target: the copy's.
+            content: of the manifest's file.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ManifestError: it cannot be read.
+        """
         return cls(source, target, content, Manifest.parse(content, source / MANIFEST))
 
     @property

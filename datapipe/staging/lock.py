@@ -19,7 +19,7 @@ SAY_S = 10.0  # how often to say who holds it
 
 
 @contextmanager
-def held(folder: Path, patience_s: float) -> Iterator[bool]:
+def hold_lock(folder: Path, patience_s: float) -> Iterator[bool]:
     """Hold a folder's lock. Wait for another process, and say so, as long as something changes in the folder.
 
     Args:

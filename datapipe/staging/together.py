@@ -7,7 +7,6 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from .. import __version__
 from ..errors import DatapipeError, SettingError, StagingError
 from ..streams import in_time
 from .copy import Staged, check_space, copy_missing, missing_chunks, report, stage_copies, take, transfers
@@ -19,6 +18,8 @@ from .plan import needed_bytes
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
+
+PROTOCOL = 1  # of what nodes tell each other; to be raised when that changes
 
 
 def stage_together(source: Path, local: Path, options: StageOptions) -> list[Staged]:
@@ -63,15 +64,16 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
 def _agree(crew: Crew, copies: list[LocalCopy], problem: Exception | None) -> None:
     """Raise on all nodes what is wrong on one, and StagingError where they do not have the same before them."""
     digests = [hashlib.sha256(copy.content).hexdigest() for copy in copies]
-    said = crew.gather("hello", {"version": __version__, "digests": digests, "problem": problem and str(problem)})
+    said = crew.gather("hello", {"protocol": PROTOCOL, "digests": digests, "problem": problem and str(problem)})
     if problem is not None:
         raise problem
     for host, other in zip(crew.hosts, said, strict=True):
         if other["problem"]:
             raise StagingError(f"nothing is staged, because of node {host}: {other['problem']}")
     for host, other in zip(crew.hosts, said, strict=True):
-        if other["version"] != __version__:
-            raise StagingError(f"node {host} has datapipe {other['version']}, and this node {__version__}")
+        if other["protocol"] != PROTOCOL:
+            message = f"has another version of datapipe (protocol {other['protocol']}, and this node {PROTOCOL})"
+            raise StagingError(f"node {host} {message}: install the same on all nodes, or use --mode copy")
         if other["digests"] != digests:
             raise StagingError(f"node {host} sees another data set, or other splits, than this node")
 

@@ -35,6 +35,7 @@ CHOICES = {
     ("pack", "--compress"): names.COMPRESSIONS,
     ("pack", "--check"): names.CHECKS,
     ("convert", "--format"): names.CONVERTED,
+    ("stage", "--mode"): names.STAGE_MODES,
     ("bench", "--loader"): names.BACKENDS,
     ("bench", "--order"): names.ORDERS,
     ("bench", "--crop"): names.CROPS,

@@ -89,6 +89,7 @@ def test_two_processes_of_a_node_stage_once(nodes, start, port, tmp_path):
     assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_that_dies_or_stops_is_named_and_not_needed(nodes, tmp_path, which, number):
@@ -151,6 +152,22 @@ def test_nodes_that_see_other_data_sets_are_refused(nodes, tmp_path):
     children = nodes(2, sources=[tmp_path / "source", tmp_path / "other"])
     _, said = results(children, code=1)
     assert all("sees another data set" in errors for errors in said)
+
+
+def test_nodes_with_other_versions_are_refused(nodes, start, port, tmp_path):
+    make_data_set(tmp_path / "source", SIZES)
+    (tmp_path / "later").mkdir()
+    program = "import datapipe.staging.together as together\ntogether.PROTOCOL = 2\n"
+    (tmp_path / "later" / "sitecustomize.py").write_text(program)
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    later = env | {"PYTHONPATH": f"{tmp_path / 'later'}:{Path(__file__).parents[3]}"}
+    children = [
+        start(tmp_path / "source", tmp_path / f"local-{i}", "--node", f"{i}/2", host=f"node{i}", env=(env, later)[i])
+        for i in range(2)
+    ]
+    _, said = results(children, code=1)
+    assert "node node1 has another version of datapipe (protocol 2, and this node 1)" in said[0]
+    assert "(protocol 1, and this node 2)" in said[1]
 
 
 def test_a_node_that_does_not_come_is_named(nodes, start, port, tmp_path):
