@@ -51,6 +51,7 @@ def stage(
     from ..staging import StageOptions, stage
     from .summaries import format_staged
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of hosts that have no name
     place = placement(os.environ, node, master)
     options = StageOptions(
         mode=mode,
