@@ -1,19 +1,23 @@
-"""A slow filesystem that fails when told to. It comes from a testbed beside the checkout."""
+"""A slow filesystem that fails when told to, and a Slurm cluster. They come from a testbed beside the checkout."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests.datapipe.slurm import ROOT, SUBNET, TESTBED, Cluster, free_ports
 
 MOUNT = Path(__file__).parents[3] / "shared" / "testbed" / "slowfs-mount.sh"
 KNOBS = ("meta_ms", "meta_jitter_ms", "readdir_entry_us", "read_ms", "read_mbps", "write_mbps", "space_mb")
@@ -78,3 +82,55 @@ def _state(process: int) -> str:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "Z"
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory) -> dict[str, str]:
+    """Ours, without what may have launched the tests; first on PATH, this checkout's `datapipe`, and a torchrun."""
+    bin = tmp_path_factory.mktemp("bin")
+    script = f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH "
+    script += f'exec {shlex.quote(sys.executable)} -m datapipe "$@"\n'
+    (bin / "datapipe").write_text(script)
+    (bin / "datapipe").chmod(0o755)
+    (bin / "torchrun").write_text(script.replace("-m datapipe", "-m torch.distributed.run"))
+    (bin / "torchrun").chmod(0o755)
+    foreign = ("SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {
+        "PATH": f"{bin}:{os.environ['PATH']}"
+    }
+
+
+@pytest.fixture(scope="module")
+def run(environ) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a command; `check`: the exit code that it must end with."""
+
+    def run(*line: str | Path, check: int = 0, **options) -> subprocess.CompletedProcess:
+        options = {"env": environ, "timeout": 180, **options}
+        done = subprocess.run([str(word) for word in line], capture_output=True, text=True, **options)
+        assert done.returncode == check, f"{line} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def cluster(request, environ, run) -> Iterator[Cluster]:
+    """Slurm; its nodes have addresses of their own in a module with a `NETWORK`, which is a prefix of their names."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not below pytest's, which munged refuses: others cannot enter it
+    env = environ | {"TB_NODES": "4", "TB_CPUS": "4", "TB_PORT": str(free_ports(5))}
+    network = getattr(request.module, "NETWORK", "")
+    if network:
+        env |= {"TB_NETNS": network, "TB_SUBNET": SUBNET}
+        run(TESTBED / "netns-hosts.sh", "up", network, 4, env=env)
+    cluster = Cluster(folder, run)
+    try:
+        started = subprocess.run([TESTBED / "slurm-up.sh", folder], capture_output=True, text=True, env=env)
+        if started.returncode and not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))):
+            pytest.skip("Slurm is not installed, and could not be")
+        assert started.returncode == 0, started.stderr
+        run(TESTBED / "slowfs-mount.sh", cluster.backing, cluster.shared, "--meta-ms", 2)
+        yield cluster
+    finally:
+        run(TESTBED / "slurm-down.sh", "--rm", folder)  # unmounts as well
+        if network:
+            run(TESTBED / "netns-hosts.sh", "down", network, env=env)

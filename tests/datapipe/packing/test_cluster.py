@@ -6,7 +6,6 @@ Slurm and the filesystem come from a testbed beside the checkout; what needs the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,12 +13,8 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,38 +25,15 @@ from datapipe.dataset.index import read_keys
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
 from datapipe.packing.out_folder import FINISHING, NEW, STATE
+from tests.datapipe.slurm import ROOT, STALL_S, free_ports, needs_testbed, wait_until
 
-ROOT = Path(__file__).parents[3]
-TESTBED = ROOT.parent / "shared" / "testbed"
 NUM_SHARDS = 18  # of 1 MiB: 0 to 15 of train, 16 and 17 of val
-STALL_S = 20  # of the filesystem's answer to a task that is to be killed meanwhile
 
-needs_testbed = [
-    pytest.mark.slow,
-    pytest.mark.testbed,
-    pytest.mark.skipif(not TESTBED.exists(), reason="there is no testbed beside the checkout"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount and to start Slurm"),
-    pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="the kernel has no FUSE"),
-]
 needs_open_mpi = pytest.mark.skipif(
     "Open MPI" not in subprocess.run("mpirun --version || true", shell=True, capture_output=True, text=True).stdout,
     reason="needs Open MPI's mpirun (Debian: openmpi-bin)",
 )
 AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-
-
-@pytest.fixture(scope="module")
-def environ(tmp_path_factory) -> dict[str, str]:
-    """Ours, with this checkout's `datapipe` first on PATH and without what may have launched the tests."""
-    bin = tmp_path_factory.mktemp("bin")
-    script = f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH "
-    script += f'exec {shlex.quote(sys.executable)} -m datapipe "$@"\n'
-    (bin / "datapipe").write_text(script)
-    (bin / "datapipe").chmod(0o755)
-    foreign = ("SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {
-        "PATH": f"{bin}:{os.environ['PATH']}"
-    }
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +47,6 @@ def raw(tmp_path_factory, photo, encoded) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encoded(np.roll(photos[i % 10], i, axis=1), quality=99))
     return root
-
-
-@pytest.fixture(scope="module")
-def run(environ) -> Callable[..., subprocess.CompletedProcess]:
-    """Run a command; `check`: the exit code that it must end with."""
-
-    def run(*line: str | Path, check: int = 0, **options) -> subprocess.CompletedProcess:
-        options = {"env": environ, "timeout": 180, **options}
-        done = subprocess.run([str(word) for word in line], capture_output=True, text=True, **options)
-        assert done.returncode == check, f"{line} ended with {done.returncode}: {done.stdout}{done.stderr}"
-        return done
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -122,85 +81,6 @@ def without_image(raw: Path, name: str, to: Path) -> None:
     """Copy `raw`, but make one file no image, although as large: the plan stays the same."""
     shutil.copytree(raw, to)
     (to / name).write_bytes(bytes((to / name).stat().st_size))
-
-
-def wait_until(true: Callable[[], object], seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.2)
-
-
-# --- the cluster ------------------------------------------------------------------------------------
-
-
-class Cluster:
-    """Slurm with four nodes; `shared`: a folder that all see, on a slow filesystem; `backing`: the same, fast."""
-
-    def __init__(self, folder: Path, run: Callable[..., subprocess.CompletedProcess]) -> None:
-        self.folder, self.shared, self.backing = folder, folder / "shared/slow", folder / "backing"
-        self._run = run
-
-    def run(self, *line: str | Path) -> str:
-        """What a command of Slurm says, run in the shared folder."""
-        return self._run("bash", "-c", '. "$0" && exec "$@"', self.folder / "env.sh", *line, cwd=self.shared).stdout
-
-    def submit(self, *line: str | Path, check: int | None = None) -> str:
-        """The new job's number; `check`: wait for its end, with this exit code."""
-        job = self.run("sbatch", "--parsable", "--time=5", "--cpus-per-task=2", *line).strip()
-        if check is not None:
-            assert self.exit_code(job) == f"{check}:0", self.logs(job)
-        return job
-
-    def is_running(self, job: str) -> bool:
-        """Or about to; of an array: any element. "JOB_3" is one."""
-        return bool(self.run("squeue", "--noheader", f"--jobs={job}"))
-
-    def exit_code(self, job: str) -> str:
-        """ "CODE:SIGNAL", once it has ended; of an array: the highest."""
-        wait_until(lambda: not self.is_running(job))
-        return max(re.findall(r" ExitCode=(\d+:\d+)", self.run("scontrol", "show", "job", job)))
-
-    def logs(self, job: str) -> str:
-        paths = [path for path in sorted(self.shared.glob("*.out")) if re.search(rf"-{job}(_\d+)?\.out$", path.name)]
-        return "".join(path.read_text() for path in paths)
-
-    @contextlib.contextmanager
-    def stalled(self, path: Path) -> Iterator[None]:
-        """Meanwhile, who opens the file gets no answer for a while."""
-        control = self.shared / ".slowfs"
-        inside = str(path.relative_to(self.shared)).replace(" ", "?")
-        control.write_text(json.dumps({"faults": [f"open:*{inside}:1+:stall={STALL_S}"]}))
-        try:
-            yield
-        finally:
-            control.write_text(json.dumps({"faults": []}))
-
-
-@pytest.fixture(scope="module")
-def cluster(environ, run) -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not below pytest's, which munged refuses: others cannot enter it
-    env = environ | {"TB_NODES": "4", "TB_CPUS": "4", "TB_PORT": str(free_ports(5))}
-    cluster = Cluster(folder, run)
-    try:
-        started = subprocess.run([TESTBED / "slurm-up.sh", folder], capture_output=True, text=True, env=env)
-        if started.returncode and not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))):
-            pytest.skip("Slurm is not installed, and could not be")
-        assert started.returncode == 0, started.stderr
-        run(TESTBED / "slowfs-mount.sh", cluster.backing, cluster.shared, "--meta-ms", 2)
-        yield cluster
-    finally:
-        run(TESTBED / "slurm-down.sh", "--rm", folder)  # unmounts as well
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row on which nobody listens."""
-    for first in range(17_100, 30_000, 100):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise AssertionError("no free ports")
 
 
 @pytest.fixture(scope="module")
