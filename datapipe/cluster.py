@@ -72,6 +72,14 @@ class _Launcher:
             raise SettingError(f"{self.index}: {index} is out of range; allowed: below {self.count}, which is {count}")
         return Task(index, count, self.name)
 
+    def check_unset(self, environ: Mapping[str, str]) -> None:
+        """Raise SettingError when only some of the variables are set: a process would take itself to be alone."""
+        names = {self.index, self.count}
+        # A batch script of Slurm, which runs once, has the first.
+        if names & environ.keys() and not names <= environ.keys() and self.name != "Slurm job step":
+            (has,), (lacks,) = names & environ.keys(), names - environ.keys()
+            raise SettingError(f"{has}: is set in the environment, and {lacks} is not; set both, or give --node I/N")
+
 
 # Not SLURM_NTASKS: a batch script, which runs once, has that and SLURM_PROCID=0 as well.
 _SLURM_STEP = _Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
@@ -119,7 +127,7 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
         A process alone where nothing says otherwise.
 
     Raises:
-        SettingError: The numbers contradict each other, or `explicit` is not I/N.
+        SettingError: The numbers contradict each other, only some of a launcher's are set, or `explicit` is not I/N.
     """
     job = next((environ[name] for name in JOBS if name in environ), "")
     address = master or environ.get("MASTER_ADDR") or _first_host(environ)
@@ -129,7 +137,9 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
         return Placement(node.index, node.count, 0, address, port, "--node", job)
     for launcher in _LAUNCHERS:
         task = launcher.task(environ)
-        if task is not None:
+        if task is None:
+            launcher.check_unset(environ)
+        else:
             local = _number(environ, launcher.local) if launcher.local in environ else None
             return Placement(task.index, task.count, local, address, port, launcher.name, job)
     return Placement(port=port, job=job)

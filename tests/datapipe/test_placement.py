@@ -1,0 +1,84 @@
+"""Where a process is in its job, as launchers tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from datapipe.cluster import Placement, first_host, lonely, placement
+from datapipe.errors import SettingError
+
+SLURM = {
+    "SLURM_JOB_ID": "17", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-06]", "SLURM_JOB_NODELIST": "gpu[01-09]", "SLURM_JOB_NUM_NODES": "4",
+}  # fmt: skip
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a1", "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "x",
+}  # fmt: skip
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1, 0, "", "")),
+        (SLURM, (2, 4, 0, "gpu03", "Slurm job step")),
+        (TORCHRUN, (5, 8, 1, "a1", "torchrun")),
+        (SLURM | TORCHRUN, (5, 8, 1, "a1", "torchrun")),  # the inner one
+        (OPEN_MPI, (1, 2, 0, "", "Open MPI")),
+        (OPEN_MPI | {"MASTER_ADDR": "n7"}, (1, 2, 0, "n7", "Open MPI")),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, None, "", "MPICH/PMI")),
+        ({name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID")}, (0, 1, 0, "", "")),  # a batch script
+    ],
+)
+def test_launchers(environ, expected):
+    place = placement(environ)
+    assert (place.rank, place.world_size, place.local_rank, place.master, place.launcher) == expected
+    assert place.port == 29500 if "MASTER_PORT" in environ else 20000 <= place.port < 30000
+
+
+def test_the_user_has_the_last_word():
+    place = placement(SLURM | TORCHRUN, "1/3", "head")
+    assert (place.rank, place.world_size, place.master, place.launcher, place.job) == (1, 3, "head", "--node", "17")
+
+
+def test_all_processes_of_a_job_have_one_port_and_other_jobs_another():
+    ports = {placement(SLURM | {"SLURM_PROCID": str(i)}).port for i in range(4)}
+    assert len(ports) == 1
+    others = {placement(SLURM | {"SLURM_JOB_ID": str(job)}).port for job in range(50)}
+    assert len(others) > 45
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "1"}, "RANK: is set in the environment, and WORLD_SIZE is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: is set"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK: 'x' in the environment is not a number"),
+        (SLURM | {"SLURM_PROCID": "4"}, "SLURM_PROCID: 4 is out of range"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: 'http'"),
+    ],
+)
+def test_a_half_set_or_wrong_environment_is_refused(environ, words):
+    with pytest.raises(SettingError, match=words):
+        placement(environ)
+
+
+@pytest.mark.parametrize("value", ["2/2", "1", "-1/2", "a/b", ""])
+def test_a_wrong_number_is_refused(value):
+    with pytest.raises(SettingError, match=r"--node: .* allowed: I/N"):
+        placement({}, value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[007-009,12],login1", "gpu007"), ("a1,a2", "a1"), ("rack[1-2]node[3-4]-ib", "rack1node3-ib"), ("n", "n"),
+     ("n[3,5-9]", "n3")],
+)  # fmt: skip
+def test_the_first_host(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_who_believes_to_be_alone_is_told():
+    assert "this job has 4 nodes (SLURM_JOB_NUM_NODES)" in lonely({"SLURM_JOB_NUM_NODES": "4"}, Placement())
+    assert lonely(SLURM, placement(SLURM)) == "" == lonely({"SLURM_JOB_NUM_NODES": "1"}, Placement())
