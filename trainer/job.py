@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datapipe.dataset.manifest import MANIFEST
+from datapipe.dataset.manifest import MANIFEST, find_data_sets
 from datapipe.errors import SettingError
 from datapipe.loaders import Loader, normalise, open_loader
 from datapipe.sampling.augment import Augment
@@ -102,6 +102,8 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
     with together(world):
         if (data / MANIFEST).exists():
             raise SettingError(f"--data: {data} is one split; choose the folder that holds it and the others")
+        if not (data / "train").exists():
+            find_data_sets(data)  # says what is there in its place
         train_loader = open_loader(data / "train", batch_size, order=settings.order, augment=augment, **common)
         stack.enter_context(train_loader)
         val_loader = open_loader(data / "val", batch_size, train=False, **common)

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, Manifest
+from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, STATE, Manifest
 from ..errors import ManifestError, SettingError
 from ..fsio import atomic_write, locked, make_folder, sync_folder
 from ..sources import SPLITS
@@ -34,7 +34,7 @@ from .options import begin_again
 from .plan import Plan, SplitPlan
 from .plan_file import PLAN, load_plan
 
-STATE, DONE = Path(MOVED_OUT).parent.name, Path(MOVING_IN).parent.name
+DONE = Path(MOVING_IN).parent.name
 NEW = Path(MOVING_IN).name  # in STATE, then in DONE
 FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest

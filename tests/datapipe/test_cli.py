@@ -161,7 +161,9 @@ sys.exit(main())
         (["pack", "{packed}", "{tmp}/out"], 2, "datapipe convert"),
         (["pack", "{raw}", "{packed}"], 2, "--overwrite"),
         (["pack", "{raw}", "{tmp}/file/out"], 2, "file"),
-        (["info", "{tmp}"], 1, "no data set here"),
+        (["info", "{tmp}"], 1, "no data set here (the folder is not packed: datapipe pack makes"),
+        (["info", "{tmp}/sets"], 1, "the folder holds data sets: choose one of a, b"),
+        (["info", "{tmp}/unfinished"], 1, "the pack is unfinished: run the same command again"),
         (["verify", "{tmp}/nothing"], 1, "nothing: no data set here (the folder does not exist)"),
         (["verify", "{tmp}/file"], 1, "file: no data set here (it is a file)"),
         (["convert", "{tmp}/file", "{tmp}/out", "--format", "zip"], 1, "no data set here (it is a file)"),
@@ -179,7 +181,7 @@ sys.exit(main())
         (["verify", "{packed}", "--timeout", "0"], 2, "timeout_s: 0"),
         (["pack", "{raw}", "{raw}/train/out"], 2, "lies in SOURCE"),
         (["pack", "{raw}", "{packed}/train/more"], 2, "inside a packed data set"),
-        (["stage", "{raw}", "{tmp}/local"], 1, "no data set here"),
+        (["stage", "{raw}", "{tmp}/local"], 1, "the folder is not packed"),
         (["bench", "{packed}", "--batch-size", "100"], 2, "batch of 100 is larger than the data set of 61"),
         (["bench", "{packed}", "--loader", "magic"], 2, "magic"),
         (["unpack"], 2, "unpack"),
@@ -187,6 +189,10 @@ sys.exit(main())
 )
 def test_mistakes_get_a_clear_answer(command, image_folder, packed_folders, tmp_path, arguments, code, message):
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "unfinished" / ".pack").mkdir(parents=True)
+    (tmp_path / "sets").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "sets" / name).symlink_to(packed_folders["tar"])
     places = {"raw": image_folder, "packed": packed_folders["tar"], "tmp": tmp_path}
     done = command("datapipe", *(argument.format(**places) for argument in arguments))
     assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
