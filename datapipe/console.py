@@ -66,6 +66,17 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
+def format_count(number: int, thing: str, things: str = "") -> str:
+    """Return a number of things in words.
+
+    Args:
+        number: how many, 0 or more.
+        thing: what is counted, in the singular.
+        things: its plural, where that is not `thing` and an s.
+    """
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
 class Progress:
     """The progress of a piece of work: a bar on a terminal, elsewhere a log line every half minute.
 

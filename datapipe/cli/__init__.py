@@ -192,7 +192,8 @@ def _pack(
             print(line)
     else:
         done = f"task {options.task.index} of {options.task.count} is done"
-        print(f"{done}; {manifests.num_missing} shards of other tasks are missing")
+        missing = console.format_count(manifests.num_missing, "shard")
+        print(f"{done}; other tasks have {missing} to write")
 
 
 @app.command(epilog="Example:  datapipe info packed/imagenet --json")
