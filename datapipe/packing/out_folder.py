@@ -62,9 +62,9 @@ class OutFolder:
         self.splits = [folder / split for split in dict.fromkeys(SPLITS.values())]
         place = folder.resolve()
         if place.is_relative_to(source.resolve()):
-            raise SettingError(f"OUT: {folder} lies in SOURCE, {source}; choose another")
+            raise SettingError(f"OUT: {folder} lies in {source}, which would be packed into itself; choose another")
         if source.resolve().is_relative_to(place):
-            raise SettingError(f"OUT: SOURCE, {source}, lies in {folder}, and might be removed; choose another")
+            raise SettingError(f"OUT: {source} lies in {folder}, and might be removed; choose another")
         for above in (place, *place.parents):
             if above.exists() and not above.is_dir():
                 raise SettingError(f"OUT: {above} is a file; allowed: a folder, or a new name")

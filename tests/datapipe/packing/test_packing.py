@@ -323,7 +323,7 @@ def test_overwriting_leaves_no_split_of_the_old_data_set(image_folder, tmp_path)
 
 
 def test_out_may_not_lie_in_the_source(image_folder, tmp_path):
-    with pytest.raises(SettingError, match="lies in SOURCE"):
+    with pytest.raises(SettingError, match="packed into itself"):
         pack(image_folder, image_folder / "train" / "packed", PackOptions(workers=1))
     pack(image_folder, tmp_path / "out", PackOptions(workers=1))
     with pytest.raises(SettingError, match="inside a packed data set"):
