@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from .errors import DatapipeError, SettingError
+from .errors import DatapipeError, SettingError, ShardCorruptError
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,30 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {error}{_advice(error)}", file=sys.stderr)
     return code
+
+
+def _advice(error: Exception) -> str:
+    """Say what to do about an error whose text does not."""
+    if isinstance(error, ShardCorruptError):
+        return "; `datapipe verify DIR` names all damage of a data set"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "; run the same command again when there is room"
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return "; choose a folder that can be written to"
+    return ""
+
+
+def format_count(number: int, thing: str, things: str = "") -> str:
+    """Return a number of things in words.
+
+    Args:
+        number: how many, 0 or more.
+        thing: what is counted, in the singular.
+        things: its plural, where that is not `thing` and an s.
+    """
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
 class Progress:

@@ -4,4 +4,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup.sh dev
-exec .venv/bin/python -m sphinx -b html -W --keep-going -n -q docs docs/_build "$@"
+.venv/bin/python -m sphinx -b html -W --keep-going -n -q docs docs/_build "$@"
+echo "The site is in $PWD/docs/_build/index.html"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from datapipe import console
+from datapipe import __version__, console
 
 app = typer.Typer(
     help="Train a recipe on a packed data set until a target accuracy, and report the time it took.\n\n"
@@ -22,19 +22,33 @@ app = typer.Typer(
 )
 
 
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"trainer {__version__}")
+        raise typer.Exit
+
+
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="Name of a built-in recipe, or path of a .toml file.")],
-    data: Annotated[Path, typer.Option(help="Packed data set: the folder that holds train/ and val/.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run, for metrics, checkpoint and report.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Name of a built-in recipe, or path of a .toml file.")
+    ],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, for metrics, checkpoint and report.")],
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set", metavar="section.key=value", help="Change one setting, or with section={…} a section; repeatable."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its checkpoint.")] = False,
-    device: Annotated[str, typer.Option(help="auto (GPUs where there are any), cpu or cuda.")] = "auto",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the run in --out from its checkpoint; without one, start it."),
+    ] = False,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="auto (GPUs where there are any), cpu or cuda.")
+    ] = "auto",
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
@@ -57,8 +71,12 @@ def train(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared in one report.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write to (default: that of a single run).")] = None,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared in one report.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write to (default: that of a single run).")
+    ] = None,
 ) -> None:
     """Write the report of a run, or one that compares several.
 

@@ -5,7 +5,8 @@ B batch, C channels, H height, W width
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datapipe.dataset.manifest import MANIFEST
+from datapipe.console import format_count
+from datapipe.dataset.manifest import MANIFEST, find_data_sets
 from datapipe.errors import SettingError
 from datapipe.loaders import Loader, normalise, open_loader
 from datapipe.sampling.augment import Augment
@@ -99,15 +101,30 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
         **settings.loader_settings(),
     }
     augment = Augment(crop=settings.crop, flip=settings.flip, pad=settings.pad)
-    with together(world):
+    with together(world), _named_as_in_recipe(recipe):
         if (data / MANIFEST).exists():
             raise SettingError(f"--data: {data} is one split; choose the folder that holds it and the others")
+        if not (data / "train").exists():
+            find_data_sets(data)  # says what is there in its place
         train_loader = open_loader(data / "train", batch_size, order=settings.order, augment=augment, **common)
         stack.enter_context(train_loader)
         val_loader = open_loader(data / "val", batch_size, train=False, **common)
         stack.enter_context(val_loader)
         _check_fit(recipe, train_loader, val_loader)
     return train_loader, val_loader
+
+
+@contextmanager
+def _named_as_in_recipe(recipe: Recipe) -> Iterator[None]:
+    """Give a setting of the loader, with whose name an error begins, the name that it has in a recipe."""
+    try:
+        yield
+    except SettingError as error:
+        name = str(error).partition(":")[0]
+        for section in ("data", "train"):
+            if name in type(getattr(recipe, section)).model_fields:
+                raise SettingError(f"{section}.{error}") from error
+        raise
 
 
 def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
@@ -119,12 +136,12 @@ def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
         )
     if len(recipe.data.mean) != train.channels:
         raise SettingError(
-            f"data.mean = {list(recipe.data.mean)}: the images have {train.channels} channels; it must have "
-            "as many numbers, and data.std too"
+            f"data.mean = {list(recipe.data.mean)}: the images have {format_count(train.channels, 'channel')}; it must "
+            "have as many numbers, and data.std too"
         )
     if (train.channels, train.num_classes) != (val.channels, val.num_classes):
         raise SettingError(
-            f"training images have {train.channels} channels and {train.num_classes} classes, validation "
+            f"channels and classes: training images have {train.channels} and {train.num_classes}, validation "
             f"images {val.channels} and {val.num_classes}; they must agree"
         )
     if train.classes != val.classes and train.classes is not None and val.classes is not None:

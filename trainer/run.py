@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from datapipe.console import format_count
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.fsio import locked, make_folder
 
@@ -70,7 +71,7 @@ def _run(
 ) -> dict[str, Any]:
     """Train; return the "end" line. The job is closed here, while the ranks are still connected."""
     with ExitStack() as stack:
-        checkpoint = _open_run(recipe, out, resume, world, stack)
+        checkpoint = _open_run(recipe, data, out, resume, world, stack)
         job = open_job(recipe, data, out, world, precision, stack)
         state, metrics_bytes = State(MeanLoss(world.device)), 0
         with together(world):
@@ -85,7 +86,9 @@ def _run(
         return _train_and_record(job, state, stop)
 
 
-def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: ExitStack) -> dict[str, Any] | None:
+def _open_run(
+    recipe: Recipe, data: Path, out: Path, resume: bool, world: World, stack: ExitStack
+) -> dict[str, Any] | None:
     """Return the checkpoint to continue from, None to begin. Only the first rank reads it: folders may lag on others.
 
     Locks `out` until `stack` closes, and before the checkpoint is read: it might be outdated by the time the data set
@@ -94,6 +97,7 @@ def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: Exit
     checkpoint = None
     with together(world):
         if world.is_main:
+            _check_apart(data, out)
             _lock(out, stack)
             begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
             if begun and not resume:
@@ -102,6 +106,15 @@ def _open_run(recipe: Recipe, out: Path, resume: bool, world: World, stack: Exit
             if resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
     return broadcast(world, checkpoint)
+
+
+def _check_apart(data: Path, out: Path) -> None:
+    """Raise SettingError when the run's folder and the data set's lie in each other: neither could be replaced."""
+    run_folder, data_set = out.resolve(), data.resolve()
+    if run_folder.is_relative_to(data_set):
+        raise SettingError(f"--out {out}: lies in the data set, --data {data}; use a folder of its own")
+    if data_set.is_relative_to(run_folder):
+        raise SettingError(f"--out {out}: holds the data set, --data {data}; use a folder of its own")
 
 
 def _lock(out: Path, stack: ExitStack) -> None:
@@ -155,10 +168,10 @@ def _write_start(job: Job, state: State, resumed: bool) -> None:
             world_size=world.world_size,
         )
     logger.info(
-        "%s on %s, %d rank(s), precision %s",
+        "%s on %s, %s, precision %s",
         job.recipe.name,
         metrics.device_name(world.device),
-        world.world_size,
+        format_count(world.world_size, "rank"),
         job.precision.name,
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__, console
+from ..errors import SettingError
 from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, ORDERS, STORES
 from ..public_data import DATASETS
 from ..streams import TIMEOUT_S
@@ -28,12 +28,11 @@ from .parameters import (
     Timeout,
     Workers,
     folder_named,
+    name_as_typed,
     one_of,
 )
+from .running import pack_and_print
 from .stage import stage
-
-if TYPE_CHECKING:
-    from ..packing import PackOptions, PackResult
 
 app = typer.Typer(
     help="Pack image data sets into large shards, check them, and bring them to node-local disk.",
@@ -46,7 +45,14 @@ app = typer.Typer(
 
 
 def main() -> int:
-    return console.run(app)
+    return console.run(_run)
+
+
+def _run() -> None:
+    try:
+        app()
+    except SettingError as error:
+        raise SettingError(name_as_typed(str(error), app)) from error
 
 
 @app.callback(invoke_without_command=True)
@@ -78,7 +84,8 @@ def pack(
         str | None, typer.Option(metavar="short=N|max=N", help="Make the shorter or longer side N pixels.")
     ] = None,
     quality: Annotated[
-        int | None, typer.Option(metavar="Q", help="Re-encode as JPEG of this quality (default: 90).")
+        int | None,
+        typer.Option(metavar="Q", help="Re-encode all as JPEG of this quality; else only what must be, at 90."),
     ] = None,
     restart: Annotated[
         int | None, typer.Option(metavar="N", help="Put a JPEG restart marker about every N MCUs.")
@@ -131,7 +138,7 @@ def pack(
         recode=recode,
         task=detect(os.environ, task),
     )
-    _pack(packing.finish if only_finish else packing.pack, source, out, options, as_json)
+    pack_and_print(packing.finish if only_finish else packing.pack, source, out, options, as_json)
 
 
 @app.command(epilog="Example:  datapipe convert packed/imagenet packed/imagenet-hdf5 --format hdf5")
@@ -167,33 +174,7 @@ def convert(
         task=detect(os.environ, task),
     )
     convert = packing.finish_conversion if only_finish else packing.convert
-    _pack(convert, folder, out, options, as_json, is_recoded=False)
-
-
-def _pack(
-    pack: Callable[[Path, Path, PackOptions], PackResult],
-    source: Path,
-    out: Path,
-    options: PackOptions,
-    as_json: bool,
-    is_recoded: bool = True,
-) -> None:
-    """Pack or convert, and print what is in OUT then."""
-    from .summaries import format_packed, summarise
-
-    started = time.perf_counter()
-    manifests = pack(source, out, options)
-    seconds = time.perf_counter() - started
-    if as_json:
-        splits = {split: summarise(out / split, manifest) for split, manifest in manifests.items()}
-        row = {"seconds": seconds, "missing_shards": manifests.num_missing, "splits": splits}
-        print(json.dumps({"complete": bool(splits), **row}))
-    elif manifests:
-        for line in format_packed(out, manifests, seconds, is_recoded):
-            print(line)
-    else:
-        done = f"task {options.task.index} of {options.task.count} is done"
-        print(f"{done}; {manifests.num_missing} shards of other tasks are missing")
+    pack_and_print(convert, folder, out, options, as_json, is_recoded=False)
 
 
 @app.command(epilog="Example:  datapipe info packed/imagenet --json")

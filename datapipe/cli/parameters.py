@@ -28,6 +28,20 @@ def folder_named(metavar: str, description: str) -> Any:
     return typer.Argument(metavar=metavar, help=description, readable=False)
 
 
+def name_as_typed(message: str, app: typer.Typer) -> str:
+    """Put the option that was typed (`--shard-mib`) in place of the setting's name (`shard_mib`) that begins a message.
+
+    Args:
+        message: Of a SettingError.
+        app: The commands; a setting that is not an option of any keeps its name.
+    """
+    name, colon, rest = message.partition(":")
+    commands = getattr(typer.main.get_command(app), "commands", {}).values()
+    options = {param.name: param.opts[0] for command in commands for param in command.params}
+    option = options.get(name.removesuffix("_s"), "")
+    return f"{option}{colon}{rest}" if option.startswith("--") else message
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataSetFolder = Annotated[Path, folder_named("DIR", "A packed data set, or the folder of its splits.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of a single read or write.")]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..console import format_count
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -47,8 +49,8 @@ def summarise(path: Path, manifest: Manifest, index: np.ndarray | None = None) -
 
 def format_summary(row: dict[str, Any]) -> str:
     """Return the first line on a data set, from what `summarise` returned."""
-    images, classes = _count(row["num_samples"], "image"), _count(row["num_classes"], "class", "classes")
-    shards = _count(row["num_shards"], "shard")
+    images, classes = format_count(row["num_samples"], "image"), format_count(row["num_classes"], "class", "classes")
+    shards = format_count(row["num_shards"], "shard")
     return f"{row['path']}: {images} of {classes} in {shards}, {_format_mib(row['size_bytes'])}"
 
 
@@ -77,19 +79,15 @@ def format_packed(out: Path, manifests: Mapping[str, Manifest], seconds: float, 
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in manifest.converted.items())
             yield f"  of another kind, converted: {kinds}"
         if manifest.num_bad:
-            yield f"  {_count(manifest.num_bad, 'bad image')} left out, see quarantine.jsonl"
+            yield f"  {format_count(manifest.num_bad, 'bad image')} left out, see quarantine.jsonl"
     images = sum(manifest.num_samples for manifest in manifests.values())
-    yield f"{_count(images, 'image')} in {seconds:.1f} s"
+    yield f"{format_count(images, 'image')} in {seconds:.1f} s"
 
 
 def format_staged(result: Staged) -> str:
     """Return the line on a data set that `stage` copied."""
     copied, kept = _format_mib(result.copied_bytes), _format_mib(result.kept_bytes)
-    return f"{result.folder}: {_count(result.num_samples, 'image')}, {copied} copied, {kept} there already"
-
-
-def _count(number: int, thing: str, things: str = "") -> str:
-    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+    return f"{result.folder}: {format_count(result.num_samples, 'image')}, {copied} copied, {kept} there already"
 
 
 def _format_mib(num_bytes: int) -> str:

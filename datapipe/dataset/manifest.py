@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,9 @@ QUARANTINE = "quarantine.jsonl"
 # A pack writes below OUT/.pack/new, and moves its splits into place when all are whole (see packing/out_folder.py).
 # Splits on their way out of place or into it lie in these folders: for a moment, or until the next pack if this one
 # was killed in between.
-MOVED_OUT, MOVING_IN = ".pack/old", ".pack-done/new"
+STATE = ".pack"
+MOVED_OUT, MOVING_IN = f"{STATE}/old", ".pack-done/new"
+SPLITS = "train", "val"
 FORMAT_VERSION: Final = 3
 UNSEALED_VERSIONS = (1, 2)  # without a checksum of their own content
 SEAL = "xxh3_128"  # the field with that checksum
@@ -172,7 +175,7 @@ def read_content(folder: Path) -> bytes:
             raise ManifestError(f"has more than {MAX_BYTES:,} bytes: it is not a manifest", path=path)
         return path.read_bytes()
     except FileNotFoundError:
-        raise ManifestError("no data set here (an unfinished pack has none)", path=path) from None
+        raise _no_data_set(Path(folder)) from None
     except OSError as error:
         raise ManifestError(f"cannot be read: {error}", path=path) from error
 
@@ -216,14 +219,33 @@ def find_data_sets(folder: Path) -> list[Path]:
             return [folder]
         places = folder, folder / MOVED_OUT, folder / MOVING_IN
         splits = [path for place in places for path in _sub_folders(place) if _has_manifest(path)]
+        if not splits:
+            raise _no_data_set(folder)
     except OSError as error:
         raise ManifestError(f"cannot be looked into: {error.strerror}", path=error.filename or folder) from error
-    if not splits:
-        why = "an unfinished pack has none"
-        if not folder.is_dir():
-            why = "it is a file" if folder.exists() else "the folder does not exist"
-        raise ManifestError(f"no data set here ({why})", path=folder / MANIFEST if folder.is_dir() else folder)
     return sorted(splits, key=lambda path: path.name)
+
+
+def _no_data_set(folder: Path) -> ManifestError:
+    """Make the error for a folder without a manifest: it says what is there instead, and what to do."""
+    folders = []
+    with contextlib.suppress(OSError):  # it may not be looked into
+        folders = sorted(_sub_folders(folder))
+    splits = [path.name for path in folders if os.path.exists(path / MANIFEST)]
+    data_sets = [path.name for path in folders if any(os.path.exists(path / split / MANIFEST) for split in SPLITS)]
+    if any(os.path.exists(place / STATE) for place in (folder, folder.parent)):
+        why = "the pack is unfinished: run the same command again"
+    elif not os.path.lexists(folder):
+        why = "the folder does not exist"
+    elif not os.path.isdir(folder):
+        why = "it is a file"
+    elif splits:
+        why = f"the folder holds splits: choose one of {', '.join(splits)}"
+    elif data_sets:
+        why = f"the folder holds data sets: choose one of {', '.join(data_sets)}"
+    else:
+        why = "the folder is not packed: datapipe pack makes a data set of images"
+    return ManifestError(f"no data set here ({why})", path=folder / MANIFEST if os.path.isdir(folder) else folder)
 
 
 def _has_manifest(folder: Path) -> bool:

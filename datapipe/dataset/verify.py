@@ -13,14 +13,14 @@ from typing import TypeVar
 import numpy as np
 
 from ..checks import check_seconds
-from ..console import Progress
+from ..console import Progress, format_count
 from ..errors import DatapipeError, ManifestError
 from ..fsio import checksum
 from ..images.codec import check_image
 from ..streams import TIMEOUT_S, work_on_files
 from . import DataSet
 from .index import ENCODINGS, check_keys, read_keys
-from .manifest import KEYS, FileInfo
+from .manifest import KEYS, FileInfo, ShardInfo
 
 GROUP = 256  # samples decoded per task
 Item = TypeVar("Item", bound=FileInfo | range)
@@ -75,7 +75,12 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
                 progress.advance(file.size_bytes)
         if deep:
             known = {problem.key for problem in problems}
-            problems += [problem for problem in _decode_all(data_set, timeout_s) if problem.key not in known]
+            lost = {shard.name for shard in data_set.manifest.shards if _why_not_opened(folder / shard.name)}
+            problems += [
+                problem
+                for problem in _decode_all(data_set, timeout_s)
+                if problem.key not in known and problem.file not in lost
+            ]
     return problems
 
 
@@ -112,10 +117,14 @@ def _wrong_keys(data_set: DataSet) -> Iterator[Problem]:
 
 
 def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator[Problem]:
+    if not isinstance(file, ShardInfo):
+        yield Problem(file.name, None, reason)
+        return
+    if why := _why_not_opened(data_set.folder / file.name):
+        yield Problem(file.name, None, f"{why}, and with it {format_count(file.num_samples, 'sample')}")
+        return
     yield Problem(file.name, None, reason)
     names = [shard.name for shard in data_set.manifest.shards]
-    if file.name not in names:
-        return
     damaged = 0
     for sample in np.flatnonzero(data_set.index["shard"] == names.index(file.name)):
         try:
@@ -126,6 +135,17 @@ def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator
             yield Problem(file.name, data_set.key(int(sample)), reason)
     if not damaged:
         yield Problem(file.name, None, "the damage lies outside the images: all of them can be read")
+
+
+def _why_not_opened(path: Path) -> str | None:
+    """Say why a file cannot be opened; None if it can be."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be opened: {error.strerror}"
+    return None
 
 
 def _decode_all(data_set: DataSet, timeout_s: float) -> Iterator[Problem]:

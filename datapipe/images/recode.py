@@ -62,12 +62,12 @@ class RecodeOptions:
             raise _bad(self, "resize", "short=PIXELS or max=PIXELS, such as short=256")
         if self.channels not in (None, 1, 3):
             raise _bad(self, "channels", "1 or 3")
-        only = {"encoded": ("size", "compress", "headerless", "channels"), "raw": ("quality", "restart")}
-        for name in only[self.store]:
-            if getattr(self, name):
-                raise SettingError(
-                    f"{name}: {getattr(self, name)!r} has no meaning with store={self.store}; leave it out"
-                )
+        only = {"raw": ("size", "compress", "headerless", "channels"), "encoded": ("quality", "restart")}
+        for store in only.keys() - {self.store}:
+            for name in only[store]:
+                if getattr(self, name):
+                    value = getattr(self, name)
+                    raise SettingError(f"{name}: {value!r} needs --store {store}, and is of no use without it")
         for name, other in (("size", "resize"), ("headerless", "compress")):
             if getattr(self, name) and getattr(self, other):
                 raise SettingError(f"{name}: {getattr(self, name)!r} excludes {other}; leave one of them out")

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..dataset.manifest import MANIFEST, Manifest, find_data_sets
-from ..errors import SettingError
+from ..dataset.manifest import MANIFEST, STATE, Manifest, find_data_sets
+from ..errors import SettingError, SourceError
 from ..fsio import checksum
 from ..names import CONVERTED
 from ..sources import SPLITS, open_source
@@ -47,6 +47,8 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
         DatapipeError: A read or write hangs.
         OSError: The disk is full, say.
     """
+    if not (source_path.exists() or (out / STATE).exists() or options.resume or options.task.count > 1):
+        raise SourceError("does not exist", path=source_path)
     if source_path.is_dir() and (data_set := _find_packed(source_path)):
         raise SettingError(f"SOURCE: {data_set} is packed already; datapipe convert puts it into another format")
     if options.format == "npy" and (options.recode.store != "raw" or options.recode.compress):

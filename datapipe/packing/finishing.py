@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..console import format_count
 from ..dataset.index import write_index, write_keys
 from ..dataset.manifest import INDEX, KEYS, QUARANTINE, Manifest
 from ..errors import SourceError
@@ -72,7 +73,8 @@ def _check_bad(plan: Plan, packed: dict[str, list[PackedShard]], max_bad: int) -
     """Raise SourceError when too many samples are bad, or all of a split."""
     bad = [bad for shards in packed.values() for shard in shards for bad in shard.bad]
     if len(bad) > max_bad:  # each task has counted only its own
-        message = f"cannot be packed: {bad[0].reason}; {len(bad)} samples are bad, and --max-bad allows {max_bad}"
+        num_bad = format_count(len(bad), "sample is", "samples are")
+        message = f"cannot be packed: {bad[0].reason}; {num_bad} bad, and --max-bad allows {max_bad}"
         raise SourceError(message, path=bad[0].path)
     for split, shards in packed.items():
         if not any(shard.info for shard in shards):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..console import Progress
-from ..dataset.manifest import Manifest
+from ..dataset.manifest import SPLITS, Manifest
 from ..errors import DatapipeError, SettingError
 from ..formats import shard_format
 from ..fsio import locked, make_folder
@@ -186,7 +186,7 @@ class PackJob:
             return
         changes = source_changes(plan, self.list_source())
         if changes:
-            message = f"OUT: {out.folder} holds an unfinished pack, and since it was planned SOURCE has {changes}"
+            message = f"OUT: {out.folder} holds an unfinished pack, and since it was planned its source has {changes}"
             raise SettingError(f"{message}; put that back, or {begin_again(out.state)}")
 
     def _check_whole(self, look: bool = True) -> PackResult:
@@ -228,6 +228,9 @@ class PackJob:
                 self._check_whole()
                 return None
         source = self.list_source()
+        missing = [split for split in SPLITS if split not in source.splits]
+        if missing and not source.ordered:  # what is packed already was warned of
+            logger.warning("%s: no %s split, and trainer train needs it", self.source_settings["source"], missing[0])
         share = _measure_stored_share(source, options)
         plan = make_plan(source, self.settings, shard_format(options.format).OVERHEAD_BYTES, share)
         out.begin(plan, alone=options.task.count == 1)

@@ -17,6 +17,7 @@ from ..names import FORMATS, KINDS
 from ..streams import TIMEOUT_S
 
 SHARD_MIB = 256
+MIN_MEMORY_BYTES = 1 << 20
 NUMBER_OR_SHARE = re.compile(r"([0-9]{1,18})|([0-9]{1,18}(?:\.[0-9]{1,18})?)%")
 
 
@@ -35,8 +36,8 @@ class PackOptions:
         max_bad: Unreadable samples that are left out and listed: a number such as 3, or "0.1%" of all samples.
         outside: Follow links and paths that lead out of the source.
         timeout_s: A read or write that takes longer, in seconds, is an error.
-        memory: For images in all threads together, such as "8GiB"; None: half of what the machine or the control
-            group has.
+        memory: For images in all threads together, such as "8GiB", at least "1MiB"; None: half of what the machine or
+            the control group has.
         recode: What is stored of each image.
         task: The share of the plan to pack here.
     """
@@ -76,7 +77,12 @@ class PackOptions:
 
     def memory_bytes(self) -> int:
         """Return the bytes that images in all threads may take together."""
-        return allowed_bytes() // 2 if self.memory is None else parse_bytes("memory", self.memory)
+        if self.memory is None:
+            return allowed_bytes() // 2
+        num_bytes = parse_bytes("memory", self.memory)
+        if num_bytes < MIN_MEMORY_BYTES:
+            raise SettingError(f"memory: {self.memory!r} is too little for any image; allowed: from 1MiB")
+        return num_bytes
 
     def bad_allowed(self, num_samples: int) -> int:
         """Return how many of `num_samples` may be unreadable."""

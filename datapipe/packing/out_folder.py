@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, Manifest
+from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, STATE, Manifest
 from ..errors import ManifestError, SettingError
 from ..fsio import atomic_write, boot_id, locked, make_folder, sync_folder
 from ..sources import SPLITS
@@ -34,7 +34,7 @@ from .options import begin_again
 from .plan import Plan, SplitPlan
 from .plan_file import PLAN, load_plan
 
-STATE, DONE = Path(MOVED_OUT).parent.name, Path(MOVING_IN).parent.name
+DONE = Path(MOVING_IN).parent.name
 NEW = Path(MOVING_IN).name  # in STATE, then in DONE
 FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
@@ -62,9 +62,9 @@ class OutFolder:
         self.splits = [folder / split for split in dict.fromkeys(SPLITS.values())]
         place = folder.resolve()
         if place.is_relative_to(source.resolve()):
-            raise SettingError(f"OUT: {folder} lies in SOURCE, {source}; choose another")
+            raise SettingError(f"OUT: {folder} lies in {source}, which would be packed into itself; choose another")
         if source.resolve().is_relative_to(place):
-            raise SettingError(f"OUT: SOURCE, {source}, lies in {folder}, and might be removed; choose another")
+            raise SettingError(f"OUT: {source} lies in {folder}, and might be removed; choose another")
         for above in (place, *place.parents):
             if above.exists() and not above.is_dir():
                 raise SettingError(f"OUT: {above} is a file; allowed: a folder, or a new name")

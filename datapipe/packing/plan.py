@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..console import format_count
 from ..dataset.index import KEY
 from ..fsio import side_by_side
 from ..sampling.order import PACK, permutation
@@ -90,7 +91,9 @@ def source_changes(plan: Plan, source: Source) -> str:
     for what, samples in (("gained", after - before), ("lost", before - after)):
         if samples:
             names = [f"{name} of class {label}" for name, label in sorted(samples)[:NAMED]]
-            changes.append(f"{what} {samples.total()} images ({', '.join(names)}{', …' * (len(samples) > NAMED)})")
+            changes.append(
+                f"{what} {format_count(samples.total(), 'image')} ({', '.join(names)}{', …' * (len(samples) > NAMED)})"
+            )
     return " and ".join(changes) or "another order of its images, or other classes"
 
 

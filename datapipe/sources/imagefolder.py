@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..console import format_count
 from ..errors import SourceError
 from ..fsio import side_by_side
 from . import SPLITS, Source
@@ -117,16 +118,17 @@ class ClassTree:
                 labels.append(label)
                 counts.append(len(images))
                 files += images
-        self._warn_of_others()
+        self._warn_of_others(len(files))
         number = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
         return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
 
-    def _warn_of_others(self) -> None:
+    def _warn_of_others(self, num_images: int) -> None:
         others = [path for content in self.classes.values() for path in content.others]
         if others:
             logger.warning(
-                "%s: left out %d files that are not named %s, the first: %s",
-                self.root, len(others), ", ".join(EXTENSIONS), others[0],
+                "%s: left out %s not named %s, the first: %s%s",
+                self.root, format_count(len(others), "file"), ", ".join(EXTENSIONS), others[0],
+                "; these are most of its files: is it the right folder?" if len(others) > num_images else "",
             )  # fmt: skip
 
 

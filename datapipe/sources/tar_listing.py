@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ..console import format_count
 from ..errors import SourceError
 
 logger = logging.getLogger(__name__)
@@ -204,6 +205,7 @@ def warn_of_others(path: Path | str, num_others: int, num_left_out: int, what: s
         what: Samples, in words.
     """
     if num_others:
-        logger.warning("%s: left out %d links, devices and other members that are not files", path, num_others)
+        others = format_count(num_others, "member that is not a file", "members that are not files")
+        logger.warning("%s: left out %s: links, devices and the like", path, others)
     if num_left_out:
-        logger.warning("%s: left out %d files in archives that are not %s", path, num_left_out, what)
+        logger.warning("%s: left out %s in archives, not %s", path, format_count(num_left_out, "file"), what)

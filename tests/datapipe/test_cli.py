@@ -155,14 +155,17 @@ sys.exit(main())
     [
         (["pack"], 2, "SOURCE"),
         (["pack", "{raw}", "{tmp}/out", "--format", "rar"], 2, "'rar'"),
-        (["pack", "{raw}", "{tmp}/out", "--shard-mib", "0"], 2, "shard_mib: 0"),
+        (["pack", "{raw}", "{tmp}/out", "--shard-mib", "0"], 2, "--shard-mib: 0"),
         (["pack", "{raw}", "{tmp}/out", "--shard-mib", "big"], 2, "--shard-mib"),
         (["pack", "{tmp}/nothing", "{tmp}/out"], 1, "does not exist"),
-        (["pack", "{tmp}", "{tmp}/out"], 2, "lies in SOURCE"),
+        (["pack", "{tmp}", "{tmp}/out"], 2, "packed into itself"),
         (["pack", "{packed}", "{tmp}/out"], 2, "datapipe convert"),
         (["pack", "{raw}", "{packed}"], 2, "--overwrite"),
+        (["pack", "{tmp}/nothing", "{packed}"], 1, "nothing: does not exist"),
         (["pack", "{raw}", "{tmp}/file/out"], 2, "file"),
-        (["info", "{tmp}"], 1, "no data set here"),
+        (["info", "{tmp}"], 1, "no data set here (the folder is not packed: datapipe pack makes"),
+        (["info", "{tmp}/sets"], 1, "the folder holds data sets: choose one of a, b"),
+        (["info", "{tmp}/unfinished"], 1, "the pack is unfinished: run the same command again"),
         (["verify", "{tmp}/nothing"], 1, "nothing: no data set here (the folder does not exist)"),
         (["verify", "{tmp}/file"], 1, "file: no data set here (it is a file)"),
         (["convert", "{tmp}/file", "{tmp}/out", "--format", "zip"], 1, "no data set here (it is a file)"),
@@ -171,16 +174,18 @@ sys.exit(main())
         (["fetch", "cifar10", "{tmp}/file"], 2, "is a file; allowed: a folder"),
         (["stage", "{packed}", "{tmp}/file"], 2, "is a file"),
         (["stage", "{packed}", "{packed}/x"], 2, "into itself"),
-        (["bench", "{packed}", "--size", "0"], 2, "size: 0"),
+        (["bench", "{packed}", "--size", "0"], 2, "--size: 0"),
         (["bench", "{packed}", "--epochs", "0"], 2, "--epochs"),
         (["bench", "{packed}", "--step-ms", "-1"], 2, "--step-ms"),
-        (["bench", "{packed}", "--threads", "-2"], 2, "threads: -2"),
-        (["pack", "{raw}", "{tmp}/out", "--seed", "-1"], 2, "seed: -1"),
-        (["pack", "{raw}", "{tmp}/out", "--timeout", "-1"], 2, "timeout_s: -1"),
-        (["verify", "{packed}", "--timeout", "0"], 2, "timeout_s: 0"),
-        (["pack", "{raw}", "{raw}/train/out"], 2, "lies in SOURCE"),
+        (["bench", "{packed}", "--threads", "-2"], 2, "--threads: -2"),
+        (["pack", "{raw}", "{tmp}/out", "--max-bad", "x"], 2, "--max-bad: 'x'"),
+        (["pack", "{raw}", "{tmp}/out", "--compress", "lz4"], 2, "--compress: 'lz4' needs --store raw"),
+        (["pack", "{raw}", "{tmp}/out", "--seed", "-1"], 2, "--seed: -1"),
+        (["pack", "{raw}", "{tmp}/out", "--timeout", "-1"], 2, "--timeout: -1"),
+        (["verify", "{packed}", "--timeout", "0"], 2, "--timeout: 0"),
+        (["pack", "{raw}", "{raw}/train/out"], 2, "packed into itself"),
         (["pack", "{raw}", "{packed}/train/more"], 2, "inside a packed data set"),
-        (["stage", "{raw}", "{tmp}/local"], 1, "no data set here"),
+        (["stage", "{raw}", "{tmp}/local"], 1, "the folder is not packed"),
         (["bench", "{packed}", "--batch-size", "100"], 2, "batch of 100 is larger than the data set of 61"),
         (["bench", "{packed}", "--loader", "magic"], 2, "magic"),
         (["unpack"], 2, "unpack"),
@@ -188,6 +193,10 @@ sys.exit(main())
 )
 def test_mistakes_get_a_clear_answer(command, image_folder, packed_folders, tmp_path, arguments, code, message):
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "unfinished" / ".pack").mkdir(parents=True)
+    (tmp_path / "sets").mkdir()
+    for name in ("b", "a"):
+        (tmp_path / "sets" / name).symlink_to(packed_folders["tar"])
     places = {"raw": image_folder, "packed": packed_folders["tar"], "tmp": tmp_path}
     done = command("datapipe", *(argument.format(**places) for argument in arguments))
     assert done.returncode == code and message in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -18,11 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def workplace(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the pages have it: raw/, packed/ and local/fashion-mnist, of few images."""
+    """A folder as the pages have it: raw/ and packed/fashion-mnist, and quickstart/packed, of few images."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "raw").mkdir()
     (folder / "raw" / "fashion-mnist").symlink_to(sample_dir)
     pack(sample_dir, folder / "packed" / "fashion-mnist", PackOptions(workers=1))
+    (folder / "quickstart").mkdir()
+    (folder / "quickstart" / "packed").symlink_to(folder / "packed" / "fashion-mnist")
     return folder
 
 

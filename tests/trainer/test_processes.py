@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import datapipe
 from trainer.checkpoint import load_checkpoint
 
 CHILD = Path(__file__).with_name("ranks_child.py")
@@ -288,3 +289,4 @@ def test_recipes_and_usage_errors(start, tmp_path):
         assert code == 2
         assert "Traceback" not in err
     assert not (tmp_path / "x").exists()
+    assert finish(start("-m", "trainer", "--version"))[:2] == (0, f"trainer {datapipe.__version__}\n")

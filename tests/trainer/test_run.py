@@ -248,13 +248,13 @@ def test_damaged_checkpoint(go, tmp_path, no_report):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("train.batch_size=331", "batch of 331 is larger than.*330"),
+        ("train.batch_size=331", r"^train\.batch_size: .*batch of 331 is larger than.*330"),
         ("model.num_classes=3", r"model\.num_classes = 3.*at least 4"),
-        ("data={size=16, mean=[0.1, 0.1, 0.1], std=[0.1, 0.1, 0.1]}", r"data\.mean.*1 channels"),
+        ("data={size=16, mean=[0.1, 0.1, 0.1], std=[0.1, 0.1, 0.1]}", r"data\.mean.*1 channel;"),
         ("data.backend=gpu", "backend.*'gpu'"),
         ("train.precision=fp16", r"train\.precision"),
         ("train.batch_size=1", r"train\.batch_size = 1.*at least 2"),
-        ("data={size=24, mean=[0.1], std=[0.1], crop='pad', pad=1}", "pad: 1 is too little"),
+        ("data={size=24, mean=[0.1], std=[0.1], crop='pad', pad=1}", r"^data\.pad: 1 is too little"),
     ],
 )
 def test_a_recipe_that_does_not_fit_leaves_no_run(go, tmp_path, change, words):
@@ -265,10 +265,24 @@ def test_a_recipe_that_does_not_fit_leaves_no_run(go, tmp_path, change, words):
 
 def test_no_data(go, packed, tmp_path):
     with pytest.raises(DatapipeError):
-        go(data=tmp_path)
+        go(data=tmp_path / "nothing")
+    with pytest.raises(DatapipeError, match="the folder holds data sets: choose one of packed"):
+        go(data=packed.parent)
     with pytest.raises(SettingError, match=r"--data: .*train is one split; choose the folder that holds it"):
         go(data=packed / "train")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_and_its_data_set_lie_apart(packed, recipe_file):
+    recipe = load_recipe(str(recipe_file), [])
+    for out, words in (
+        (packed, "lies in the data set"),
+        (packed / "run", "lies in"),
+        (packed.parent, "holds the data"),
+    ):
+        with pytest.raises(SettingError, match=f"--out .*: {words}"):
+            run(recipe, packed, out, resume=False)
+    assert not (packed / "run").exists()
 
 
 def test_resuming_a_complete_run_adds_nothing(go, tmp_path, metrics, no_report, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -18,8 +19,10 @@ def explain(error: ValidationError, recipe: type[BaseModel]) -> str:
     findings = error.errors(include_url=False)
     inner = {finding["loc"][:depth] for finding in findings for depth in range(len(finding["loc"]))}
     # An array with a bad item is reported twice: for the item, and for having lost it.
-    lines = [_line(finding, recipe) for finding in findings if finding["loc"] not in inner]
-    return lines[0] if len(lines) == 1 else "\n  ".join(["the recipe has errors:", *dict.fromkeys(lines)])
+    findings = [finding for finding in findings if finding["loc"] not in inner]
+    lines = [_line(finding, recipe) for finding in findings]
+    lines = [*dict.fromkeys(lines), *dict.fromkeys(_how_to_change_kind(findings, recipe))]
+    return "; ".join(lines) if len(findings) == 1 else "\n  ".join(["the recipe has errors:", *lines])
 
 
 def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
@@ -51,15 +54,28 @@ def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
 
 def _hint(location: Location, known: list[str], recipe: type[BaseModel]) -> str:
     """Say what an unknown key may be meant for."""
-    first, last = str(location[0]), str(location[-1])
-    if len(location) == 1:  # a key without its section
-        owner = next((name for name in known if _has_key(recipe, name, last)), None)
-        if owner:
-            return f", did you mean {owner}.{last}?"
-    elif _has_key(recipe, first, last):  # of another kind: the name was changed, and the rest was not
-        return f' for {location[1]}; to change both, replace the section: {first}={{name="{location[1]}", …}}'
+    last = str(location[-1])
+    if len(location) > 1 and _has_key(recipe, str(location[0]), last):
+        return f" for {location[1]}"
+    owner = next((name for name in recipe.model_fields if _has_key(recipe, name, last)), None)
+    if owner:  # a key without its section, or in a wrong one
+        return f", did you mean {owner}.{last}?"
     close = difflib.get_close_matches(last, known, 1)
     return f", did you mean {close[0]}?" if close else ""
+
+
+def _how_to_change_kind(findings: list[ErrorDetails], recipe: type[BaseModel]) -> Iterator[str]:
+    """Say how to change the kind of a section, for each key of another kind: its name was changed, and that was not."""
+    for finding in findings:
+        location = finding["loc"]
+        if finding["type"] != "extra_forbidden" or len(location) == 1:
+            continue
+        section = _section(recipe, location)
+        if section and _has_key(recipe, str(location[0]), str(location[-1])):
+            fields = section.model_fields.items()
+            needed = [f", {name}=…" for name, field in fields if field.is_required() and name != "name"]
+            whole = f'{location[0]}={{name="{location[1]}"{"".join(needed)}}}'
+            yield f"another kind needs the whole section: --set '{whole}'"
 
 
 def _has_key(recipe: type[BaseModel], section: str, key: str) -> bool:

@@ -147,7 +147,7 @@ def _verdict(run: Run) -> str:
     if math.isnan(share):
         return "Too early to tell what limits it."
     bound = "data" if share >= DATA_BOUND_SHARE else "compute"
-    return f"{bound}-bound: {format_figure(share, '{:.0%}')} of the step waited for batches."
+    return f"{bound}-bound: {format_figure(share, '{:.1%}')} of the steps' time was spent waiting for batches."
 
 
 def _details(run: Run) -> Details:

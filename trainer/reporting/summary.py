@@ -27,14 +27,16 @@ def summary(end: dict[str, Any], target: float | None, report: Path | None, run:
     rows += [
         ("training time", f"{end['elapsed_s']:.1f} s"),
         ("images/s", f"{end['images_per_s']:,.0f}"),
-        ("waiting for data", f"{end['wait_share']:.1%} of the step"),
+        ("waiting for data", f"{end['wait_share']:.1%} of the steps' time"),
     ]
     if report is not None:
         rows.append(("report", str(report)))
     lines = [f"{name:<17} {value}" for name, value in rows]
     if end["wait_share"] >= DATA_BOUND_SHARE:
         share = f"{end['wait_share']:.0%}"
-        lines.append(f"data-bound: {share} of the step waited for batches; datapipe bench says which stage is slow")
+        lines.append(
+            f"data-bound: {share} of the steps' time was spent waiting; datapipe bench says which stage is slow"
+        )
     if end["status"] == "interrupted":
         lines.append(f"interrupted; a checkpoint is saved, and --resume continues {run}")
     return "\n".join(lines)

@@ -1,13 +1,16 @@
 """`verify --deep` and `pack --check decode` are of one opinion."""
 
 import io
+import shutil
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from datapipe.dataset.manifest import Manifest
 from datapipe.dataset.verify import verify
 from datapipe.errors import SourceError
 from datapipe.images import pnm
@@ -107,3 +110,13 @@ def test_what_pack_refuses_verify_finds(tmp_path, name):
     assert verify(tmp_path / "out" / "train") == []
     (problem,) = verify(tmp_path / "out" / "train", deep=True)
     assert problem.key == "a/1" and error.value.message == f"cannot be packed: {problem.reason}"
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_missing_shard_is_one_line(packed_folders, tmp_path, deep):
+    """Not one for each of its samples."""
+    folder = Path(shutil.copytree(packed_folders["tar"] / "train", tmp_path / "train"))
+    shard = Manifest.read(folder).shards[1]
+    (folder / shard.name).unlink()
+    (problem,) = verify(folder, deep)
+    assert str(problem) == f"{shard.name}: is missing, and with it {shard.num_samples} samples"

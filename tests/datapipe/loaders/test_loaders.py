@@ -290,6 +290,8 @@ def test_bad_settings_are_named(packed_folders, settings):
         open_loader(packed_folders["tar"] / "train", **{"batch_size": 4, **settings})
 
 
-def test_no_data_set(tmp_path):
-    with pytest.raises(ManifestError, match="no data set here"):
+def test_no_data_set(tmp_path, packed_folders):
+    with pytest.raises(ManifestError, match="the folder is not packed: datapipe pack"):
         open_loader(tmp_path, 4)
+    with pytest.raises(ManifestError, match="holds splits: choose one of train, val"):
+        open_loader(packed_folders["tar"], 4)

@@ -239,7 +239,7 @@ class TestSlurm:
 
 def test_tasks_one_after_the_other(raw, alone, tmp_path, run):
     pack = ["datapipe", "pack", raw, tmp_path / "out", "--shard-mib", 1]
-    assert "task 0 of 3 is done; 12 shards of other tasks are missing" in run(*pack, "--task", "0/3").stdout
+    assert "task 0 of 3 is done; other tasks have 12 shards to write" in run(*pack, "--task", "0/3").stdout
     assert f"12 of {NUM_SHARDS} shards are missing, the first is number 1:" in run(*pack, "--finish", check=1).stderr
     said = json.loads(run(*pack, "--task", "1/3", "--json").stdout)
     assert (said["complete"], said["missing_shards"]) == (False, 6)

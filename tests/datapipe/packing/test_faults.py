@@ -331,6 +331,7 @@ def test_interrupted(slow, raw, whole, number, message):
     assert {0, 1} <= finished(slow.behind(out)) < set(range(NUM_SHARDS))
     check_goes_on(slow, raw, out, whole)
     assert re.search(message, errors, re.IGNORECASE), "it ended without a word"
+    assert "is unfinished; the same command continues" in errors
 
 
 def test_requests_a_file(slow, raw, whole):

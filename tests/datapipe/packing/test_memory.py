@@ -104,6 +104,8 @@ def test_a_wrong_size(tmp_path, text):
         memory.parse_bytes("memory", text)
     code, said, _, _ = pack(tmp_path, tmp_path / "out", f"--memory={text}")
     assert code == 2 and "is not a size" in said
+    code, said, _, _ = pack(tmp_path, tmp_path / "out", "--memory=1k")
+    assert code == 2 and "'1k' is too little for any image; allowed: from 1MiB" in said
 
 
 def test_sizes():

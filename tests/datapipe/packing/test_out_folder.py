@@ -555,7 +555,7 @@ def test_a_source_that_has_changed_is_refused(image_folder, tmp_path, what):
         with mock.patch("datapipe.packing.out_folder.OutFolder.missing_shards", lambda *_: []):
             return finish(source, out, PackOptions(shard_mib=SMALL))
 
-    message = r"gained 1 images \(train/zebra/new of class zebra\) and lost 1 images .*--overwrite .*remove .*pack"
+    message = r"gained 1 image \(train/zebra/new of class zebra\) and lost 1 image .*--overwrite .*remove .*pack"
     with pytest.raises(SettingError, match=message):
         again()
     # Other tasks of the same job do not look.

@@ -312,18 +312,20 @@ def test_a_budget_that_is_none(max_bad):
         PackOptions(max_bad=max_bad)
 
 
-def test_overwriting_leaves_no_split_of_the_old_data_set(image_folder, tmp_path):
+def test_overwriting_leaves_no_split_of_the_old_data_set(image_folder, tmp_path, caplog):
     out = tmp_path / "out"
     pack(image_folder, out, PackOptions(workers=1))
     (out / "train" / MANIFEST).unlink()
     with pytest.raises(SettingError, match="holds a packed data set already"):
         pack(image_folder / "train", out, PackOptions(workers=1))  # has no val
+    assert "val split" not in caplog.text
     pack(image_folder / "train", out, PackOptions(workers=1, overwrite=True))
     assert [path.name for path in out.iterdir()] == ["train"]
+    assert "no val split, and trainer train needs it" in caplog.text
 
 
 def test_out_may_not_lie_in_the_source(image_folder, tmp_path):
-    with pytest.raises(SettingError, match="lies in SOURCE"):
+    with pytest.raises(SettingError, match="packed into itself"):
         pack(image_folder, image_folder / "train" / "packed", PackOptions(workers=1))
     pack(image_folder, tmp_path / "out", PackOptions(workers=1))
     with pytest.raises(SettingError, match="inside a packed data set"):

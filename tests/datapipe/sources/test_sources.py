@@ -302,7 +302,11 @@ def test_val_wins_over_test(tmp_path, caplog):
 
 def test_other_files_are_left_out_aloud(tmp_path, caplog):
     open_source(tree(tmp_path / "raw", "a/1.jpg", "a/notes.txt"))
-    assert "left out 1 files" in caplog.text and "a/notes.txt" in caplog.text
+    assert "left out 1 file not named" in caplog.text and "a/notes.txt" in caplog.text
+    assert "most of its files" not in caplog.text
+    (tmp_path / "raw" / "a" / "more.txt").touch()
+    open_source(tmp_path / "raw")
+    assert "left out 2 files" in caplog.text and "most of its files: is it the right folder?" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,14 @@ def test_set_values():
         ("data.order=random", ["data.order", "'random'", "full, blocks"]),
         ("data.order=3", ["data.order", "3", "full, blocks"]),
         ("data.crop=middle", ["data.crop", "'middle'", "random_resized"]),
+        ("data.seed=1", ["data.seed", "did you mean train.seed?"]),
+        ("optimizer.damping=1", ["optimizer.damping", "did you mean kfac.damping?"]),
         ("trian.epochs=3", ["trian", "did you mean train"]),
         ("epochs=3", ["epochs", "did you mean train.epochs?"]),
-        ("optimizer={name='lamb', lr=1, momentum=0}", ["momentum", "for lamb", 'optimizer={name="lamb", …}']),
+        (
+            "optimizer={name='lamb', lr=1, momentum=0}",
+            ["momentum", "for lamb", "--set 'optimizer={name=\"lamb\", lr=…}'"],
+        ),
         ("train=3", ["train", "3"]),
         ("name.x=3", ["name.x=3", "not a section"]),
         ("epochs", ["epochs", "section.key=value"]),
@@ -106,6 +111,14 @@ def test_wrong_settings_are_named(change, words):
 def test_all_mistakes_are_told_at_once():
     with pytest.raises(SettingError, match=r"(?s)train\.epochs.*optimizer\.lr|optimizer\.lr.*train\.epochs"):
         load_recipe("fashion-mnist-resnet8", ["train.epochs=0", "optimizer.lr=0"])
+
+
+def test_how_to_change_the_kind_is_told_once():
+    with pytest.raises(SettingError) as caught:
+        load_recipe("fashion-mnist-resnet8", ["optimizer.name=lamb"])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4 and all("unknown setting for lamb" in line for line in lines[1:3])
+    assert lines[3] == "  another kind needs the whole section: --set 'optimizer={name=\"lamb\", lr=…}'"
 
 
 def test_missing_section_and_bad_file(tmp_path):

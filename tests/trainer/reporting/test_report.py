@@ -144,7 +144,7 @@ def test_a_single_run_shows_the_figures_of_its_end_line(single):
         "images/s 2,346",
         "waiting for data 31.4 %",
         "status target reached",
-        "data-bound: 31 % of the step waited for batches",
+        "data-bound: 31.4 % of the steps' time was spent waiting for batches",
         "cpu (Some Model 5000)",
         "abc1234",
         "trainer train fashion-mnist-resnet8",
@@ -163,10 +163,10 @@ def test_a_single_run_shows_the_figures_of_its_end_line(single):
     }
 
 
-@pytest.mark.parametrize(("share", "bound"), [(0.314, "data-bound: 31 %"), (0.04, "compute-bound: 4 %")])
+@pytest.mark.parametrize(("share", "bound"), [(0.314, "data-bound: 31.4 %"), (0.004, "compute-bound: 0.4 %")])
 def test_the_verdict_follows_the_wait_share(tmp_path, without_plots, share, bound):
     page = Page(write_report([finished(tmp_path / "run", wait_share=share)], tmp_path / "out"))
-    assert f"{bound} of the step waited for batches" in page.text
+    assert f"{bound} of the steps' time was spent waiting for batches" in page.text
 
 
 def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
@@ -253,7 +253,7 @@ def test_a_run_still_going_shows_the_figures_so_far(tmp_path):
     )
     page = Page(write_report([run], tmp_path / "out"))
     assert "status in progress" in page.text and "No end line" in page.text
-    assert "data-bound: 30 %" in page.text and page.row("wait")[1] == "9.0 s"
+    assert "data-bound: 30.0 %" in page.text and page.row("wait")[1] == "9.0 s"
 
 
 @pytest.mark.parametrize("lines", [[], [train(10)], [end(accuracy=None, wait_share=None, time_s={})]])

@@ -13,7 +13,7 @@ def test_summary(tmp_path):
         "wait_share": 0.314,
     }
     text = summary(end, 0.9, tmp_path / "report.html", tmp_path)
-    for words in ("91.23%", "reached", "61.2 s", "1,234", "report.html", "data-bound: 31% of the step"):
+    for words in ("91.23%", "reached", "61.2 s", "1,234", "report.html", "data-bound: 31% of the steps' time"):
         assert words in text
     text = summary(end | {"wait_share": 0.01, "status": "interrupted"}, 0.99, None, tmp_path)
     assert "data-bound" not in text
