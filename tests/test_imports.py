@@ -50,7 +50,10 @@ DATAPIPE = {
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
 RUNNING = ["checkpoint", "distributed", "evaluate", "job", "loop", "precision", "resume", "run", "state", "stop"]
-BELOW = "errors config kfac models optim reporting datapipe datapipe.dataset datapipe.loaders datapipe.sampling"
+BELOW = (
+    "errors config kfac models optim reporting "
+    "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
+)
 TRAINER = {
     # 0
     "errors": "datapipe",

@@ -49,6 +49,9 @@ def train(
     device: Annotated[
         str, typer.Option(metavar="DEVICE", help="auto (GPUs where there are any), cpu or cuda.")
     ] = "auto",
+    stage: Annotated[
+        Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
+    ] = None,
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
@@ -66,7 +69,7 @@ def train(
     from .config.recipe import load_recipe
     from .run import run
 
-    raise typer.Exit(run(load_recipe(recipe, changes or []), data, out, resume, device))
+    raise typer.Exit(run(load_recipe(recipe, changes or []), data, out, resume, device, stage))
 
 
 @app.command()

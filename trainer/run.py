@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 
+from datapipe.cluster import placement
 from datapipe.console import format_count
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.fsio import locked, make_folder
+from datapipe.staging import StageOptions, stage
 
 from .checkpoint import NAME as CHECKPOINT
 from .config.recipe import Recipe
@@ -33,7 +36,7 @@ from .stop import StopSignal
 logger = logging.getLogger(__name__)
 
 
-def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto") -> int:
+def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto", local: Path | None = None) -> int:
     """Train a recipe on a data set.
 
     Args:
@@ -42,6 +45,7 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto
         out: Folder of the run.
         resume: Continue the run in `out`, from its checkpoint.
         device: auto, cpu or cuda.
+        local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
 
     Returns:
         The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end
@@ -56,6 +60,9 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto
     world.batch_size(recipe.train.batch_size)
     precision = choose_precision(recipe.train.precision, world.device)
     set_threads(world)
+    if local is not None:
+        stage(data, local, StageOptions(placement=placement(os.environ)))
+        data = local
     with connected(world), StopSignal(world) as stop:
         end = _run(recipe, data, out, resume, world, precision, stop)
     if world.is_main:

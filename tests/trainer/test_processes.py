@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import datapipe
+from datapipe.dataset.verify import verify
 from trainer.checkpoint import load_checkpoint
 
 CHILD = Path(__file__).with_name("ranks_child.py")
@@ -149,6 +150,17 @@ def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
     lines = metrics(tmp_path / "run")
     assert [(line["step"], line["world_size"]) for line in lines if line["event"] == "resume"] == [(step, 1)]
     assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_data_set_is_staged_first(train, tmp_path, ranks):
+    """Once for all ranks of a node."""
+    local, words = tmp_path / "node" / "data", ("--set", "train.epochs=1")
+    code, _, err = finish(train("run", "--stage", local, *words, ranks=ranks))
+    assert code == 0, err
+    assert {path.name for path in local.iterdir()} == {"train", "val"} and verify(local / "train") == []
+    assert verify(local / "val") == []
 
 
 @pytest.mark.ranks
