@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import SettingError
 
@@ -34,18 +34,18 @@ class Placement:
     Attributes:
         rank: its number, from 0.
         world_size: how many processes there are.
-        local_rank: its number on its node, from 0; None where that is not known.
         master: host name or address of process 0; "" where that is not known.
         port: a TCP port there that this job may use.
+        has_store: whether the launcher keeps a store of torch's at that port.
         launcher: what said so, for messages; empty where nothing did.
         job: the scheduler's number of the job; "" without one.
     """
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int | None = 0
     master: str = ""
     port: int = 0
+    has_store: bool = False
     launcher: str = ""
     job: str = ""
 
@@ -54,14 +54,13 @@ class Placement:
 class _Launcher:
     """A launcher, recognised by the variables in which it gives a process's number and the number of processes.
 
-    `local`: the variable with its number on its node. `beside`: one of these must be set, too. Needed where the names
-    of the other two are so common that something else may have set them.
+    `beside`: one of these must be set, too. Needed where the names of the other two are so common that something else
+    may have set them.
     """
 
     name: str
     index: str
     count: str
-    local: str
     beside: tuple[str, ...] = ()
 
     def task(self, environ: Mapping[str, str]) -> Task | None:
@@ -82,13 +81,13 @@ class _Launcher:
 
 
 # Not SLURM_NTASKS: a batch script, which runs once, has that and SLURM_PROCID=0 as well.
-_SLURM_STEP = _Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+_SLURM_STEP = _Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 # Innermost first. Both mpiruns start a helper on each node by srun, whose variables our process then inherits; torchrun
 # is started once per node by any of the others.
 _LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
-    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Intel MPI, Cray PALS and srun --mpi=pmi2, too
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
+    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE"),  # Intel MPI, Cray PALS and srun --mpi=pmi2, too
     _SLURM_STEP,
 )
 
@@ -130,24 +129,38 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
         SettingError: The numbers contradict each other, only some of a launcher's are set, or `explicit` is not I/N.
     """
     job = next((environ[name] for name in JOBS if name in environ), "")
-    address = master or environ.get("MASTER_ADDR") or _first_host(environ)
-    port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _port(job, environ.get("SLURM_STEP_ID", ""))
+    place = Placement(job=job)
     if explicit is not None:
         node = _explicit(explicit, "--node")
-        return Placement(node.index, node.count, 0, address, port, "--node", job)
+        place = replace(place, rank=node.index, world_size=node.count, launcher="--node")
+    else:
+        task = _innermost(environ)
+        if task is not None:
+            place = replace(place, rank=task.index, world_size=task.count, launcher=task.launcher)
+    is_step = place.launcher == _SLURM_STEP.name
+    has_store = place.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port = _port(job, environ.get("SLURM_STEP_ID", "") if is_step else "")
+    if "MASTER_PORT" in environ:  # which the training will use, unless torchrun keeps a store there
+        port = _number(environ, "MASTER_PORT") + (0 if has_store else 1)
+    address = master or environ.get("MASTER_ADDR") or _first_host(environ, is_step)
+    return replace(place, master=address, port=port, has_store=has_store)
+
+
+def _innermost(environ: Mapping[str, str]) -> Task | None:
+    """Return what the innermost launcher says. Raises SettingError when only some of its variables are set."""
     for launcher in _LAUNCHERS:
         task = launcher.task(environ)
-        if task is None:
-            launcher.check_unset(environ)
-        else:
-            local = _number(environ, launcher.local) if launcher.local in environ else None
-            return Placement(task.index, task.count, local, address, port, launcher.name, job)
-    return Placement(port=port, job=job)
+        if task is not None:
+            if launcher is _SLURM_STEP:
+                _check_step(environ, task)
+            return task
+        launcher.check_unset(environ)
+    return None
 
 
 def lonely(environ: Mapping[str, str], placement: Placement) -> str:
     """Say so where a process that believes to be alone is in a job of several nodes; "" otherwise."""
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "PBS_NUM_NODES", "LSB_DJOB_NUMPROC"):
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "PBS_NUM_NODES"):
         nodes = environ.get(name, "1")
         if placement.world_size == 1 and nodes.isdecimal() and int(nodes) > 1:
             return f"this job has {nodes} nodes ({name}), and this process knows of one: start it on each, as by srun"
@@ -159,12 +172,13 @@ def _port(*job: str) -> int:
     return 20000 + zlib.crc32("/".join(job).encode()) % 10000
 
 
-def _first_host(environ: Mapping[str, str]) -> str:
-    """Return the first host of the job, on which all launchers that are known here start process 0."""
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
-        if environ.get(name):
-            return first_host(environ[name])
-    return ""
+def _first_host(environ: Mapping[str, str], is_step: bool) -> str:
+    """Return the first host of Slurm's step, or else of its job: process 0 is there.
+
+    What mpirun starts on other nodes than its own inherits the variables of a step that has only these.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST" if is_step else "SLURM_JOB_NODELIST", "")
+    return first_host(nodes) if nodes else ""
 
 
 def first_host(nodes: str) -> str:

@@ -16,15 +16,13 @@ from pathlib import Path
 
 from .dataset.shard_reader import ALIGNMENT
 from .errors import DatapipeError, how_to_install
-from .fsio import mounted_as
+from .fsio import NETWORK_FILESYSTEMS, mounted_as
 
 SMALL_FILES = 200
 FILE_BYTES = 64 << 20  # written where DIR has no file that is large enough to read from
 MAX_LOOKED_AT = 500  # entries, instead of the millions of an unpacked data set
 SEQUENTIAL_BYTES, RANDOM_BYTES = 8 << 20, 128 << 10  # a block; an image and its neighbourhood
 LIMIT_S = 3.0  # for each measurement
-# Kinds in /proc/mounts that are shared over a network, and slow at opening files.
-SHARED = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "9p", "glusterfs")
 SLOW_METADATA_PER_S = 5_000  # a local disk does tens of thousands of stat, open and close
 SLOW_AT_RANDOM = 0.5  # of the sequential bandwidth: random reads that reach less are slow
 DALI_PACKAGES = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")
@@ -59,7 +57,7 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     kind, lines = filesystem["kind"], []
     sequential, scattered = filesystem["sequential_mb_per_s"], filesystem["random_mb_per_s"]
     metadata = filesystem["metadata_per_s"]
-    is_shared = kind in SHARED or kind.startswith("fuse")
+    is_shared = kind in NETWORK_FILESYSTEMS or kind.startswith("fuse")
     is_slow = metadata is not None and metadata < SLOW_METADATA_PER_S
     is_slow_at_random = scattered < SLOW_AT_RANDOM * sequential
     if is_shared or is_slow:

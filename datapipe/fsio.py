@@ -27,6 +27,21 @@ logger = logging.getLogger(__name__)
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile)
 PROBED = 4  # items that are timed, to find out whether the filesystem has a high latency
 AT_ONCE = 32  # requests at a time to a filesystem that has
+# Kinds in /proc/mounts that are shared over a network, and slow at opening files.
+NETWORK_FILESYSTEMS = (
+    "lustre",
+    "gpfs",
+    "nfs",
+    "nfs4",
+    "beegfs",
+    "ceph",
+    "wekafs",
+    "panfs",
+    "cifs",
+    "smb3",
+    "9p",
+    "glusterfs",
+)
 _warned: set[Path] = set()  # folders that cannot be locked, for which a warning has been logged
 BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,14 @@ app = typer.Typer(
 
 
 def main() -> int:
-    return console.run(_run)
+    """Run the command line; return its exit code."""
+    code = console.run(_run)
+    if code and "torch.distributed" in sys.modules:
+        # A thread may still wait for other nodes in torch, which aborts when the interpreter ends around it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _run() -> None:

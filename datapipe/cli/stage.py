@@ -65,6 +65,8 @@ def stage(
     )
     if warning := lonely(os.environ, place):
         logger.warning(warning)
+    if mode == "auto" and place.world_size > 1 and not place.master:
+        logger.warning("each node copies all: the host of process 0 is not known; give --master HOST to exchange")
     started = time.perf_counter()
     results = stage(folder, local, options)
     if as_json:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..console import Progress
 from ..errors import SettingError, StagingError
-from ..fsio import free_bytes, make_folder
+from ..fsio import NETWORK_FILESYSTEMS, free_bytes, make_folder, mounted_as
 from ..streams import Moved, work_on_files
 from .landing import Landing, make_own_name
-from .local_copy import LocalCopy
+from .local_copy import LocalCopy, States
 from .lock import hold_lock
 from .options import StageOptions
 from .plan import Chunk, cut, needed_bytes, stagger
 from .source_files import SourceFile, Throttle
 from .transfer import Transfer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,27 @@ class Staged:
     kept_bytes: int
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A copy of which it is known what is in place.
+
+    Attributes:
+        copy: of a data set.
+        present: the files that are in place, see `LocalCopy.find_present`.
+        is_locked: whether this process has LOCAL for itself.
+        own_name: what makes temporary names this process's own, where LOCAL cannot be locked.
+    """
+
+    copy: LocalCopy
+    present: States
+    is_locked: bool
+    own_name: str
+
+    def complete(self) -> None:
+        """Make the folder a data set: all files are there."""
+        self.copy.complete(self.present, self.is_locked or bool(self.own_name))
+
+
 def stage_copies(
     source: Path, local: Path, copies: list[LocalCopy], options: StageOptions, trusts: bool = False
 ) -> list[Staged]:
@@ -52,17 +76,23 @@ def stage_copies(
         One result per data set.
     """
     with ExitStack() as stack:
-        present, own_name = take(source, local, copies, options, trusts, stack)
-        files = transfers(copies, present, own_name, options, options.chunk_bytes)
+        prepared = prepare(source, local, copies, options, stack, trusts=trusts)
+        files = transfers(prepared, options, options.chunk_bytes)
         copied = copy_missing(files, source, local, options)
-        for copy in copies:
-            copy.complete()
-    return report(copies, present, files, copied)
+        for its in prepared:
+            its.complete()
+    return report(prepared, files, copied)
 
 
-def take(
-    source: Path, local: Path, copies: list[LocalCopy], options: StageOptions, trusts: bool, stack: ExitStack
-) -> tuple[list[set[str]], str]:
+def prepare(
+    source: Path,
+    local: Path,
+    copies: list[LocalCopy],
+    options: StageOptions,
+    stack: ExitStack,
+    trusts: bool = False,
+    waits: bool = True,
+) -> list[Prepared]:
     """Find out what is in place, and lock the folders of copies that are not whole.
 
     Args:
@@ -70,55 +100,77 @@ def take(
         local: the folder that the copies go to.
         copies: of the data sets.
         options: how to copy.
-        trusts: whether files that were checked since the node booted, and not changed since, count as good.
         stack: unlocks the folders.
+        trusts: whether files that were checked since the node booted, and not changed since, count as good.
+        waits: whether to wait for another process that stages to the same folder.
 
     Returns:
-        by data set, the names of the files that are in place; and what makes temporary names this process's own.
+        what is known of each copy.
+
+    Raises:
+        BusyError: another process is staging, and `waits` is False.
+        StagingError, SettingError: as `stage`.
     """
     if local.resolve().is_relative_to(source.resolve()):
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
     if local.exists() and not local.is_dir():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
-    present, own_name = [], ""
+    _warn_of_place(source, local)
+    prepared = []
     for copy in copies:
         copy.check_other(options.replace)
-        names = copy.find_present(options.timeout_s, trusts) if copy.has_manifest() else set()
-        if len(names) < copy.num_files:
+        present = copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {}
+        is_locked, own_name = False, ""
+        if len(present) < copy.num_files:
             make_folder(copy.target)
-            is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s))
+            is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))
             if not is_locked:
                 own_name = make_own_name()
             copy.check_other(options.replace)  # in the meantime, another process may have put something there
             copy.remove_other()
-            copy.sweep(is_locked)
-            names = copy.find_present(options.timeout_s, trusts)
-        present.append(names)
-    return present, own_name
+            present = copy.find_present(options.timeout_s, trusts, is_locked)
+            copy.sweep(is_locked, present)
+        prepared.append(Prepared(copy, present, is_locked, own_name))
+    return prepared
 
 
-def transfers(
-    copies: list[LocalCopy], present: list[set[str]], own_name: str, options: StageOptions, chunk_bytes: int
-) -> list[Transfer]:
+def _warn_of_place(source: Path, local: Path) -> None:
+    """Say so where LOCAL is not on a disk of this node."""
+    folder = next(path for path in (local, *local.absolute().parents) if path.exists())
+    kind = mounted_as(folder)
+    if kind in NETWORK_FILESYSTEMS:
+        logger.warning("LOCAL: %s is on a shared filesystem (%s): choose a folder on the node's own disk", local, kind)
+    elif kind in ("tmpfs", "ramfs"):
+        logger.info("LOCAL: %s is in memory (%s): what is staged there counts against the node's", local, kind)
+    elif folder.stat().st_dev == source.stat().st_dev:
+        logger.info("LOCAL: %s is on the same filesystem as %s", local, source)
+
+
+def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int) -> list[Transfer]:
     """Return all files of some data sets, on their way.
 
     Args:
-        copies: of the data sets.
-        present: by data set, the names of the files that are in place.
-        own_name: of `take`.
+        prepared: copies of the data sets.
         options: how to copy.
         chunk_bytes: size of the chunks.
     """
     throttle = Throttle(options.max_mbps and options.max_mbps * 1e6)
-    return [
-        Transfer(
-            number,
-            SourceFile(copy.source / info.name, info, throttle, options.retries),
-            Landing(copy.target / info.name, info, chunk_bytes, info.name in present[number], own_name),
-        )
-        for number, copy in enumerate(copies)
-        for info in copy.manifest.all_files()
-    ]
+    files = []
+    for number, (copy, present, own_name) in enumerate((its.copy, its.present, its.own_name) for its in prepared):
+        for info in copy.manifest.all_files():
+            source = SourceFile(copy.source / info.name, info, throttle, options.retries)
+            landing = Landing(copy.target / info.name, info, chunk_bytes, info.name in present, own_name)
+            files.append(Transfer(number, source, landing))
+    return files
+
+
+def opened_again(files: list[Transfer]) -> list[Transfer]:
+    """Return the same files, on their way from where they are now. No thread may be at work on them."""
+    again = []
+    for file in files:
+        file.landing.close()
+        again.append(replace(file, landing=file.landing.again()))
+    return again
 
 
 def copy_missing(files: list[Transfer], source: Path, local: Path, options: StageOptions) -> list[int]:
@@ -169,22 +221,21 @@ def check_space(local: Path, needed: int) -> None:
         raise StagingError(f"needs {needed:,} bytes, {free:,} are free", path=local)
 
 
-def report(copies: list[LocalCopy], present: list[set[str]], files: list[Transfer], copied: list[int]) -> list[Staged]:
+def report(prepared: list[Prepared], files: list[Transfer], copied: list[int]) -> list[Staged]:
     """Sum up by data set.
 
     Args:
-        copies: of the data sets.
-        present: by data set, the names of the files that were in place.
+        prepared: copies of the data sets.
         files: of all data sets.
         copied: by file, the bytes that were read from the source.
 
     Returns:
         One result per data set.
     """
-    sums = [0] * len(copies)
+    sums = [0] * len(prepared)
     for file, num_bytes in zip(files, copied, strict=True):
         sums[file.number] += num_bytes
     return [
-        Staged(copy.target, copy.manifest.num_samples, sums[number], copy.bytes_of(present[number]))
-        for number, copy in enumerate(copies)
+        Staged(its.copy.target, its.copy.manifest.num_samples, num_bytes, its.copy.bytes_of(its.present))
+        for its, num_bytes in zip(prepared, sums, strict=True)
     ]

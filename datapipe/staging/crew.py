@@ -1,24 +1,23 @@
 """The nodes that stage together: who they are, what each knows, and what has become of one that is silent.
 
-They meet at a key-value store (torch's TCPStore), which process 0 keeps, or torchrun. Small things go through it. Bytes
-go through gloo, over the interface by which a node reaches process 0.
+They meet at a key-value store (torch's TCPStore), which process 0 keeps, or torchrun. Small things go through it; bytes
+through a process group of gloo's, over the interface by which a node reaches process 0. A training's group is not used.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import logging
 import os
 import queue
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,18 +25,18 @@ import torch.distributed as dist
 
 from ..cluster import Placement
 from ..errors import SettingError, StagingError
+from ..fsio import boot_id
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
-JOIN_S = 300.0  # how long to wait for processes that begin later
-BEAT_S = 1.0  # how often a node says that it lives
-LISTEN_S = 3 * BEAT_S  # how long to listen for that
+JOIN_S = 300.0  # how long to wait for the store
+BEAT_S = 1.0  # how often a process says that it lives
+LISTEN_S = 5 * BEAT_S  # how long to listen for that
 PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
-LOOK_S = 0.05
-SAY_S = 10.0  # how often to say for whom this node waits
-SIOCGIFADDR = 0x8915  # netdevice(7)
-_numbers = itertools.count()  # of crews in this process: each has keys of its own in the store
+SAY_S = 10.0  # how often to say for whom this process waits
+LOOK_S = 0.1
+_numbers = itertools.count()  # of crews in this process, whose keys differ
 
 
 class CrewError(StagingError):
@@ -54,16 +53,20 @@ class Crew:
     """
 
     def __init__(self, store: dist.Store, beats: dist.Store, placement: Placement, timeout_s: float) -> None:
-        self._store, self._placement, self._timeout_s = store, placement, timeout_s
-        host = socket.gethostname()
-        self._num_ranks, self._rank = placement.world_size, placement.rank
-        all_hosts = self._gather("host", host, self._rank, list(range(self._num_ranks)))
-        self.hosts = list(dict.fromkeys(all_hosts))
-        self.index = self.hosts.index(host)
-        self.is_leader = all_hosts.index(host) == self._rank
+        self._store, self._beats, self._placement, self._timeout_s = store, beats, placement, timeout_s
+        self._group: dist.ProcessGroupGloo | None = None
         self._ended = threading.Event()
-        if self.is_leader:
-            threading.Thread(target=self._beat, args=(beats,), name="datapipe-beat", daemon=True).start()
+        self.index, self.hosts, self.is_leader = -1, [placement.master], False
+        threading.Thread(target=self._beat, name="datapipe-beat", daemon=True).start()
+
+    def meet(self) -> None:
+        """Find out who the nodes are. Raises CrewError when a process does not come, and names it."""
+        mine = [socket.gethostname(), boot_id()]
+        everyones = self._gather("host", mine, range(self._placement.world_size), self._placement.rank)
+        nodes = [host for number, host in enumerate(everyones) if host not in everyones[:number]]
+        self._leaders = [everyones.index(host) for host in nodes]
+        self.hosts, self.index = [name for name, _ in nodes], nodes.index(mine)
+        self.is_leader = self._leaders[self.index] == self._placement.rank
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -78,33 +81,58 @@ class Crew:
             value: what JSON can hold.
 
         Raises:
-            CrewError: a node has told nothing in time; names it.
+            CrewError: a node has left, or does not answer; names it.
         """
-        return self._gather(name, value, self.index, list(range(len(self))))
+        return self._gather(name, value, self._leaders, self._placement.rank)
 
-    def _gather(self, name: str, value: Any, mine: int, numbers: list[int]) -> list[Any]:
-        keys = [f"{name}/{number}" for number in numbers]
-        began = said = time.monotonic()
+    def _gather(self, name: str, value: Any, ranks: Iterable[int], mine: int) -> list[Any]:
+        """Do what `gather` does, for some processes. One that lives may take as long as it needs."""
         self._ask(lambda: self._store.set(f"{name}/{mine}", json.dumps(value)))
-        while not self._ask(lambda: self._store.check(keys)):
-            now = time.monotonic()
-            if now - max(said, began) > min(SAY_S, self._timeout_s):
-                said = now
-                missing = self._ask(
-                    lambda: [n for n, key in zip(numbers, keys, strict=True) if not self._store.check([key])]
-                )
-                if now - began > self._timeout_s:
-                    raise CrewError(f"{self._names(missing)} did not answer for {self._timeout_s:g} s (timeout_s)")
-                logger.info("waiting for %s", self._names(missing))
+        keys = {rank: f"{name}/{rank}" for rank in ranks}
+        beats: dict[int, bytes] = {}
+        said, alive = time.monotonic(), dict.fromkeys(keys, time.monotonic())
+        while not self._ask(lambda: self._store.check([*keys.values()])):
             time.sleep(LOOK_S)
-        return [json.loads(answer) for answer in self._ask(lambda: self._store.multi_get(keys))]
+            now = time.monotonic()
+            if now - said < min(SAY_S, self._timeout_s / 2):
+                continue
+            said = now
+            missing = self._ask(lambda: [rank for rank, key in keys.items() if not self._store.check([key])])
+            self._check_left(missing)
+            latest = self._ask(partial(self._latest_beats, missing))
+            alive |= {rank: now for rank in missing if latest[rank] != beats.get(rank, b"")}
+            beats |= latest
+            silent = [rank for rank in missing if now - alive[rank] > self._timeout_s]
+            if silent:
+                raise CrewError(f"{self._names(silent)} did not answer for {self._timeout_s:g} s (timeout_s)")
+            logger.info("waiting for %s", self._names(missing))
+        return [json.loads(answer) for answer in self._ask(lambda: self._store.multi_get([*keys.values()]))]
+
+    def _latest_beats(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return what each process said last of its life; b"" if it has not said anything."""
+        return {rank: self._store.get(key) if self._store.check([key := f"beat/{rank}"]) else b"" for rank in ranks}
+
+    def _check_left(self, ranks: Iterable[int]) -> None:
+        """Raise CrewError with the reason where one of these processes has left."""
+
+        def find() -> dict[int, str]:
+            return {
+                rank: self._store.get(f"left/{rank}").decode() for rank in ranks if self._store.check([f"left/{rank}"])
+            }
+
+        left = self._ask(find)
+        if left:
+            raise CrewError("; ".join(f"{self._names([rank])} has left: {why}" for rank, why in left.items()))
 
     def _ask(self, question: Callable[[], Answer], limit_s: float | None = None) -> Answer:
         """Call a function that asks the store, which may hang with the process that keeps it.
 
         Args:
             question: is called once, in a thread.
-            limit_s: how long it may take, in seconds; None: as long as another node.
+            limit_s: how long it may take, in seconds; None: as long as another node may not answer.
+
+        Returns:
+            What the function returns.
 
         Raises:
             CrewError: it takes longer, or the store is gone.
@@ -123,34 +151,28 @@ class Crew:
         except queue.Empty:
             error = RuntimeError("no answer")
         if error is not None:
-            keeper = self.hosts[0] if hasattr(self, "hosts") else self._placement.master
-            raise CrewError(f"node 0 ({keeper}) does not answer") from error
+            raise CrewError(f"node 0 ({self.hosts[0]}) does not answer") from error
         return answer
 
-    def _names(self, numbers: list[int]) -> str:
-        if hasattr(self, "hosts"):
-            return ", ".join(f"node {number} ({self.hosts[number]})" for number in numbers)
-        return ", ".join(f"process {number}" for number in numbers)
+    def _names(self, ranks: Iterable[int]) -> str:
+        if self.index < 0:
+            return ", ".join(f"process {rank}" for rank in ranks)
+        nodes = [self._leaders.index(rank) for rank in ranks]
+        return ", ".join(f"node {node} ({self.hosts[node]})" for node in nodes)
 
     def leave(self, reason: str) -> None:
-        """Tell the others why this node stops. They continue without it."""
+        """Tell the others why this process stops: they continue without it."""
         with suppress(CrewError):
-            self._ask(lambda: self._store.set(f"left/{self.index}", reason), LISTEN_S)
+            self._ask(lambda: self._store.set(f"left/{self._placement.rank}", reason), LISTEN_S)
 
     def follow(self) -> None:
-        """Wait until the process that stages for this node is done."""
-
-        def is_over() -> bool:  # of one that left, this process finds out why itself
-            return self._store.check([f"done/{self.index}"]) or self._store.check([f"left/{self.index}"])
-
-        with suppress(CrewError):
-            while not self._ask(is_over):
-                time.sleep(10 * LOOK_S)
+        """Wait for the process that stages for this node. Raises CrewError where that has left, or is silent."""
+        self._gather("done", "", [self._leaders[self.index]], self._placement.rank)
 
     def done(self) -> None:
         """Tell the other processes of this node that it is staged."""
         with suppress(CrewError):
-            self._ask(lambda: self._store.set(f"done/{self.index}", ""), LISTEN_S)
+            self._ask(partial(self._store.set, f"done/{self._placement.rank}", '""'), LISTEN_S)
 
     # --- bytes ---
 
@@ -163,25 +185,21 @@ class Crew:
         Raises:
             CrewError: that is not possible; names the addresses of both sides.
         """
-        mine = "" if self.index == 0 else _address_towards(self._placement.master)
-        addresses = self.gather("address", mine)
-        if self.index == 0:
-            mine = _address_towards(addresses[1])
-        name = interface or os.environ.get("GLOO_SOCKET_IFNAME") or _interface_with(mine)
+        mine, addresses = "", [""]
         try:
-            if name:
-                os.environ["GLOO_SOCKET_IFNAME"] = name
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("gloo", self._store),
-                rank=self.index,
-                world_size=len(self),
-                timeout=timedelta(seconds=self._timeout_s),
-            )
-        except RuntimeError as error:
-            others = ", ".join(filter(None, addresses))
-            message = f"cannot connect from {mine} ({name}) to {others}: {error}; choose another network by --interface"
-            raise CrewError(message) from error
+            mine = "" if self.index == 0 else _address_towards(self._placement.master)
+            addresses = self.gather("address", mine)
+            mine = mine or _address_towards(addresses[1])
+            place = {"interface": interface} if interface else {"hostname": mine}
+            # torch's stubs lack these; it makes its own groups of them in the same way.
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(**place)]
+            options._timeout = timedelta(seconds=self._timeout_s)
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.index, len(self), options)
+        except (OSError, RuntimeError) as error:
+            others = ", ".join(filter(None, addresses)) or self._placement.master
+            way_out = "choose the network by --interface"
+            raise CrewError(f"cannot connect from {interface or mine} to {others}: {error}; {way_out}") from error
 
     def exchange(self, mine: torch.Tensor, everyones: torch.Tensor) -> None:
         """Send bytes to all nodes, and receive those of each.
@@ -193,52 +211,46 @@ class Crew:
         Raises:
             CrewError: a node is gone, or has not taken part in time; names it.
         """
+        assert self._group is not None, "connect first"
         try:
-            dist.all_gather([*everyones], mine)
+            self._group.allgather([[*everyones]], [mine]).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise CrewError(self._explain(error)) from error
 
     def _explain(self, error: RuntimeError) -> str:
         """Say which node is missing."""
+        others = [rank for rank in self._leaders if rank != self._placement.rank]
         try:
-            return self._ask(self._find_missing, 3 * LISTEN_S) or f"the connection to another node broke: {error}"
-        except CrewError as silence:
-            return silence.message
+            time.sleep(BEAT_S)  # for its last words
+            self._check_left(others)
+            before = self._ask(lambda: self._latest_beats(others), LISTEN_S)
+            time.sleep(LISTEN_S)
+            after = self._ask(lambda: self._latest_beats(others), LISTEN_S)
+        except CrewError as reason:
+            return reason.message
+        silent = [rank for rank in others if before[rank] == after[rank]]
+        return f"{self._names(silent)} does not answer" if silent else f"the connection to another node broke: {error}"
 
-    def _find_missing(self) -> str:
-        time.sleep(BEAT_S)  # for its last words
-        others = [node for node in range(len(self)) if node != self.index]
-        left = [node for node in others if self._store.check([f"left/{node}"])]
-        if left:
-            reasons = [self._store.get(f"left/{node}").decode() for node in left]
-            return "; ".join(f"{self._names([n])} has left: {why}" for n, why in zip(left, reasons, strict=True))
-        beats = [f"beat/{node}" for node in others]
-        before = self._store.multi_get(beats)
-        time.sleep(LISTEN_S)
-        after = self._store.multi_get(beats)
-        silent = [node for node, was, now in zip(others, before, after, strict=True) if was == now]
-        return f"{self._names(silent)} does not answer" if silent else ""
-
-    def _beat(self, store: dist.Store) -> None:
+    def _beat(self) -> None:
         with suppress(RuntimeError):
             for count in itertools.count():
-                store.set(f"beat/{self.index}", str(count))
+                self._beats.set(f"beat/{self._placement.rank}", str(count))
                 if self._ended.wait(BEAT_S):
                     return
 
     def close(self) -> None:
         """Part. Process 0, which may keep the store, waits a moment for the others."""
         self._ended.set()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        with suppress(CrewError):
-            self._ask(self._part, PARTING_S)
+        self._group = None
 
-    def _part(self) -> None:
-        self._store.set(f"bye/{self._rank}", "")
-        keys = [f"bye/{rank}" for rank in range(self._num_ranks)]
-        while self._rank == 0 and not self._store.check(keys):
-            time.sleep(LOOK_S)
+        def part() -> None:
+            self._store.set(f"bye/{self._placement.rank}", "")
+            keys, deadline = [f"bye/{rank}" for rank in range(self._placement.world_size)], time.monotonic() + PARTING_S
+            while self._placement.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+
+        with suppress(CrewError):
+            self._ask(part, PARTING_S + LISTEN_S)
 
 
 @contextmanager
@@ -247,7 +259,7 @@ def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
 
     Args:
         placement: of this process.
-        timeout_s: how long another node may not answer, in seconds.
+        timeout_s: how long another process may give no sign of life, in seconds.
 
     Raises:
         SettingError: process 0 cannot be found.
@@ -256,10 +268,12 @@ def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
     if not placement.master:
         message = f"mode: exchange needs the host of process 0, which {placement.launcher or 'the environment'} does"
         raise SettingError(f"{message} not tell: give --master HOST, or set MASTER_ADDR")
-    prefix = f"stage/{next(_numbers)}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its workers
+    prefix = f"stage/{placement.job}/{placement.world_size}/{restart}/{next(_numbers)}"
     store, beats = (dist.PrefixStore(prefix, _meet(placement, is_first)) for is_first in (True, False))
     crew = Crew(store, beats, placement, timeout_s)
     try:
+        crew.meet()
         yield crew
     except BaseException as error:
         crew.leave(str(error) or type(error).__name__)
@@ -270,10 +284,9 @@ def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
 
 def _meet(placement: Placement, is_first: bool) -> dist.Store:
     """Connect to the store, which process 0 keeps from its first connection on, unless torchrun does."""
-    is_keeper = is_first and placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_keeper = is_first and placement.rank == 0 and not placement.has_store
     try:
-        limit = timedelta(seconds=JOIN_S)
-        place = placement.master, placement.port
+        place, limit = (placement.master, placement.port), timedelta(seconds=JOIN_S)
         return dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
         what = "cannot listen" if is_keeper else "process 0 does not answer"
@@ -286,14 +299,3 @@ def _address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _interface_with(address: str) -> str:
-    """Return the network interface with an IPv4 address; "" if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return ""

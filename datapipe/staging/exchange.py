@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import threading
+import time
 import zlib
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -18,10 +19,11 @@ import numpy as np
 import torch
 
 from ..console import Progress
+from ..errors import StagingError
 from ..streams import Moved, work_on_files
 from .crew import Crew
 from .options import StageOptions
-from .plan import Chunk, cut, share_reads
+from .plan import Chunk, cut, needed_bytes, share_reads
 from .transfer import Transfer
 
 READERS = 2  # threads that read this node's chunks
@@ -45,7 +47,9 @@ def chunk_bytes_for(num_nodes: int, chunk_bytes: int) -> int:
     return min(chunk_bytes, max(LEAST_BYTES, 1 << (room.bit_length() - 1)))
 
 
-def exchange(files: list[Transfer], chunk_bytes: int, crew: Crew, source: Path, options: StageOptions) -> list[int]:
+def exchange(
+    files: list[Transfer], chunk_bytes: int, crew: Crew, source: Path, options: StageOptions, copied: list[int]
+) -> None:
     """Get what this node lacks of some files from the others, and read for them what they lack.
 
     Args:
@@ -54,19 +58,17 @@ def exchange(files: list[Transfer], chunk_bytes: int, crew: Crew, source: Path, 
         crew: the nodes, connected.
         source: the folder of the data sets, for messages.
         options: of the staging.
-
-    Returns:
-        By file, the bytes that this node has read from the source.
+        copied: by file, to which the bytes are added that this node reads from the source.
 
     Raises:
-        CrewError: Another node is gone. What has landed until then stays.
+        CrewError: Another node is gone. What has landed until then stays, and no thread is at work on it any more.
         DatapipeError, OSError: This node cannot read, or cannot write.
     """
     chunks = cut([file.source.info.size_bytes for file in files], chunk_bytes)
     mine = [any(files[extent.file].lacks(extent) for extent in chunk) for chunk in chunks]
     missing = np.array([_unpack(text, len(chunks)) for text in crew.gather("missing", _pack(mine))])
     shares = share_reads(missing, max(1, options.chunk_bytes // chunk_bytes))
-    return _Exchange(files, chunks, shares, crew, options).run(source)
+    _Exchange(files, chunks, shares, crew, options, copied).run(source)
 
 
 def _pack(flags: list[bool]) -> str:
@@ -83,61 +85,75 @@ class _Exchange:
     """The rounds of an exchange: this node's reads, one thread that sends and receives, and threads that write."""
 
     def __init__(
-        self, files: list[Transfer], chunks: list[Chunk], shares: list[list[int]], crew: Crew, options: StageOptions
+        self,
+        files: list[Transfer],
+        chunks: list[Chunk],
+        shares: list[list[int]],
+        crew: Crew,
+        options: StageOptions,
+        copied: list[int],
     ) -> None:
-        self._files, self._chunks, self._crew, self._options = files, chunks, crew, options
+        self._files, self._chunks, self._crew, self._options, self._copied = files, chunks, crew, options, copied
         self._rounds: list[Round] = list(zip_longest(*shares))
         self._mine = shares[crew.index]
         self._room_bytes = max((sum(extent.size for extent in chunk) for chunk in chunks), default=0)
-        self._read = [0] * len(files)  # bytes, by file
         self._lock = threading.Lock()
-        self._may_read = threading.Semaphore(AHEAD)
+        self._num_sent = 0  # of this node's chunks
         self._may_receive = threading.Semaphore(ROUNDS)
         self._received: dict[int, torch.Tensor] = {}  # by round: uint8[nodes, room]
         self._to_write = [len(self._crew)] * len(self._rounds)  # chunks of a round that are not written yet
+        self._num_writing = 0  # threads that are at work on this node's files
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
-    def run(self, source: Path) -> list[int]:
+    def run(self, source: Path) -> None:
         threading.Thread(target=self._send_and_receive, name="datapipe-exchange", daemon=True).start()
         writes = [(number, node) for number in range(len(self._rounds)) for node in range(len(self._crew))]
-        total = sum(
-            sum(extent.size for extent in self._chunks[chunk])
-            for chunks in self._rounds
-            for chunk in chunks
-            if chunk is not None
-        )
         written = work_on_files(
             self._write, writes, lambda _: self._files[0].landing.target, self._options.timeout_s, self._options.streams
         )
+        total = needed_bytes([self._chunks[chunk] for chunks in self._rounds for chunk in chunks if chunk is not None])
         try:
             with closing(written), Progress(f"staging {source}", total, "B") as progress:
                 for num_bytes in written:
                     progress.advance(num_bytes)
         finally:
-            self._ended.set()
-        return self._read
+            with self._lock:
+                self._ended.set()
+            self._wait_for_writers()
+
+    def _wait_for_writers(self) -> None:
+        """Wait until no thread is at work on this node's files. Raises StagingError when one hangs."""
+        deadline = time.monotonic() + self._options.timeout_s
+        while self._num_writing:
+            if time.monotonic() > deadline:
+                raise StagingError("a write does not end", path=self._files[0].landing.target.parent)
+            time.sleep(LOOK_S)
 
     # --- this node's reads, ahead of the rounds ---
 
-    def _read_chunk(self, number: int, moved: Moved) -> torch.Tensor:
-        """Read a chunk for all: uint8[room]."""
-        self._wait(lambda: self._may_read.acquire(timeout=LOOK_S), moved)
+    def _read_chunk(self, item: tuple[int, int], moved: Moved) -> torch.Tensor:
+        """Read a chunk for all: uint8[room]. `item`: its place among this node's, and its number."""
+        place, number = item
+        self._wait(lambda: place < self._num_sent + AHEAD, moved)
         data = torch.empty(self._room_bytes, dtype=torch.uint8)
         room, begin = memoryview(data.numpy().data), 0
         for extent in self._chunks[number]:
             moved(self._files[extent.file].source.path)
-            count = self._files[extent.file].read(extent, room[begin : begin + extent.size], moved)
+            self._count(extent.file, self._files[extent.file].read(extent, room[begin : begin + extent.size], moved))
             begin += extent.size
-            with self._lock:
-                self._read[extent.file] += count
         return data
 
-    def _read_ahead(self) -> Generator[torch.Tensor, None, None]:
-        def path_of(number: int) -> Path:
-            return self._files[self._chunks[number][0].file].source.path
+    def _count(self, file: int, num_bytes: int) -> None:
+        with self._lock:
+            self._copied[file] += num_bytes
 
-        with closing(work_on_files(self._read_chunk, self._mine, path_of, self._options.timeout_s, READERS)) as chunks:
+    def _read_ahead(self) -> Generator[torch.Tensor, None, None]:
+        def path_of(item: tuple[int, int]) -> Path:
+            return self._files[self._chunks[item[1]][0].file].source.path
+
+        items = list(enumerate(self._mine))
+        with closing(work_on_files(self._read_chunk, items, path_of, self._options.timeout_s, READERS)) as chunks:
             yield from chunks
 
     # --- the rounds ---
@@ -153,8 +169,7 @@ class _Exchange:
                     received = torch.empty((len(self._crew), self._room_bytes), dtype=torch.uint8)
                     self._crew.exchange(mine, received)
                     self._received[number] = received
-                    if gives:
-                        self._may_read.release()
+                    self._num_sent += gives
         except BaseException as error:
             self._error = error
 
@@ -164,21 +179,34 @@ class _Exchange:
         """Write what a node gave in a round; return its bytes."""
         number, node = item
         self._wait(lambda: number in self._received, moved)
+        with self._lock:
+            if self._ended.is_set():
+                raise RuntimeError("the exchange has ended")
+            self._num_writing += 1
+        try:
+            return self._write_chunk(number, node, moved)
+        finally:
+            with self._lock:
+                self._num_writing -= 1
+
+    def _write_chunk(self, number: int, node: int, moved: Moved) -> int:
         chunk, begin = self._rounds[number][node], 0
         room = memoryview(self._received[number][node].numpy().data)
+        complete = []
         for extent in () if chunk is None else self._chunks[chunk]:
             file = self._files[extent.file]
             if file.lacks(extent):
                 moved(file.landing.target)
-                count = file.land(extent, room[begin : begin + extent.size], moved)
-                with self._lock:
-                    self._read[extent.file] += count
+                if file.land(extent, room[begin : begin + extent.size]):
+                    complete.append(extent.file)
             begin += extent.size
         with self._lock:
             self._to_write[number] -= 1
             if not self._to_write[number]:
                 del self._received[number]
                 self._may_receive.release()
+        for number in complete:  # which takes long: the next round does not wait for it
+            self._count(number, self._files[number].finish(moved))
         return begin
 
     def _wait(self, until: Callable[[], bool], moved: Moved) -> None:

@@ -10,7 +10,6 @@ names have a part of their own for each process, and nothing of another process'
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import socket
@@ -40,12 +39,13 @@ class Landing:
         target: the file's final path.
         info: its size and checksum.
         chunk_bytes: size of its chunks.
-        is_whole: whether the file is in place already.
+        is_whole: whether the file is in place already, with its checksum.
         own_name: distinguishes the temporary files of this process; "" where it has LOCAL for itself.
     """
 
     def __init__(self, target: Path, info: FileInfo, chunk_bytes: int, is_whole: bool, own_name: str = "") -> None:
-        self.target, self.info, self.chunk_bytes, self._is_whole = target, info, chunk_bytes, is_whole
+        self.target, self.info, self.chunk_bytes = target, info, chunk_bytes
+        self.is_whole, self._own_name = is_whole, own_name
         self._partial, self._landed = (temporary_path(target, kind, own_name) for kind in KINDS)
         self._lock = threading.Lock()
         self._fd = self._map_fd = -1
@@ -109,12 +109,12 @@ class Landing:
                     os.pwrite(self._map_fd, b"\1", len(self._head) + number)
             return not self._missing
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """Read bytes that have landed, for another node."""
-        path = self.target if self._is_whole else self._partial
-        with open(path, "rb", buffering=0) as file:
-            if os.preadv(file.fileno(), [into], offset) < len(into):
-                raise OSError(errno.EIO, "has been cut short by somebody else", str(path))
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Read bytes that have landed, for another node; return whether they are there."""
+        for path in (self._partial, self.target):  # it may get its name meanwhile
+            with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
+                return os.preadv(file.fileno(), [into], offset) == len(into)
+        return False
 
     def finish(self, moved: Moved) -> None:
         """Compare what lies on the disk with the checksum, and give the file its name.
@@ -135,6 +135,7 @@ class Landing:
             self.forget()
             raise WrongBytes(f"xxh3-128 is {actual}, expected {self.info.xxh3_128}")
         os.replace(self._partial, self.target)
+        self.is_whole = True
         self._landed.unlink(missing_ok=True)
         self.close()
 
@@ -144,6 +145,10 @@ class Landing:
         for path in (self._landed, self._partial):  # a map without its file counts for nothing
             path.unlink(missing_ok=True)
         self._missing = {*range(self._num_chunks)}
+
+    def again(self) -> Landing:
+        """Return the same file, as what of it has landed shows."""
+        return Landing(self.target, self.info, self.chunk_bytes, self.is_whole, self._own_name)
 
     def close(self) -> None:
         """Close the temporary files, which stay. May be called twice."""

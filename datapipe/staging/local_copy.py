@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
+from collections.abc import Collection
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ..dataset.manifest import MANIFEST, Manifest, find_data_sets, read_content
+from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..errors import ManifestError, StagingError
 from ..fsio import atomic_write, boot_id, checksum, sync_folder
-from ..streams import work_on_files
+from ..streams import Moved, work_on_files
 from .landing import KINDS, is_of_dead_process, temporary_path
 
 logger = logging.getLogger(__name__)
 
 ORIGIN, CHECKED = ".origin.json", ".checked.json"
+TOUCH_S = 5.0  # how often who holds a folder's lock shows that it is at work
+
+States = dict[str, list[int]]  # by a file's name: its inode, size and time of change
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class LocalCopy:
     def num_files(self) -> int:
         return sum(1 for _ in self.manifest.all_files())
 
-    def bytes_of(self, names: set[str]) -> int:
+    def bytes_of(self, names: Collection[str]) -> int:
         """Return the size of the files with these names."""
         return sum(file.size_bytes for file in self.manifest.all_files() if file.name in names)
 
@@ -105,47 +112,83 @@ class LocalCopy:
             return
         logger.info("%s holds another version of the data set, or another data set: replacing it", self.target)
         (self.target / MANIFEST).unlink()
+        sync_folder(self.target)
         mine = {file.name for file in self.manifest.all_files()}
         for file in other.all_files():
             if file.name not in mine:
                 (self.target / file.name).unlink(missing_ok=True)
 
-    def sweep(self, is_locked: bool) -> None:
+    def sweep(self, is_locked: bool, present: Collection[str]) -> None:
         """Remove temporary files that nobody will continue.
 
         Args:
             is_locked: whether no other process is at work here. Where that is not known, only files go whose process,
                 as their names tell, was on this host and has ended.
+            present: names of the files that are in place.
         """
-        files = [self.target / file.name for file in self.manifest.all_files()]
+        files = [self.target / file.name for file in self.manifest.all_files() if file.name not in present]
         continued = {temporary_path(file, kind) for file in files for kind in KINDS}
         for path in {path for kind in KINDS for path in self.target.glob(f".*.{kind}")} - continued:
             if is_locked or is_of_dead_process(path):
                 path.unlink(missing_ok=True)
 
-    def find_present(self, timeout_s: float, trusts: bool) -> set[str]:
-        """Return the names of the files that are in place with their checksum.
+    def find_present(self, timeout_s: float, trusts: bool, is_locked: bool) -> States:
+        """Find the files that are in place with their checksum.
 
         Args:
             timeout_s: how long a read may take.
             trusts: whether files that were checked since the node booted, and not changed since, count as good.
-        """
-        files = [file for file in self.manifest.all_files() if (self.target / file.name).is_file()]
-        checked = self._read_checked() if trusts else {}
-        names = {file.name for file in files if checked.get(file.name) == self._state_of(file.name)}
-        files = [file for file in files if file.name not in names]
-        sums = work_on_files(
-            lambda file, moved: checksum(self.target / file.name, moved),
-            files,
-            lambda file: self.target / file.name,
-            timeout_s,
-        )
-        with closing(sums):
-            return names | {file.name for file, actual in zip(files, sums, strict=True) if actual == file.xxh3_128}
+            is_locked: whether this process has the folder's lock; who waits for it sees that something happens.
 
-    def complete(self) -> None:
-        """Write what makes the folder a data set, and note that all files have their checksums."""
+        Returns:
+            By name, the state that the file had before its checksum was compared.
+        """
+        states: States = {}
+        for file in self.manifest.all_files():
+            with suppress(FileNotFoundError):
+                states[file.name] = self._state_of(file.name)
+        checked = self._read_checked() if trusts else {}
+        good = {name: state for name, state in states.items() if checked.get(name) == state}
+        files = [file for file in self.manifest.all_files() if file.name in states and file.name not in good]
+        sums = work_on_files(partial(self._checksum, is_locked), files, lambda file: self.target / file.name, timeout_s)
+        with closing(sums):
+            for file, actual in zip(files, sums, strict=True):
+                if actual == file.xxh3_128:
+                    good[file.name] = states[file.name]
+        return good
+
+    def _checksum(self, is_locked: bool, file: FileInfo, moved: Moved) -> str:
+        """Compute a file's checksum; "" where it cannot be read, and must be copied again."""
+        touched = time.monotonic()
+
+        def touch(path: Path | None = None) -> None:
+            nonlocal touched
+            moved(path)
+            if is_locked and time.monotonic() - touched > TOUCH_S:
+                touched = time.monotonic()
+                with suppress(OSError):
+                    os.utime(self.target)
+
+        try:
+            return checksum(self.target / file.name, touch)
+        except OSError as error:
+            logger.warning("%s: %s", self.target / file.name, error.strerror)
+            return ""
+
+    def complete(self, present: States, is_locked: bool) -> None:
+        """Write what makes the folder a data set, and note that all files have their checksums.
+
+        Args:
+            present: of `find_present`; the other files were checked when they got their names.
+            is_locked: whether this process has the folder's lock.
+
+        Raises:
+            StagingError: without the lock: another process has changed the copy meanwhile.
+        """
+        states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}  # all are there
         if not self.has_manifest():
+            if not is_locked:
+                raise StagingError("was changed by another process meanwhile: stage again", path=self.target)
             if (self.target / MANIFEST).exists():
                 logger.warning("%s is damaged: writing it again", self.target / MANIFEST)
             sync_folder(self.target)
@@ -153,12 +196,12 @@ class LocalCopy:
                 file.write(json.dumps({"source": str(self.source.resolve())}).encode())
             with atomic_write(self.target / MANIFEST, alone=False) as file:
                 file.write(self.content)
-        states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}
+        states |= present
         if states != self._read_checked():
             with suppress(OSError), atomic_write(self.target / CHECKED, alone=False) as file:  # it may be read-only
                 file.write(json.dumps({"boot": boot_id(), "files": states}).encode())
 
-    def _read_checked(self) -> dict[str, list[int]]:
+    def _read_checked(self) -> States:
         try:
             checked = json.loads((self.target / CHECKED).read_bytes())
             return dict(checked["files"]) if checked["boot"] == boot_id() else {}

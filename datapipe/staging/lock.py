@@ -18,19 +18,24 @@ LOOK_S = 0.5  # between looks at a lock that another process holds
 SAY_S = 10.0  # how often to say who holds it
 
 
+class BusyError(StagingError):
+    """Another process holds a folder's lock."""
+
+
 @contextmanager
-def hold_lock(folder: Path, patience_s: float) -> Iterator[bool]:
+def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[bool]:
     """Hold a folder's lock. Wait for another process, and say so, as long as something changes in the folder.
 
     Args:
         folder: must exist.
         patience_s: how long nothing may change before the other process counts as stuck, in seconds.
+        waits: whether to wait at all.
 
     Yields:
         whether it is locked: some filesystems have no locks.
 
     Raises:
-        StagingError: the other process does nothing.
+        BusyError: another process holds it, and `waits` is False, or that process does nothing.
     """
     said, deadline, state = float("-inf"), time.monotonic() + patience_s, _state_of(folder)
     with ExitStack() as stack:
@@ -40,12 +45,14 @@ def hold_lock(folder: Path, patience_s: float) -> Iterator[bool]:
                 break
             except BlockingIOError:
                 holder = lock_holder(folder) or "another process"
+            if not waits:
+                raise BusyError(f"{holder} is staging to it", path=folder)
             now = time.monotonic()
             if state != (state := _state_of(folder)):
                 deadline = now + patience_s
             if now > deadline:
                 message = f"{holder} holds its lock, and nothing has changed for {patience_s:g} s (timeout_s)"
-                raise StagingError(f"{message}; end it, or choose another folder", path=folder)
+                raise BusyError(f"{message}; end it, or choose another folder", path=folder)
             if now - said > SAY_S:
                 said = now
                 logger.info("%s: waiting for %s, which holds its lock", folder, holder)

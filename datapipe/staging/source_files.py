@@ -83,6 +83,7 @@ class SourceFile:
                         done += count
                         moved()
                 if done < len(into):
+                    self.check_unchanged()
                     message = f"is cut short: {len(into)} bytes at {offset} end after {done}"
                     raise ShardCorruptError(message, path=self.path.parent, shard=self.path.name)
                 return
@@ -107,7 +108,7 @@ class SourceFile:
 
     def check_unchanged(self) -> None:
         """Raise StagingError if the file was changed, or replaced, since it was first opened."""
-        if _state(os.stat(self.path)) != self._began:
+        if self._began is not None and _state(os.stat(self.path)) != self._began:
             raise StagingError("was changed while it was copied: stage again when that has ended", path=self.path)
 
     def close(self) -> None:

@@ -9,10 +9,21 @@ from pathlib import Path
 
 from ..errors import DatapipeError, SettingError, StagingError
 from ..streams import in_time
-from .copy import Staged, check_space, copy_missing, missing_chunks, report, stage_copies, take, transfers
+from .copy import (
+    Staged,
+    check_space,
+    copy_missing,
+    missing_chunks,
+    opened_again,
+    prepare,
+    report,
+    stage_copies,
+    transfers,
+)
 from .crew import Crew, CrewError, open_crew
 from .exchange import chunk_bytes_for, exchange
 from .local_copy import LocalCopy, list_copies
+from .lock import BusyError
 from .options import StageOptions
 from .plan import needed_bytes
 from .transfer import Transfer
@@ -34,48 +45,69 @@ def stage_together(source: Path, local: Path, options: StageOptions) -> list[Sta
         One result per data set.
     """
     with open_crew(options.placement, options.timeout_s) as crew:
-        if crew.is_leader:
-            try:
-                return _lead(source, local, options, crew)
-            finally:
-                crew.done()
-        crew.follow()
-        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
-        return stage_copies(source, local, copies, options, trusts=True)
+        if not crew.is_leader:
+            crew.follow()
+            copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+            return stage_copies(source, local, copies, options, trusts=True)
+        results = _lead(source, local, options, crew)
+        crew.done()
+        return results
 
 
 def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[Staged]:
     problem: Exception | None = None
+    busy, copies = "", []
     with ExitStack() as stack:
         try:
             copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
-            present, own_name = take(source, local, copies, options, False, stack)
-            files = transfers(copies, present, own_name, options, chunk_bytes_for(len(crew), options.chunk_bytes))
+            prepared = prepare(source, local, copies, options, stack, waits=False)
+            files = transfers(prepared, options, chunk_bytes_for(len(crew), options.chunk_bytes))
             check_space(local, needed_bytes(missing_chunks(files)))
+        except BusyError as error:
+            busy = str(error)
         except (DatapipeError, SettingError, OSError) as error:
-            problem, copies = error, []
-        _agree(crew, copies, problem)
-        copied = _get(files, source, local, options, crew)
-        for copy in copies:
-            copy.complete()
-    return report(copies, present, files, copied)
+            problem = error
+        if not _agree(crew, copies, options, problem, busy):
+            copied = _get(files, source, local, options, crew)
+            for its in prepared:
+                its.complete()
+            return report(prepared, files, copied)
+    return stage_copies(source, local, copies, options)  # without the locks, for which another job may wait
 
 
-def _agree(crew: Crew, copies: list[LocalCopy], problem: Exception | None) -> None:
-    """Raise on all nodes what is wrong on one, and StagingError where they do not have the same before them."""
-    digests = [hashlib.sha256(copy.content).hexdigest() for copy in copies]
-    said = crew.gather("hello", {"protocol": PROTOCOL, "digests": digests, "problem": problem and str(problem)})
+def _agree(crew: Crew, copies: list[LocalCopy], options: StageOptions, problem: Exception | None, busy: str) -> bool:
+    """Raise on all nodes what is wrong on one, and StagingError where they do not have the same before them.
+
+    Args:
+        crew: the nodes.
+        copies: of the data sets.
+        options: of the staging.
+        problem: what is wrong on this node.
+        busy: which other process is staging on this node.
+
+    Returns:
+        Whether a node is busy: then each stages alone, lest two jobs wait for each other.
+    """
+    setup = [PROTOCOL, options.chunk_mib, *(hashlib.sha256(copy.content).hexdigest() for copy in copies)]
+    said = crew.gather("hello", {"setup": setup, "problem": problem and str(problem), "busy": busy})
     if problem is not None:
         raise problem
     for host, other in zip(crew.hosts, said, strict=True):
         if other["problem"]:
             raise StagingError(f"nothing is staged, because of node {host}: {other['problem']}")
     for host, other in zip(crew.hosts, said, strict=True):
-        if other["protocol"] != PROTOCOL:
-            message = f"has another version of datapipe (protocol {other['protocol']}, and this node {PROTOCOL})"
+        protocol, chunk_mib, *digests = other["setup"]
+        if protocol != PROTOCOL:
+            message = f"has another version of datapipe (protocol {protocol}, and this node {PROTOCOL})"
             raise StagingError(f"node {host} {message}: install the same on all nodes, or use --mode copy")
-        if other["digests"] != digests:
+        if digests != setup[2:]:
             raise StagingError(f"node {host} sees another data set, or other splits, than this node")
+        if chunk_mib != options.chunk_mib:
+            raise StagingError(f"node {host} was given chunk_mib {chunk_mib}, and this node {options.chunk_mib}")
+    for host, other in zip(crew.hosts, said, strict=True):
+        if other["busy"]:
+            logger.warning("node %s: %s: each node stages by itself", host, other["busy"])
+    return any(other["busy"] for other in said)
 
 
 def _get(files: list[Transfer], source: Path, local: Path, options: StageOptions, crew: Crew) -> list[int]:
@@ -85,11 +117,12 @@ def _get(files: list[Transfer], source: Path, local: Path, options: StageOptions
         The bytes that this node has read from the source, by file.
     """
     copied = [0] * len(files)
-    if len(crew) > 1:
+    if len(crew) > 1 and any(crew.gather("lacks", bool(missing_chunks(files)))):
         try:
             crew.connect(options.interface)
-            copied = exchange(files, files[0].landing.chunk_bytes, crew, source, options)
+            exchange(files, files[0].landing.chunk_bytes, crew, source, options, copied)
         except CrewError as error:
-            logger.warning("%s: this node reads by itself what it still lacks", error)
+            logger.warning("%s: this node reads by itself what it still lacks", error.message)
+            files = opened_again(files)
     alone = copy_missing(files, source, local, options)
     return [together + by_itself for together, by_itself in zip(copied, alone, strict=True)]

@@ -46,11 +46,13 @@ class Transfer:
             The bytes that were read from the source.
 
         Raises:
-            ShardCorruptError, StagingError, OSError: As `land`, and `SourceFile.read`.
+            ShardCorruptError, StagingError, OSError: As `finish`, and `SourceFile.read`.
         """
         data = thread_buffer(extent.size)
         self.source.read(extent.offset, data, moved)
-        return extent.size + self.land(extent, data, moved)
+        is_last = self.land(extent, data)
+        moved()
+        return extent.size + (self.finish(moved) if is_last else 0)
 
     def read(self, extent: Extent, into: memoryview, moved: Moved) -> int:
         """Read bytes for another node, from LOCAL if they are there.
@@ -63,33 +65,34 @@ class Transfer:
         Returns:
             The bytes that were read from the source.
         """
-        if self.lacks(extent):
-            self.source.read(extent.offset, into, moved)
-            return extent.size
-        self.landing.read(extent.offset, into)
-        moved()
-        return 0
+        if not self.lacks(extent) and self.landing.read(extent.offset, into):
+            moved()
+            return 0
+        self.source.read(extent.offset, into, moved)
+        return extent.size
 
-    def land(self, extent: Extent, data: memoryview, moved: Moved) -> int:
-        """Write bytes to LOCAL; finish the file if they were the last ones.
+    def land(self, extent: Extent, data: memoryview) -> bool:
+        """Write bytes to LOCAL; return whether they were the file's last ones, and it is to be finished.
 
         Args:
             extent: of this file, a chunk's.
             data: its bytes.
+        """
+        return self.landing.write(extent.offset, data)
+
+    def finish(self, moved: Moved) -> int:
+        """Check a file of which all bytes have landed, and copy it once more where it is not what it should be.
+
+        Args:
             moved: called after each read and write.
 
         Returns:
-            The bytes that had to be read from the source, since the file did not have its checksum.
+            The bytes that were read from the source.
 
         Raises:
             ShardCorruptError: The source does not have its checksum either.
             StagingError: The source was changed since it was first read.
         """
-        is_last = self.landing.write(extent.offset, data)
-        moved()
-        return self._finish(moved) if is_last else 0
-
-    def _finish(self, moved: Moved) -> int:
         source, landing, copied = self.source, self.landing, 0
         try:
             landing.finish(moved)
@@ -113,6 +116,6 @@ class Transfer:
 
 def thread_buffer(size: int) -> memoryview:
     """Return memory of this thread, which the next call uses again."""
-    if not 0 < size <= len(getattr(_memory, "buffer", b"")):
+    if size > len(getattr(_memory, "buffer", b"")) or not hasattr(_memory, "buffer"):
         _memory.buffer = mmap.mmap(-1, max(size, 1))
     return memoryview(_memory.buffer)[:size]

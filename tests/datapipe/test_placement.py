@@ -21,20 +21,34 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, (0, 1, 0, "", "")),
-        (SLURM, (2, 4, 0, "gpu03", "Slurm job step")),
-        (TORCHRUN, (5, 8, 1, "a1", "torchrun")),
-        (SLURM | TORCHRUN, (5, 8, 1, "a1", "torchrun")),  # the inner one
-        (OPEN_MPI, (1, 2, 0, "", "Open MPI")),
-        (OPEN_MPI | {"MASTER_ADDR": "n7"}, (1, 2, 0, "n7", "Open MPI")),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, None, "", "MPICH/PMI")),
-        ({name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID")}, (0, 1, 0, "", "")),  # a batch script
+        ({}, (0, 1, "", "")),
+        (SLURM, (2, 4, "gpu03", "Slurm job step")),
+        (TORCHRUN, (5, 8, "a1", "torchrun")),
+        (SLURM | TORCHRUN, (5, 8, "a1", "torchrun")),  # the inner one
+        (OPEN_MPI, (1, 2, "", "Open MPI")),
+        (OPEN_MPI | {"MASTER_ADDR": "n7"}, (1, 2, "n7", "Open MPI")),
+        (SLURM | OPEN_MPI, (1, 2, "gpu01", "Open MPI")),  # the step is of mpirun's helpers
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, "", "MPICH/PMI")),
+        ({name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID")}, (0, 1, "", "")),  # a batch script
     ],
 )
 def test_launchers(environ, expected):
     place = placement(environ)
-    assert (place.rank, place.world_size, place.local_rank, place.master, place.launcher) == expected
-    assert place.port == 29500 if "MASTER_PORT" in environ else 20000 <= place.port < 30000
+    assert (place.rank, place.world_size, place.master, place.launcher) == expected
+    assert place.port == 29501 if "MASTER_PORT" in environ else 20000 <= place.port < 30000
+
+
+def test_the_store_of_torchrun_is_used_where_there_is_one():
+    place = placement(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert (place.port, place.has_store) == (29500, True)
+
+
+def test_processes_of_mpirun_on_all_nodes_of_a_job_meet():
+    """Those on mpirun's own node have no step, or the batch script's; the others that of mpirun's helpers."""
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[01-02]"}
+    step = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "gpu02", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    first, second = placement(job | OPEN_MPI), placement(job | step | OPEN_MPI)
+    assert (first.master, first.port) == (second.master, second.port) and first.master == "gpu01"
 
 
 def test_the_user_has_the_last_word():
@@ -56,6 +70,7 @@ def test_all_processes_of_a_job_have_one_port_and_other_jobs_another():
         ({"OMPI_COMM_WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: is set"),
         ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK: 'x' in the environment is not a number"),
         (SLURM | {"SLURM_PROCID": "4"}, "SLURM_PROCID: 4 is out of range"),
+        (SLURM | {"SLURM_NTASKS": "2"}, "SLURM_STEP_NUM_TASKS: 4 is not SLURM_NTASKS"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT: 'http'"),
     ],
 )

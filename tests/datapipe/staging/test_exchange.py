@@ -10,12 +10,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from datapipe.dataset.manifest import FileInfo
 from datapipe.staging import StageOptions, stage
+from datapipe.staging.landing import Landing
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 
 pytestmark = [
@@ -75,6 +78,103 @@ def test_what_one_node_has_the_others_get_from_it(nodes, tmp_path):
     (tmp_path / "local-1" / "shard-000001.tar").unlink()
     read, _ = results(nodes(3))
     assert sum(read) == SIZES[1] and same(tmp_path / "source", tmp_path / "local-2")
+
+
+def put(local: Path, name: str, content: bytes, chunks: dict[int, bytes], info: FileInfo) -> None:
+    """Leave chunks of a file as an interrupted copy does; `chunks`: how each begins, if not as it should."""
+    local.mkdir(exist_ok=True)
+    landing = Landing(local / name, info, CHUNK, False)
+    for chunk, damage in chunks.items():
+        data = bytearray(content[chunk * CHUNK : (chunk + 1) * CHUNK])
+        data[: len(damage)] = damage
+        landing.write(chunk * CHUNK, memoryview(data))
+    landing.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"rubbish"])
+def test_what_was_interrupted_continues_together(nodes, tmp_path, damage):
+    """What some nodes have of a file, they give to the others; if it is damaged, each copies the file once more."""
+    manifest = make_data_set(tmp_path / "source", SIZES)
+    info = manifest.shards[0]
+    content = (tmp_path / "source" / info.name).read_bytes()
+    put(tmp_path / "local-0", info.name, content, dict.fromkeys(range(8), b""), info)
+    put(tmp_path / "local-2", info.name, content, {7: b"", 9: damage}, info)
+    read, said = results(nodes(3))
+    expected = sum(SIZES) - 9 * CHUNK + (3 * SIZES[0] if damage else 0)
+    assert sum(read) == expected, said
+    assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in range(3))
+
+
+def test_all_processes_of_all_nodes_hear_of_what_is_wrong_on_one(nodes, start, port, tmp_path):
+    make_data_set(tmp_path / "source", SIZES)
+    (tmp_path / "local-1").write_text("a file")
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = []
+    for i in range(4):
+        line = (tmp_path / "source", tmp_path / f"local-{i // 2}", "--node", f"{i}/4")
+        children.append(start(*line, host=f"node{i // 2}", env=env))
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert all(child.returncode in (1, 2) for child in children), said
+    assert "has left: nothing is staged, because of node node1: LOCAL" in said[1], said
+    assert not [*tmp_path.glob("local-0/*.tar")]
+
+
+def test_two_jobs_that_stage_to_the_same_nodes(nodes, start, tmp_path):
+    """Each has the lock of one node: none waits for the other's."""
+    make_data_set(tmp_path / "source", [20 * CHUNK] * 2)
+    first = nodes(2, "--max-mbps", 2)
+    wait_for_chunks(tmp_path / "local-1", 1, first)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    second = [
+        start(tmp_path / "source", tmp_path / f"local-{i}", "--node", f"{i}/2", "--json", host=f"node{i}", env=env)
+        for i in range(2)
+    ]
+    assert sum(results(first)[0]) == 40 * CHUNK
+    read, said = results(second)
+    assert read == [0, 0] and all("each node stages by itself" in errors for errors in said), said
+
+
+def test_a_process_group_of_the_caller_stays_as_it_is(tmp_path):
+    """A library may stage in the middle of a training."""
+    make_data_set(tmp_path / "source", SIZES)
+    program = """
+import os, sys
+import torch, torch.distributed as dist
+from datapipe.cluster import placement
+from datapipe.staging import StageOptions, stage
+dist.init_process_group("gloo")
+stage(sys.argv[1], sys.argv[2] + os.environ["RANK"], StageOptions(placement=placement(os.environ), chunk_mib=1))
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2
+dist.destroy_process_group()
+"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    children = []
+    for rank in range(2):
+        line = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "local-")]
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        host = ["unshare", "--uts", "sh", "-c", f'hostname node{rank} && exec "$@"', "sh"]
+        children.append(subprocess.Popen([*host, *line], env=own, stderr=subprocess.PIPE, text=True))
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in range(2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_node_in_mid_exchange(nodes, tmp_path, number):
+    make_data_set(tmp_path / "source", [40 * CHUNK] * 2)
+    children = nodes(2, "--max-mbps", 8, "--timeout", 8)
+    wait_for_chunks(tmp_path / "local-1", 3, children)
+    children[1].send_signal(number)
+    assert children[1].wait(10) == 128 + number
+    results(children[:1])
+    assert same(tmp_path / "source", tmp_path / "local-0")
 
 
 def test_two_processes_of_a_node_stage_once(nodes, start, port, tmp_path):
@@ -186,7 +286,7 @@ def test_a_signal_ends_a_node_that_waits_for_others(start, port, tmp_path, rank,
     child = start(tmp_path / "source", tmp_path / "local", "--node", f"{rank}/2", host=f"node{rank}", env=env)
     with socket.socket() as probe:
         deadline = time.monotonic() + 60
-        while rank == 0 and probe.connect_ex(("127.0.0.1", port)):
+        while rank == 0 and probe.connect_ex(("127.0.0.1", port + 1)):  # beside the one that a training will use
             assert child.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
     time.sleep(2 if rank == 0 else 8)

@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import socket
+import tempfile
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -134,7 +135,8 @@ def test_stage_killed_at_random_moments(tmp_path, start):
 def landed_chunks(local: Path) -> int:
     """Count the chunks that need not be copied again: of whole files, and of those on their way."""
     whole = sum(-(-path.stat().st_size // CHUNK) for path in local.glob("shard-*"))
-    return whole + sum(path.read_bytes().partition(b"\n")[2].count(1) for path in local.glob(".*.landed"))
+    maps = [path for path in local.glob(".*.landed") if not (local / path.name[1:].removesuffix(".landed")).exists()]
+    return whole + sum(path.read_bytes().partition(b"\n")[2].count(1) for path in maps)
 
 
 def test_at_most_one_chunk_per_stream_is_copied_twice(tmp_path, start):
@@ -172,8 +174,10 @@ def test_what_is_damaged_here_is_copied_again(packed_folders, tmp_path):
 def test_two_stages_at_once(tmp_path, start):
     """As when a job script runs `stage` once a task: the second waits, and both end well."""
     make_data_set(tmp_path / "source", [24 * CHUNK] * 3)
-    children = [start(tmp_path / "source", tmp_path / "local") for _ in range(3)]
-    assert [child.wait(120) for child in children] == [0, 0, 0]
+    children = [start(tmp_path / "source", tmp_path / "local", "--json") for _ in range(3)]
+    said = [child.communicate(timeout=120) for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], said
+    assert sum(json.loads(out)["data_sets"][0]["copied_bytes"] for out, _ in said) == 3 * 24 * CHUNK
     assert same(tmp_path / "source", tmp_path / "local")
 
 
@@ -255,6 +259,16 @@ def test_who_waits_for_a_lock_says_for_whom_and_has_a_limit(tmp_path, start):
     assert f"(on {socket.gethostname()})" in errors.splitlines()[-1]
 
 
+def test_a_folder_in_memory_or_on_the_same_disk_is_told_of(tmp_path, caplog):
+    caplog.set_level("INFO")
+    make_data_set(tmp_path / "source", [100])
+    stage(tmp_path / "source", tmp_path / "local")
+    assert "is on the same filesystem as" in caplog.text
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        stage(tmp_path / "source", Path(memory, "local"))
+    assert "is in memory (tmpfs)" in caplog.text
+
+
 def test_small_files_share_a_chunk(tmp_path):
     """Ten thousand shards are as good as ten."""
     make_data_set(tmp_path / "source", [0, 1, 5000, 0, *[300] * 500])
@@ -290,6 +304,7 @@ def test_without_locks_two_processes_do_not_meet(tmp_path, start):
     line = (tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--max-mbps", 40)
     killed = start(*line, env=env)
     while not [*(tmp_path / "local").glob(".*.partial")]:
+        assert killed.poll() is None
         time.sleep(0.01)
     killed.kill()
     killed.wait()
