@@ -157,8 +157,7 @@ class Crew:
     def _names(self, ranks: Iterable[int]) -> str:
         if self.index < 0:
             return ", ".join(f"process {rank}" for rank in ranks)
-        nodes = [self._leaders.index(rank) for rank in ranks]
-        return ", ".join(f"node {node} ({self.hosts[node]})" for node in nodes)
+        return ", ".join(f"node {node} ({self.hosts[node]})" for node in map(self._leaders.index, ranks))
 
     def leave(self, reason: str) -> None:
         """Tell the others why this process stops: they continue without it."""
