@@ -33,7 +33,7 @@ import sys
 from datapipe.packing import PackOptions
 from datapipe.packing.plan import make_plan
 from datapipe.sources import open_source
-options = PackOptions()
+options = PackOptions(shard_mib=256)
 plan = make_plan(open_source(Path(sys.argv[1])), options.settings())
 """,
     PACK: """

@@ -100,8 +100,11 @@ def test_the_costs_in_the_documentation() -> None:
         ways = re.findall(r"\d+(?: `\w+`)?", cells[0])
         for i, way in enumerate(ways):
             workers, _, option = way.partition(" ")
-            settings = KFACSettings(grad_worker_fraction=int(workers) / int(ranks), solver="cholesky")
-            settings.local_factors = option == "`local_factors`"
+            settings = KFACSettings(
+                grad_worker_fraction=int(workers) / int(ranks),
+                solver="cholesky",
+                local_factors=option == "`local_factors`",
+            )
             values = costs(network, int(ranks), settings, reduce_to_owners=option == "`reduce_to_owners`")
             said = [re.split("; *", cell)[min(i, cell.count(";"))] for cell in cells[1:]]
             said = [*said[:2], *re.findall(r"\d[\d.]*", said[2])]
