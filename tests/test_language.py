@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WRITTEN = ("datapipe", "trainer", "benchmarks", "tools", "docs")
 FILES = sorted(
-    path for name in WRITTEN for path in (ROOT / name).rglob("*.py") if not {"work", "_build"} & {*path.parts}
+    path
+    for name in WRITTEN
+    for path in (ROOT / name).rglob("*.py")
+    if not {"work", "_build"} & {*path.relative_to(ROOT).parts}
 )
 # Prepositions, numbers and participles: they say nothing of the thing.
 NO_NAMES = {"of", "found", "one", "wanted", "taken", "held", "told"}
@@ -25,7 +28,7 @@ TEXTS = sorted(
     for name in WRITTEN
     for path in (ROOT / name).rglob("*")
     if path.suffix in {".py", ".md", ".sh", ".pbs", ".sbatch", ".toml", ".jinja", ".html"}
-    if not {"work", "_build", "results"} & {*path.parts}
+    if not {"work", "_build", "results"} & {*path.relative_to(ROOT).parts}
 )
 MANY = 2  # parameters; a function with more describes each, and what it returns
 # Functions that many files have are described once, where the interface is: the file's folder or the file, the name.
