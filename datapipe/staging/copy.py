@@ -115,7 +115,6 @@ def prepare(
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
     if local.exists() and not local.is_dir():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
-    _warn_of_place(source, local)
     prepared = []
     for copy in copies:
         copy.check_other(options.replace)
@@ -123,6 +122,7 @@ def prepare(
         is_locked, own_name = False, ""
         if len(present) < copy.num_files:
             make_folder(copy.target)
+            _warn_of_place(copy.source, copy.target)
             is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))
             if not is_locked:
                 own_name = make_own_name()

@@ -205,8 +205,8 @@ class _Exchange:
             if not self._to_write[number]:
                 del self._received[number]
                 self._may_receive.release()
-        for number in complete:  # which takes long: the next round does not wait for it
-            self._count(number, self._files[number].finish(moved))
+        for file_number in complete:  # which takes long: the next round does not wait for it
+            self._count(file_number, self._files[file_number].finish(moved))
         return begin
 
     def _wait(self, until: Callable[[], bool], moved: Moved) -> None:

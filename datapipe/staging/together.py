@@ -117,12 +117,12 @@ def _get(files: list[Transfer], source: Path, local: Path, options: StageOptions
         The bytes that this node has read from the source, by file.
     """
     copied = [0] * len(files)
-    if len(crew) > 1 and any(crew.gather("lacks", bool(missing_chunks(files)))):
-        try:
+    try:
+        if len(crew) > 1 and any(crew.gather("lacks", bool(missing_chunks(files)))):
             crew.connect(options.interface)
             exchange(files, files[0].landing.chunk_bytes, crew, source, options, copied)
-        except CrewError as error:
-            logger.warning("%s: this node reads by itself what it still lacks", error.message)
-            files = opened_again(files)
+    except CrewError as error:
+        logger.warning("%s: this node reads by itself what it still lacks", error.message)
+        files = opened_again(files)
     alone = copy_missing(files, source, local, options)
     return [together + by_itself for together, by_itself in zip(copied, alone, strict=True)]

@@ -86,8 +86,8 @@ def test_deep_finds_what_was_packed_broken(tmp_path, photo, encoded, command):
     assert command("datapipe", "verify", tmp_path / "out").returncode == 0
     deep = command("datapipe", "verify", "--deep", tmp_path / "out")
     assert deep.returncode == 1 and "shard-000000.tar: key a/3: cannot be decoded" in deep.stdout
-    found = json.loads(command("datapipe", "verify", "--deep", "--json", tmp_path / "out").stdout)
-    assert [problem["key"] for problem in found[str(tmp_path / "out" / "train")]] == ["a/3"]
+    problems = json.loads(command("datapipe", "verify", "--deep", "--json", tmp_path / "out").stdout)
+    assert [problem["key"] for problem in problems[str(tmp_path / "out" / "train")]] == ["a/3"]
 
 
 # --- manifests ---------------------------------------------------------------------------------------

@@ -527,11 +527,11 @@ def test_a_plan_is_looked_for_while_another_task_finishes(parts, tmp_path):
     other = threading.Thread(target=finish_and_begin_again)
     other.start()
     try:
-        found = [out.load_plan() is not None for _ in range(500)]
+        is_there = [out.load_plan() is not None for _ in range(500)]
     finally:
         stop.set()
         other.join()
-    assert any(found)
+    assert any(is_there)
 
 
 # --- what a pack remembers of its source ------------------------------------------------------------

@@ -76,8 +76,8 @@ def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders):
     local.mkdir()
     with locked(local, wait=False):
         process = start(packed_folders["tar"] / "train", local)
-        told = [process.stderr.readline() for _ in range(2)]  # first, that LOCAL is on the same disk
-        assert f"{local}: waiting for process" in told[1]
+        lines = [process.stderr.readline() for _ in range(2)]  # first, that LOCAL is on the same disk
+        assert f"{local}: waiting for process" in lines[1]
     code, errors = ended(process)
     assert code == 0 and verify(local) == [], errors
 

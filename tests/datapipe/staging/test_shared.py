@@ -118,8 +118,8 @@ def test_the_source_may_be_packed_again_meanwhile(public):
     with locked(local, wait=False):
         line = [sys.executable, "-c", STAGE, "stage", str(source), str(local)]
         child = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
-        told = [child.stderr.readline() for _ in range(2)]  # first, that LOCAL is on the same disk
-        assert "waiting for process" in told[1]
+        lines = [child.stderr.readline() for _ in range(2)]  # first, that LOCAL is on the same disk
+        assert "waiting for process" in lines[1]
         (source / MANIFEST).write_bytes((public / "source" / "val" / MANIFEST).read_bytes())
     child.communicate(timeout=60)
     assert child.returncode == 0
