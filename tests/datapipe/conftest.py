@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.datapipe.slurm import ROOT, SUBNET, TESTBED, Cluster, free_ports
+from tests.datapipe.slurm import ROOT, SUBNET, TESTBED, Cluster
+from tests.ports import free_ports
 
 MOUNT = Path(__file__).parents[3] / "shared" / "testbed" / "slowfs-mount.sh"
 KNOBS = ("meta_ms", "meta_jitter_ms", "readdir_entry_us", "read_ms", "read_mbps", "write_mbps", "space_mb")

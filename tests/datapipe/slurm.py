@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -76,13 +75,3 @@ class Cluster:
             yield
         finally:
             control.write_text(json.dumps({"faults": []}))
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row on which nobody listens."""
-    for first in range(17_100, 30_000, 100):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise AssertionError("no free ports")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -19,6 +18,7 @@ from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import normalise, open_loader
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
+from tests.ports import free_ports
 
 HAVE_GPU = torch.cuda.is_available()
 
@@ -192,9 +192,7 @@ def test_a_rank_that_fails_is_gone_while_the_other_waits_in_nccl(sample, tmp_pat
         content = bytearray(shard.read_bytes())
         content[512 : len(content) // 2] = bytes(len(content) // 2 - 512)
         shard.write_bytes(content)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_ports())
     ranks = []
     try:
         for rank, folder in enumerate((sample, damaged)):

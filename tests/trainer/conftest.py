@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from datapipe.packing import PackOptions, pack
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 NUM_TRAIN, NUM_VAL = 330, 77  # neither divides by a batch size used here
@@ -114,9 +114,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest):
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
+    return str(free_ports())
 
 
 @pytest.fixture

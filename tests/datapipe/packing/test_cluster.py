@@ -25,7 +25,8 @@ from datapipe.dataset.index import read_keys
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
 from datapipe.packing.out_folder import FINISHING, NEW, STATE
-from tests.datapipe.slurm import ROOT, STALL_S, free_ports, needs_testbed, wait_until
+from tests.datapipe.slurm import ROOT, STALL_S, needs_testbed, wait_until
+from tests.ports import free_ports
 
 NUM_SHARDS = 18  # of 1 MiB: 0 to 15 of train, 16 and 17 of val
 

@@ -20,6 +20,7 @@ from datapipe.dataset.manifest import FileInfo
 from datapipe.staging import StageOptions, stage
 from datapipe.staging.landing import Landing
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+from tests.ports import free_ports
 
 pytestmark = [
     pytest.mark.ranks,
@@ -33,9 +34,7 @@ SIZES = [10 * CHUNK + 5, 6 * CHUNK, *[1000] * 30, 2 * CHUNK]
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(2)
 
 
 @pytest.fixture
@@ -124,9 +123,7 @@ def test_two_jobs_that_stage_to_the_same_nodes(nodes, start, tmp_path):
     make_data_set(tmp_path / "source", [20 * CHUNK] * 2)
     first = nodes(2, "--max-mbps", 2)
     wait_for_chunks(tmp_path / "local-1", 1, first)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2))}
     second = [
         start(tmp_path / "source", tmp_path / f"local-{i}", "--node", f"{i}/2", "--json", host=f"node{i}", env=env)
         for i in range(2)
@@ -151,10 +148,7 @@ dist.all_reduce(total)
 assert total.item() == 2
 dist.destroy_process_group()
 """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2)), "WORLD_SIZE": "2"}
     children = []
     for rank in range(2):
         line = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "local-")]
