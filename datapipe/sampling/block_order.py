@@ -19,6 +19,7 @@ from .order import BLOCKS, WITHIN, Last, num_steps, permutation, uniform
 
 MIN_LANES = 32  # as many different blocks in each global batch, where its size allows
 MIN_WINDOW = 32  # blocks shuffled together, over all lanes
+NEVER = np.int64(1 << 62)  # later than any turn
 
 
 class Grid(NamedTuple):
@@ -108,6 +109,7 @@ class BlockOrder:
         starts = self._run_starts[:-1]
         block = np.searchsorted(ends, starts, "right")
         self._run_lanes = np.searchsorted(lane_ends, starts, "right")
+        self._run_blocks = shuffled[block]
         # What to add to a place to get an index into `blocks.samples`, where samples are in the order of the file.
         self._shift = (blocks.starts[1:][shuffled] - ends)[block]
         window = block // -(-MIN_WINDOW // lanes)
@@ -159,6 +161,30 @@ class BlockOrder:
         runs = np.flatnonzero(mine)
         runs = runs[np.lexsort((self._run_lanes[runs], first[runs]))]
         return Needs(runs, first[runs], last[runs])
+
+    def turns(self, ranks: range, world_size: int) -> np.ndarray:
+        """Return the place of each block in the sequence in which some ranks read them: int64[num_blocks].
+
+        Blocks that these ranks do not read have NEVER.
+
+        Args:
+            ranks: those of a node.
+            world_size: the number of ranks, which divides the global batch.
+        """
+        turns = np.full(len(self._blocks.starts) - 1, NEVER)
+        for rank in ranks:
+            needs = self.needs(rank, world_size, range(self._total))
+            keys = needs.first * len(self._lane_starts) + self._run_lanes[needs.runs]
+            np.minimum.at(turns, self._run_blocks[needs.runs], keys)
+        read = np.flatnonzero(turns < NEVER)
+        turns[read[np.argsort(turns[read], kind="stable")]] = np.arange(len(read))
+        return turns
+
+    def whole_block(self, run: int) -> int | None:
+        """Return the block that a run consists of, or None if it is only a part of one."""
+        block = int(self._run_blocks[run])
+        is_whole = np.diff(self._run_starts[run : run + 2]) == np.diff(self._blocks.starts[block : block + 2])
+        return block if is_whole else None
 
     def samples_of(self, run: int) -> np.ndarray:
         """Return the samples of a run, in the order of the file: int64[N]."""

@@ -30,7 +30,7 @@ from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1  # of what nodes tell each other; to be raised when that changes
+PROTOCOL = 2  # of what nodes tell each other; to be raised when that changes
 
 
 def stage_together(source: Path, local: Path, options: StageOptions) -> list[Staged]:
