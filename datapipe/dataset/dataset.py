@@ -99,11 +99,11 @@ class DataSet:
         Raises:
             ShardCorruptError: these are not the sample's bytes.
         """
-        again: Data | None = data
-        while again is not None:
-            if sample_checksum(again) == checksum:
-                return again
-            again = self.reader.read_again(shard, offset, len(data))
+        if sample_checksum(data) == checksum:
+            return data
+        again = (self.reader.read if self.slots else self.reader.read_again)(shard, offset, len(data))
+        if again is not None and sample_checksum(again) == checksum:
+            return again
         message = f"the {len(data)} bytes at {offset} are not the ones that were packed"
         name = self.manifest.shards[shard].name
         raise ShardCorruptError(message, path=self.folder, shard=name, key=self.key(sample))

@@ -32,11 +32,12 @@ class ReadFrom(NamedTuple):
 
 
 class CachedBlock(NamedTuple):
-    """A whole block, which the node's disk may hold, or is to hold from now on."""
+    """A block, which the node's disk may hold, or is to hold from now on."""
 
     slots: BlockSlots
     uses: NextUses  # of this node, in this epoch
     block: int  # its number
+    samples: np.ndarray  # int64[N], all of the block's, in the order of the file
 
     def read(self, size: int, into: memoryview) -> memoryview | None:
         """Read the block from the node's disk, if it is there: `size` bytes."""
@@ -71,21 +72,27 @@ class BlockRead:
         """Read the bytes unless that was done; whoever comes meanwhile waits."""
         with self._lock:
             if self._data is None and self._left:
-                reader, index, block_bytes, memory = self._source
-                records = index[self._samples]
-                starts = records["offset"].astype(np.int64)
-                shard, start, stop = records["shard"][0], starts.min(), (starts + records["size"]).max()
                 try:
-                    into = memory.take().data
-                    self._start, self._data = int(start), self._cached and self._cached.read(int(stop - start), into)
-                    if self._data is None:
-                        read = reader.read_block(int(shard), self._start, int(stop), block_bytes, into)
-                        self._start, self._data = read
-                        if self._cached:
-                            self._cached.keep(self._data)
+                    self._start, self._data = self._read()
                 except ShardReadError as error:  # raised where the first sample is asked for
                     self._data = error
             return self._data
+
+    def _read(self) -> tuple[int, Data]:
+        """Return the bytes, and where they begin in the shard: those of the whole block, if the node's disk has it."""
+        reader, index, block_bytes, memory = self._source
+        into = memory.take().data
+        shard, start, stop = _find_extent(index[self._samples])
+        if self._cached is None:
+            return reader.read_block(shard, start, stop, block_bytes, into)
+        _, block_start, block_stop = _find_extent(index[self._cached.samples])
+        data: Data | None = self._cached.read(block_stop - block_start, into)
+        if data is not None:
+            return block_start, data
+        data = reader.read(shard, start, stop - start, into)
+        if (start, stop) == (block_start, block_stop):
+            self._cached.keep(data)
+        return start, data
 
     def take(self, offset: int, size: int) -> memoryview:
         """Return the bytes of one sample, which is asked for once. Raises ShardReadError."""
@@ -99,6 +106,12 @@ class BlockRead:
             if not self._left:
                 self._data = None
         return memoryview(data)[offset - self._start : offset - self._start + size]
+
+
+def _find_extent(records: np.ndarray) -> tuple[int, int, int]:
+    """Return the shard of neighbouring samples, the first of their bytes in it, and the byte behind the last."""
+    starts = records["offset"].astype(np.int64)
+    return int(records["shard"][0]), int(starts.min()), int((starts + records["size"]).max())
 
 
 class BlockedReads:
@@ -162,9 +175,7 @@ class RankReads:
         return reads
 
     def _find_cached(self, number: int) -> CachedBlock | None:
-        if self._cache is None or (block := self._order.whole_block(number)) is None:
-            return None
-        return CachedBlock(*self._cache, block)
+        return CachedBlock(*self._cache, *self._order.block_of(number)) if self._cache else None
 
     def end(self) -> None:
         """Read nothing more ahead."""

@@ -165,26 +165,26 @@ class BlockOrder:
     def turns(self, ranks: range, world_size: int) -> np.ndarray:
         """Return the place of each block in the sequence in which some ranks read them: int64[num_blocks].
 
-        Blocks that these ranks do not read have NEVER.
+        Blocks that these ranks do not read have NEVER; of one that is read in parts, the last part counts.
 
         Args:
             ranks: those of a node.
             world_size: the number of ranks, which divides the global batch.
         """
-        turns = np.full(len(self._blocks.starts) - 1, NEVER)
+        turns = np.full(len(self._blocks.starts) - 1, -1)
         for rank in ranks:
             needs = self.needs(rank, world_size, range(self._total))
             keys = needs.first * len(self._lane_starts) + self._run_lanes[needs.runs]
-            np.minimum.at(turns, self._run_blocks[needs.runs], keys)
-        read = np.flatnonzero(turns < NEVER)
-        turns[read[np.argsort(turns[read], kind="stable")]] = np.arange(len(read))
+            np.maximum.at(turns, self._run_blocks[needs.runs], keys)
+        order = np.argsort(turns, kind="stable")
+        num_unread = np.count_nonzero(turns < 0)
+        turns[order[:num_unread]], turns[order[num_unread:]] = NEVER, np.arange(len(turns) - num_unread)
         return turns
 
-    def whole_block(self, run: int) -> int | None:
-        """Return the block that a run consists of, or None if it is only a part of one."""
+    def block_of(self, run: int) -> tuple[int, np.ndarray]:
+        """Return the block that a run is a part of, or all of, and its samples in the order of the file: int64[N]."""
         block = int(self._run_blocks[run])
-        is_whole = np.diff(self._run_starts[run : run + 2]) == np.diff(self._blocks.starts[block : block + 2])
-        return block if is_whole else None
+        return block, self._blocks.samples[self._blocks.starts[block] : self._blocks.starts[block + 1]]
 
     def samples_of(self, run: int) -> np.ndarray:
         """Return the samples of a run, in the order of the file: int64[N]."""

@@ -26,7 +26,7 @@ from ..fsio import atomic_write, boot_id, checksum, sync_folder
 from ..streams import Moved, work_on_files
 from .landing import is_of_dead_process
 from .lock import find_holder
-from .origin import Origin
+from .origin import ORIGIN, Origin
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,9 @@ class LocalCopy:
             StagingError: without the lock: another process has changed the copy meanwhile.
         """
         states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}  # all are there
+        is_ours = (self.target / ORIGIN).exists()
         if not self.has_manifest():
+            is_ours = True
             if not is_locked:
                 raise StagingError("was changed by another process meanwhile: stage again", path=self.target)
             if (self.target / MANIFEST).exists():
@@ -244,7 +246,7 @@ class LocalCopy:
             sync_folder(self.target)
             with atomic_write(self.target / MANIFEST, alone=False) as file:
                 file.write(self.content)
-        if not self._is_complete():
+        if is_ours and not self._is_complete():
             with suppress(OSError):  # it may be read-only
                 Origin(str(self.source.resolve()), self._digest, total_bytes=self.manifest.size_bytes).write(
                     self.target

@@ -46,9 +46,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         return stage_copies(source, local, copies, options)
     if left <= 0:
         names = ", ".join(copy.source.name for copy in smaller)
-        raise SettingError(
-            f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}"
-        )
+        raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
     results = stage_copies(source, local, whole, options) if whole else []
     return [*results, in_time(lambda: _make_room(largest, left, options), largest.source, options.timeout_s)]
 

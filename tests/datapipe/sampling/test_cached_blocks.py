@@ -78,11 +78,10 @@ def test_turns_are_those_in_which_ranks_read(world_size):
     assert sorted(order.turns(range(world_size), world_size).tolist()) == list(range(40))
 
 
-def test_whole_blocks_are_told_from_parts():
+def test_a_run_is_a_part_of_its_block():
     order = orders(num_blocks=7, size=4, lanes=4)(0)
     _, runs = order.at(np.arange(len(order)))
     for run in np.unique(runs).tolist():
-        block = order.whole_block(run)
-        samples = order.samples_of(run)
-        assert (block is not None) == (len(samples) == 4)
-        assert block is None or set((samples // 4).tolist()) == {block}
+        block, samples = order.block_of(run)
+        assert samples.tolist() == list(range(4 * block, 4 * block + 4))
+        assert set(order.samples_of(run).tolist()) <= set(samples.tolist())
