@@ -19,6 +19,7 @@ import pytest
 from datapipe.dataset.manifest import FileInfo
 from datapipe.staging import StageOptions, stage
 from datapipe.staging.landing import Landing
+from datapipe.staging.together import PROTOCOL
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.ports import free_ports
 
@@ -251,7 +252,7 @@ def test_nodes_that_see_other_data_sets_are_refused(nodes, tmp_path):
 def test_nodes_with_other_versions_are_refused(nodes, start, port, tmp_path):
     make_data_set(tmp_path / "source", SIZES)
     (tmp_path / "later").mkdir()
-    program = "import datapipe.staging.together as together\ntogether.PROTOCOL = 2\n"
+    program = f"import datapipe.staging.together as together\ntogether.PROTOCOL = {PROTOCOL + 1}\n"
     (tmp_path / "later" / "sitecustomize.py").write_text(program)
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     later = env | {"PYTHONPATH": f"{tmp_path / 'later'}:{Path(__file__).parents[3]}"}
@@ -260,8 +261,8 @@ def test_nodes_with_other_versions_are_refused(nodes, start, port, tmp_path):
         for i in range(2)
     ]
     _, said = results(children, code=1)
-    assert "node node1 has another version of datapipe (protocol 2, and this node 1)" in said[0]
-    assert "(protocol 1, and this node 2)" in said[1]
+    assert f"node node1 has another version of datapipe (protocol {PROTOCOL + 1}, and this node {PROTOCOL})" in said[0]
+    assert f"(protocol {PROTOCOL}, and this node {PROTOCOL + 1})" in said[1]
 
 
 def test_a_node_that_does_not_come_is_named(nodes, start, port, tmp_path):
@@ -294,3 +295,61 @@ def test_exchange_without_a_meeting_place_is_refused(start, tmp_path):
     child = start(tmp_path / "source", tmp_path / "local", "--node", "0/2", "--mode", "exchange", env=env)
     errors = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and "give --master HOST, or set MASTER_ADDR" in errors
+
+
+def test_an_interface_that_is_not_there_is_told_to_all(nodes, start, port, tmp_path):
+    """Before a byte moves. What is named otherwise on each node is good."""
+    make_data_set(tmp_path / "source", SIZES)
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = []
+    for i, interface in enumerate(("lo", "eth99")):
+        line = (tmp_path / "source", tmp_path / f"local-{i}", "--node", f"{i}/2", "--interface", interface)
+        children.append(start(*line, host=f"node{i}", env=env))
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [1, 2], said
+    wrong = "interface: 'eth99' is not on this host; allowed: lo (127.0.0.1)"
+    assert f"error: --{wrong}" in said[1] and f"nothing is staged, because of node node1: {wrong}" in said[0]
+    assert not [*tmp_path.glob("local-*/*.tar")]
+    read, _ = results(nodes(2, "--interface", "lo"))
+    assert sum(read) == sum(SIZES)
+
+
+LOSE = """
+import os, signal
+import datapipe.staging.{module} as module
+before = module.{name}
+def end(*arguments, **options):
+    {first}
+    os.kill(os.getpid(), signal.SIGKILL)
+module.{name} = end
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "first"),
+    [
+        ("crew", "Crew.connect", "pass"),
+        ("crew", "find_unreachable", "before(*arguments, **options)"),
+        ("together", "exchange", "pass"),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.slow
+def test_a_node_that_is_lost_before_the_first_round(start, port, tmp_path, which, module, name, first):
+    """While the others wait for its address, to connect, and for what it lacks."""
+    make_data_set(tmp_path / "source", SIZES)
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / "sitecustomize.py").write_text(LOSE.format(module=module, name=name, first=first))
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    lost = env | {"PYTHONPATH": f"{tmp_path / 'lost'}:{Path(__file__).parents[3]}"}
+    children = []
+    for i in range(3):
+        line = (tmp_path / "source", tmp_path / f"local-{i}", "--node", f"{i}/3", "--timeout", 8, "--json")
+        children.append(start(*line, host=f"node{i}", env=lost if i == which else env))
+    assert children.pop(which).wait(60) == -signal.SIGKILL
+    read, said = results(children)
+    assert all("this node reads by itself" in errors and f"node {which} (node{which})" in errors for errors in said), (
+        said
+    )
+    assert read == [sum(SIZES)] * 2
+    assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in {0, 1, 2} - {which})
