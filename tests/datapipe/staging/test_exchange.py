@@ -14,10 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from datapipe.dataset.manifest import FileInfo
-from datapipe.staging import StageOptions, stage
+from datapipe.dataset.manifest import FileInfo, Manifest
+from datapipe.packing import PackOptions, pack
+from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.landing import Landing
 from datapipe.staging.together import PROTOCOL
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
@@ -353,3 +356,75 @@ def test_a_node_that_is_lost_before_the_first_round(start, port, tmp_path, which
     )
     assert read == [sum(SIZES)] * 2
     assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in {0, 1, 2} - {which})
+
+
+ON_HOST = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh"]
+LOAD = """
+import sys
+from datapipe.loaders import open_loader
+with open_loader(sys.argv[1], 4, size=16, cache=sys.argv[2], threads=1) as loader:
+    print(sum(len(batch.labels) for batch in loader))
+"""
+STAGE_ONCE = """
+import sys
+from datapipe.staging import StageOptions, stage_once
+stage_once(sys.argv[1], sys.argv[2], StageOptions(chunk_mib=1, max_mbps=2))
+"""
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory) -> Path:
+    """A data set of 48 images that a loader can read, 10 MB."""
+    root = tmp_path_factory.mktemp("noise")
+    (root / "raw" / "a").mkdir(parents=True)
+    for i in range(48):
+        pixels = np.random.default_rng(i).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / "raw" / "a" / f"{i}.png")
+    pack(root / "raw", root / "packed", PackOptions(shard_mib=2, workers=1))
+    return root / "packed" / "train"
+
+
+@pytest.fixture
+def caches(noise, tmp_path) -> list[Path]:
+    """The cache of each of two nodes, and in it, the folder of a copy."""
+    (folder,) = stage_once(noise, tmp_path / "elsewhere").parent.iterdir()
+    return [tmp_path / f"cache-{i}" / folder.name for i in range(2)]
+
+
+def exchange_to(start, port: int, source: Path, folders: list[Path], *arguments: object) -> list[subprocess.Popen]:
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    lines = [(source, folder, "--node", f"{i}/2", "--chunk-mib", 1, "--json") for i, folder in enumerate(folders)]
+    return [start(*line, *arguments, host=f"node{i}", env=env) for i, line in enumerate(lines)]
+
+
+def on_node(node: int, program: str, *arguments: Path) -> subprocess.Popen:
+    line = [*ON_HOST, f"node{node}", sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_loaders_wait_for_an_exchange_to_their_cache(start, port, noise, caches):
+    """They copy nothing themselves."""
+    children = exchange_to(start, port, noise, caches, "--max-mbps", 2)
+    wait_for_chunks(caches[1], 1, children)
+    loaders = [on_node(i, LOAD, noise, cache.parent) for i, cache in enumerate(caches)]
+    read, said = results(children)
+    assert sum(read) == Manifest.read(noise).size_bytes, said
+    before = [{path: path.stat().st_ino for path in cache.glob("*.tar")} for cache in caches]
+    ends = [loader.communicate(timeout=120) for loader in loaders]
+    assert [(loader.returncode, out.split()) for loader, (out, _) in zip(loaders, ends, strict=True)] == [
+        (0, ["48"])
+    ] * 2
+    assert [{path: path.stat().st_ino for path in cache.glob("*.tar")} for cache in caches] == before
+    assert all(same(noise, cache) for cache in caches)
+
+
+def test_an_exchange_to_a_cache_that_a_loader_fills(start, port, noise, caches):
+    """On one of the nodes: none waits for it before it copies what it lacks."""
+    loader = on_node(1, STAGE_ONCE, noise, caches[1].parent)
+    wait_for_chunks(caches[1], 1, [loader])
+    children = exchange_to(start, port, noise, caches)
+    read, said = results(children)
+    assert read == [Manifest.read(noise).size_bytes, 0] and all(
+        "each node stages by itself" in errors for errors in said
+    )
+    assert loader.wait(60) == 0 and all(same(noise, cache) for cache in caches)
