@@ -34,7 +34,7 @@ for command in datapipe torchrun; do
         exit 127
     fi
 done
-local=${LOCAL:-/tmp/$USER/$(basename "$data")}
+local=${LOCAL:-/tmp/$(id -un)/$(basename "$data")}
 on_each_host() { "${MPIRUN:-mpirun}" ${launch[@]+"${launch[@]}"} "$@"; }
 
 # Open MPI (4; 5) would bind each process to a core or a few, and each has many threads.

@@ -5,6 +5,7 @@ A node is a host name of its own, on loopback, with a folder of its own in place
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from datapipe.dataset.manifest import find_data_sets
+from datapipe.dataset.manifest import Manifest, find_data_sets
 from datapipe.dataset.verify import verify
 from tests.datapipe.slurm import ROOT
 
@@ -145,15 +146,20 @@ def test_pbs_refuses_two_processes_on_a_host(run, job, tmp_path):
     assert "RECIPE: is not set" in run("bash", PBS, env=job, cwd="/", check=1).stderr
 
 
+@pytest.fixture
+def mpirun(enter, tmp_path) -> Path:
+    """Open MPI's, which starts a process on each node."""
+    launch = shlex.join(["mpirun", *AS_ROOT, "--oversubscribe", "-n", "2"])
+    on_host = f'{enter} "node$((OMPI_COMM_WORLD_RANK + 1))" "$@"'
+    return program(tmp_path / "mpirun", f'#!/bin/sh\nexec {launch} sh -c {shlex.quote(on_host)} sh "$@"\n')
+
+
 @needs_names
 @needs_open_mpi
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_mpirun(run, environ, data, local, enter, tmp_path):
+def test_mpirun(run, environ, data, local, mpirun, tmp_path):
     """On two hosts; run again, it finds its copies and its run."""
-    launch = shlex.join(["mpirun", *AS_ROOT, "--oversubscribe", "-n", "2"])
-    on_host = f'{enter} "node$((OMPI_COMM_WORLD_RANK + 1))" "$@"'
-    mpirun = program(tmp_path / "mpirun", f'#!/bin/sh\nexec {launch} sh -c {shlex.quote(on_host)} sh "$@"\n')
     env = environ | {"MPIRUN": str(mpirun), "LOCAL": str(local)}
     line = ["bash", MPI, "--", "fashion-mnist-resnet8", data, tmp_path / "run", *SETTINGS]
     done = run(*line, env=env)
@@ -161,6 +167,26 @@ def test_mpirun(run, environ, data, local, enter, tmp_path):
     assert "2 ranks" in done.stdout + done.stderr and (tmp_path / "run" / "report.html").exists()
     again = run(*line, env=env)
     assert again.stdout.count("0.0 MiB copied") == 4, again.stdout
+
+
+@needs_names
+@needs_open_mpi
+@pytest.mark.ranks
+def test_two_mpiruns_on_the_same_hosts(environ, data, local, mpirun):
+    """Each meets its own processes only, without a scheduler that would tell the jobs apart."""
+    env = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    jobs = []
+    for name in ("a", "b"):
+        line = [mpirun, "datapipe", "stage", data, local / name, "--master", "node1", "--timeout", "30", "--json"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        jobs.append(subprocess.Popen([*map(str, line)], env=env, **pipes))
+    for job in jobs:
+        said, errors = job.communicate(timeout=120)
+        assert job.returncode == 0, errors
+        rows = [row for text in said.splitlines() for row in json.loads(text)["data_sets"]]
+        assert sum(row["copied_bytes"] for row in rows) == sum(
+            Manifest.read(folder).size_bytes for folder in find_data_sets(data)
+        ), errors
 
 
 @needs_open_mpi
