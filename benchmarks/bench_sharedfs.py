@@ -139,7 +139,7 @@ class Contest:
                     source = local
             figures |= self._epochs_of(way, source, options, mount)
             if way.stage == "background":  # so that it does not outlive its mount
-                subprocess.run([*DATAPIPE, "stage", source, local, "--wait"], check=True, stdout=subprocess.DEVNULL)
+                subprocess.run([*DATAPIPE, "stage", "--wait", local], check=True, stdout=subprocess.DEVNULL)
         shutil.rmtree(local, ignore_errors=True)
         return figures
 
