@@ -108,14 +108,13 @@ class Contest:
     def mount(self) -> SlowMount:
         return SlowMount(self._backing, self._backing.with_name(f"{self._backing.name}-slow"), **self._knobs)
 
-    def prepare(self, folder: str) -> tuple[str, dict[str, float]]:
+    def prepare(self, folder: str) -> tuple[str, dict]:
         """Pack the raw tree as `folder`. Return who did it, and what it took, start and imports included."""
         with self.mount() as mount, mount.counted() as counted:
             name, line = packing_line(folder, mount.path)
             if folder != TAR:  # which `datapipe pack` makes itself
                 (self._backing / folder).mkdir(parents=True)
             figures = process(line, stderr=subprocess.DEVNULL)[1]
-        del counted["calls"]
         return name, figures | counted
 
     def train(self, name: str, _round: int) -> dict[str, float]:

@@ -85,9 +85,9 @@ import time
 copied = time.perf_counter()
 import json, os, sys
 from datapipe.loaders import open_loader
-folder, order, node, nodes = sys.argv[1:]
+folder, order, batch, node, nodes = sys.argv[1:]
 node = node if node.isdecimal() else os.environ[node]
-with open_loader(folder, 64, order=order, rank=int(node), world_size=int(nodes), threads=1) as loader:
+with open_loader(folder, int(batch), order=order, rank=int(node), world_size=int(nodes), threads=1) as loader:
     next(iter(loader))
     print(json.dumps({"copied": copied, "first_batch": time.perf_counter()}))
 """
@@ -192,7 +192,7 @@ class Nodes:
             words = filled(ON_NODES[name], data, target)
             words += ["--node", f"{i}/{NUM_NODES}"] if words[: len(STAGE)] == STAGE else []
             folder, order = (data, "blocks") if name == BLOCKS else (target, "full")
-            loading = [sys.executable, "-c", FIRST_BATCH, str(folder), order, str(i), str(NUM_NODES)]
+            loading = [sys.executable, "-c", FIRST_BATCH, str(folder), order, str(BATCH), str(i), str(NUM_NODES)]
             script = " && ".join(shlex.join(command) for command in (words, loading) if command)
             line = [*on_host(NETWORK, i + 1), "sh", "-c", script]
             children.append(subprocess.Popen(line, **OUTPUT))
@@ -201,7 +201,7 @@ class Nodes:
     def _broadcast(self, data: Path) -> list[str]:
         """Copy file by file with sbcast, as a batch script does, and load a first batch on each node."""
         target = self.slurm / "local" / "copy"
-        loading = [sys.executable, "-c", FIRST_BATCH, str(target), "full", "SLURM_PROCID", str(NUM_NODES)]
+        loading = [sys.executable, "-c", FIRST_BATCH, str(target), "full", str(BATCH), "SLURM_PROCID", str(NUM_NODES)]
         script = f"""
             srun sh -c 'rm -rf {target} && mkdir {target}' &&
             for file in {data}/*; do sbcast "$file" {target}/"${{file##*/}}" || exit 1; done &&

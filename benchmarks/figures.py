@@ -288,7 +288,8 @@ def sharedfs() -> Plot:
         bars = []
         for name, its in ways:
             runs = sorted(sum(run[key] for key in keys) for run in its["runs"])
-            bars.append(Bar(name, median(runs), runs[0], runs[-1], is_datapipe(name)))
+            ends = (runs[0], runs[-1]) if len(runs) > 1 else (None, None)
+            bars.append(Bar(name, median(runs), *ends, is_datapipe(name)))
         if "later_s" in keys:
             bars.append(Bar("what the bandwidth alone takes", result["floors"]["bandwidth_s"]))
         panels.append(Bars(title, "seconds", by_value(bars, rising=True), "less", ",.1f"))

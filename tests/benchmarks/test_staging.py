@@ -143,7 +143,7 @@ def test_plans_for_many_nodes(way: str, monkeypatch: pytest.MonkeyPatch) -> None
 @with_marks(pytest.mark.slow, *needs_testbed)
 def test_staging_benchmark(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sections, with Slurm where that is installed."""
-    monkeypatch.setattr(sys, "argv", ["bench", "--rounds", "1", "--times", "3", "--mbps", "50"])
+    monkeypatch.setattr(sys, "argv", ["bench", "--rounds", "1", "--times", "4", "--mbps", "50"])
     monkeypatch.setattr(bench_stage, "SCALE_SAMPLES", (100_000,))
     assert bench_stage.main() == 0
     record = json.loads((results / "stage.json").read_text())
