@@ -9,15 +9,13 @@ process of its own, with two workers or threads; their epochs alternate. Prints 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import corpus
-from benchmarks.measure import ROOT, command_line, compare, environment, shown, table, write_record
+from benchmarks import corpus, measure
+from benchmarks.measure import command_line, compare, environment, shown, table, write_record
 from benchmarks.peers import EVERYWHERE, PEERS, Task
 from benchmarks.peers.packing import PEERS_VENV, missing
 from datapipe.images.recode import RecodeOptions
@@ -37,30 +35,16 @@ SECTIONS: dict[str, tuple[Task, list[str]]] = {
 }  # fmt: skip
 
 
-class Child:
+class Child(measure.Child):
     """A peer in its own process, idle until it is asked for an epoch."""
 
     def __init__(self, name: str, folder: Path, task: Task) -> None:
         python = str(PEERS_VENV / "bin" / "python") if PEERS[name].needs else sys.executable
-        command = [python, "-m", "benchmarks.peers", name, str(folder), json.dumps(asdict(task))]
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
-        pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipe)
-        self.name, self.last = name, None
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_exc) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        super().__init__(name, [python, "-m", "benchmarks.peers", name, str(folder), json.dumps(asdict(task))])
+        self.last = None
 
     def epoch(self, number: int) -> dict:
-        self._process.stdin.write(f"{number}\n")
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"error: {self.name} ended with exit code {self._process.wait()}")
-        run = json.loads(answer)
+        run = self.ask(number)
         self.last = run.pop("last")  # what the test looks at
         return run | {"images_per_s": run["images"] / run["wall_s"], "images_per_cpu_s": run["images"] / run["cpu_s"]}
 

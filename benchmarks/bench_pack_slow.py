@@ -12,18 +12,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import corpus
 from benchmarks.bench_pack import SPACE
 from benchmarks.measure import (
-    ROOT,
     command_line,
     compare,
     environment,
@@ -34,10 +30,10 @@ from benchmarks.measure import (
     timed,
     write_record,
 )
+from benchmarks.testbed import SlowMount
 from datapipe.dataset import DataSet
 from datapipe.fsio import mounted_as
 
-MOUNT = ROOT.parent / "shared" / "testbed" / "slowfs-mount.sh"
 READERS = 32  # threads of the bare ceiling
 TARGET = 1.15
 OPERATIONS = (
@@ -51,39 +47,6 @@ PACK = "datapipe, tar"
 BARE = f"open, read, close in {READERS} threads"
 # Fewest for one file by its name in a folder that is open already, and for one folder listed by its path.
 FILE_CALLS, FOLDER_CALLS = ("look-up", "open"), ("look-up", "readdir")
-
-
-class SlowMount:
-    """A slow view of a folder at `path`, unmounted at the end whatever happens.
-
-    Raises SystemExit where it cannot be had.
-    """
-
-    def __init__(self, source: Path, place: Path, meta_ms: float, slots: int) -> None:
-        if not MOUNT.exists():
-            raise SystemExit(f"error: this benchmark needs {MOUNT}, which makes the slow filesystem")
-        # In no temporary folder: emptying that would reach through a mount that could not be removed.
-        self.path = place / f"slow-{os.getpid()}"
-        self._command = [MOUNT, source, self.path, "--meta-ms", str(meta_ms), "--mds-slots", str(slots)]
-
-    def __enter__(self) -> SlowMount:
-        # No pipe: the daemon that it starts would keep it open.
-        if subprocess.run(self._command, stdout=subprocess.DEVNULL).returncode:
-            raise SystemExit("error: the slow filesystem could not be mounted")
-        return self
-
-    def __exit__(self, *_exc) -> None:
-        subprocess.run([MOUNT, "-u", self.path], check=True)
-        self.path.rmdir()
-        self.path.with_suffix(".log").unlink()
-
-    @contextmanager
-    def counted(self) -> Iterator[dict]:
-        """The number of calls of each operation in the block, once it has ended."""
-        control, calls = self.path / ".slowfs", {}
-        control.write_text(json.dumps({"reset": True}))
-        yield calls
-        calls |= json.loads(control.read_text())["calls"]
 
 
 def read_bare(folder: str, names: list[str]) -> None:
@@ -140,13 +103,14 @@ def measure(mount: SlowMount, place: Path, count: int, floor_s: float, rounds: i
     order = place / "order"
 
     def run(name: str, _: int) -> dict:
-        with tempfile.TemporaryDirectory(dir=place) as out, mount.counted() as calls:
+        with tempfile.TemporaryDirectory(dir=place) as out, mount.counted() as counted:
             if name == PACK:
                 output, whole = process([*module, "pack", str(mount.path), out])
                 order.write_text("\n".join(packed_order(Path(out))))
             else:
                 with open(order) as names:
                     output, whole = process([*module, "read", str(mount.path)], stdin=names)
+        calls = counted["calls"]
         metadata = sum(calls.get(operation, 0) for operation in METADATA)
         each = {f"{name}_per_file": calls.get(name, 0) / count for name in OPERATIONS}
         alone = json.loads(output)
@@ -183,9 +147,10 @@ def main() -> int:
     floor_s = calls * arguments.meta_ms / 1000 / arguments.slots
     print(f"{facts}, written to {place} ({mounted_as(place)}), {calls:,} necessary metadata calls", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it unmounts then, too
+    path = place / f"slow-{os.getpid()}"
     with (
         tempfile.TemporaryDirectory(prefix="bench-pack-slow-", dir=place) as work,
-        SlowMount(source, place, arguments.meta_ms, arguments.slots) as mount,
+        SlowMount(source, path, meta_ms=arguments.meta_ms, mds_slots=arguments.slots) as mount,
     ):
         result = measure(mount, Path(work), facts["images"], floor_s, arguments.rounds)
     print("\n" + report(result, floor_s), flush=True)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -275,6 +276,57 @@ def pack_slow() -> Plot:
                 f"Median and range of {result['rounds']} runs; {machine(result['environment'])}")  # fmt: skip
 
 
+def sharedfs() -> Plot:
+    result = record("sharedfs")
+    settings, ways = result["settings"], result["ways"].items()
+    panels = []
+    for title, keys in (
+        ("Photographs on a slow shared filesystem: until the first batch", ("stage_s", "epoch_1_first_batch_s")),
+        ("The first epoch, staging included", ("stage_s", "epoch_1_wall_s")),
+        ("Each later epoch", ("later_s",)),
+    ):
+        bars = []
+        for name, its in ways:
+            runs = sorted(sum(run[key] for key in keys) for run in its["runs"])
+            ends = (runs[0], runs[-1]) if len(runs) > 1 else (None, None)
+            bars.append(Bar(name, median(runs), *ends, is_datapipe(name)))
+        if "later_s" in keys:
+            bars.append(Bar("what the bandwidth alone takes", result["floors"]["bandwidth_s"]))
+        panels.append(Bars(title, "seconds", by_value(bars, rising=True), "less", ",.1f"))
+    return Plot(panels, f"{result['corpus']['images']:,} photographs; metadata calls of {settings['meta_ms']:g} ms, "
+                        f"{settings['mds_slots']} at a time; {settings['read_mbps']:g} MB/s;\n"
+                        f"median and range of {result['rounds']} runs (others than ours: {result['peer_rounds']}); "
+                        f"{machine(result['environment'])}")  # fmt: skip
+
+
+def stage_local() -> Plot:
+    result = record("stage")
+    megabytes = result["local"]["bytes"] / 1e6
+    panels = []
+    for filesystem, copiers in result["local"]["places"].items():
+        bars = []
+        for name, its in copiers.items():
+            speeds = (megabytes / its["wall_s"][key] for key in ("median", "max", "min"))
+            bars.append(Bar(name, *speeds, is_ours=is_datapipe(name)))
+        panels.append(Bars(f"Copying {megabytes:,.0f} MB on one machine, {filesystem}", "MB/s", by_value(bars), "more"))
+    return Plot(panels, f"Median and range of {result['rounds']} runs; {machine(result['environment'])}")
+
+
+def stage_nodes() -> Plot:
+    result = record("stage")
+    settings, ways = result["nodes"]["settings"], result["nodes"]["ways"].items()
+    title = f"{settings['bytes'] / 1e6:,.0f} MB from a filesystem of {settings['mbps']:g} MB/s to four nodes"
+    panels = []
+    for unit, key in (
+        ("seconds to the last copy", "own_s"),
+        ("seconds to the last node's first batch", "first_batch_s"),
+    ):
+        bars = [bar(name, its[key], is_datapipe(name)) for name, its in ways if key in its]
+        bars.append(Bar("what the bandwidth alone takes", settings["floor_s"]))
+        panels.append(Bars(title, unit, by_value(bars, rising=True), "less", ",.1f"))
+    return Plot(panels, f"Median and range of {result['rounds']} runs; {machine(result['environment'])}")
+
+
 FIGURES: dict[str, Callable[[], Plot]] = {
     "loader": loader,
     "reading": reading,
@@ -292,6 +344,14 @@ FIGURES: dict[str, Callable[[], Plot]] = {
     "optimizers-resnet20-4096": lambda: optimizers("optimizers-resnet20-4096", "ResNet-20, batch of 4,096"),
     "optimizers-resnet20-512": lambda: optimizers("optimizers-resnet20-512", "ResNet-20, batch of 512"),
 }
+# Drawn once their records are made.
+for name, plan, source in (
+    ("sharedfs", sharedfs, "sharedfs"),
+    ("stage-local", stage_local, "stage"),
+    ("stage-nodes", stage_nodes, "stage"),
+):
+    if (RESULTS / f"{source}.json").exists():
+        FIGURES[name] = plan
 
 
 def by_value(bars: Iterable[Bar], rising: bool = False) -> list[Bar]:

@@ -52,6 +52,12 @@ def cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + _living_descendants_s()
 
 
+def cpu_s_of(pid: int) -> float:
+    """Return the CPU seconds of another process, and of its children that it has waited for (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before may hold blanks
+    return sum(int(field) for field in fields[11:15]) / _TICKS_PER_S  # utime, stime, and those of its dead children
+
+
 def _living_descendants_s() -> float:
     """Read them from /proc (proc(5)): the kernel adds a child to RUSAGE_CHILDREN only once it was waited for."""
     children: dict[int, list[tuple[int, float]]] = {}
@@ -109,6 +115,39 @@ def process(command: Sequence[str], allowed: Sequence[int] = (0,), **settings: A
         "process_cpu_s": usage.ru_utime + usage.ru_stime,
         "process_peak_bytes": usage.ru_maxrss * 1024,  # getrusage(2): in KiB
     }
+
+
+class Child:
+    """A process in the background that answers each line on its standard input with a line of JSON.
+
+    Args:
+        name: Of what it does, for messages.
+        command: The program and its arguments, run from the repository's root.
+    """
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+        pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipe)
+        self.name = name
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def ask(self, line: object) -> dict:
+        """Send a line, and wait for the answer. Raises SystemExit where the process has ended."""
+        try:
+            self._process.stdin.write(f"{line}\n")
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise SystemExit(f"error: {self.name} ended with exit code {self._process.wait()}")
+        return json.loads(answer)
 
 
 def out_folder(asked: Path | None, needed_bytes: int) -> Path:

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 project = "datapipe + trainer"
 copyright = "the authors of datapipe + trainer"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "reference/encoders.md"]  # that one is part of another page
+parts = ("encoders", "sharedfs", "stage-scale")  # of other pages
+exclude_patterns = ["_build", *(f"reference/{name}.md" for name in parts)]
 html_theme = "furo"
 html_title = "datapipe + trainer"
 html_static_path = ["static"]

@@ -24,7 +24,9 @@ from trainer import cli as trainer_cli
 from trainer.config.recipe import Recipe, built_in, load_recipe
 
 FOLDER = Path(__file__).parent / "reference"
-ENCODERS = Path(__file__).parents[1] / "benchmarks" / "results" / "encoders.json"
+ENCODERS, SHAREDFS, STAGE = (
+    Path(__file__).parents[1] / "benchmarks" / "results" / f"{name}.json" for name in ("encoders", "sharedfs", "stage")
+)
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->"
 Kind = type[BaseModel]
 
@@ -45,7 +47,13 @@ def main() -> int:
 
 def pages() -> dict[str, str]:
     """Return the text of each page, by its name in `reference/`."""
-    return {"cli.md": commands_page(), "recipe.md": recipe_page(), "encoders.md": encoders_table()}
+    return {
+        "cli.md": commands_page(),
+        "recipe.md": recipe_page(),
+        "encoders.md": encoders_table(),
+        "sharedfs.md": sharedfs_table(),
+        "stage-scale.md": stage_scale_table(),
+    }
 
 
 def encoders_table() -> str:
@@ -73,6 +81,84 @@ def encoders_table() -> str:
         f"Medians and ranges of {settings['rounds']} runs of one thread, which took turns, on {environment['cpu']};",
     ]
     lines += [f"{sizes} ([record](../benchmarks/results/encoders.json)).", ""]
+    return "\n".join(lines)
+
+
+def sharedfs_table() -> str:
+    """Tell what each way from a slow shared filesystem to a training takes, from the record of that benchmark."""
+    if not SHAREDFS.exists():
+        return f"{NOTE}\n\nIt is not recorded yet.\n"
+    record = json.loads(SHAREDFS.read_text(encoding="utf-8"))
+    settings, floors = record["settings"], record["floors"]
+    last = f"epoch_{settings['epochs']}"
+    lines = [
+        NOTE,
+        "",
+        "![Seconds until the first batch, of the first epoch, and of later ones](figures/sharedfs-light.svg)",
+        "",
+        "| way | staging, s | first batch, s | first epoch, s | later epochs, s | metadata calls per epoch "
+        "| MB read per epoch |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, its in record["ways"].items():
+        keys = ("stage_s", "epoch_1_first_batch_s", "epoch_1_wall_s", "later_s")
+        cells = [f"{its[key]['median']:.1f} ({its[key]['min']:.1f}–{its[key]['max']:.1f})" for key in keys]
+        cells[0] = cells[0] if its["stage_s"]["median"] else ""
+        calls = (its[f"{epoch}_metadata_calls"]["median"] for epoch in ("epoch_1", last))
+        size = (its[f"{epoch}_read_bytes"]["median"] / 1e6 for epoch in ("epoch_1", last))
+        cells += [", then ".join(f"{count:,.0f}" for count in counts) for counts in (calls, size)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| packing, once | wall s | metadata calls | MB read | CPU s |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, its in record["prepared"].items():
+        lines.append(
+            f"| {name} | {its['process_wall_s']:.1f} | {its['metadata_calls']:,} | {its['read_bytes'] / 1e6:,.0f} "
+            f"| {its['process_cpu_s']:.1f} |"
+        )
+    lines += [
+        "",
+        f"Medians and ranges of {record['rounds']} runs of ours, and {record['peer_rounds']} of the others. The "
+        f"bandwidth alone imposes {floors['bandwidth_s']:.1f} s per epoch "
+        "([record](../benchmarks/results/sharedfs.json)).",
+    ]
+    lines += [f"Without {name}: {reason}." for name, reason in record["absent"].items()]
+    return "\n".join([*lines, ""])
+
+
+def stage_scale_table() -> str:
+    """Tell what staging would cost 1,024 nodes, from the record of that benchmark."""
+    if not STAGE.exists():
+        return f"{NOTE}\n\nIt is not recorded yet.\n"
+    record = json.loads(STAGE.read_text(encoding="utf-8"))["scale"]
+    settings = record["settings"]
+    lines = [
+        NOTE,
+        "",
+        "| samples | way | planning, s | memory, MB | from the shared filesystem, TB | into a node, GB | out of it, GB "
+        "| time at least, s |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        part = "" if row["planned_share"] == 1 else " *"
+        time = f"{row['seconds']:,.3g} ({row['slowest']})" if row["fits"] else "does not fit on its disk"
+        into = (row["read_bytes"] + row["received_bytes"]) / 1e9
+        lines.append(
+            f"| {row['samples']:,} | {row['way']} | {row['planning_s']:,.3g}{part} "
+            f"| {row['planning_bytes'] / 1e6:,.3g}{part} | {row['shared_bytes'] / 1e12:,.4g} | {into:,.4g} "
+            f"| {row['sent_bytes'] / 1e9:,.4g} | {time} |"
+        )
+    lines += [
+        "",
+        f"{settings['nodes']:,} nodes of {settings['ranks_per_node']} ranks, samples of 110 kB. The shared filesystem "
+        f"gives {settings['shared_bps'] / 1e9:g} GB/s, and the network {settings['network_bps'] / 1e9:g} GB/s to each "
+        f"node, whose disk takes {settings['disk_bps'] / 1e9:g} GB/s and holds {settings['disk_bytes'] / 1e12:g} TB. "
+        "*unstaged* is one epoch. "
+        "An asterisk: a part was planned, and the rest multiplied up ([record](../benchmarks/results/stage.json)).",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -9,7 +9,9 @@ from datapipe.loaders import open_loader
 from datapipe.sampling.augment import Augment
 
 
-def open_epochs(folder: Path, task: Task, backend: str = "cpu") -> Epochs:
+def open_epochs(
+    folder: Path, task: Task, backend: str = "cpu", order: str = "full", cache: str | None = None
+) -> Epochs:
     augment = Augment(crop=task.crop, pad=task.pad, flip=task.flip)
     loader = open_loader(
         folder,
@@ -19,6 +21,8 @@ def open_epochs(folder: Path, task: Task, backend: str = "cpu") -> Epochs:
         size=task.size,
         seed=task.seed,
         augment=augment,
+        order=order,
+        cache=cache,
         threads=task.workers,
     )
 

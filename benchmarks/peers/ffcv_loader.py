@@ -19,7 +19,7 @@ from ffcv.transforms import RandomHorizontalFlip, ToTensor
 from ffcv.writer import DatasetWriter
 
 from benchmarks.peers import Epochs, Task
-from benchmarks.peers.packing import labelled_files
+from benchmarks.peers.packing import Job, labelled_files
 
 FIELDS = {
     "ffcv-jpg": {"write_mode": "jpg"},
@@ -27,6 +27,7 @@ FIELDS = {
     "ffcv-raw": {"write_mode": "raw"},
     "ffcv-raw256": {"write_mode": "raw"},
 }
+FILE = "train.beton"
 PIXELS = "raw256"  # our packed pixels, in npy shards
 
 
@@ -64,9 +65,11 @@ class Pixels(Sequence):
         return self._images[i], int(self._labels[i])
 
 
-def open_epochs(folder: Path, task: Task) -> Epochs:
+def open_epochs(folder: Path, task: Task, beyond_memory: bool = False) -> Epochs:
+    """As all peers do. `beyond_memory`: read as FFCV's documentation advises where a data set does not fit into memory,
+    through a cache of its own, and in an order that goes through it in pages."""
     task.need_photographs()
-    file = folder / "train.beton"
+    file = folder / FILE
     if not file.exists():
         _write(folder, file)
     size = (task.size, task.size)
@@ -74,8 +77,8 @@ def open_epochs(folder: Path, task: Task) -> Epochs:
         str(file),
         batch_size=task.batch_size,
         num_workers=task.workers,
-        order=OrderOption.RANDOM,
-        os_cache=True,
+        order=OrderOption.QUASI_RANDOM if beyond_memory else OrderOption.RANDOM,
+        os_cache=not beyond_memory,
         drop_last=False,
         pipelines={
             "image": [RandomResizedCropRGBImageDecoder(size), RandomHorizontalFlip(), ToTensor()],
@@ -85,12 +88,21 @@ def open_epochs(folder: Path, task: Task) -> Epochs:
     return lambda _epoch: ((images.permute(0, 3, 1, 2), labels.flatten()) for images, labels in loader)
 
 
+def pack(job: Job) -> None:
+    """Pack a folder of photographs as "ffcv-jpg"."""
+    _write_samples(Photographs(Path(job.source)), FIELDS["ffcv-jpg"], Path(job.out) / FILE, job.workers)
+
+
 def _write(folder: Path, file: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     corpus, kind, split = folder.parent.parent, folder.parent.name, folder.name
     source = Pixels(corpus / PIXELS / split) if kind.endswith(PIXELS) else Photographs(corpus / "images" / split)
-    rgb_image.encode_jpeg = lambda image, quality: image.file
-    fields = {"image": RGBImageField(**FIELDS[kind]), "label": IntField()}
+    _write_samples(source, FIELDS[kind], file, workers=1)
+
+
+def _write_samples(source: Sequence, settings: dict, file: Path, workers: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rgb_image.encode_jpeg = lambda image, quality: image.file  # its processes are forks of this one
+    fields = {"image": RGBImageField(**settings), "label": IntField()}
     temporary = file.with_suffix(".tmp")
-    DatasetWriter(str(temporary), fields, num_workers=1).from_indexed_dataset(source)
+    DatasetWriter(str(temporary), fields, num_workers=workers).from_indexed_dataset(source)
     temporary.rename(file)

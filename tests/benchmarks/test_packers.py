@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks import bench_pack_slow, bench_plan
+from benchmarks import bench_pack_slow, bench_plan, testbed
 from benchmarks.bench_pack import Contest, chosen
 from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
 
@@ -85,9 +85,9 @@ def test_bare_reading_reads_every_file(photographs: Path, monkeypatch: pytest.Mo
 
 
 def test_slow_filesystem_needs_the_testbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_pack_slow, "MOUNT", tmp_path / "none.sh")
+    monkeypatch.setattr(testbed, "MOUNT", tmp_path / "none.sh")
     with pytest.raises(SystemExit, match=r"needs .*none\.sh"):
-        bench_pack_slow.SlowMount(tmp_path, tmp_path, 5, 32)
+        testbed.SlowMount(tmp_path, tmp_path / "slow", meta_ms=5)
 
 
 def test_planning_figures_are_multiplied_up(tmp_path: Path) -> None:
