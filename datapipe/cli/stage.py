@@ -13,14 +13,14 @@ import typer
 
 from ..names import STAGE_MODES
 from ..streams import TIMEOUT_S
-from .parameters import AsJson, DataSetFolder, Timeout, folder_named, one_of
+from .parameters import AsJson, Timeout, folder_named, one_of
 
 logger = logging.getLogger(__name__)
 
 
 def stage(
-    folder: DataSetFolder,
-    local: Annotated[Path, folder_named("LOCAL", "Folder on this node's own disk.")],
+    folder: Annotated[Path | None, folder_named("DIR", "A packed data set, or the folder of its splits.")] = None,
+    local: Annotated[Path | None, folder_named("LOCAL", "Folder on this node's own disk.")] = None,
     mode: Annotated[
         str, typer.Option(help="copy: each node copies all; exchange: each reads a part.", **one_of(STAGE_MODES))
     ] = "auto",
@@ -44,13 +44,35 @@ def stage(
         typer.Option(metavar="NAME", help="Network for exchange (default: the one that leads to process 0)."),
     ] = None,
     timeout: Timeout = TIMEOUT_S,
+    evict: Annotated[
+        bool, typer.Option("--evict", help="Make room: remove copies beside LOCAL, longest unused first.")
+    ] = False,
+    list_cache: Annotated[
+        Path | None,
+        typer.Option("--list", metavar="CACHE", help="Only list the copies in a folder, and who uses them."),
+    ] = None,
+    clean: Annotated[
+        Path | None, typer.Option(metavar="CACHE", help="Only remove from a folder what no job needs any more.")
+    ] = None,
+    free: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --clean: remove unused copies until so much is free, e.g. 200GiB."),
+    ] = None,
+    pin: Annotated[Path | None, typer.Option(metavar="LOCAL", help="Only pin a copy: it is never removed.")] = None,
+    unpin: Annotated[Path | None, typer.Option(metavar="LOCAL", help="Only undo --pin.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""
+    given = locals().copy()
     from ..cluster import lonely, placement
     from ..staging import StageOptions, stage
+    from .cache import care_for_cache, check_combination
     from .summaries import format_staged
 
+    action = check_combination(given)
+    if action:
+        return care_for_cache(action, given)
+    assert folder is not None and local is not None  # check_combination's work
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of hosts that have no name
     place = placement(os.environ, node, master)
     options = StageOptions(
@@ -59,6 +81,7 @@ def stage(
         streams=streams,
         chunk_mib=chunk_mib,
         replace=replace,
+        evict=evict,
         timeout_s=timeout,
         placement=place,
         interface=interface,

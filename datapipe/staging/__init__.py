@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ..dataset.manifest import MANIFEST, read_content
 from ..errors import DatapipeError, StagingError
 from ..streams import apart, in_time
+from .cache import remove_earlier
 from .copy import Staged, stage_copies
-from .local_copy import LocalCopy, list_copies
+from .local_copy import LocalCopy, compute_digest, list_copies
 from .options import StageOptions
 
-__all__ = ["StageOptions", "Staged", "stage", "stage_once"]
+__all__ = ["StageOptions", "Staged", "stage", "stage_and_hold", "stage_once"]
 
 
 def stage(source: Path, local: Path, options: StageOptions | None = None) -> list[Staged]:
@@ -55,6 +56,8 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
 def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -> Path:
     """Stage one data set into a cache that all processes of a node share.
 
+    To make room, copies in the cache that nobody uses are removed, least recently used first.
+
     Args:
         source: The data set.
         cache: A node-local folder. The copy's folder is named after the manifest's content, so that another version
@@ -67,11 +70,33 @@ def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -
     Raises:
         DatapipeError, SettingError: As `stage`.
     """
-    source, options = Path(source), options or StageOptions()
+    with ExitStack() as holds:
+        return stage_and_hold(source, cache, holds, options)
+
+
+def stage_and_hold(source: Path, cache: Path, holds: ExitStack, options: StageOptions | None = None) -> Path:
+    """Do what `stage_once` does, and hold the copy, so that nobody removes it.
+
+    Args:
+        source: The data set.
+        cache: A node-local folder.
+        holds: Lets the copy go.
+        options: How to copy (default: StageOptions()).
+
+    Returns:
+        The folder of the copy.
+
+    Raises:
+        DatapipeError, SettingError: As `stage`.
+    """
+    source, options = Path(source), replace(options or StageOptions(), evict=True)
     with _errors_name_the_node():
         content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
-        folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
-        stage_copies(source, folder, [LocalCopy.of_content(source, folder, content)], options, trusts=True)
+        folder = Path(cache) / f"{source.resolve().name}-{compute_digest(content)}"
+        copies = [LocalCopy.of_content(source, folder, content)]
+        (staged,) = stage_copies(source, folder, copies, options, trusts=True, holds=holds)
+        if staged.copied_bytes:
+            remove_earlier(source, folder, content)
     return folder
 
 

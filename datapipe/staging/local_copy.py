@@ -1,12 +1,13 @@
 """A data set's copy in a local folder, and what is known of it.
 
 LOCAL/manifest.json    written last: it makes the folder a data set
-LOCAL/.origin.json     of which folder it is a copy, so that a later version may take its place
+LOCAL/.origin.json     written first: of which folder and version it is a copy. When it was last used is its time
 LOCAL/.checked.json    the state of each file when its checksum was last compared, and in which life of the node
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -118,6 +119,19 @@ class LocalCopy:
             if file.name not in mine:
                 (self.target / file.name).unlink(missing_ok=True)
 
+    def write_origin(self) -> None:
+        """Write what makes the folder a copy: where it is from, and which files it has."""
+        files = [file.name for file in self.manifest.all_files()]
+        origin = {"source": str(self.source.resolve()), "manifest": compute_digest(self.content), "files": files}
+        with atomic_write(self.target / ORIGIN, alone=False) as file:
+            file.write(json.dumps(origin).encode())
+
+    def touch(self) -> None:
+        """Note that the copy is used; not in another user's."""
+        with suppress(OSError):
+            if os.lstat(self.target / ORIGIN).st_uid == os.geteuid():
+                os.utime(self.target / ORIGIN, follow_symlinks=False)
+
     def sweep(self, is_locked: bool, present: Collection[str]) -> None:
         """Remove temporary files that nobody will continue.
 
@@ -192,8 +206,6 @@ class LocalCopy:
             if (self.target / MANIFEST).exists():
                 logger.warning("%s is damaged: writing it again", self.target / MANIFEST)
             sync_folder(self.target)
-            with atomic_write(self.target / ORIGIN, alone=False) as file:
-                file.write(json.dumps({"source": str(self.source.resolve())}).encode())
             with atomic_write(self.target / MANIFEST, alone=False) as file:
                 file.write(self.content)
         states |= present
@@ -211,6 +223,11 @@ class LocalCopy:
     def _state_of(self, name: str) -> list[int]:
         info = (self.target / name).stat()
         return [info.st_ino, info.st_size, info.st_mtime_ns]
+
+
+def compute_digest(content: bytes) -> str:
+    """Compute what tells a manifest from others: the beginning of the SHA-256 of its content."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def list_copies(source: Path, local: Path) -> list[LocalCopy]:
