@@ -39,11 +39,11 @@ def check_combination(given: Mapping[str, Any]) -> str:
         if given["free"] is not None:
             raise SettingError("--free: has no meaning without --clean; to make room for LOCAL, give --evict")
         return ""
-    action, *others = actions
+    action, *rest = actions
     names = {"folder": "DIR", "local": "LOCAL", "evict": "--evict", "replace": "--replace", "as_json": "--json"}
     names |= {"free": "--free", "node": "--node", "master": "--master", "interface": "--interface"}
     names |= {"max_mbps": "--max-mbps"}
-    unfit = [ACTIONS[name] for name in others]
+    unfit = [ACTIONS[name] for name in rest]
     unfit += [names[name] for name in names.keys() - BESIDE[action] if given[name] not in (None, False)]
     if unfit:
         raise SettingError(f"{ACTIONS[action]}: stands by itself, and not beside {', '.join(sorted(unfit))}")

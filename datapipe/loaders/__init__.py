@@ -107,9 +107,9 @@ def open_loader(
     if cache is not None:
         if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
             raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
-        from ..staging import StageOptions, stage_and_hold
+        from ..staging import StageOptions, stage_once
 
-        path = stage_and_hold(Path(path), Path(cache), holds, StageOptions(timeout_s=options.timeout_s))
+        path = stage_once(Path(path), Path(cache), StageOptions(timeout_s=options.timeout_s), holds)
     loader: Loader = importlib.import_module(f".{backend}", __name__).make_loader(path, options, device)
     loader.holds = holds
     return loader

@@ -16,7 +16,7 @@ from .copy import Staged, stage_copies
 from .local_copy import LocalCopy, compute_digest, list_copies
 from .options import StageOptions
 
-__all__ = ["StageOptions", "Staged", "stage", "stage_and_hold", "stage_once"]
+__all__ = ["StageOptions", "Staged", "stage", "stage_once"]
 
 
 def stage(source: Path, local: Path, options: StageOptions | None = None) -> list[Staged]:
@@ -53,35 +53,18 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
         return stage_copies(source, local, copies, options)
 
 
-def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -> Path:
+def stage_once(source: Path, cache: Path, options: StageOptions | None = None, holds: ExitStack | None = None) -> Path:
     """Stage one data set into a cache that all processes of a node share.
 
-    To make room, copies in the cache that nobody uses are removed, least recently used first.
+    To make room, copies in the cache that nobody uses are removed, least recently used first; copies of earlier
+    versions of the data set always are.
 
     Args:
         source: The data set.
         cache: A node-local folder. The copy's folder is named after the manifest's content, so that another version
             of the data set never takes its place.
         options: How to copy (default: StageOptions()).
-
-    Returns:
-        The folder of the copy.
-
-    Raises:
-        DatapipeError, SettingError: As `stage`.
-    """
-    with ExitStack() as holds:
-        return stage_and_hold(source, cache, holds, options)
-
-
-def stage_and_hold(source: Path, cache: Path, holds: ExitStack, options: StageOptions | None = None) -> Path:
-    """Do what `stage_once` does, and hold the copy, so that nobody removes it.
-
-    Args:
-        source: The data set.
-        cache: A node-local folder.
-        holds: Lets the copy go.
-        options: How to copy (default: StageOptions()).
+        holds: Nobody removes the copy until this is closed, or the process ends (default: anybody may at once).
 
     Returns:
         The folder of the copy.

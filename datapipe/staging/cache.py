@@ -204,14 +204,17 @@ def evictable(cache: Path, device: int, spared: Collection[Path]) -> list[Cached
     return unused
 
 
-def evict(local: Path, cache: Path, needed: int, spared: Collection[Path] = ()) -> list[CachedCopy]:
+def evict(
+    local: Path, cache: Path, needed: int, spared: Collection[Path] = (), in_part: bool = False
+) -> list[CachedCopy]:
     """Remove copies that nobody uses, the least recently used first, and no more than are needed to make room.
 
     Args:
         local: a folder on the filesystem where room is needed.
         cache: the folder that the copies lie in.
-        needed: bytes that are to be free. Where they cannot be, nothing is removed.
+        needed: bytes that are to be free.
         spared: as in `evictable`.
+        in_part: whether copies are removed, too, if there is not enough room without all of them.
 
     Returns:
         The copies that were removed.
@@ -220,7 +223,7 @@ def evict(local: Path, cache: Path, needed: int, spared: Collection[Path] = ()) 
     if needed <= free_bytes(local):
         return removed
     copies = evictable(cache, local.stat().st_dev, spared)
-    if needed > free_bytes(local) + sum(copy.size_bytes for copy in copies):
+    if not in_part and needed > free_bytes(local) + sum(copy.size_bytes for copy in copies):
         return removed
     for copy in copies:
         if needed <= free_bytes(local):

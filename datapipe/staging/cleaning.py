@@ -78,13 +78,17 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
     """Remove from a cache what no job needs any more.
 
     That is: notes of jobs that have ended; copies of which the source has a later version; unfinished copies of which
-    the source is gone; then, the least recently used first, copies that nobody uses, until so much is free.
+    the source is gone; then, the least recently used first, copies that nobody uses, until so much is free, or none is
+    left.
 
     Args:
         cache: a folder.
         ended: a job that has ended, although its time is not over.
         free: bytes that are to be free.
         timeout_s: how long reading a source may take, in seconds.
+
+    Returns:
+        What was removed, and what is free now.
 
     Raises:
         StagingError: there is no such folder.
@@ -105,7 +109,7 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
             why = _why_useless(copy, timeout_s)
             if why and remove(copy, why):
                 done.removed.append((copy, why))
-    done.removed += [(copy, "to make room") for copy in evict(cache, cache, free)]
+    done.removed += [(copy, "to make room") for copy in evict(cache, cache, free, in_part=True)]
     done.free_bytes = free_bytes(cache)
     return done
 
