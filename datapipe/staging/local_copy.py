@@ -20,9 +20,9 @@ from pathlib import Path
 
 from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..errors import ManifestError, StagingError
-from ..fsio import atomic_write, boot_id, checksum, sync_folder
+from ..fsio import atomic_write, boot_id, checksum, named, sync_folder
 from ..streams import Moved, work_on_files
-from .landing import KINDS, is_of_dead_process, temporary_path
+from .landing import KINDS, PARTIAL, is_of_dead_process, make_own_name, temporary_path
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,14 @@ class LocalCopy:
         """Write what makes the folder a copy: where it is from, and which files it has."""
         files = [file.name for file in self.manifest.all_files()]
         origin = {"source": str(self.source.resolve()), "manifest": compute_digest(self.content), "files": files}
-        with atomic_write(self.target / ORIGIN, alone=False) as file:
-            file.write(json.dumps(origin).encode())
+        path = self.target / ORIGIN
+        partial = temporary_path(path, PARTIAL, make_own_name())  # which `sweep` finds where there are no locks
+        with named(partial):
+            with open(partial, "xb") as file:
+                file.write(json.dumps(origin).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
 
     def touch(self) -> None:
         """Note that the copy is used; not in another user's."""
