@@ -77,7 +77,8 @@ class CachedCopy:
                 content = read_note(Path(MANIFEST), fd)
                 manifest = Manifest.parse(content, folder / MANIFEST)
                 digest, names = compute_digest(content), frozenset(file.name for file in manifest.all_files())
-            sizes = {entry.name: entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(fd)}
+            with os.scandir(fd) as entries:
+                sizes = {entry.name: entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries}
             size = sum(size for name, size in sizes.items() if name in names or is_note(name))
             place = folder, cache, str(origin["source"]), digest, names, size
             return cls(*place, noted.st_mtime, info.st_uid, info.st_dev, MANIFEST in sizes)

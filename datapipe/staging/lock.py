@@ -68,8 +68,8 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:
     """Return what changes while a process copies: names, times, and space taken."""
     entries = []
-    with suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
+    with suppress(FileNotFoundError), os.scandir(folder) as scanned:
+        for entry in scanned:
             with suppress(FileNotFoundError):
                 info = entry.stat(follow_symlinks=False)
                 entries.append((entry.name, info.st_mtime_ns, info.st_blocks))
