@@ -21,6 +21,7 @@ from pathlib import Path
 from ..dataset.manifest import MANIFEST, Manifest
 from ..errors import DatapipeError
 from ..fsio import free_bytes
+from ..streams import TIMEOUT_S, in_time
 from .keep import KEEP, Keep, is_pinned, keeps_in, read_note
 from .landing import KINDS
 from .local_copy import CHECKED, ORIGIN, compute_digest
@@ -134,6 +135,8 @@ def claim(copy: CachedCopy, stack: ExitStack) -> int | None:
         A descriptor of its folder, which `stack` closes; None where the copy is another user's, is in use, kept or
         pinned, where a process stages to it, or where the filesystem has no locks.
     """
+    if copy.owner != os.geteuid():
+        return None
     try:
         fd = os.open(copy.folder, FOLDER)
         stack.callback(os.close, fd)
@@ -194,7 +197,7 @@ def evictable(cache: Path, device: int, spared: Collection[Path]) -> list[Cached
         device: of the filesystem that has too little room.
         spared: folders of copies that are not removed, and of what they are copied from.
     """
-    copies = find_copies(cache)
+    copies = in_time(lambda: find_copies(cache), cache, TIMEOUT_S)  # a filesystem may be mounted in it
     sources = {copy.source for copy in copies} | {str(path.resolve()) for path in spared}
     unused = []
     for copy in sorted(copies, key=lambda copy: (copy.last_used, copy.folder)):
