@@ -9,10 +9,10 @@ from ..dataset.block_slots import BlockSlots, make_slots
 from ..dataset.index import open_index
 from ..dataset.shard_reader import room_for
 from ..errors import SettingError, StagingError
-from ..fsio import make_folder
+from ..fsio import free_bytes, make_folder
 from ..sampling.block_order import grid, longest
 from ..streams import in_time
-from .copy import Staged, check_space, stage_copies
+from .copy import Staged, stage_copies
 from .local_copy import LocalCopy
 from .lock import hold_lock
 from .options import StageOptions
@@ -65,9 +65,10 @@ def _make_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> S
         kept_bytes = _held(copy, (num_slots, slot_bytes, options.chunk_bytes))
         if kept_bytes is None:
             copy.sweep(True, {file.name for file in copy.manifest.all_files()})
-            check_space(copy.target, num_slots * slot_bytes)
+            if num_slots * slot_bytes > (free := free_bytes(copy.target)):
+                raise StagingError(f"needs {num_slots * slot_bytes:,} bytes, {free:,} are free", path=copy.target)
             make_slots(copy.target, num_slots, slot_bytes, options.chunk_bytes)
-            copy.begin((), False, num_slots * slot_bytes)
+            copy.write_origin((), True, capacity_bytes=num_slots * slot_bytes)
     part = f"{num_slots:,} of {num_blocks:,} blocks ({num_slots / num_blocks:.0%})"
     logger.info("%s: room for %s, which loaders with order='blocks' fill", copy.target, part)
     return Staged(copy.target, copy.manifest.num_samples, 0, kept_bytes or 0)
