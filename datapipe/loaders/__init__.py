@@ -109,7 +109,8 @@ def open_loader(
     if cache is not None:
         if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
             raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
-        from ..staging import StageOptions, stage_or_join
+        from ..staging import StageOptions
+        from ..staging.joining import stage_or_join
 
         staging = StageOptions(timeout_s=options.timeout_s)
         folder, is_whole = stage_or_join(Path(path), Path(cache), staging, holds, joins=backend != "webdataset")

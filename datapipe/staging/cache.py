@@ -149,9 +149,9 @@ def claim(copy: CachedCopy, stack: ExitStack) -> int | None:
         for name in (MANIFEST, SLOTS):  # what its users hold
             with suppress(FileNotFoundError):
                 flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-                held = os.open(name, flags, dir_fd=fd)
-                stack.callback(os.close, held)
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = os.open(name, flags, dir_fd=fd)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_mine = os.fstat(fd).st_uid == os.stat(ORIGIN, dir_fd=fd, follow_symlinks=False).st_uid == os.geteuid()
         is_there = os.path.samestat(os.fstat(fd), os.lstat(copy.folder))
     except OSError:

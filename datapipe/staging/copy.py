@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ..console import Progress
 from ..dataset.manifest import INDEX
-from ..errors import SettingError, StagingError
-from ..fsio import NETWORK_FILESYSTEMS, free_bytes, make_folder, mounted_as
+from ..errors import SettingError
+from ..fsio import make_folder
 from ..streams import Moved, work_on_files
-from .cache import evict, evictable
 from .keep import EvictedError, hold_copy, keep_for_job
 from .landing import Landing, make_own_name
 from .local_copy import LocalCopy, States
@@ -21,6 +20,7 @@ from .lock import hold_lock
 from .options import StageOptions
 from .plan import Chunk, cut, needed_bytes, stagger
 from .source_files import SourceFile, Throttle
+from .space import check_space, warn_of_place
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def prepare(
         if len(present) < copy.num_files:
             make_folder(copy.target)
             with suppress(FileNotFoundError):  # it is removed at this moment
-                _warn_of_place(copy.source, copy.target)
+                warn_of_place(copy.source, copy.target)
             is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))
             if not is_locked:
                 own_name = make_own_name()
@@ -172,18 +172,6 @@ def prepare(
             copy.write_origin(present, False, options.in_background and is_locked)
         prepared.append(Prepared(copy, present, is_locked, own_name))
     return prepared
-
-
-def _warn_of_place(source: Path, local: Path) -> None:
-    """Say so where LOCAL is not on a disk of this node."""
-    folder = next(path for path in (local, *local.absolute().parents) if path.exists())
-    kind = mounted_as(folder)
-    if kind in NETWORK_FILESYSTEMS:
-        logger.warning("LOCAL: %s is on a shared filesystem (%s): choose a folder on the node's own disk", local, kind)
-    elif kind in ("tmpfs", "ramfs"):
-        logger.info("LOCAL: %s is in memory (%s): what is staged there counts against the node's", local, kind)
-    elif folder.stat().st_dev == source.stat().st_dev:
-        logger.info("LOCAL: %s is on the same filesystem as %s", local, source)
 
 
 def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int) -> list[Transfer]:
@@ -231,7 +219,7 @@ def copy_missing(files: list[Transfer], source: Path, local: Path, options: Stag
         The bytes that were read from the source, by file.
     """
     chunks = missing_chunks(files)
-    check_space(files, local, options)
+    check_space(needed_bytes(chunks), files, local, options)
 
     def copy(chunk: Chunk, moved: Moved) -> list[tuple[int, int]]:
         counts = []
@@ -258,32 +246,6 @@ def missing_chunks(files: list[Transfer]) -> list[Chunk]:
     sizes, chunk_bytes = [file.source.info.size_bytes for file in files], files[0].landing.chunk_bytes
     chunks = (tuple(e for e in chunk if files[e.file].lacks(e)) for chunk in cut(sizes, chunk_bytes))
     return [chunk for chunk in chunks if chunk]
-
-
-def check_space(files: list[Transfer], local: Path, options: StageOptions) -> None:
-    """Check that there is space for what is missing of some files; make room for it if that is allowed.
-
-    Args:
-        files: on their way.
-        local: where they go to.
-        options: whether other copies beside `local` may be removed.
-
-    Raises:
-        StagingError: there is not enough space.
-    """
-    needed = needed_bytes(missing_chunks(files))
-    if not needed or needed <= (free := free_bytes(local)):
-        return
-    cache, spared = local.absolute().parent, {path.parent for file in files for path in file.paths}
-    if options.evict:
-        evict(local, cache, needed, spared)
-        if needed <= (free := free_bytes(local)):
-            return
-        hint = f", and in {cache} there is not enough that nobody uses, keeps or has pinned"
-    else:
-        unused = sum(copy.size_bytes for copy in evictable(cache, local.stat().st_dev, spared))
-        hint = f"; with --evict, copies in {cache} that nobody uses make way: {unused:,} bytes" if unused else ""
-    raise StagingError(f"needs {needed:,} bytes, {free:,} are free{hint}", path=local)
 
 
 def report(prepared: list[Prepared], files: list[Transfer], copied: list[int]) -> list[Staged]:

@@ -11,7 +11,6 @@ from ..errors import DatapipeError, SettingError, StagingError
 from ..streams import in_time
 from .copy import (
     Staged,
-    check_space,
     copy_missing,
     missing_chunks,
     opened_again,
@@ -27,6 +26,8 @@ from .local_copy import LocalCopy, list_copies
 from .lock import BusyError
 from .network import address_of
 from .options import StageOptions
+from .plan import needed_bytes
+from .space import check_space
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
             copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
             prepared = prepare(source, local, copies, options, stack, waits=False)
             files = transfers(prepared, options, chunk_bytes_for(len(crew), options.chunk_bytes))
-            check_space(files, local, options)
+            check_space(needed_bytes(missing_chunks(files)), files, local, options)
         except BusyError as error:
             busy = str(error)
         except (DatapipeError, SettingError, OSError) as error:
