@@ -41,7 +41,7 @@ add_module_names = False
 napoleon_numpy_docstring = False
 # Types in signatures that the reference does not describe: other projects', and our own that nobody has to make. Any
 # other name that leads nowhere is an error, as is a wrong link between pages.
-_OTHERS = "collections numpy pathlib torch nn types typing".replace(" ", "|")
+_OTHERS = "collections contextlib numpy pathlib torch nn types typing".replace(" ", "|")
 _OURS = r"trainer\.kfac\..*|datapipe\.images\.codec\.ImageHeader|datapipe\.loaders\.base\.DataDescription"
 nitpick_ignore_regex = [("py:.*", rf"({_OTHERS})\..*|{_OURS}|[ag]_factor")]
 

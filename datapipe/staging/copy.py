@@ -149,7 +149,7 @@ def prepare(
     """
     if local.resolve().is_relative_to(source.resolve()):
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
-    if local.exists() and not local.is_dir():
+    if local.is_file():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
     for copy in copies:
         copy.check_other(options.replace)

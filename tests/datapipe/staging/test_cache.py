@@ -195,7 +195,7 @@ def test_an_evictor_and_stagers_with_two_levels(tmp_path):
     evictor.start()
     try:
         assert ready.wait(60)
-        for _ in range(60):
+        for _ in range(30):
             assert [staged.num_samples for staged in stage(tmp_path / "source", cache / "name")] == [2, 2]
     finally:
         end.set()
