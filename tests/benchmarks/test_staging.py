@@ -60,11 +60,11 @@ def generated(name: str, record: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "generate", module)
     spec.loader.exec_module(module)
-    table = {"SHAREDFS": "sharedfs_table", "STAGE": "stage_scale_table"}[name]
-    monkeypatch.setattr(module, name, record.with_name("none.json"))
-    assert "not recorded yet" in getattr(module, table)()
-    monkeypatch.setattr(module, name, record)
-    return getattr(module, table)()
+    path = {"sharedfs_table": "SHAREDFS"}.get(name, "STAGE")
+    monkeypatch.setattr(module, path, record.with_name("none.json"))
+    assert "not recorded yet" in getattr(module, name)()
+    monkeypatch.setattr(module, path, record)
+    return getattr(module, name)()
 
 
 @with_marks(*needs_testbed)
@@ -92,7 +92,7 @@ def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.Monk
     assert record["prepared"]["datapipe pack"]["metadata_calls"] >= 2 * 40
     assert record["ratios"][bench_sharedfs.BLOCKS].keys() == {"first", "later"}
     assert ">datapipe, staged<" in figures.draw(figures.sharedfs(), "light")
-    assert "| datapipe, staged |" in generated("SHAREDFS", results / "sharedfs.json", monkeypatch)
+    assert "| datapipe, staged |" in generated("sharedfs_table", results / "sharedfs.json", monkeypatch)
 
 
 @pytest.mark.parametrize("name", bench_stage.COPIERS)
@@ -157,4 +157,5 @@ def test_staging_benchmark(results: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(record["scale"]["rows"]) == len(stage_plans.WAYS)
     for plot in (figures.stage_local(), figures.stage_nodes()):
         assert "datapipe stage" in figures.draw(plot, "dark")
-    assert "| 100,000 | exchange |" in generated("STAGE", results / "stage.json", monkeypatch)
+    assert "| 100,000 | exchange |" in generated("stage_scale_table", results / "stage.json", monkeypatch)
+    assert "| cp -r on each |" in generated("stage_nodes_table", results / "stage.json", monkeypatch)
