@@ -38,7 +38,7 @@ class Placement:
         port: a TCP port there that this job may use.
         has_store: whether the launcher keeps a store of torch's at that port.
         launcher: what said so, for messages; empty where nothing did.
-        job: the scheduler's number of the job; "" without one.
+        job: the scheduler's number of the job, or else the launcher's own name of it; "" without one.
     """
 
     rank: int = 0
@@ -55,13 +55,14 @@ class _Launcher:
     """A launcher, recognised by the variables in which it gives a process's number and the number of processes.
 
     `beside`: one of these must be set, too. Needed where the names of the other two are so common that something else
-    may have set them.
+    may have set them. `jobs`: variables with the launcher's own name of a job, the same for all its processes.
     """
 
     name: str
     index: str
     count: str
     beside: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
 
     def task(self, environ: Mapping[str, str]) -> Task | None:
         if not {self.index, self.count} <= environ.keys() or (self.beside and not environ.keys() & {*self.beside}):
@@ -86,12 +87,24 @@ _SLURM_STEP = _Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
 # is started once per node by any of the others.
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
-    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE"),  # Intel MPI, Cray PALS and srun --mpi=pmi2, too
+    # PMIx tells the name of a job since Open MPI 2; before, and beside it until 4, Open MPI itself did.
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    # Intel MPI, Cray PALS and srun --mpi=pmi2, too. The last two name the job; MPICH's own mpiexec does not.
+    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE", jobs=("PMI_JOBID",)),
     _SLURM_STEP,
 )
 
 
+# Torque's pbsdsh tells both; that of PBS Pro and OpenPBS only the first. The number is the host's, not the process's.
+_PBSDSH = _Launcher("pbsdsh", "PBS_NODENUM", "PBS_NUM_NODES")
+_SCRIPT_TASK = 1  # PBS_TASKNUM of a job's script, which has the others' variables as well
+
+NUM_NODES = "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "PBS_NUM_NODES"  # of a job, as schedulers tell
 JOBS = "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"  # of schedulers
 
 
@@ -137,9 +150,11 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
         task = _innermost(environ)
         if task is not None:
             place = replace(place, rank=task.index, world_size=task.count, launcher=task.launcher)
+    launchers_job = _launchers_job(environ, place.launcher)
+    place = replace(place, job=job or launchers_job)
     is_step = place.launcher == _SLURM_STEP.name
     has_store = place.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port = _port(job, environ.get("SLURM_STEP_ID", "") if is_step else "")
+    port = _port(job, environ.get("SLURM_STEP_ID", "") if is_step else launchers_job)
     if "MASTER_PORT" in environ:  # which the training will use, unless torchrun keeps a store there
         port = _number(environ, "MASTER_PORT") + (0 if has_store else 1)
     address = master or environ.get("MASTER_ADDR") or _first_host(environ, is_step)
@@ -155,15 +170,39 @@ def _innermost(environ: Mapping[str, str]) -> Task | None:
                 _check_step(environ, task)
             return task
         launcher.check_unset(environ)
-    return None
+    return _PBSDSH.task(environ) if _is_one_per_host(environ) else None
+
+
+def _is_one_per_host(environ: Mapping[str, str]) -> bool:
+    """Return whether pbsdsh has started this process, and only this one on its host."""
+    number = environ.get("PBS_TASKNUM", "")
+    is_started = re.fullmatch("[0-9a-fA-F]{1,8}", number) is not None and int(number, 16) != _SCRIPT_TASK
+    return is_started and environ.get("PBS_NUM_PPN", "1") == "1"
+
+
+def _launchers_job(environ: Mapping[str, str], launcher: str) -> str:
+    """Return the launcher's own name of a job, which differs between two jobs on a host; "" where it gives none."""
+    names = next((known.jobs for known in _LAUNCHERS if known.name == launcher), ())
+    return next((environ[name] for name in names if name in environ), "")
+
+
+def num_nodes(environ: Mapping[str, str]) -> int:
+    """Return how many nodes the job has, as its scheduler tells; 1 where none does."""
+    counts = (environ.get(name, "") for name in NUM_NODES)
+    return max(1, next((int(nodes) for nodes in counts if nodes.isdecimal()), 1))
 
 
 def lonely(environ: Mapping[str, str], placement: Placement) -> str:
     """Say so where a process that believes to be alone is in a job of several nodes; "" otherwise."""
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "PBS_NUM_NODES"):
+    if placement.world_size > 1 or placement.launcher == "--node":
+        return ""
+    for name in NUM_NODES:
         nodes = environ.get(name, "1")
-        if placement.world_size == 1 and nodes.isdecimal() and int(nodes) > 1:
+        if nodes.isdecimal() and int(nodes) > 1:
             return f"this job has {nodes} nodes ({name}), and this process knows of one: start it on each, as by srun"
+    node = environ.get("PBS_NODENUM", "0")
+    if node.isdecimal() and int(node) > 0:  # the first one's does not tell it from a job of one node
+        return f"this is node {node} of a job (PBS_NODENUM), and PBS does not tell how many there are: give --node I/N"
     return ""
 
 

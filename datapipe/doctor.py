@@ -14,8 +14,9 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 
+from .checks import checked_int
 from .dataset.shard_reader import ALIGNMENT
-from .errors import DatapipeError, how_to_install
+from .errors import DatapipeError, SettingError, how_to_install
 from .fsio import NETWORK_FILESYSTEMS, mounted_as
 
 SMALL_FILES = 200
@@ -28,19 +29,55 @@ SLOW_AT_RANDOM = 0.5  # of the sequential bandwidth: random reads that reach les
 DALI_PACKAGES = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")
 
 
-def doctor(folder: Path) -> dict:
-    """Measure under `folder`. Return `filesystem`, `node`, `decoders` and `advice` (lines).
+def doctor(
+    folder: Path,
+    local: Path | None = None,
+    num_nodes: int = 1,
+    network_mb_per_s: float | None = None,
+    master: str = "",
+) -> dict:
+    """Measure under `folder`, and say what staging would cost where a packed data set, or its splits, lie in it.
 
     It writes small files, and a large one where there is none to read, and removes them. Reads bypass the page cache
-    where the filesystem allows it. Raises DatapipeError when the folder does not exist, or cannot be written to and
-    has nothing to read.
+    where the filesystem allows it.
+
+    Args:
+        folder: on the filesystem in question.
+        local: a folder on the node's own disk, or one to be made there (default: where temporary files go).
+        num_nodes: how many nodes would stage, from 1.
+        network_mb_per_s: what a node receives from others, in MB/s (10⁶ bytes), above 0; None: as fast as the link.
+        master: the host of process 0, to which the link leads; "": the link is that of the default route.
+
+    Returns:
+        `filesystem`, `node`, `decoders`, `staging` (None without a data set) and `advice` (lines).
+
+    Raises:
+        DatapipeError: the folder does not exist, or cannot be written to and has nothing to read.
+        SettingError: a number is out of its range.
     """
+    from .staging.advice import assess, describe_costs
+
     folder = Path(folder)
+    checked_int("nodes", num_nodes, 1)
+    if network_mb_per_s is not None and not network_mb_per_s > 0:
+        raise SettingError(f"network_mbps: {network_mb_per_s} is out of range; allowed: MB/s, above 0")
     if not folder.is_dir():
         raise DatapipeError("is not a folder" if folder.exists() else "does not exist", path=folder)
     filesystem, node, decoders = _filesystem(folder), _node(), _decoders()
     measured = {"folder": str(folder), "filesystem": filesystem, "node": node, "decoders": decoders}
-    return {**measured, "advice": advice(filesystem, node, decoders)}
+    limits = {"network_mb_per_s": network_mb_per_s, "read_mb_per_s": filesystem["sequential_mb_per_s"]}
+    staging = assess(folder, local, num_nodes, **limits, master=master, is_local=not _why_stage(filesystem))
+    lines = advice(filesystem, node, decoders) + (describe_costs(staging) if staging else [])
+    return {**measured, "staging": staging, "advice": lines}
+
+
+def _why_stage(filesystem: dict) -> str:
+    """Say why a data set on this filesystem is to be staged; "" where it is not."""
+    kind, metadata = filesystem["kind"], filesystem["metadata_per_s"]
+    if kind in NETWORK_FILESYSTEMS or kind.startswith("fuse"):
+        return f"{kind} is shared over a network"
+    is_slow = metadata is not None and metadata < SLOW_METADATA_PER_S
+    return f"{metadata:,.0f} metadata operations per second" if is_slow else ""
 
 
 def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
@@ -54,14 +91,10 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     Returns:
         lines for the user.
     """
-    kind, lines = filesystem["kind"], []
+    lines, why = [], _why_stage(filesystem)
     sequential, scattered = filesystem["sequential_mb_per_s"], filesystem["random_mb_per_s"]
-    metadata = filesystem["metadata_per_s"]
-    is_shared = kind in NETWORK_FILESYSTEMS or kind.startswith("fuse")
-    is_slow = metadata is not None and metadata < SLOW_METADATA_PER_S
     is_slow_at_random = scattered < SLOW_AT_RANDOM * sequential
-    if is_shared or is_slow:
-        why = f"{kind} is shared over a network" if is_shared else f"{metadata:,.0f} metadata operations per second"
+    if why:
         lines.append(f"stage: yes ({why}); `datapipe stage` copies the shards to node-local disk, each byte read once")
         lines.append('order: "full" once staged; "blocks" where there is no room to stage')
     elif is_slow_at_random:
@@ -103,7 +136,7 @@ def describe(result: dict) -> list[str]:
         f"node: {node['cores']} cores, {node['memory_bytes'] / gib:,.0f} GiB of memory, "
         f"/dev/shm {node['shm_bytes'] / gib:,.1f} GiB (not needed), GPUs: {', '.join(node['gpus']) or 'none'}",
         "decoders: " + ", ".join(f"{name} {version or 'missing'}" for name, version in decoders.items()),
-        *(f"advice: {line}" for line in result["advice"]),
+        *(line if line.startswith(" ") else f"advice: {line}" for line in result["advice"]),
     ]
 
 
@@ -149,7 +182,7 @@ def _reads(folder: Path) -> tuple[bool, float, float]:
             large = made = _written(folder)
         direct = True
         try:
-            fd = os.open(large, os.O_RDONLY | os.O_DIRECT)
+            fd = _open_direct(large)
         except OSError:
             direct, fd = False, os.open(large, os.O_RDONLY)
         try:
@@ -164,6 +197,17 @@ def _reads(folder: Path) -> tuple[bool, float, float]:
     finally:
         if made:
             made.unlink()
+
+
+def _open_direct(path: Path) -> int:
+    """Open a file past the page cache. Raises OSError where that cannot be; some tell only when it is read."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        os.preadv(fd, [mmap.mmap(-1, ALIGNMENT)], 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _written(folder: Path) -> Path:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 import zipfile
@@ -161,6 +162,30 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
+
+
+def open_plain(path: Path) -> tuple[int, bool]:
+    """Open a plain file, not a link, which another user could have planted.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Its descriptor, and whether it can be written to, and this user made it.
+
+    Raises:
+        OSError: there is none.
+    """
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd, is_writable = os.open(path, os.O_RDWR | flags), True
+    except OSError:
+        fd, is_writable = os.open(path, os.O_RDONLY | flags), False
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise OSError(0, "is not a plain file")
+    return fd, is_writable and info.st_uid == os.geteuid() and info.st_nlink == 1
 
 
 def sync_folder(folder: Path) -> None:

@@ -28,7 +28,7 @@ KINDS = {
 # How images are checked, stored and compressed (see `recode`).
 CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
 # How nodes stage (see `staging`).
-STAGE_MODES = ("auto", "copy", "exchange")
+STAGE_MODES = ("auto", "copy", "exchange", "slice")
 # Of a loader: each backend is a module in `loaders`.
 BACKENDS = ("cpu", "dali", "webdataset")
 ORDERS = ("full", "blocks")

@@ -44,7 +44,7 @@ DATAPIPE = {
     # 5
     "fetch": "",
     "bench": "loaders dataset sampling",
-    "doctor": "dataset (images) (loaders)",
+    "doctor": "dataset (images) (loaders) (staging)",
     "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging)",
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",

@@ -262,16 +262,28 @@ def bench(
     print(json.dumps(result) if as_json else "\n".join(format_result(result)))
 
 
-@app.command(epilog="Example:  datapipe doctor /scratch/imagenet")
+@app.command(epilog="Example:  datapipe doctor /shared/packed/imagenet --nodes 16")
 def doctor(
-    folder: Annotated[Path, folder_named("DIR", "A folder on the filesystem in question.")],
+    folder: Annotated[Path, folder_named("DIR", "A packed data set, or a folder on the filesystem in question.")],
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="Nodes that would stage (default: the job's, else 1).")
+    ] = None,
+    network_mbps: Annotated[
+        float | None, typer.Option(metavar="MB/S", help="What a node receives from others (default: its link's speed).")
+    ] = None,
+    local: Annotated[
+        Path | None, typer.Option(metavar="LOCAL", help="Folder on this node's own disk (default: that of $TMPDIR).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a filesystem and this node.
 
-    Says what the loader's settings should be for a data set under DIR.
+    Says what the loader's settings should be for a data set under DIR, and for a packed data set, how to stage it.
     """
+    from ..cluster import num_nodes, placement
     from ..doctor import describe, doctor
 
-    result = doctor(folder)
+    count = num_nodes(os.environ) if nodes is None else nodes
+    master = placement(os.environ).master if count > 1 and network_mbps is None else ""
+    result = doctor(folder, local, count, network_mbps, master)
     print(json.dumps(result) if as_json else "\n".join(describe(result)))

@@ -11,19 +11,28 @@ from typing import Annotated
 
 import typer
 
+from ..errors import SettingError
+from ..memory import parse_bytes
 from ..names import STAGE_MODES
 from ..streams import TIMEOUT_S
-from .parameters import AsJson, DataSetFolder, Timeout, folder_named, one_of
+from .parameters import AsJson, Timeout, folder_named, one_of
 
 logger = logging.getLogger(__name__)
 
 
 def stage(
-    folder: DataSetFolder,
-    local: Annotated[Path, folder_named("LOCAL", "Folder on this node's own disk.")],
+    folder: Annotated[Path | None, folder_named("DIR", "A packed data set, or the folder of its splits.")] = None,
+    local: Annotated[Path | None, folder_named("LOCAL", "Folder on this node's own disk.")] = None,
     mode: Annotated[
-        str, typer.Option(help="copy: each node copies all; exchange: each reads a part.", **one_of(STAGE_MODES))
+        str,
+        typer.Option(
+            help="copy: each node copies all; exchange: each reads a part; slice: each has room for a part.",
+            **one_of(STAGE_MODES),
+        ),
     ] = "auto",
+    capacity: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="With slice: what each node may hold, such as 500GiB.")
+    ] = None,
     max_mbps: Annotated[
         float | None, typer.Option(metavar="MB/S", help="Read at most this much from DIR per node.")
     ] = None,
@@ -44,17 +53,35 @@ def stage(
         typer.Option(metavar="NAME", help="Network for exchange (default: the one that leads to process 0)."),
     ] = None,
     timeout: Timeout = TIMEOUT_S,
+    background: Annotated[
+        bool, typer.Option("--background", help="Return when the first files are there; loaders use them meanwhile.")
+    ] = False,
+    status: Annotated[
+        Path | None,
+        typer.Option(metavar="LOCAL", help="Only say how far staging to LOCAL is: whole, running or stopped."),
+    ] = None,
+    wait: Annotated[
+        Path | None,
+        typer.Option(metavar="LOCAL", help="Only wait until what stages to LOCAL in the background is done."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""
     from ..cluster import lonely, placement
     from ..staging import StageOptions, stage
+    from ..staging.progress import continue_in_background, wait_for_first
     from .summaries import format_staged
 
+    if asked := status or wait:
+        _print_progress(asked, bool(wait), as_json)
+        return
+    if folder is None or local is None:
+        raise SettingError("DIR, LOCAL: both are needed to stage")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of hosts that have no name
     place = placement(os.environ, node, master)
     options = StageOptions(
         mode=mode,
+        capacity_bytes=parse_bytes("capacity", capacity) if capacity is not None else None,
         max_mbps=max_mbps,
         streams=streams,
         chunk_mib=chunk_mib,
@@ -62,11 +89,18 @@ def stage(
         timeout_s=timeout,
         placement=place,
         interface=interface,
+        in_background=background,
     )
     if warning := lonely(os.environ, place):
         logger.warning(warning)
     if mode == "auto" and place.world_size > 1 and not place.master:
         logger.warning("each node copies all: the host of process 0 is not known; give --master HOST to exchange")
+    if background and "SLURM_STEP_ID" in os.environ:
+        logger.warning("srun ends a step's processes with its command: this one stays; put & behind srun's line")
+    elif background and (child := continue_in_background(local)):
+        progress = wait_for_first(local, child)
+        print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
+        return
     started = time.perf_counter()
     results = stage(folder, local, options)
     if as_json:
@@ -75,3 +109,10 @@ def stage(
         return
     for result in results:
         print(format_staged(result))
+
+
+def _print_progress(local: Path, waits: bool, as_json: bool) -> None:
+    from ..staging.progress import find_progress, wait_until_whole
+
+    progress = wait_until_whole(local) if waits else find_progress(local)
+    print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")

@@ -9,8 +9,10 @@ import numpy as np
 from ..errors import DecodeError, ManifestError, ShardCorruptError, ShardReadError
 from ..images.codec import decode
 from ..names import Io
+from .block_slots import SLOTS, BlockSlots
 from .index import ENCODINGS, open_index, read_keys, sample_checksum
-from .manifest import Manifest
+from .local_first import LocalFirstReader
+from .manifest import INDEX, Manifest
 from .shard_reader import Data, ShardReader, release
 
 
@@ -21,24 +23,31 @@ class DataSet:
         folder: of the data set (one split).
         io: how shards are read, see ShardReader.
         retries: how often an open or a read that fails is repeated, at least 0.
+        local: a folder to which it is being copied: what has landed there is read there. Or one with slots for blocks.
 
     Attributes:
+        folder, local: as given.
         manifest: what `manifest.json` says.
         index: RECORD[num_samples], memory-mapped.
         raw_shape: (height, width, channels) of every image where the stored bytes are nothing but pixels, else None.
         reader: the ShardReader.
+        slots: blocks of it in `local`; None where it has no slots.
 
     Raises:
         ManifestError: there is no readable data set in `folder`.
         SettingError: `io` or `retries` is out of range.
     """
 
-    def __init__(self, folder: Path | str, io: Io = "cached", retries: int = 0) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path | str, io: Io = "cached", retries: int = 0, local: Path | None = None) -> None:
+        self.folder, self.local = Path(folder), local
         self.manifest = Manifest.read(self.folder)
-        self.index = open_index(self.folder, self.manifest)
+        self.index = open_index(local if local and (local / INDEX).exists() else self.folder, self.manifest)
         self.raw_shape = _raw_shape(self.manifest)
-        self.reader = ShardReader([self.folder / shard.name for shard in self.manifest.shards], io, retries)
+        self.slots = BlockSlots(local) if local and (local / SLOTS).exists() else None
+        if local is None or self.slots:
+            self.reader = ShardReader([self.folder / shard.name for shard in self.manifest.shards], io, retries)
+        else:
+            self.reader = LocalFirstReader(self.folder, local, self.manifest, io, retries)
         self._keys: list[str] | None = None
 
     def __len__(self) -> int:
@@ -72,25 +81,32 @@ class DataSet:
         except ShardReadError as error:
             error.key = self.key(sample)
             raise
-        self.check(sample, data, checksum)
-        return data
+        return self.checked(sample, data, shard, offset, checksum)
 
-    def check(self, sample: int, data: Data, checksum: int) -> None:
-        """Compare bytes with a sample's checksum.
+    def checked(self, sample: int, data: Data, shard: int, offset: int, checksum: int) -> Data:
+        """Compare bytes with a sample's checksum; where they came from a local copy and are wrong, read the source.
 
         Args:
             sample: its number, for messages.
             data: what was read.
+            shard: number of the shard.
+            offset: of the image's bytes in the shard's file.
             checksum: lower half of the expected xxh3-64.
+
+        Returns:
+            The sample's bytes.
 
         Raises:
             ShardCorruptError: these are not the sample's bytes.
         """
-        if sample_checksum(data) != checksum:
-            record = self.index[sample]
-            name = self.manifest.shards[record["shard"]].name
-            message = f"the {len(data)} bytes at {record['offset']} are not the ones that were packed"
-            raise ShardCorruptError(message, path=self.folder, shard=name, key=self.key(sample))
+        if sample_checksum(data) == checksum:
+            return data
+        again = (self.reader.read if self.slots else self.reader.read_again)(shard, offset, len(data))
+        if again is not None and sample_checksum(again) == checksum:
+            return again
+        message = f"the {len(data)} bytes at {offset} are not the ones that were packed"
+        name = self.manifest.shards[shard].name
+        raise ShardCorruptError(message, path=self.folder, shard=name, key=self.key(sample))
 
     def pixels(self, sample: int, data: Data) -> np.ndarray:
         """Decode an image that was read: uint8[height, width, channels]. Raises DecodeError."""
@@ -121,6 +137,8 @@ class DataSet:
         self.index = self.index[:0].copy()
         release(index)
         self.reader.close()
+        if self.slots:
+            self.slots.close()
 
     def __enter__(self) -> DataSet:
         return self

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 4096  # of O_DIRECT: no disk in use asks for more (open(2))
 FIRST_WAIT_S = 0.1  # before the first retry; doubled before each further one
 CLOSE_S = 0.5  # how long to wait for files to be closed
+SLACK = 16  # one of so many parts of a block may be read in addition, to have whole chunks
 SPARE_FILES = 256  # descriptors for everything else
 
 Data = bytes | memoryview
@@ -56,7 +57,7 @@ class ShardReader:
         self._paths, self._retries = paths, checked_int("retries", retries, 0)
         self._kind = {"cached": _File, "mmap": _Map, "direct": _Direct}[io]
         self._begin()
-        _allow_open_files(len(paths))
+        allow_open_files(len(paths))
 
     def _begin(self) -> None:
         """Start with no shard open and with new locks: after a fork, a thread of the parent may hold the old ones."""
@@ -122,6 +123,28 @@ class ShardReader:
         if file is not None and file.hints:
             with suppress(OSError):
                 os.posix_fadvise(file.fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def read_again(self, shard: int, offset: int, size: int) -> Data | None:
+        """Read bytes that were wrong from elsewhere, as `read`; return None where there is nowhere else."""
+        return None
+
+    def read_block(self, shard: int, start: int, stop: int, block_bytes: int, into: memoryview) -> tuple[int, Data]:
+        """Read samples of a block.
+
+        Args:
+            shard: its number.
+            start: their first byte in the shard's file.
+            stop: the byte behind their last one.
+            block_bytes: size of the cells in which the block's samples begin.
+            into: memory, page-aligned, of `room_for(stop - start + block_bytes // SLACK)` bytes.
+
+        Returns:
+            Where in the file the bytes begin that were read, which may be more, and these bytes.
+
+        Raises:
+            ShardReadError: the bytes cannot be read.
+        """
+        return start, self.read(shard, start, stop - start, into)
 
     def oldest(self) -> Read | None:
         """Return the read that began first among those under way; None if there is none."""
@@ -267,7 +290,7 @@ def room_for(size: int) -> int:
     return (-(-size // ALIGNMENT) + 1) * ALIGNMENT
 
 
-def _allow_open_files(count: int) -> None:
+def allow_open_files(count: int) -> None:
     """Raise the limit of open files: each shard keeps a descriptor, and 1,024, the usual limit, may be too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + SPARE_FILES

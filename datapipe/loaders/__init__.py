@@ -62,7 +62,8 @@ def open_loader(
         order: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and
             each byte once per epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk.
         threads: Threads that decode (default: the cores of this process, shared by the ranks of the node).
-        cache: A node-local folder to which the data set is staged first, once per node.
+        cache: A node-local folder to which the data set is staged first, once per node. While `datapipe stage` is at
+            work there in the background, what has landed is read there, and the rest from `path`.
         device: Where batches are delivered (default: the CPU).
         augment: How to crop and mirror in training; see Augment, whose defaults are the default.
         last: What becomes of samples that do not fill a global batch: "drop" leaves them out, "pad" fills it with
@@ -101,11 +102,15 @@ def open_loader(
         retries=retries,
         timeout_s=timeout_s,
     )
+    local: Path | None = None
     if cache is not None:
         if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
             raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
-        from ..staging import StageOptions, stage_once
+        from ..staging import StageOptions, stage_or_join
 
-        path = stage_once(Path(path), Path(cache), StageOptions(timeout_s=options.timeout_s))
-    loader: Loader = importlib.import_module(f".{backend}", __name__).make_loader(path, options, device)
+        staging = StageOptions(timeout_s=options.timeout_s)
+        folder, is_whole = stage_or_join(Path(path), Path(cache), staging, joins=backend != "webdataset")
+        path, local = (folder, None) if is_whole else (path, folder)
+    make_loader = importlib.import_module(f".{backend}", __name__).make_loader
+    loader: Loader = make_loader(path, options, device, **({"local": local} if local else {}))
     return loader

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from ..dataset.block_slots import BlockSlots
 from ..dataset.shard_reader import Data, ShardReader
 from ..errors import ShardReadError
 from ..sampling.block_order import BlockOrder, Needs
+from ..sampling.cached_blocks import NextUses, choose_slot
 from .batch_memory import BatchMemory
 from .coalesced_reads import Extent
 from .threads import Pool
@@ -24,7 +27,25 @@ class ReadFrom(NamedTuple):
 
     reader: ShardReader
     records: np.ndarray  # the index, RECORD[num_samples]
+    block_bytes: int  # of the grid's cells
     memory: BatchMemory  # for any block
+
+
+class CachedBlock(NamedTuple):
+    """A block, which the node's disk may hold, or is to hold from now on."""
+
+    slots: BlockSlots
+    uses: NextUses  # of this node, in this epoch
+    block: int  # its number
+    samples: np.ndarray  # int64[N], all of the block's, in the order of the file
+
+    def read(self, size: int, into: memoryview) -> memoryview | None:
+        """Read the block from the node's disk, if it is there: `size` bytes."""
+        return self.slots.read(self.block, size, into)
+
+    def keep(self, data: Data) -> None:
+        """Keep the block's bytes, unless others are needed sooner."""
+        self.slots.keep(self.block, memoryview(data), partial(choose_slot, self.uses, self.block))
 
 
 class BlockRead:
@@ -34,10 +55,13 @@ class BlockRead:
         source: What it is read with.
         samples: int64[N], in the order of the file.
         last_step: The step that may need one of them last.
+        cached: Where else the block may be.
     """
 
-    def __init__(self, source: ReadFrom, samples: np.ndarray, last_step: int) -> None:
-        self.last_step = last_step
+    def __init__(
+        self, source: ReadFrom, samples: np.ndarray, last_step: int, cached: CachedBlock | None = None
+    ) -> None:
+        self.last_step, self._cached = last_step, cached
         self._source, self._samples = source, samples
         self._start = 0  # of its bytes in the shard
         self._left = len(samples)  # not asked for yet; some of them other ranks may ask for
@@ -48,16 +72,27 @@ class BlockRead:
         """Read the bytes unless that was done; whoever comes meanwhile waits."""
         with self._lock:
             if self._data is None and self._left:
-                reader, index, memory = self._source
-                records = index[self._samples]
-                starts = records["offset"].astype(np.int64)
-                self._start, stop = int(starts.min()), int((starts + records["size"]).max())
                 try:
-                    into = memory.take().data
-                    self._data = reader.read(int(records["shard"][0]), self._start, stop - self._start, into)
+                    self._start, self._data = self._read()
                 except ShardReadError as error:  # raised where the first sample is asked for
                     self._data = error
             return self._data
+
+    def _read(self) -> tuple[int, Data]:
+        """Return the bytes, and where they begin in the shard: those of the whole block, if the node's disk has it."""
+        reader, index, block_bytes, memory = self._source
+        into = memory.take().data
+        shard, start, stop = _find_extent(index[self._samples])
+        if self._cached is None:
+            return reader.read_block(shard, start, stop, block_bytes, into)
+        _, block_start, block_stop = _find_extent(index[self._cached.samples])
+        data: Data | None = self._cached.read(block_stop - block_start, into)
+        if data is not None:
+            return block_start, data
+        data = reader.read(shard, start, stop - start, into)
+        if (start, stop) == (block_start, block_stop):
+            self._cached.keep(data)
+        return start, data
 
     def take(self, offset: int, size: int) -> memoryview:
         """Return the bytes of one sample, which is asked for once. Raises ShardReadError."""
@@ -71,6 +106,12 @@ class BlockRead:
             if not self._left:
                 self._data = None
         return memoryview(data)[offset - self._start : offset - self._start + size]
+
+
+def _find_extent(records: np.ndarray) -> tuple[int, int, int]:
+    """Return the shard of neighbouring samples, the first of their bytes in it, and the byte behind the last."""
+    starts = records["offset"].astype(np.int64)
+    return int(records["shard"][0]), int(starts.min()), int((starts + records["size"]).max())
 
 
 class BlockedReads:
@@ -94,9 +135,18 @@ class RankReads:
         order: Of the epoch.
         needs: `order`'s, of this rank.
         readers: The threads that read ahead.
+        cache: Blocks on the node's disk, and when it needs them next.
     """
 
-    def __init__(self, source: ReadFrom, order: BlockOrder, needs: Needs, readers: Pool) -> None:
+    def __init__(
+        self,
+        source: ReadFrom,
+        order: BlockOrder,
+        needs: Needs,
+        readers: Pool,
+        cache: tuple[BlockSlots, NextUses] | None = None,
+    ) -> None:
+        self._cache = cache
         self._source, self._order, self._needs, self._readers = source, order, needs, readers
         self._reads: dict[int, BlockRead] = {}  # by their number: those begun, while they may still be needed
         self._num_begun = 0
@@ -116,12 +166,16 @@ class RankReads:
         self._futures = [future for future in self._futures if not future.done()]
         columns = (column[self._num_begun : stop].tolist() for column in (self._needs.runs, self._needs.last))
         for number, last_step in zip(*columns, strict=True):
-            read = self._reads[number] = BlockRead(self._source, self._order.samples_of(number), last_step)
+            samples, cached = self._order.samples_of(number), self._find_cached(number)
+            read = self._reads[number] = BlockRead(self._source, samples, last_step, cached)
             self._futures.append(self._readers.submit(read.load))
         self._num_begun = max(self._num_begun, stop)
         reads = [self._reads[number] for number in numbers]
         self._reads = {number: read for number, read in self._reads.items() if read.last_step > step}
         return reads
+
+    def _find_cached(self, number: int) -> CachedBlock | None:
+        return CachedBlock(*self._cache, *self._order.block_of(number)) if self._cache else None
 
     def end(self) -> None:
         """Read nothing more ahead."""

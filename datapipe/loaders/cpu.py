@@ -18,8 +18,10 @@ from .prefetch import PendingImage
 from .threaded import ThreadedLoader, open_on
 
 
-def make_loader(path: Path | str, options: LoaderOptions, device: torch.device | str | int | None) -> Loader:
-    """Open the data set at `path`, and make a loader that delivers to `device`."""
+def make_loader(
+    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
+) -> Loader:
+    """Open the data set at `path`, of which a copy arrives at `local`, and make a loader that delivers to `device`."""
 
     def make(data_set: DataSet) -> Loader:
         place = resolve_device(device)
@@ -27,7 +29,7 @@ def make_loader(path: Path | str, options: LoaderOptions, device: torch.device |
             return gpu_pixels.GpuPixelsLoader(data_set, options, place)
         return CpuLoader(data_set, options, place)
 
-    return open_on(path, options, make)
+    return open_on(path, options, make, local)
 
 
 class CpuLoader(ThreadedLoader[Images]):

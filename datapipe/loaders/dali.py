@@ -38,13 +38,15 @@ DEPTH = 2  # batches that DALI works on
 DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
-def make_loader(path: Path | str, options: LoaderOptions, device: torch.device | str | int | None) -> Loader:
-    """Open the data set at `path`, and make a loader that delivers to `device`."""
+def make_loader(
+    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
+) -> Loader:
+    """Open the data set at `path`, of which a copy arrives at `local`, and make a loader that delivers to `device`."""
 
     def make(data_set: DataSet) -> DaliLoader:
         return DaliLoader(data_set, options, resolve_device(device))
 
-    return open_on(path, options, make)
+    return open_on(path, options, make, local)
 
 
 class EncodedImages(BatchSlots):

@@ -81,12 +81,22 @@ class LoaderOptions:
             if getattr(self, name) != value:
                 raise SettingError(f"{name}: {getattr(self, name)!r} has no meaning for {subject}; leave it out")
 
+    def ranks_of_node(self) -> range:
+        """Return the ranks on this node: LOCAL_WORLD_SIZE neighbours, as torchrun starts them."""
+        count = _local_world_size()
+        first = self.rank // count * count
+        return range(first, min(first + count, self.world_size))
+
     def num_threads(self) -> int:
         """Return `threads`, or else this rank's share of the cores that the process may use."""
         if self.threads is not None:
             return self.threads
         cores = len(os.sched_getaffinity(0))
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        if not ranks.isdecimal() or int(ranks) < 1:
-            raise SettingError(f"LOCAL_WORLD_SIZE: {ranks!r} is not a number of ranks; allowed: 1 and more")
-        return max(1, cores // int(ranks))
+        return max(1, cores // _local_world_size())
+
+
+def _local_world_size() -> int:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise SettingError(f"LOCAL_WORLD_SIZE: {ranks!r} is not a number of ranks; allowed: 1 and more")
+    return int(ranks)

@@ -6,6 +6,7 @@ of positions, which the first of a batch's threads works out. Readers and decode
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import abstractmethod
@@ -18,11 +19,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ..dataset import DataSet
-from ..dataset.shard_reader import room_for
-from ..errors import ShardCorruptError, ShardReadError
+from ..dataset.shard_reader import SLACK, room_for
+from ..errors import SettingError, ShardCorruptError, ShardReadError
 from ..images.window import Box
 from ..sampling.augment import scales
 from ..sampling.block_order import BlockOrder, grid, longest
+from ..sampling.cached_blocks import NextUses
 from ..sampling.order import KeyedPermutation, epoch_order
 from .base import DataDescription, Loader, Place
 from .batch_memory import BatchMemory
@@ -39,13 +41,16 @@ SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundr
 LoaderT = TypeVar("LoaderT", bound=Loader)
 
 
-def open_on(path: Path | str, options: LoaderOptions, make: Callable[[DataSet], LoaderT]) -> LoaderT:
+def open_on(
+    path: Path | str, options: LoaderOptions, make: Callable[[DataSet], LoaderT], local: Path | None = None
+) -> LoaderT:
     """Open a data set within the time limit, and make a loader of it, which closes it.
 
     Args:
         path: The data set's folder.
         options: The loader's.
         make: Makes the loader. The data set is closed if that fails.
+        local: The folder to which the data set is being copied.
 
     Returns:
         What `make` returns.
@@ -53,7 +58,9 @@ def open_on(path: Path | str, options: LoaderOptions, make: Callable[[DataSet], 
     Raises:
         DatapipeError: The data set cannot be opened, or not within `timeout_s`. And whatever `make` raises.
     """
-    data_set = call_in_time(options.timeout_s, path, "opening the data set", DataSet, path, options.io, options.retries)
+    data_set = call_in_time(
+        options.timeout_s, path, "opening the data set", lambda: DataSet(path, options.io, options.retries, local)
+    )
     try:
         return make(data_set)
     except BaseException:
@@ -99,10 +106,20 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         self.data_set = data_set
         self._hints: list[Future[None]] = []
         self._in_blocks = options.order == "blocks" and options.train
+        self._slots = data_set.slots
+        if self._slots and options.train and not self._in_blocks:
+            message = f"order: {options.order!r} has no use for a part of the data set"
+            raise SettingError(f"{message}, which is all that {data_set.local} has room for; allowed: blocks")
+        if self._slots and self._slots.block_bytes != options.block_mib << 20:
+            staged = self._slots.block_bytes >> 20
+            raise SettingError(f"block_mib: {options.block_mib} is not what {data_set.local} was made for: {staged}")
         if self._in_blocks:
             self.num_readers = BLOCK_READERS
-            self._grid = grid(data_set.index, options.block_mib << 20)
-            self._block_memory = BatchMemory((room_for(longest(data_set.index, self._grid)),), pinned=False)
+            self._block_bytes = options.block_mib << 20
+            self._grid = grid(data_set.index, self._block_bytes)
+            more = self._block_bytes // SLACK if data_set.local else 0
+            room = room_for(longest(data_set.index, self._grid) + more)
+            self._block_memory = BatchMemory((room,), pinned=False)
 
     def close(self) -> None:
         super().close()
@@ -163,10 +180,11 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
 
     def _start_in_blocks(self, epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
         options = self.options
-        order = BlockOrder(self._grid, options.global_batch_size, options.last_batch, self.lanes, options.seed, epoch)
+        order = self._block_order(epoch)
         needs = order.needs(options.rank, options.world_size, steps)
-        source = ReadFrom(self.data_set.reader, self.data_set.index, self._block_memory)
-        reads = RankReads(source, order, needs, threads.read)
+        cache = (self._slots, self._next_uses(epoch)) if self._slots else None
+        source = ReadFrom(self.data_set.reader, self.data_set.index, self._block_bytes, self._block_memory)
+        reads = RankReads(source, order, needs, threads.read, cache)
         try:
             for step in steps:
                 positions = self._positions(step)
@@ -176,6 +194,18 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
                 yield slots
         finally:
             reads.end()
+
+    def _block_order(self, epoch: int) -> BlockOrder:
+        options = self.options
+        return BlockOrder(self._grid, options.global_batch_size, options.last_batch, self.lanes, options.seed, epoch)
+
+    def _next_uses(self, epoch: int) -> NextUses:
+        ranks, world_size = self.options.ranks_of_node(), self.options.world_size
+        assert self._slots is not None
+        epochs_held = self._slots.num_slots / (len(self._grid.starts) - 1) * world_size / len(ranks)
+        return NextUses(
+            lambda epoch: self._block_order(epoch).turns(ranks, world_size), epoch, math.ceil(epochs_held) + 1
+        )
 
     def _plan_slots(self, epoch: int, positions: np.ndarray, samples: np.ndarray) -> tuple[SlotsT, PlanOnce]:
         slots = self._new_slots(positions, len(samples))
@@ -212,8 +242,7 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
             if slots.abandoned:
                 return None
             try:
-                data = reads.read(i)
-                self.data_set.check(extent.sample, data, extent.checksum)
+                data = self.data_set.checked(extent.sample, reads.read(i), extent.shard, extent.offset, extent.checksum)
                 images.append(PendingImage(first + i, extent.sample, data, sizes[i], boxes[i], scale[i], flips[i]))
             except ShardReadError as error:  # a failing filesystem is not a bad sample
                 error.key = error.key or self.data_set.key(extent.sample)

@@ -19,6 +19,7 @@ from .order import BLOCKS, WITHIN, Last, num_steps, permutation, uniform
 
 MIN_LANES = 32  # as many different blocks in each global batch, where its size allows
 MIN_WINDOW = 32  # blocks shuffled together, over all lanes
+NEVER = np.int64(1 << 62)  # later than any turn
 
 
 class Grid(NamedTuple):
@@ -108,6 +109,7 @@ class BlockOrder:
         starts = self._run_starts[:-1]
         block = np.searchsorted(ends, starts, "right")
         self._run_lanes = np.searchsorted(lane_ends, starts, "right")
+        self._run_blocks = shuffled[block]
         # What to add to a place to get an index into `blocks.samples`, where samples are in the order of the file.
         self._shift = (blocks.starts[1:][shuffled] - ends)[block]
         window = block // -(-MIN_WINDOW // lanes)
@@ -159,6 +161,30 @@ class BlockOrder:
         runs = np.flatnonzero(mine)
         runs = runs[np.lexsort((self._run_lanes[runs], first[runs]))]
         return Needs(runs, first[runs], last[runs])
+
+    def turns(self, ranks: range, world_size: int) -> np.ndarray:
+        """Return the place of each block in the sequence in which some ranks read them: int64[num_blocks].
+
+        Blocks that these ranks do not read have NEVER; of one that is read in parts, the last part counts.
+
+        Args:
+            ranks: those of a node.
+            world_size: the number of ranks, which divides the global batch.
+        """
+        turns = np.full(len(self._blocks.starts) - 1, -1)
+        for rank in ranks:
+            needs = self.needs(rank, world_size, range(self._total))
+            keys = needs.first * len(self._lane_starts) + self._run_lanes[needs.runs]
+            np.maximum.at(turns, self._run_blocks[needs.runs], keys)
+        order = np.argsort(turns, kind="stable")
+        num_unread = np.count_nonzero(turns < 0)
+        turns[order[:num_unread]], turns[order[num_unread:]] = NEVER, np.arange(len(turns) - num_unread)
+        return turns
+
+    def block_of(self, run: int) -> tuple[int, np.ndarray]:
+        """Return the block that a run is a part of, or all of, and its samples in the order of the file: int64[N]."""
+        block = int(self._run_blocks[run])
+        return block, self._blocks.samples[self._blocks.starts[block] : self._blocks.starts[block + 1]]
 
     def samples_of(self, run: int) -> np.ndarray:
         """Return the samples of a run, in the order of the file: int64[N]."""

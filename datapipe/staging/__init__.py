@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..dataset.manifest import MANIFEST, read_content
-from ..errors import DatapipeError, StagingError
+from ..errors import DatapipeError, SettingError, StagingError
 from ..streams import apart, in_time
 from .copy import Staged, stage_copies
 from .local_copy import LocalCopy, list_copies
@@ -49,6 +49,10 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
 
             return apart(lambda: stage_together(source, local, options))
         copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+        if options.mode == "slice":
+            from .slice import stage_slice
+
+            return stage_slice(source, local, copies, options)
         return stage_copies(source, local, copies, options)
 
 
@@ -57,8 +61,9 @@ def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -
 
     Args:
         source: The data set.
-        cache: A node-local folder. The copy's folder is named after the manifest's content, so that another version
-            of the data set never takes its place.
+        cache: A node-local folder: the data set's copy, the folder of its splits' copies, or a folder for copies of any
+            data sets. There, a copy's folder is named after the manifest's content, so that another version of the data
+            set never takes its place.
         options: How to copy (default: StageOptions()).
 
     Returns:
@@ -67,12 +72,34 @@ def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -
     Raises:
         DatapipeError, SettingError: As `stage`.
     """
-    source, options = Path(source), options or StageOptions()
+    return stage_or_join(Path(source), Path(cache), options or StageOptions(), joins=False)[0]
+
+
+def stage_or_join(source: Path, cache: Path, options: StageOptions, joins: bool) -> tuple[Path, bool]:
+    """Do what `stage_once` does, unless a process is copying in the background.
+
+    Args:
+        source: the data set.
+        cache: a node-local folder, see `stage_once`.
+        options: how to copy.
+        joins: whether a part is enough: not to wait for a process that is copying in the background, and not to refuse
+            a folder that has room for a part only.
+
+    Returns:
+        The folder of the copy, and whether it is whole.
+    """
     with _errors_name_the_node():
         content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
-        folder = Path(cache) / f"{source.resolve().name}-{hashlib.sha256(content).hexdigest()[:16]}"
-        stage_copies(source, folder, [LocalCopy.of_content(source, folder, content)], options, trusts=True)
-    return folder
+        name = source.resolve().name
+        folders = cache, cache / name, cache / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
+        copies = [LocalCopy.of_content(source, folder, content) for folder in folders]
+        copy = next((copy for copy in copies if copy.is_named()), copies[-1])
+        if copy.has_slots() and not joins:
+            raise SettingError(f"cache: {copy.target} has room for a part only; this needs the whole data set")
+        if copy.has_slots() or (joins and copy.may_be_used()):
+            return copy.target, False
+        stage_copies(source, copy.target, [copy], options, trusts=True)
+    return copy.target, True
 
 
 @contextmanager

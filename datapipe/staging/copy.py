@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..console import Progress
+from ..dataset.manifest import INDEX
 from ..errors import SettingError, StagingError
 from ..fsio import NETWORK_FILESYSTEMS, free_bytes, make_folder, mounted_as
 from ..streams import Moved, work_on_files
@@ -130,6 +131,8 @@ def prepare(
             copy.remove_other()
             present = copy.find_present(options.timeout_s, trusts, is_locked)
             copy.sweep(is_locked, present)
+            if is_locked:
+                copy.begin(present, options.in_background)
         prepared.append(Prepared(copy, present, is_locked, own_name))
     return prepared
 
@@ -157,9 +160,14 @@ def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int)
     throttle = Throttle(options.max_mbps and options.max_mbps * 1e6)
     files = []
     for number, (copy, present, own_name) in enumerate((its.copy, its.present, its.own_name) for its in prepared):
-        for info in copy.manifest.all_files():
+        for info in sorted(
+            copy.manifest.all_files(), key=lambda info: info.name != INDEX
+        ):  # which a loader opens first
             source = SourceFile(copy.source / info.name, info, throttle, options.retries)
             landing = Landing(copy.target / info.name, info, chunk_bytes, info.name in present, own_name)
+            if options.in_background and not landing.is_whole:
+                landing.open()  # so that a loader may add to it before its turn comes
+                landing.close()
             files.append(Transfer(number, source, landing))
     return files
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ..cluster import Placement
 from ..errors import SettingError, StagingError
 from ..fsio import boot_id
+from .network import find_address, find_unreachable
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ LISTEN_S = 5 * BEAT_S  # how long to listen for that
 PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
 SAY_S = 10.0  # how often to say for whom this process waits
 LOOK_S = 0.1
+CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
 _numbers = itertools.count()  # of crews in this process, whose keys differ
 
 
@@ -184,21 +186,21 @@ class Crew:
         Raises:
             CrewError: that is not possible; names the addresses of both sides.
         """
-        mine, addresses = "", [""]
+        mine = find_address(self.gather, self.index, interface, self._placement.master)
+        problem = find_unreachable(self.gather, self.index, self.hosts, mine, self._timeout_s)
+        if problem:
+            raise CrewError(f"{problem}; choose the network by --interface")
+        # torch's stubs lack these; it makes its own groups of them in the same way.
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=max(LISTEN_S, self._timeout_s / CONNECTS))
         try:
-            mine = "" if self.index == 0 else _address_towards(self._placement.master)
-            addresses = self.gather("address", mine)
-            mine = mine or _address_towards(addresses[1])
-            place = {"interface": interface} if interface else {"hostname": mine}
-            # torch's stubs lack these; it makes its own groups of them in the same way.
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(**place)]
-            options._timeout = timedelta(seconds=self._timeout_s)
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.index, len(self), options)
-        except (OSError, RuntimeError) as error:
-            others = ", ".join(filter(None, addresses)) or self._placement.master
-            way_out = "choose the network by --interface"
-            raise CrewError(f"cannot connect from {interface or mine} to {others}: {error}; {way_out}") from error
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=mine)]
+            store = dist.PrefixStore("gloo", self._store)
+            group = dist.ProcessGroupGloo(store, self.index, len(self), options)
+        except RuntimeError as error:
+            raise CrewError(f"{self._explain(error)}; this node's address is {mine}") from error
+        group._set_default_timeout(timedelta(seconds=self._timeout_s))
+        self._group = group
 
     def exchange(self, mine: torch.Tensor, everyones: torch.Tensor) -> None:
         """Send bytes to all nodes, and receive those of each.
@@ -290,11 +292,3 @@ def _meet(placement: Placement, is_first: bool) -> dist.Store:
     except RuntimeError as error:
         what = "cannot listen" if is_keeper else "process 0 does not answer"
         raise CrewError(f"{placement.master}:{placement.port}: {what}: {error}") from error
-
-
-def _address_towards(host: str) -> str:
-    """Return this host's address on the network that leads to another; nothing is sent."""
-    (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

@@ -1,30 +1,29 @@
 """A file on its way to the local disk: written in chunks, in any order, by any thread; resumable; checked at the end.
 
-    LOCAL/.NAME.partial    the bytes; a chunk that has not landed yet is a hole
-    LOCAL/.NAME.landed     what is expected, and which chunks have landed: one byte for each
-    LOCAL/NAME             the whole file, read back and compared with its checksum
-
-Where LOCAL's filesystem has no locks, several processes may copy the same file at the same time. Then the first two
-names have a part of their own for each process, and nothing of another process's is continued.
+`dataset.arriving` describes the files that it consists of meanwhile. Where LOCAL's filesystem has no locks, several
+processes may copy the same file at the same time. Then the temporary names have a part of their own for each process,
+and nothing of another process's is continued.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import socket
 import stat
 import threading
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..dataset.arriving import LANDED, PARTIAL, map_head, temporary_path
 from ..dataset.manifest import FileInfo
 from ..errors import StagingError
 from ..fsio import checksum, named
 from ..streams import Moved
 
-KINDS = PARTIAL, LANDED = "partial", "landed"
 OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a link is not ours
 
 
@@ -46,26 +45,26 @@ class Landing:
     def __init__(self, target: Path, info: FileInfo, chunk_bytes: int, is_whole: bool, own_name: str = "") -> None:
         self.target, self.info, self.chunk_bytes = target, info, chunk_bytes
         self.is_whole, self._own_name = is_whole, own_name
-        self._partial, self._landed = (temporary_path(target, kind, own_name) for kind in KINDS)
+        self._partial, self._landed = (temporary_path(target, kind, own_name) for kind in (PARTIAL, LANDED))
         self._lock = threading.Lock()
         self._fd = self._map_fd = -1
         self._num_chunks = max(1, -(-info.size_bytes // chunk_bytes))
-        self._missing = set() if is_whole else self._read_map()
+        self._head = map_head(info, chunk_bytes)
+        self._missing: set[int] = set()
+        if not is_whole:
+            # If all have landed, it was killed before it gave the file its name: one more write leads to that.
+            missing = self._read_map()
+            self._missing = {*range(self._num_chunks)} if missing is None else missing or {self._num_chunks - 1}
 
-    @property
-    def _head(self) -> bytes:
-        return f"{self.info.xxh3_128} {self.info.size_bytes} {self.chunk_bytes}\n".encode()
-
-    def _read_map(self) -> set[int]:
-        """Return the chunks that have not landed yet."""
+    def _read_map(self) -> set[int] | None:
+        """Return the chunks that have not landed yet; None where there is no map of this file."""
         with suppress(OSError):
             size = os.lstat(self._partial).st_size
             content = _read_own(self._landed)
             flags = content[len(self._head) :]
-            if content.startswith(self._head) and len(flags) == self._num_chunks and size == self.info.size_bytes:
-                # If all have, it was killed before it gave the file its name: one more write leads to that.
-                return {number for number, flag in enumerate(flags) if flag != 1} or {self._num_chunks - 1}
-        return {*range(self._num_chunks)}
+            if content.startswith(self._head) and len(flags) == self._num_chunks + 1 and size == self.info.size_bytes:
+                return {number for number, flag in enumerate(flags[: self._num_chunks]) if flag != 1}
+        return None
 
     def lacks(self, offset: int) -> bool:
         """Return whether the chunk that begins at `offset` has not landed."""
@@ -74,9 +73,9 @@ class Landing:
     def open(self) -> None:
         """Open the temporary files, empty unless chunks have landed."""
         with self._lock:
-            if self._fd >= 0:
+            if self._fd >= 0 or self.is_whole:
                 return
-            is_new = len(self._missing) == self._num_chunks
+            is_new = self._read_map() is None
             with named(self._partial):
                 self._fd = _open_own(self._partial)
                 if is_new:
@@ -88,13 +87,19 @@ class Landing:
                     if is_new:
                         os.ftruncate(self._map_fd, 0)
                         os.pwrite(self._map_fd, self._head + bytes(self._num_chunks), 0)
+                    self._mark(self._num_chunks, b"\0")
+
+    def was_added(self, offset: int) -> bool:
+        """Return whether a loader has added the chunk that begins at `offset`, which was missing."""
+        self.open()
+        return self._map_fd >= 0 and os.pread(self._map_fd, 1, len(self._head) + offset // self.chunk_bytes) == b"\1"
 
     def write(self, offset: int, data: memoryview) -> bool:
         """Write a chunk; return whether it was the last one.
 
         Args:
             offset: in the file, a multiple of the chunks' size.
-            data: the chunk's bytes.
+            data: the chunk's bytes; none if it is there.
         """
         self.open()
         with named(self._partial):
@@ -103,11 +108,15 @@ class Landing:
                 done += os.pwrite(self._fd, data[done:], offset + done)
         number = offset // self.chunk_bytes
         with self._lock:
+            was_missing = number in self._missing
             self._missing.discard(number)
-            if self._map_fd >= 0:
-                with named(self._landed):
-                    os.pwrite(self._map_fd, b"\1", len(self._head) + number)
-            return not self._missing
+            self._mark(number, b"\1")
+            return was_missing and not self._missing
+
+    def _mark(self, number: int, flag: bytes) -> None:
+        if self._map_fd >= 0:
+            with named(self._landed):
+                os.pwrite(self._map_fd, flag, len(self._head) + number)
 
     def read(self, offset: int, into: memoryview) -> bool:
         """Read bytes that have landed, for another node; return whether they are there."""
@@ -126,7 +135,8 @@ class Landing:
             WrongBytes: it has another checksum. It is forgotten, and may be copied again.
         """
         self.open()
-        with named(self._partial):
+        self._mark(self._num_chunks, b"\1")  # from here on, loaders add nothing
+        with named(self._partial), self._without_loaders():
             os.fsync(self._fd)
             moved()
             actual = checksum(self._partial, moved)
@@ -138,6 +148,18 @@ class Landing:
         self.is_whole = True
         self._landed.unlink(missing_ok=True)
         self.close()
+
+    @contextmanager
+    def _without_loaders(self) -> Iterator[None]:
+        """Wait for loaders that are adding a chunk. Where there are no locks, they add nothing anyway."""
+        fd = self._fd
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
     def forget(self) -> None:
         """Remove what has landed."""
@@ -157,17 +179,6 @@ class Landing:
                 if fd >= 0:
                     os.close(fd)
             self._fd = self._map_fd = -1
-
-
-def temporary_path(target: Path, kind: str, own_name: str = "") -> Path:
-    """Return where a file is until it is whole.
-
-    Args:
-        target: its final path.
-        kind: one of KINDS.
-        own_name: of `make_own_name`; "" where the process has LOCAL for itself.
-    """
-    return target.with_name(f".{target.name}{own_name}.{kind}")
 
 
 def make_own_name() -> str:

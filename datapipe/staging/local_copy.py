@@ -1,12 +1,13 @@
 """A data set's copy in a local folder, and what is known of it.
 
 LOCAL/manifest.json    written last: it makes the folder a data set
-LOCAL/.origin.json     of which folder it is a copy, so that a later version may take its place
+LOCAL/.origin.json     of which folder it is a copy (see Origin), so that a later version may take its place
 LOCAL/.checked.json    the state of each file when its checksum was last compared, and in which life of the node
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -17,15 +18,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..dataset.arriving import KINDS, temporary_path
+from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..errors import ManifestError, StagingError
 from ..fsio import atomic_write, boot_id, checksum, sync_folder
 from ..streams import Moved, work_on_files
-from .landing import KINDS, is_of_dead_process, temporary_path
+from .landing import is_of_dead_process
+from .lock import find_holder
+from .origin import ORIGIN, Origin
 
 logger = logging.getLogger(__name__)
 
-ORIGIN, CHECKED = ".origin.json", ".checked.json"
+CHECKED = ".checked.json"
 TOUCH_S = 5.0  # how often who holds a folder's lock shows that it is at work
 
 States = dict[str, list[int]]  # by a file's name: its inode, size and time of change
@@ -99,11 +104,53 @@ class LocalCopy:
         raise StagingError(message, path=self.target)
 
     def _is_of_same_source(self) -> bool:
-        try:
-            origin = json.loads((self.target / ORIGIN).read_bytes())
-            return bool(origin["source"] == str(self.source.resolve()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        with suppress(StagingError):
+            return Origin.read(self.target).source == str(self.source.resolve())
+        return False
+
+    def is_named(self) -> bool:
+        """Return whether the folder says that it is, or will be, a copy of this version of the data set."""
+        with suppress(StagingError):
+            return Origin.read(self.target).manifest == self._digest
+        return self.has_manifest()
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def _is_complete(self) -> bool:
+        with suppress(StagingError):
+            origin = Origin.read(self.target)
+            return origin.is_complete and origin.manifest == self._digest and not origin.capacity_bytes
+        return False
+
+    def may_be_used(self) -> bool:
+        """Return whether a process is copying in the background, so that loaders may use what has landed."""
+        with suppress(StagingError, FileNotFoundError):
+            origin = Origin.read(self.target)
+            return origin.in_background and origin.manifest == self._digest and bool(find_holder(self.target))
+        return False
+
+    def has_slots(self) -> bool:
+        """Return whether the folder has slots for a part of this version of the data set."""
+        with suppress(StagingError):
+            origin = Origin.read(self.target)
+            return origin.capacity_bytes > 0 and origin.manifest == self._digest
+        return False
+
+    def begin(self, present: Collection[str], in_background: bool, capacity_bytes: int = 0) -> None:
+        """Say what the folder will be a copy of.
+
+        Args:
+            present: names of the files that are in place.
+            in_background: whether loaders may use what has landed.
+            capacity_bytes: of its slots, if it has these.
+        """
+        kept, total = self.bytes_of(present), self.manifest.size_bytes
+        source, began = str(self.source.resolve()), time.time()
+        is_complete = capacity_bytes > 0
+        origin = Origin(source, self._digest, is_complete, in_background, total, began, kept, capacity_bytes)
+        origin.write(self.target)
 
     def remove_other(self) -> None:
         """Remove what another data set has here and this one has not. Its manifest goes first."""
@@ -119,7 +166,7 @@ class LocalCopy:
                 (self.target / file.name).unlink(missing_ok=True)
 
     def sweep(self, is_locked: bool, present: Collection[str]) -> None:
-        """Remove temporary files that nobody will continue.
+        """Remove temporary files that nobody will continue, and slots for a part of the data set.
 
         Args:
             is_locked: whether no other process is at work here. Where that is not known, only files go whose process,
@@ -131,6 +178,9 @@ class LocalCopy:
         for path in {path for kind in KINDS for path in self.target.glob(f".*.{kind}")} - continued:
             if is_locked or is_of_dead_process(path):
                 path.unlink(missing_ok=True)
+        if is_locked:
+            for name in (TAGS, SLOTS):
+                (self.target / name).unlink(missing_ok=True)
 
     def find_present(self, timeout_s: float, trusts: bool, is_locked: bool) -> States:
         """Find the files that are in place with their checksum.
@@ -186,16 +236,21 @@ class LocalCopy:
             StagingError: without the lock: another process has changed the copy meanwhile.
         """
         states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}  # all are there
+        is_ours = (self.target / ORIGIN).exists()
         if not self.has_manifest():
+            is_ours = True
             if not is_locked:
                 raise StagingError("was changed by another process meanwhile: stage again", path=self.target)
             if (self.target / MANIFEST).exists():
                 logger.warning("%s is damaged: writing it again", self.target / MANIFEST)
             sync_folder(self.target)
-            with atomic_write(self.target / ORIGIN, alone=False) as file:
-                file.write(json.dumps({"source": str(self.source.resolve())}).encode())
             with atomic_write(self.target / MANIFEST, alone=False) as file:
                 file.write(self.content)
+        if is_ours and not self._is_complete():
+            with suppress(OSError):  # it may be read-only
+                Origin(str(self.source.resolve()), self._digest, total_bytes=self.manifest.size_bytes).write(
+                    self.target
+                )
         states |= present
         if states != self._read_checked():
             with suppress(OSError), atomic_write(self.target / CHECKED, alone=False) as file:  # it may be read-only

@@ -60,6 +60,17 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
         yield is_locked
 
 
+def find_holder(folder: Path) -> str:
+    """Name the process that holds a folder's lock; "" where nobody does."""
+    if holder := lock_holder(folder):
+        return holder
+    try:  # it may be in another container
+        with locked(folder, wait=False, shared=True):
+            return ""
+    except BlockingIOError:
+        return "another process"
+
+
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:
     """Return what changes while a process copies: names, times, and space taken."""
     entries = []

@@ -17,7 +17,8 @@ class StageOptions:
 
     Attributes:
         mode: "copy", every node copies all; "exchange", each node reads its share and sends it to the others; "auto",
-            exchange where there are several nodes.
+            exchange where there are several nodes; "slice", each node has room for a part, which its loaders fill.
+        capacity_bytes: how much a node may hold, with "slice".
         max_mbps: the most megabytes (10⁶ bytes) that this node reads from the source in a second, above 0; None: any.
         streams: chunks that are copied at a time, from 1.
         chunk_mib: size of a chunk in MiB, from 1.
@@ -26,9 +27,11 @@ class StageOptions:
         timeout_s: how long a read, a write or another process may make no progress, in seconds, above 0.
         placement: where this process is in its job.
         interface: the network interface for exchange, such as eth0; None: the one that leads to process 0.
+        in_background: whether loaders may use what has landed while this process is still at work.
     """
 
     mode: str = "auto"
+    capacity_bytes: int | None = None
     max_mbps: float | None = None
     streams: int = STREAMS
     chunk_mib: int = 8
@@ -37,11 +40,16 @@ class StageOptions:
     timeout_s: float = TIMEOUT_S
     placement: Placement = field(default_factory=Placement)
     interface: str | None = None
+    in_background: bool = False
 
     def __post_init__(self) -> None:
         check_name("mode", self.mode, STAGE_MODES)
         for name, lowest in (("streams", 1), ("chunk_mib", 1), ("retries", 0)):
             checked_int(name, getattr(self, name), lowest)
+        if (self.mode == "slice") != (self.capacity_bytes is not None):
+            raise SettingError("capacity: goes with mode 'slice', and only with it")
+        if self.capacity_bytes is not None:
+            checked_int("capacity", self.capacity_bytes, 1)
         check_seconds("timeout_s", self.timeout_s)
         if self.max_mbps is not None and not (is_number(self.max_mbps) and self.max_mbps > 0):
             raise SettingError(f"max_mbps: {self.max_mbps!r} is out of range; allowed: MB/s, above 0")

@@ -24,13 +24,14 @@ from .crew import Crew, CrewError, open_crew
 from .exchange import chunk_bytes_for, exchange
 from .local_copy import LocalCopy, list_copies
 from .lock import BusyError
+from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1  # of what nodes tell each other; to be raised when that changes
+PROTOCOL = 2  # of what nodes tell each other; to be raised when that changes
 
 
 def stage_together(source: Path, local: Path, options: StageOptions) -> list[Staged]:
@@ -59,6 +60,8 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
     busy, copies = "", []
     with ExitStack() as stack:
         try:
+            if options.interface:
+                address_of(options.interface)
             copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
             prepared = prepare(source, local, copies, options, stack, waits=False)
             files = transfers(prepared, options, chunk_bytes_for(len(crew), options.chunk_bytes))

@@ -48,11 +48,11 @@ class Transfer:
         Raises:
             ShardCorruptError, StagingError, OSError: As `finish`, and `SourceFile.read`.
         """
-        data = thread_buffer(extent.size)
+        data = thread_buffer(0 if self.landing.was_added(extent.offset) else extent.size)
         self.source.read(extent.offset, data, moved)
         is_last = self.land(extent, data)
         moved()
-        return extent.size + (self.finish(moved) if is_last else 0)
+        return len(data) + (self.finish(moved) if is_last else 0)
 
     def read(self, extent: Extent, into: memoryview, moved: Moved) -> int:
         """Read bytes for another node, from LOCAL if they are there.

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import bench_order, bench_spinning, corpus, measure
+from benchmarks import bench_order, bench_slice, bench_spinning, corpus, measure
 from benchmarks.measure import compare, cpu_s, process, spread, timed
 from datapipe.packing import PackOptions, pack
 
@@ -57,6 +58,25 @@ def test_orders_are_measured(tmp_path: Path) -> None:
     for row in figures.values():
         assert 0 < row["peak_bytes"]["median"] < 100_000 * 200 and 0 < row["batch_s"]["median"] < 1
     assert not list(tmp_path.iterdir())
+
+
+def test_ways_to_evict_are_compared(tmp_path: Path, encoded) -> None:
+    """By simulation and by a loader: with half of the room, a single node reads at least half."""
+    shares = bench_slice.simulate(1, num_samples=20_000)
+    assert shares["0.5"]["datapipe"] == pytest.approx(shares["0.5"]["first come"], abs=0.01)
+    assert abs(shares["0.5"]["datapipe"] - 0.5) < 0.01 < shares["0.5"]["random"] - 0.5
+    assert shares["0.5"]["random"] < shares["0.5"]["LRU"]
+    two = bench_slice.simulate(2, num_samples=20_000)["0.5"]
+    assert two["datapipe"] < 0.75 * min(two["first come"], two["random"], two["LRU"])
+    folder = tmp_path / "raw" / "train" / "0"
+    folder.mkdir(parents=True)
+    for i in range(60):
+        pixels = np.random.default_rng(i).integers(0, 256, (256, 256, 3), np.uint8)
+        (folder / f"{i}.png").write_bytes(encoded(pixels, "PNG"))
+    pack(tmp_path / "raw", tmp_path / "packed", PackOptions())
+    runs = bench_slice.measure(tmp_path, tmp_path / "packed" / "train", rounds=1)
+    assert runs["nothing"]["read_share"]["median"] > 0.8
+    assert all(run["read_share"]["median"] <= 1 for run in runs.values())
 
 
 def test_threads_that_sleep_are_compared(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from datapipe.bench import CONSUMER, bench, format_result
+from datapipe.dataset.manifest import Manifest
 from datapipe.doctor import FILE_BYTES, advice, doctor
 from datapipe.errors import DatapipeError
 from datapipe.fsio import mounted_as
@@ -71,6 +73,37 @@ def test_doctor_measures_and_leaves_nothing(tmp_path, command):
     for bad, message in ((tmp_path / "nowhere", "does not exist"), (__file__, "is not a folder")):
         done = command("datapipe", "doctor", bad)
         assert done.returncode == 1 and message in done.stderr
+
+
+def test_doctor_of_a_data_set(packed_folders, tmp_path, command, mounted):
+    """Where it lies on a shared filesystem, it says how to stage it, and what that costs."""
+    mounted.calm()
+    shutil.copytree(packed_folders["tar"], mounted.backing / "data")
+    size = sum(Manifest.read(mounted.backing / "data" / split).size_bytes for split in ("train", "val"))
+    line = ["datapipe", "doctor", mounted.path / "data", "--nodes", "4", "--network-mbps", "1000", "--local", tmp_path]
+    done = command(*line, "--json")
+    assert done.returncode == 0, done.stderr
+    staging = json.loads(done.stdout)["staging"]
+    assert staging["mode"] == "exchange" and staging["data_bytes"] == size and staging["copy_bytes"] == 4 * size
+    assert staging["exchange_s"] >= staging["one_node_s"] > 0 and staging["free_bytes"] > size
+    said = command(*line).stdout
+    assert "advice: mode: exchange, in which" in said and "\n  copy: " in said and "at 1,000 MB/s" in said
+    job = command("datapipe", "doctor", mounted.path / "data", "--json", env=os.environ | {"SLURM_JOB_NUM_NODES": "3"})
+    assert json.loads(job.stdout)["staging"]["num_nodes"] == 3
+
+
+def test_doctor_of_a_data_set_on_a_local_disk(packed_folders, command):
+    done = command("datapipe", "doctor", packed_folders["tar"], "--nodes", "4", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    if found["advice"][0].startswith("stage: no"):
+        assert found["staging"]["mode"] == "none" and "where they are read fast" in found["advice"][-1]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--nodes", "0"), ("--network-mbps", "0"), ("--network-mbps", "nan")])
+def test_doctor_with_bad_settings(tmp_path, command, option, value):
+    done = command("datapipe", "doctor", tmp_path, option, value)
+    assert done.returncode == 2 and f"{option}: " in done.stderr and "allowed: " in done.stderr, done.stderr
 
 
 def test_doctor_of_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datapipe.cluster import Placement, first_host, lonely, placement
+from datapipe.cluster import Placement, first_host, lonely, num_nodes, placement
 from datapipe.errors import SettingError
 
 SLURM = {
@@ -15,6 +15,12 @@ TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a1", "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "x",
 }  # fmt: skip
+# What the sources of Torque and of OpenPBS give to a process that pbsdsh has started: src/resmom/start_exec.c of both.
+TORQUE = {
+    "PBS_JOBID": "12.head", "PBS_NODENUM": "1", "PBS_VNODENUM": "1", "PBS_TASKNUM": "3", "PBS_NUM_NODES": "2",
+    "PBS_NUM_PPN": "1",
+}  # fmt: skip
+OPENPBS = {"PBS_JOBID": "12.head", "PBS_NODENUM": "1", "PBS_TASKNUM": "00000002"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 
 
@@ -30,6 +36,11 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM
         (SLURM | OPEN_MPI, (1, 2, "gpu01", "Open MPI")),  # the step is of mpirun's helpers
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, "", "MPICH/PMI")),
         ({name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID")}, (0, 1, "", "")),  # a batch script
+        (TORQUE, (1, 2, "", "pbsdsh")),
+        (TORQUE | {"PBS_NODENUM": "0", "PBS_VNODENUM": "0", "PBS_TASKNUM": "1"}, (0, 1, "", "")),  # a job's script
+        (TORQUE | {"PBS_NUM_PPN": "4"}, (0, 1, "", "")),  # several processes of a host have one number
+        (TORQUE | OPEN_MPI, (1, 2, "", "Open MPI")),
+        (OPENPBS, (0, 1, "", "")),  # of how many, it does not tell
     ],
 )
 def test_launchers(environ, expected):
@@ -61,6 +72,44 @@ def test_all_processes_of_a_job_have_one_port_and_other_jobs_another():
     assert len(ports) == 1
     others = {placement(SLURM | {"SLURM_JOB_ID": str(job)}).port for job in range(50)}
     assert len(others) > 45
+
+
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [
+        (OPEN_MPI, ""),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "333512705", "OMPI_MCA_ess_base_jobid": "333512705"}, "333512705"),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "prterun-n1-4711@1"}, "prterun-n1-4711@1"),  # Open MPI 5
+        (OPEN_MPI | {"OMPI_MCA_ess_base_jobid": "7"}, "7"),
+        (PMI | {"PMI_JOBID": "a-b"}, "a-b"),
+        (PMI | {"PMIX_NAMESPACE": "9"}, ""),  # of an Open MPI around it
+        (OPEN_MPI | {"PMIX_NAMESPACE": "9", "SLURM_JOB_ID": "17"}, "17"),  # the scheduler's comes first
+        ({"PMIX_NAMESPACE": "9"}, ""),
+    ],
+)
+def test_the_name_of_a_job(environ, job):
+    assert placement(environ).job == job
+
+
+def test_two_jobs_without_a_scheduler_have_ports_of_their_own():
+    """The same in all processes of one. Two mpiruns in one job of a scheduler have, too."""
+    for environ, name in ((OPEN_MPI, "PMIX_NAMESPACE"), (PMI, "PMI_JOBID"), (SLURM | OPEN_MPI, "PMIX_NAMESPACE")):
+        rank = next(variable for variable in ("OMPI_COMM_WORLD_RANK", "PMI_RANK") if variable in environ)
+        port = placement(environ | {name: "1"}).port
+        assert port == placement(environ | {name: "1", rank: "0"}).port
+        assert port != placement(environ | {name: "2"}).port
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [({}, 1), ({"SLURM_JOB_NUM_NODES": "4"}, 4), ({"SLURM_NNODES": "3"}, 3), (TORQUE, 2), (OPENPBS, 1),
+     ({"SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "1"}, 4), ({"PBS_NUM_NODES": "x"}, 1), ({"PBS_NUM_NODES": "0"}, 1)],
+)  # fmt: skip
+def test_how_many_nodes_a_job_has(environ, count):
+    assert num_nodes(environ) == count
 
 
 @pytest.mark.parametrize(
@@ -96,4 +145,7 @@ def test_the_first_host(nodes, first):
 
 def test_who_believes_to_be_alone_is_told():
     assert "this job has 4 nodes (SLURM_JOB_NUM_NODES)" in lonely({"SLURM_JOB_NUM_NODES": "4"}, Placement())
+    assert "this is node 1 of a job (PBS_NODENUM)" in lonely(OPENPBS, placement(OPENPBS))
+    assert lonely(OPENPBS, placement(OPENPBS, "0/1")) == "" == lonely(TORQUE, placement(TORQUE))
+    assert lonely(OPENPBS | {"PBS_NODENUM": "0"}, Placement()) == ""
     assert lonely(SLURM, placement(SLURM)) == "" == lonely({"SLURM_JOB_NUM_NODES": "1"}, Placement())

@@ -14,11 +14,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from datapipe.dataset.manifest import FileInfo
-from datapipe.staging import StageOptions, stage
+from datapipe.dataset.manifest import FileInfo, Manifest
+from datapipe.packing import PackOptions, pack
+from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.landing import Landing
+from datapipe.staging.together import PROTOCOL
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.ports import free_ports
 
@@ -251,7 +255,7 @@ def test_nodes_that_see_other_data_sets_are_refused(nodes, tmp_path):
 def test_nodes_with_other_versions_are_refused(nodes, start, port, tmp_path):
     make_data_set(tmp_path / "source", SIZES)
     (tmp_path / "later").mkdir()
-    program = "import datapipe.staging.together as together\ntogether.PROTOCOL = 2\n"
+    program = f"import datapipe.staging.together as together\ntogether.PROTOCOL = {PROTOCOL + 1}\n"
     (tmp_path / "later" / "sitecustomize.py").write_text(program)
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     later = env | {"PYTHONPATH": f"{tmp_path / 'later'}:{Path(__file__).parents[3]}"}
@@ -260,8 +264,8 @@ def test_nodes_with_other_versions_are_refused(nodes, start, port, tmp_path):
         for i in range(2)
     ]
     _, said = results(children, code=1)
-    assert "node node1 has another version of datapipe (protocol 2, and this node 1)" in said[0]
-    assert "(protocol 1, and this node 2)" in said[1]
+    assert f"node node1 has another version of datapipe (protocol {PROTOCOL + 1}, and this node {PROTOCOL})" in said[0]
+    assert f"(protocol {PROTOCOL}, and this node {PROTOCOL + 1})" in said[1]
 
 
 def test_a_node_that_does_not_come_is_named(nodes, start, port, tmp_path):
@@ -294,3 +298,133 @@ def test_exchange_without_a_meeting_place_is_refused(start, tmp_path):
     child = start(tmp_path / "source", tmp_path / "local", "--node", "0/2", "--mode", "exchange", env=env)
     errors = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and "give --master HOST, or set MASTER_ADDR" in errors
+
+
+def test_an_interface_that_is_not_there_is_told_to_all(nodes, start, port, tmp_path):
+    """Before a byte moves. What is named otherwise on each node is good."""
+    make_data_set(tmp_path / "source", SIZES)
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = []
+    for i, interface in enumerate(("lo", "eth99")):
+        line = (tmp_path / "source", tmp_path / f"local-{i}", "--node", f"{i}/2", "--interface", interface)
+        children.append(start(*line, host=f"node{i}", env=env))
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [1, 2], said
+    wrong = "interface: 'eth99' is not on this host; allowed: lo (127.0.0.1)"
+    assert f"error: --{wrong}" in said[1] and f"nothing is staged, because of node node1: {wrong}" in said[0]
+    assert not [*tmp_path.glob("local-*/*.tar")]
+    read, _ = results(nodes(2, "--interface", "lo"))
+    assert sum(read) == sum(SIZES)
+
+
+LOSE = """
+import os, signal
+import datapipe.staging.{module} as module
+before = module.{name}
+def end(*arguments, **options):
+    {first}
+    os.kill(os.getpid(), signal.SIGKILL)
+module.{name} = end
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "first"),
+    [
+        ("crew", "Crew.connect", "pass"),
+        ("crew", "find_unreachable", "before(*arguments, **options)"),
+        ("together", "exchange", "pass"),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.slow
+def test_a_node_that_is_lost_before_the_first_round(start, port, tmp_path, which, module, name, first):
+    """While the others wait for its address, to connect, and for what it lacks."""
+    make_data_set(tmp_path / "source", SIZES)
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / "sitecustomize.py").write_text(LOSE.format(module=module, name=name, first=first))
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    lost = env | {"PYTHONPATH": f"{tmp_path / 'lost'}:{Path(__file__).parents[3]}"}
+    children = []
+    for i in range(3):
+        line = (tmp_path / "source", tmp_path / f"local-{i}", "--node", f"{i}/3", "--timeout", 8, "--json")
+        children.append(start(*line, host=f"node{i}", env=lost if i == which else env))
+    assert children.pop(which).wait(60) == -signal.SIGKILL
+    read, said = results(children)
+    assert all("this node reads by itself" in errors and f"node {which} (node{which})" in errors for errors in said), (
+        said
+    )
+    assert read == [sum(SIZES)] * 2
+    assert all(same(tmp_path / "source", tmp_path / f"local-{i}") for i in {0, 1, 2} - {which})
+
+
+ON_HOST = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh"]
+LOAD = """
+import sys
+from datapipe.loaders import open_loader
+with open_loader(sys.argv[1], 4, size=16, cache=sys.argv[2], threads=1) as loader:
+    print(sum(len(batch.labels) for batch in loader))
+"""
+STAGE_ONCE = """
+import sys
+from datapipe.staging import StageOptions, stage_once
+stage_once(sys.argv[1], sys.argv[2], StageOptions(chunk_mib=1, max_mbps=2))
+"""
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory) -> Path:
+    """A data set of 48 images that a loader can read, 10 MB."""
+    root = tmp_path_factory.mktemp("noise")
+    (root / "raw" / "a").mkdir(parents=True)
+    for i in range(48):
+        pixels = np.random.default_rng(i).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / "raw" / "a" / f"{i}.png")
+    pack(root / "raw", root / "packed", PackOptions(shard_mib=2, workers=1))
+    return root / "packed" / "train"
+
+
+@pytest.fixture
+def caches(noise, tmp_path) -> list[Path]:
+    """The cache of each of two nodes, and in it, the folder of a copy."""
+    (folder,) = stage_once(noise, tmp_path / "elsewhere").parent.iterdir()
+    return [tmp_path / f"cache-{i}" / folder.name for i in range(2)]
+
+
+def exchange_to(start, port: int, source: Path, folders: list[Path], *arguments: object) -> list[subprocess.Popen]:
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    lines = [(source, folder, "--node", f"{i}/2", "--chunk-mib", 1, "--json") for i, folder in enumerate(folders)]
+    return [start(*line, *arguments, host=f"node{i}", env=env) for i, line in enumerate(lines)]
+
+
+def on_node(node: int, program: str, *arguments: Path) -> subprocess.Popen:
+    line = [*ON_HOST, f"node{node}", sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_loaders_wait_for_an_exchange_to_their_cache(start, port, noise, caches):
+    """They copy nothing themselves."""
+    children = exchange_to(start, port, noise, caches, "--max-mbps", 2)
+    wait_for_chunks(caches[1], 1, children)
+    loaders = [on_node(i, LOAD, noise, cache.parent) for i, cache in enumerate(caches)]
+    read, said = results(children)
+    assert sum(read) == Manifest.read(noise).size_bytes, said
+    before = [{path: path.stat().st_ino for path in cache.glob("*.tar")} for cache in caches]
+    ends = [loader.communicate(timeout=120) for loader in loaders]
+    assert [(loader.returncode, out.split()) for loader, (out, _) in zip(loaders, ends, strict=True)] == [
+        (0, ["48"])
+    ] * 2
+    assert [{path: path.stat().st_ino for path in cache.glob("*.tar")} for cache in caches] == before
+    assert all(same(noise, cache) for cache in caches)
+
+
+def test_an_exchange_to_a_cache_that_a_loader_fills(start, port, noise, caches):
+    """On one of the nodes: none waits for it before it copies what it lacks."""
+    loader = on_node(1, STAGE_ONCE, noise, caches[1].parent)
+    wait_for_chunks(caches[1], 1, [loader])
+    children = exchange_to(start, port, noise, caches)
+    read, said = results(children)
+    assert read == [Manifest.read(noise).size_bytes, 0] and all(
+        "each node stages by itself" in errors for errors in said
+    )
+    assert loader.wait(60) == 0 and all(same(noise, cache) for cache in caches)

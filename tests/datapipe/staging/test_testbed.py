@@ -89,6 +89,16 @@ def test_four_hosts_read_each_byte_once(hosts, shared, tmp_path):
     assert all(same(shared / "source", tmp_path / str(i)) for i in range(4))
 
 
+def test_an_interface_that_does_not_lead_to_the_others(hosts, shared, tmp_path):
+    """Both addresses are named, and nobody waits for gloo to find out."""
+    children = on_hosts(hosts, shared, tmp_path, "--interface", "lo")
+    said = [child.communicate(timeout=180)[1] for child in children]
+    assert [child.returncode for child in children] == [0] * 4, said
+    wrong = "node 0 (node1, 127.0.0.1) does not reach node 1 (node2, 127.0.0.1): Connection refused (4 of 4 pairs fail)"
+    assert all(f"{wrong}; choose the network by --interface: this node reads by itself" in errors for errors in said)
+    assert all(same(shared / "source", tmp_path / str(i)) for i in range(4))
+
+
 @pytest.mark.slow
 def test_a_pulled_cable_stops_nobody(hosts, shared, tmp_path):
     (shared / ".slowfs").write_text(json.dumps({"read_mbps": 4}))

@@ -1,0 +1,169 @@
+"""A shard on its way to a node's own disk: what of it has landed there is read there, and the rest from its source.
+
+    LOCAL/NAME             the whole shard, checked
+    LOCAL/.NAME.partial    until then its bytes; a chunk that has not landed yet is a hole
+    LOCAL/.NAME.landed     a line with what is expected, one byte for each chunk, which is 1 when it has landed, and one
+                           that is 1 while the shard is being checked. A shard of a single chunk has no such map.
+
+`staging.landing` writes these files. A loader that has read a whole chunk from the source may add it, so that each byte
+leaves the source once. While it does, it holds a shared lock on the partial file, and whoever checks an exclusive one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ..fsio import open_plain
+from .manifest import FileInfo
+
+logger = logging.getLogger(__name__)
+
+PARTIAL, LANDED = "partial", "landed"
+KINDS = PARTIAL, LANDED
+LOOK_S = 1.0  # how often to look whether a shard is whole, or has begun to arrive
+
+
+def temporary_path(target: Path, kind: str, own_name: str = "") -> Path:
+    """Return where a file is until it is whole.
+
+    Args:
+        target: its final path.
+        kind: one of KINDS.
+        own_name: what makes it one process's own; "" where the process has LOCAL for itself.
+    """
+    return target.with_name(f".{target.name}{own_name}.{kind}")
+
+
+def map_head(info: FileInfo, chunk_bytes: int) -> bytes:
+    """Return the line that a map of landed chunks begins with.
+
+    Args:
+        info: of the whole file.
+        chunk_bytes: size of a chunk.
+    """
+    return f"{info.xxh3_128} {info.size_bytes} {chunk_bytes}\n".encode()
+
+
+class ArrivingShard:
+    """A shard of which LOCAL has nothing, a part, or all. Thread-safe.
+
+    Args:
+        target: its path there, when it is whole.
+        info: its size and checksum.
+    """
+
+    def __init__(self, target: Path, info: FileInfo) -> None:
+        self.target, self.info = target, info
+        self.partial = temporary_path(target, PARTIAL)
+        self._map: _Map | None = None
+        self._next_look = 0.0
+        self._lock = threading.Lock()
+
+    def is_whole(self) -> bool:
+        """Return whether all of it is there. A change is seen within a second."""
+        now = time.monotonic()
+        if now < self._next_look or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._next_look = now + LOOK_S
+            with suppress(OSError):
+                if self.target.stat().st_size == self.info.size_bytes:
+                    return True
+            if self._map is None or self._map.is_closed():
+                self._map = None
+                with suppress(OSError):
+                    self._map = _Map(self.target, self.info)
+        finally:
+            self._lock.release()
+        return False
+
+    def has(self, offset: int, size: int) -> bool:
+        """Return whether some bytes have landed, and can be read from `partial`."""
+        landed = self._map
+        return landed is not None and landed.has(offset, size)
+
+    def wants(self, offset: int, size: int) -> bool:
+        """Return whether these bytes are a chunk that has not landed, and which `add` would take."""
+        landed = self._map
+        return landed is not None and landed.wants(offset, size)
+
+    def add(self, offset: int, data: memoryview) -> None:
+        """Write a chunk that was read from the source, unless it has landed meanwhile, or the shard is being checked.
+
+        Args:
+            offset: of the chunk, one that is wanted.
+            data: its bytes.
+        """
+        landed = self._map
+        if landed is None:
+            return
+        try:
+            landed.add(offset, data)
+        except OSError as error:
+            logger.warning("%s: %s; what loaders read is not kept there", self.partial, error.strerror or error)
+            landed.is_writable = False
+
+
+class _Map:
+    """The chunks of a partial file that have landed. Raises OSError where there is no valid one."""
+
+    def __init__(self, target: Path, info: FileInfo) -> None:
+        self._fd = self._partial_fd = -1
+        self._size = info.size_bytes
+        self._adding = threading.Lock()  # the lock of the file is the process's
+        self._fd, self.is_writable = open_plain(temporary_path(target, LANDED))
+        head = os.pread(self._fd, 128, 0).split(b"\n")[0] + b"\n"
+        self._chunk_bytes = int(head.split()[-1]) if len(head.split()) == 3 else 0
+        if not self._chunk_bytes or head != map_head(info, self._chunk_bytes):
+            raise OSError(0, "not a map of this file")
+        self._head, self._num_chunks = head, -(-self._size // self._chunk_bytes)
+        if self.is_closed():
+            raise OSError(0, "the file is being checked")
+        if self.is_writable:
+            self._partial_fd, self.is_writable = open_plain(temporary_path(target, PARTIAL))
+
+    def is_closed(self) -> bool:
+        """Return whether the file is being checked, or is not on its way any more."""
+        return self._flags(self._num_chunks, 1) != b"\0" or os.fstat(self._fd).st_nlink == 0
+
+    def has(self, offset: int, size: int) -> bool:
+        first, last = offset // self._chunk_bytes, (offset + max(size, 1) - 1) // self._chunk_bytes
+        return self._flags(first, last - first + 1) == b"\1" * (last - first + 1)
+
+    def wants(self, offset: int, size: int) -> bool:
+        is_chunk = offset % self._chunk_bytes == 0 and size == min(self._chunk_bytes, self._size - offset)
+        return self.is_writable and is_chunk and self._flags(offset // self._chunk_bytes, 1) == b"\0"
+
+    def add(self, offset: int, data: memoryview) -> None:
+        number = offset // self._chunk_bytes
+        with self._adding:
+            try:
+                fcntl.flock(self._partial_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # it is being checked
+                return
+            try:
+                self._add(number, offset, data)
+            finally:
+                fcntl.flock(self._partial_fd, fcntl.LOCK_UN)
+
+    def _add(self, number: int, offset: int, data: memoryview) -> None:
+        is_same = os.pread(self._fd, len(self._head), 0) == self._head
+        if is_same and not self.is_closed() and self._flags(number, 1) == b"\0":
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._partial_fd, data[done:], offset + done)
+            os.pwrite(self._fd, b"\1", len(self._head) + number)
+
+    def _flags(self, first: int, count: int) -> bytes:
+        return os.pread(self._fd, count, len(self._head) + first)
+
+    def __del__(self) -> None:
+        for fd in (self._fd, self._partial_fd):
+            if fd >= 0:
+                os.close(fd)

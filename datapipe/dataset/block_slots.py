@@ -1,0 +1,192 @@
+"""Blocks of a data set on a node's own disk, which is too small for all: in slots of equal size.
+
+    LOCAL/.slots    the slots, one behind the other
+    LOCAL/.tags     TAG[num_slots + 1]: first the sizes of the blocks' cells and of the slots, then what each slot holds
+
+Any process of the node's user writes to them. A slot is written under a tag that says so, and what is read is compared
+with its tag's checksum: what is replaced while it is read, or was written in part by a killed process, is a miss.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ..errors import StagingError
+from ..fsio import open_plain
+
+logger = logging.getLogger(__name__)
+
+SLOTS, TAGS = ".slots", ".tags"
+TAG = np.dtype([("block", "<i8"), ("size", "<i8"), ("checksum", "<u8")])
+FREE, BUSY = -1, -2  # in place of a block: nothing; a process is writing
+
+
+class BlockSlots:
+    """The slots of a folder, open. Thread-safe.
+
+    Args:
+        folder: made by `make_slots`.
+
+    Attributes:
+        folder: the same.
+        num_slots: how many there are.
+        slot_bytes: size of each.
+        block_bytes: size of the cells of the blocks that they hold.
+        is_writable: whether blocks can be kept.
+
+    Raises:
+        StagingError: they cannot be opened, or are damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fd = self._tags_fd = -1
+        self._lock = threading.Lock()  # the lock of the file is the process's
+        try:
+            self._fd, is_writable = open_plain(folder / SLOTS)
+            self._tags_fd, may_tag = open_plain(folder / TAGS)
+            self.is_writable = is_writable and may_tag
+            size = os.fstat(self._fd).st_size
+            content = mmap.mmap(self._tags_fd, os.fstat(self._tags_fd).st_size, prot=mmap.PROT_READ)
+            head, self._tags = np.frombuffer(content, TAG, 1)[0], np.frombuffer(content, TAG, offset=TAG.itemsize)
+        except (OSError, ValueError) as error:
+            raise StagingError(f"its slots cannot be opened: {error}", path=folder) from error
+        self.block_bytes, self.slot_bytes, self.num_slots = int(head["block"]), int(head["size"]), len(self._tags)
+        is_sound = head["checksum"] == _checksum_head(self.block_bytes, self.slot_bytes)
+        if not is_sound or size != self.num_slots * self.slot_bytes:
+            raise StagingError("its slots are damaged: remove it, and stage again", path=folder)
+        self._reset_if_alone()
+
+    def _reset_if_alone(self) -> None:
+        """Free the slots that a killed process was writing to, where no other process is at work."""
+        if not self.is_writable:
+            return
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for slot in np.flatnonzero(self._tags["block"] == BUSY).tolist():
+                self._tag(slot, FREE)
+        except OSError:
+            pass
+        fcntl.flock(self._fd, fcntl.LOCK_SH)  # as long as it is open
+
+    def blocks(self) -> np.ndarray:
+        """Return the block that each slot holds, or FREE or BUSY: int64[num_slots]."""
+        return np.array(self._tags["block"])
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all blocks that the slots hold."""
+        return int(self._tags["size"].sum())
+
+    def read(self, block: int, size: int, into: memoryview) -> memoryview | None:
+        """Read a block.
+
+        Args:
+            block: its number.
+            size: in bytes.
+            into: memory for it.
+
+        Returns:
+            Its bytes in `into`; None where it is not there, or damaged.
+        """
+        for slot in np.flatnonzero(self._tags["block"] == block).tolist():
+            tag = self._tags[slot].copy()
+            if tag["size"] != size:
+                continue
+            done = 0
+            while done < size and (count := os.preadv(self._fd, [into[done:size]], slot * self.slot_bytes + done)):
+                done += count
+            if xxhash.xxh3_64_intdigest(into[:size]) == tag["checksum"]:
+                return into[:size]
+            if self._tags[slot] == tag and self.is_writable:  # nobody has replaced it meanwhile
+                logger.warning("%s: slot %d does not hold what was written to it", self.folder / SLOTS, slot)
+                self._tag(slot, FREE)
+        return None
+
+    def keep(self, block: int, data: memoryview, choose: Callable[[np.ndarray], int | None]) -> None:
+        """Write a block to the slot that `choose` names, given `blocks()`, unless it is there already.
+
+        Args:
+            block: its number.
+            data: its bytes.
+            choose: returns the number of a slot that is not BUSY, or None.
+        """
+        if not self.is_writable:
+            return
+        with self._claiming():
+            blocks = self.blocks()
+            slot = None if (blocks == block).any() else choose(blocks)
+            if slot is None or blocks[slot] == BUSY:
+                return
+            self._tag(slot, BUSY)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], slot * self.slot_bytes + done)
+            self._tag(slot, block, len(data), xxhash.xxh3_64_intdigest(data))
+        except OSError as error:
+            logger.warning("%s: %s; it is not filled further", self.folder / SLOTS, error.strerror)
+            self.is_writable = False
+
+    @contextmanager
+    def _claiming(self) -> Iterator[None]:
+        with self._lock:
+            fcntl.flock(self._tags_fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._tags_fd, fcntl.LOCK_UN)
+
+    def _tag(self, slot: int, block: int, size: int = 0, checksum: int = 0) -> None:
+        tag = np.array((block, size, checksum), TAG)
+        os.pwrite(self._tags_fd, tag.tobytes(), (slot + 1) * TAG.itemsize)
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for fd in (self._fd, self._tags_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._tags_fd = -1
+
+
+def _checksum_head(block_bytes: int, slot_bytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{block_bytes} {slot_bytes}".encode())
+
+
+def make_slots(folder: Path, num_slots: int, slot_bytes: int, block_bytes: int) -> None:
+    """Make the files of a folder's slots, which are free, and have the filesystem reserve their space.
+
+    Args:
+        folder: must exist; no process may use it.
+        num_slots: from 1.
+        slot_bytes: size of each.
+        block_bytes: size of the cells of the blocks, see `block_order.grid`.
+
+    Raises:
+        OSError: there is not enough space; nothing is left then.
+    """
+    paths = folder / SLOTS, folder / TAGS
+    tags = np.full(num_slots + 1, np.array((FREE, 0, 0), TAG))
+    tags[0] = block_bytes, slot_bytes, _checksum_head(block_bytes, slot_bytes)
+    try:
+        for path, content in zip(paths, (b"", tags.tobytes()), strict=True):
+            path.unlink(missing_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(fd, 0, len(content) or num_slots * slot_bytes)
+                os.pwrite(fd, content, 0)
+            finally:
+                os.close(fd)
+    except OSError:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,192 @@
+"""How far a copy is, as its folder tells without a look at the source; and staging in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..dataset.arriving import LANDED
+from ..dataset.block_slots import BlockSlots
+from ..dataset.manifest import MANIFEST
+from ..errors import StagingError
+from ..fsio import make_folder
+from .lock import find_holder
+from .origin import ORIGIN, Origin
+
+logger = logging.getLogger(__name__)
+
+LOG = ".stage.log"  # in LOCAL: what a process in the background says
+LOOK_S = 0.2
+SAY_S = 10.0  # how often to say how far it is
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """How far staging to a folder is.
+
+    Attributes:
+        state: "whole"; "running", a process is at work; "stopped", none is, and files are missing; "slice", there is
+            room for a part, which loaders fill.
+        landed_bytes: that are in LOCAL.
+        total_bytes: of all its data sets.
+        whole_files: files that are in LOCAL with their final names.
+        seconds_left: as long as the rest takes at the speed until now; None where that is not known.
+        holder: which process is at work, if it is known.
+    """
+
+    state: str
+    landed_bytes: int
+    total_bytes: int
+    whole_files: int
+    seconds_left: float | None
+    holder: str = ""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return it as JSON holds it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        share = f"{self.landed_bytes / 2**20:,.1f} of {self.total_bytes / 2**20:,.1f} MiB"
+        if self.state != "running":
+            return f"{self.state}, {share}"
+        left = "" if self.seconds_left is None else f", {self.seconds_left:,.0f} s left"
+        return f"{share}{left}" + (f" ({self.holder})" if self.holder else "")
+
+
+def find_progress(local: Path) -> StageProgress:
+    """Look how far staging to a folder is.
+
+    Args:
+        local: a copy, or the folder of the copies of several splits.
+
+    Raises:
+        StagingError: nothing was staged there, or what was cannot be read.
+    """
+    copies = [path.parent for path in (local / ORIGIN, *sorted(local.glob(f"*/{ORIGIN}"))) if path.exists()]
+    if not copies:
+        raise StagingError("nothing was staged there", path=local)
+    holder = next(filter(None, map(find_holder, copies)), "")
+    origins = [Origin.read(copy) for copy in copies]  # after that: a process completes them before it leaves
+    landed, whole = zip(*(_count(copy) for copy in copies), strict=True)
+    is_slice = any(origin.capacity_bytes for origin in origins)
+    is_whole = all(origin.is_complete for origin in origins)
+    is_whole &= is_slice or all((copy / MANIFEST).exists() for copy in copies)
+    state, seconds_left = ("slice" if is_slice else "whole") if is_whole else "running" if holder else "stopped", None
+    if state == "running":
+        passed = time.time() - min(origin.began for origin in origins)
+        came = sum(landed) - sum(origin.began_bytes for origin in origins)
+        total = sum(origin.total_bytes for origin in origins)
+        seconds_left = passed * (total - sum(landed)) / came if came > 0 and passed > 0 else None
+    return StageProgress(
+        state, sum(landed), sum(origin.total_bytes for origin in origins), sum(whole), seconds_left, holder
+    )
+
+
+def _count(copy: Path) -> tuple[int, int]:
+    """Return the bytes that are in a folder, and the number of whole files."""
+    landed = whole = 0
+    with suppress(StagingError):
+        slots = BlockSlots(copy)
+        landed = slots.held_bytes()
+        slots.close()
+    for entry in os.scandir(copy):
+        with suppress(OSError, ValueError):
+            if entry.name.endswith(f".{LANDED}") and entry.name.startswith("."):
+                head, flags = Path(entry.path).read_bytes().split(b"\n", 1)
+                _, size, chunk = head.split()
+                landed += min(flags[:-1].count(1) * int(chunk), int(size))
+            elif not entry.name.startswith(".") and entry.name != MANIFEST and entry.is_file(follow_symlinks=False):
+                landed, whole = landed + entry.stat().st_size, whole + 1
+    return landed, whole
+
+
+def wait_until_whole(local: Path) -> StageProgress:
+    """Wait until another process has staged to a folder, and say how far it is every 10 s.
+
+    Args:
+        local: a copy, or the folder of the copies of several splits.
+
+    Returns:
+        The progress at the end: all is there.
+
+    Raises:
+        StagingError: nobody stages there.
+    """
+    said = time.monotonic()
+    while (progress := find_progress(local)).state == "running":
+        if time.monotonic() - said > SAY_S:
+            said = time.monotonic()
+            logger.info("%s: %s", local, progress)
+        time.sleep(LOOK_S)
+    if progress.state == "stopped":
+        raise StagingError(f"{progress}: no process is at work there{_last_words(local)}", path=local)
+    return progress
+
+
+def continue_in_background(local: Path) -> int:
+    """Make a process that continues in the background, apart from this one's terminal.
+
+    Args:
+        local: where it writes what it says, to `.stage.log`.
+
+    Returns:
+        To the process in the background 0; to this one that process's number.
+    """
+    make_folder(local)
+    fd = os.open(local / LOG, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.ftruncate(fd, 0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (fd, 1), (fd, 2)):
+            os.dup2(source, target)
+    os.close(fd)
+    return child
+
+
+def wait_for_first(local: Path, child: int) -> StageProgress:
+    """Wait until a process in the background has brought the first files. It ends with this one until then.
+
+    Args:
+        local: where it stages to.
+        child: the process, of `continue_in_background`.
+
+    Returns:
+        How far it is.
+
+    Raises:
+        StagingError: it has failed; says why.
+    """
+    try:
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended and status:
+                raise StagingError(f"staging in the background has failed{_last_words(local)}", path=local)
+            with suppress(StagingError):
+                progress = find_progress(local)
+                if ended or (progress.state == "running" and progress.whole_files):
+                    return progress
+            time.sleep(LOOK_S)
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+        raise
+
+
+def _last_words(local: Path) -> str:
+    with suppress(OSError):
+        lines = (local / LOG).read_text(errors="replace").strip().splitlines()
+        if lines:
+            return f" ({local / LOG}: {lines[-1].removeprefix('error: ')})"
+    return ""

@@ -1,0 +1,86 @@
+"""Make room on a node's own disk for a part of a data set, which loaders fill with what they need soonest."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ..dataset.block_slots import BlockSlots, make_slots
+from ..dataset.index import open_index
+from ..dataset.shard_reader import room_for
+from ..errors import SettingError, StagingError
+from ..fsio import make_folder
+from ..sampling.block_order import grid, longest
+from ..streams import in_time
+from .copy import Staged, check_space, stage_copies
+from .local_copy import LocalCopy
+from .lock import hold_lock
+from .options import StageOptions
+
+logger = logging.getLogger(__name__)
+
+
+def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: StageOptions) -> list[Staged]:
+    """Copy what fits into the capacity, the smallest data sets first; the largest gets slots in what is left.
+
+    Args:
+        source: the folder that they are in, for messages.
+        local: the folder that their copies go to.
+        copies: of the data sets.
+        options: `capacity_bytes` and how to copy; a chunk has the size of a block.
+
+    Returns:
+        One result per data set.
+
+    Raises:
+        SettingError: the capacity is less than a block, or a smaller data set does not fit.
+        DatapipeError, OSError: as `stage`.
+    """
+    assert options.capacity_bytes is not None
+    left, whole = options.capacity_bytes, []
+    *smaller, largest = sorted(copies, key=lambda copy: copy.manifest.size_bytes)
+    for copy in smaller:
+        left -= copy.manifest.size_bytes
+        whole.append(copy)
+    if left >= largest.manifest.size_bytes:
+        return stage_copies(source, local, copies, options)
+    if left <= 0:
+        names = ", ".join(copy.source.name for copy in smaller)
+        raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
+    results = stage_copies(source, local, whole, options) if whole else []
+    return [*results, in_time(lambda: _make_room(largest, left, options), largest.source, options.timeout_s)]
+
+
+def _make_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> Staged:
+    index = open_index(copy.source, copy.manifest)
+    blocks = grid(index, options.chunk_bytes)
+    num_blocks, slot_bytes = len(blocks.starts) - 1, room_for(longest(index, blocks))
+    num_slots = min(capacity_bytes // slot_bytes, num_blocks)
+    if not num_slots:
+        raise SettingError(f"capacity: {capacity_bytes:,} bytes have no room for a block of {slot_bytes:,}")
+    make_folder(copy.target)
+    with hold_lock(copy.target, options.timeout_s):
+        if any((copy.target / shard.name).exists() for shard in copy.manifest.shards):
+            raise StagingError("holds a copy, or a part of one; choose another folder", path=copy.target)
+        kept_bytes = _held(copy, (num_slots, slot_bytes, options.chunk_bytes))
+        if kept_bytes is None:
+            copy.sweep(True, {file.name for file in copy.manifest.all_files()})
+            check_space(copy.target, num_slots * slot_bytes)
+            make_slots(copy.target, num_slots, slot_bytes, options.chunk_bytes)
+            copy.begin((), False, num_slots * slot_bytes)
+    part = f"{num_slots:,} of {num_blocks:,} blocks ({num_slots / num_blocks:.0%})"
+    logger.info("%s: room for %s, which loaders with order='blocks' fill", copy.target, part)
+    return Staged(copy.target, copy.manifest.num_samples, 0, kept_bytes or 0)
+
+
+def _held(copy: LocalCopy, sizes: tuple[int, int, int]) -> int | None:
+    """Return the bytes of blocks in a folder's slots; None where it has no such slots for this data set."""
+    if not copy.is_named():
+        return None
+    try:
+        slots = BlockSlots(copy.target)
+    except StagingError:
+        return None
+    held = slots.held_bytes() if (slots.num_slots, slots.slot_bytes, slots.block_bytes) == sizes else None
+    slots.close()
+    return held

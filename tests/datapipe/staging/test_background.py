@@ -1,0 +1,299 @@
+"""Staging in the background: loaders read what has landed from LOCAL, the rest from DIR, and add what they read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datapipe.dataset.manifest import MANIFEST, Manifest
+from datapipe.dataset.shard_reader import ShardReader
+from datapipe.dataset.verify import verify
+from datapipe.errors import StagingError
+from datapipe.loaders import open_loader
+from datapipe.packing import PackOptions, pack
+from datapipe.staging import stage
+from datapipe.staging.progress import find_progress
+from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+from tests.ports import free_ports
+
+LOADING = {"batch_size": 2, "size": 16, "block_mib": 1, "threads": 2}  # two lanes: few blocks are divided
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, photo, encoded) -> Path:
+    """A data set of 23 MiB in 4 shards."""
+    folder = tmp_path_factory.mktemp("background")
+    rng = np.random.default_rng(0)
+    for i in range(1200):
+        path = folder / "raw" / "train" / str(i % 3) / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(rng.integers(0, 256, (80, 80, 3), np.uint8), "PNG"))
+    pack(folder / "raw", folder / "packed", PackOptions(shard_mib=6))
+    return folder / "packed" / "train"
+
+
+@pytest.fixture
+def background(source, tmp_path):
+    """background(*arguments) -> a process that stages to tmp_path/local, in the foreground of its own; ended after."""
+    children = []
+
+    def begin(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen:
+        line = [sys.executable, "-m", "datapipe", "stage", source, tmp_path / "local", "--chunk-mib", 1, "--json"]
+        # As under srun, where it does not leave: so that the test is its parent.
+        env = os.environ | {"SLURM_STEP_ID": "0"} | (env or {})
+        words = [*map(str, line), "--background", *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        children.append(subprocess.Popen(words, env=env, **pipes))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def reads(monkeypatch) -> Counter:
+    """The bytes read from shards, by the folder that they are in; a partial shard's folder is "partial"."""
+    count: Counter = Counter()
+    read = ShardReader.read
+
+    def counted(self, shard, offset, size, into=None):
+        data = read(self, shard, offset, size, into)
+        if type(self) is ShardReader or self._find_local(shard, offset, size) is None:
+            path = self._paths[shard]
+            count["partial" if path.suffix == ".partial" else str(path.parent)] += size
+        return data
+
+    monkeypatch.setattr(ShardReader, "read", counted)
+    return count
+
+
+def wait_until(condition, child: subprocess.Popen | None = None) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline and (child is None or child.poll() is None), child and child.communicate()
+        time.sleep(0.02)
+
+
+def landed(local: Path) -> int:
+    """The bytes that have landed; -1 if nothing was begun."""
+    with suppress(StagingError):
+        return find_progress(local).landed_bytes
+    return -1
+
+
+def has_begun(local: Path) -> bool:
+    return len([*local.glob(".*.landed")]) == 4
+
+
+def batches(source: Path, cache: Path | None, order: str, epochs: int = 1, **options) -> list[list]:
+    with open_loader(source, order=order, cache=cache, **(LOADING | options)) as loader:
+        return [
+            [(batch.samples.tolist(), batch.labels.tolist(), batch.images.sum().item()) for batch in loader]
+            for _ in range(epochs)
+        ]
+
+
+@pytest.mark.parametrize("order", ["full", "blocks"])
+def test_batches_are_the_same_while_shards_arrive(source, background, tmp_path, reads, order):
+    expected = batches(source, None, order, epochs=4)
+    reads.clear()
+    child = background("--max-mbps", 8)
+    wait_until(lambda: has_begun(tmp_path / "local"), child)
+    assert batches(source, tmp_path / "local", order, epochs=4) == expected
+    assert reads[str(source)] and reads["partial"] + reads[str(tmp_path / "local")]
+    _out, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    assert same(source, tmp_path / "local") and verify(tmp_path / "local") == []
+    reads.clear()
+    assert batches(source, tmp_path / "local", order, epochs=4) == expected
+    assert [*reads] == [str(tmp_path / "local")]
+
+
+def test_what_a_loader_reads_in_blocks_is_not_read_again(source, background, tmp_path, reads):
+    """The process that stages is stopped: an epoch brings nearly all chunks, and it reads only what is left."""
+    total = sum(shard.size_bytes for shard in Manifest.read(source).shards)
+    child = background("--max-mbps", 1)
+    wait_until(lambda: has_begun(tmp_path / "local"), child)
+    child.send_signal(signal.SIGSTOP)
+    before = landed(tmp_path / "local")
+    batches(source, tmp_path / "local", "blocks", epochs=2, last="pad")
+    assert reads[str(source)] <= 1.4 * total  # of two epochs
+    progress = find_progress(tmp_path / "local")
+    assert progress.state == "running" and progress.landed_bytes > before + 0.7 * total
+    child.send_signal(signal.SIGCONT)
+    out, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    assert json.loads(out)["data_sets"][0]["copied_bytes"] <= 0.3 * total
+    assert same(source, tmp_path / "local") and verify(tmp_path / "local") == []
+
+
+def test_what_landed_wrong_is_read_from_the_source(source, background, tmp_path, caplog):
+    expected = batches(source, None, "full")
+    child = background("--max-mbps", 4)
+    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
+    child.send_signal(signal.SIGSTOP)
+    for path in [*(tmp_path / "local").glob(".*.partial"), *(tmp_path / "local").glob("*.tar")]:
+        with path.open("r+b") as file:
+            for at in range(0, path.stat().st_size, 10_000):
+                file.seek(at)
+                file.write(b"rubbish")
+    assert batches(source, tmp_path / "local", "full") == expected
+    assert "are not the ones that were packed" in caplog.text
+    child.kill()
+    assert same(source, stage(source, tmp_path / "local")[0].folder)
+
+
+def test_a_copy_that_vanishes_is_not_missed(source, background, tmp_path):
+    expected = batches(source, None, "full", epochs=2)
+    child = background("--max-mbps", 4)
+    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
+    with open_loader(source, cache=tmp_path / "local", **LOADING) as loader:
+        got = []
+        for _ in range(2):
+            got.append([])
+            for batch in loader:
+                got[-1].append((batch.samples.tolist(), batch.labels.tolist(), batch.images.sum().item()))
+                child.kill()
+                shutil.rmtree(tmp_path / "local", ignore_errors=True)
+    assert got == expected
+
+
+def test_a_process_that_was_killed_leaves_what_the_next_one_continues(source, background, tmp_path):
+    child = background("--max-mbps", 4)
+    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
+    batches(source, tmp_path / "local", "blocks")
+    child.kill()
+    child.wait()
+    progress = find_progress(tmp_path / "local")
+    assert progress.state == "stopped"
+    # Nobody is at work any more: a loader stages itself, and waits for that.
+    expected = batches(source, None, "full")
+    assert batches(source, tmp_path / "local", "full") == expected
+    assert find_progress(tmp_path / "local").state == "whole" and same(source, tmp_path / "local")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_another_users_copy_is_read_and_never_written(source, background, tmp_path, command):
+    """Its files may be read; a loader of another user adds nothing."""
+    child = background("--max-mbps", 1)
+    wait_until(lambda: has_begun(tmp_path / "local"), child)
+    child.send_signal(signal.SIGSTOP)
+    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent, source.parent.parent):
+        path.chmod(0o755)
+    before = landed(tmp_path / "local")
+    program = (
+        "import sys; from datapipe.loaders import open_loader\n"
+        "with open_loader(sys.argv[1], cache=sys.argv[2], order='blocks', **eval(sys.argv[3])) as loader:\n"
+        "    assert loader.data_set.local is not None\n"
+        "    print(sum(len(batch.labels) for batch in loader))"
+    )
+    line = ["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-c", program]
+    words = [*line, str(source), str(tmp_path / "local"), repr(LOADING)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"HOME": "/tmp"}, timeout=120)
+    assert done.returncode == 0 and done.stdout.split() == ["1200"], done.stderr
+    assert landed(tmp_path / "local") == before
+    child.send_signal(signal.SIGCONT)
+
+
+# --- the command ---
+
+
+def run(*arguments: object, code: int = 0, **settings) -> str:
+    """Return what the command prints, or the error that it ends with."""
+    line = [sys.executable, "-m", "datapipe", "stage", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, **settings)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if not code else done.stderr
+
+
+def test_the_command_returns_early_and_the_rest_follows(tmp_path):
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [6 * CHUNK, 1000, 2 * CHUNK])
+    line = (source, local, "--background", "--chunk-mib", 1, "--max-mbps", 3, "--json")
+    begun = json.loads(run(*line))
+    assert begun["state"] == "running" and 0 < begun["landed_bytes"] < begun["total_bytes"] == 8 * CHUNK + 1000
+    assert not (local / MANIFEST).exists()
+    assert "MiB" in run("--status", local)
+    whole = json.loads(run("--wait", local, "--json"))
+    assert (whole["state"], whole["landed_bytes"], whole["seconds_left"]) == ("whole", begun["total_bytes"], None)
+    assert same_but_log(source, local)
+    assert json.loads(run(*line))["state"] == "whole"  # at once
+    assert run("--status", local).startswith(f"{local}: whole")
+
+
+def same_but_log(source: Path, local: Path) -> bool:
+    (local / ".stage.log").unlink()
+    return same(source, local)
+
+
+def test_what_goes_wrong_in_the_background_is_told(tmp_path):
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [CHUNK, 2 * CHUNK])
+    assert "nothing was staged there" in run("--status", local, code=1)
+    assert "no data set" in run(tmp_path / "nowhere", local, "--background", code=1)
+    (source / "shard-000001.tar").write_bytes(bytes(2 * CHUNK))
+    with suppress(AssertionError):  # it may have brought the first file before it met the second
+        run(source, local, "--background", "--chunk-mib", 1)
+    wait_until(lambda: find_progress(local).state == "stopped")
+    assert "stopped" in run("--status", local)
+    message = run("--wait", local, code=1)
+    assert "no process is at work there" in message and "shard-000001.tar" in message
+
+
+def test_a_planted_link_is_not_followed(tmp_path):
+    source, local, victim = tmp_path / "source", tmp_path / "local", tmp_path / "victim"
+    make_data_set(source, [CHUNK])
+    victim.write_text("precious")
+    local.mkdir()
+    (local / ".stage.log").symlink_to(victim)
+    run(source, local, "--background", code=1)
+    assert victim.read_text() == "precious"
+
+
+def test_ctrl_c_ends_what_was_begun(tmp_path):
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [6 * CHUNK])
+    line = [sys.executable, "-m", "datapipe", "stage", str(source), str(local), "--background", "--max-mbps", "0.1"]
+    child = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: landed(local) >= 0, child)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(20) == 130
+    wait_until(lambda: find_progress(local).state == "stopped")
+
+
+def test_nodes_exchange_in_the_background(start, tmp_path):
+    source = tmp_path / "source"
+    make_data_set(source, [4 * CHUNK, 3 * CHUNK + 1])
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2))}
+    children = [
+        start(
+            source,
+            tmp_path / f"local-{i}",
+            "--node",
+            f"{i}/2",
+            "--chunk-mib",
+            1,
+            "--background",
+            host=f"node{i}",
+            env=env,
+        )
+        for i in range(2)
+    ]
+    said = [child.communicate(timeout=120) for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    for i in range(2):
+        assert "whole" in run("--wait", tmp_path / f"local-{i}")
+        assert same_but_log(source, tmp_path / f"local-{i}")

@@ -1,0 +1,79 @@
+"""A disk that fills up while a data set is copied to it: a filesystem of its own, in a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from datapipe.fsio import checksum
+from datapipe.staging import StageOptions, stage
+from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    """An ext4 of 96 MiB."""
+    if shutil.which("mkfs.ext4", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        pytest.skip("mkfs.ext4 is not installed")
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(96 << 20)
+    subprocess.run(["env", f"PATH={os.environ['PATH']}:/usr/sbin:/sbin", "mkfs.ext4", "-q", image], check=True)
+    mounted = subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no loop devices here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write to a file until nothing more fits."""
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            os.fsync(file.fileno())
+
+
+@needs_root
+def test_a_disk_that_fills_up(disk, tmp_path, start):
+    """The error names node and file; no shard looks finished that is not; with space again, it continues."""
+    sizes = [24 * CHUNK, 24 * CHUNK, *[5000] * 20]
+    manifest = make_data_set(tmp_path / "source", sizes)
+    local = disk / "data"
+    child = start(tmp_path / "source", local, "--chunk-mib", 1, "--max-mbps", 10, host="node7")
+    deadline = time.monotonic() + 60
+    while sum(path.read_bytes().partition(b"\n")[2].count(1) for path in local.glob(".*.landed")) < 5:
+        assert time.monotonic() < deadline and child.poll() is None
+        time.sleep(0.02)
+    fill(disk / "filler")
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 1, errors
+    assert f"error: {local}/.shard-" in errors and ": No space left on device (errno 28, on node7)" in errors, errors
+    finished = [shard for shard in manifest.shards if (local / shard.name).exists()]
+    assert all(checksum(local / shard.name) == shard.xxh3_128 for shard in finished)
+    assert not (local / "manifest.json").exists()
+    (disk / "filler").unlink()
+    (staged,) = stage(tmp_path / "source", local, StageOptions(chunk_mib=1))
+    assert same(tmp_path / "source", local)
+    assert staged.copied_bytes + staged.kept_bytes <= sum(sizes) - 4 * CHUNK
+
+
+@needs_root
+def test_a_disk_that_is_too_small(disk, tmp_path, start):
+    """Nothing is copied to it."""
+    make_data_set(tmp_path / "source", [100 * CHUNK])
+    child = start(tmp_path / "source", disk / "data", host="node7")
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 1 and "bytes, " in errors and "are free (on node7)" in errors, errors
+    assert not [*(disk / "data").glob("*.tar")] and not [*(disk / "data").glob(".*.partial")]

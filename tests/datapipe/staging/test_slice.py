@@ -1,0 +1,271 @@
+"""A node with room for a part of the data set: the same batches, and fewer reads from the source, as planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datapipe.dataset import block_slots
+from datapipe.dataset.block_slots import BlockSlots, make_slots
+from datapipe.dataset.manifest import Manifest
+from datapipe.dataset.shard_reader import ShardReader
+from datapipe.errors import SettingError, StagingError
+from datapipe.loaders import open_loader
+from datapipe.packing import PackOptions, pack
+from datapipe.staging import StageOptions, stage
+from datapipe.staging.progress import find_progress
+
+MIB = 1 << 20
+LOADING = {"batch_size": 2, "size": 16, "block_mib": 1, "threads": 2, "order": "blocks", "last": "pad"}
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, encoded) -> Path:
+    """A data set of 24 blocks of 1 MiB in 4 shards, and one of a single image beside it."""
+    folder = tmp_path_factory.mktemp("slice")
+    rng = np.random.default_rng(0)
+    for i in range(1200):
+        path = folder / "raw" / ("val" if i == 0 else "train") / str(i % 3) / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(rng.integers(0, 256, (80, 80, 3), np.uint8), "PNG"))
+    for label in "12":
+        (folder / "raw" / "val" / label).mkdir()
+    pack(folder / "raw", folder / "packed", PackOptions(shard_mib=6))
+    return folder / "packed"
+
+
+@pytest.fixture
+def sliced(source, tmp_path) -> Path:
+    stage(source, tmp_path / "local", StageOptions(mode="slice", capacity_bytes=12 * MIB, chunk_mib=1))
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def read_bytes(monkeypatch) -> Counter:
+    count: Counter = Counter()
+    read = ShardReader.read
+
+    def counted(self, shard, offset, size, into=None):
+        count[str(self._paths[shard].parent)] += size
+        return read(self, shard, offset, size, into)
+
+    monkeypatch.setattr(ShardReader, "read", counted)
+    return count
+
+
+def batches(source: Path, cache: Path | None, epochs: int = EPOCHS, **options) -> list[list]:
+    with open_loader(source / "train", cache=cache, **(LOADING | options)) as loader:
+        return [[(batch.samples.tolist(), batch.images.sum().item()) for batch in loader] for _ in range(epochs)]
+
+
+def test_batches_are_the_same_and_half_is_read_once(source, sliced, read_bytes):
+    total = sum(shard.size_bytes for shard in Manifest.read(source / "train").shards)
+    expected = batches(source, None)
+    whole = read_bytes.pop(str(source / "train"))
+    assert batches(source, sliced) == expected
+    first = read_bytes.pop(str(source / "train"))
+    # Without knowledge of the order, 11 of 24 blocks that stay for good would save 33 of 96 reads; some are of parts.
+    assert whole > 0.95 * EPOCHS * total and first < 0.78 * whole
+    assert batches(source, sliced) == expected  # the next job finds what this one left
+    assert read_bytes[str(source / "train")] < first
+    assert 10 * MIB < find_progress(sliced).landed_bytes < 13 * MIB
+
+
+def test_the_smaller_data_set_is_copied_whole(source, sliced):
+    assert (sliced / "val" / "manifest.json").exists() and not (sliced / "train" / "manifest.json").exists()
+    assert (sliced / "train" / ".slots").stat().st_size <= 12 * MIB
+    with open_loader(source / "val", batch_size=1, size=16, train=False, cache=sliced) as loader:
+        assert loader.data_set.folder == sliced / "val"
+
+
+def test_ranks_of_a_node_share_the_slots(source, sliced, read_bytes, monkeypatch):
+    expected = {rank: batches(source, None, rank=rank, world_size=2, batch_size=1) for rank in range(2)}
+    whole = read_bytes.pop(str(source / "train"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    loaders = [
+        open_loader(source / "train", cache=sliced, **(LOADING | {"rank": rank, "world_size": 2, "batch_size": 1}))
+        for rank in range(2)
+    ]
+    got: dict[int, list] = {0: [], 1: []}
+    for _ in range(EPOCHS):
+        for rank in range(2):
+            got[rank].append([])
+        for pair in zip(*loaders, strict=True):
+            for rank, batch in enumerate(pair):
+                got[rank][-1].append((batch.samples.tolist(), batch.images.sum().item()))
+    for loader in loaders:
+        loader.close()
+    assert got == expected
+    assert read_bytes[str(source / "train")] < 0.75 * whole
+
+
+def test_the_same_command_again_changes_nothing(source, sliced):
+    batches(source, sliced, epochs=1)
+    before = (sliced / "train" / ".slots").stat()
+    options = StageOptions(mode="slice", capacity_bytes=12 * MIB, chunk_mib=1)
+    results = {result.folder.name: result for result in stage(source, sliced, options)}
+    assert (sliced / "train" / ".slots").stat().st_ino == before.st_ino
+    assert results["train"].kept_bytes > 10 * MIB
+    # With another capacity, it begins from nothing; with all of the room, it is a plain copy.
+    stage(source, sliced, StageOptions(mode="slice", capacity_bytes=8 * MIB, chunk_mib=1))
+    assert (sliced / "train" / ".slots").stat().st_size <= 8 * MIB
+    stage(source, sliced, StageOptions(mode="slice", capacity_bytes=1 << 30))
+    assert not (sliced / "train" / ".slots").exists() and (sliced / "train" / "manifest.json").exists()
+    assert find_progress(sliced).state == "whole"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "slice"}, "capacity: goes with"),
+        ({"mode": "copy", "capacity_bytes": 1}, "capacity: goes with"),
+        ({"mode": "slice", "capacity_bytes": 1000, "chunk_mib": 1}, "too few for all of val"),
+        ({"mode": "slice", "capacity_bytes": MIB, "chunk_mib": 1}, "no room for a block"),
+    ],
+)
+def test_wrong_settings_of_staging(source, tmp_path, options, message):
+    with pytest.raises(SettingError, match=message):
+        stage(source, tmp_path / "local", StageOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "full"}, "order: 'full' has no use"),
+        ({"block_mib": 8}, "block_mib: 8 is not what"),
+        ({"backend": "webdataset", "order": "full", "last": None}, "cache: .* has room for a part only"),
+    ],
+)
+def test_wrong_settings_of_a_loader(source, sliced, options, message):
+    with pytest.raises(SettingError, match=message):
+        batches(source, sliced, **options)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """16 MiB of memory, mounted."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs root, to mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_too_little_space_is_told_before_anything_is_written(source, small_disk):
+    with pytest.raises(StagingError, match="are free"):
+        stage(source, small_disk, StageOptions(mode="slice", capacity_bytes=20 * MIB, chunk_mib=1))
+    assert not (small_disk / "train" / ".slots").exists()
+
+
+# --- the slots themselves ---
+
+
+@pytest.fixture
+def slots(tmp_path):
+    make_slots(tmp_path, num_slots=3, slot_bytes=4096, block_bytes=4096)
+    opened = BlockSlots(tmp_path)
+    yield opened
+    opened.close()
+
+
+def read(slots: BlockSlots, block: int, size: int) -> bytes | None:
+    data = slots.read(block, size, memoryview(bytearray(4096)))
+    return None if data is None else bytes(data)
+
+
+def test_slots_hold_what_was_put_into_them(slots, tmp_path):
+    slots.keep(7, memoryview(b"seven" * 100), lambda tags: 1)
+    slots.keep(7, memoryview(b"other" * 100), lambda tags: 0)  # it is there already
+    slots.keep(8, memoryview(b"eight"), lambda tags: None)
+    assert slots.blocks().tolist() == [-1, 7, -1]
+    assert read(slots, 7, 500) == b"seven" * 100 and read(slots, 7, 499) is None and read(slots, 8, 5) is None
+    again = BlockSlots(tmp_path)
+    assert read(again, 7, 500) == b"seven" * 100 and again.held_bytes() == 500
+    again.close()
+
+
+def test_a_damaged_slot_is_a_miss_and_is_free_again(slots, tmp_path, caplog):
+    slots.keep(7, memoryview(b"seven" * 100), lambda tags: 1)
+    with (tmp_path / ".slots").open("r+b") as file:
+        file.seek(4096 + 100)
+        file.write(b"rubbish")
+    assert read(slots, 7, 500) is None and slots.blocks().tolist() == [-1, -1, -1]
+    assert "slot 1 does not hold what was written" in caplog.text
+
+
+def test_a_slot_that_a_killed_process_was_writing_to_is_freed(slots, tmp_path):
+    slots._tag(2, block_slots.BUSY)
+    beside = BlockSlots(tmp_path)  # while another process is at work, it may be that one's
+    assert beside.blocks().tolist() == [-1, -1, block_slots.BUSY]
+    slots.keep(5, memoryview(b"x"), lambda tags: 2)
+    assert beside.blocks().tolist() == [-1, -1, block_slots.BUSY]
+    beside.close()
+    slots.close()
+    alone = BlockSlots(tmp_path)
+    assert alone.blocks().tolist() == [-1, -1, -1]
+    alone.close()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda f: f.unlink(), lambda f: f.write_bytes(b"x" * 100), lambda f: f.write_bytes(b"")]
+)
+@pytest.mark.parametrize("name", [".tags", ".slots"])
+def test_damaged_files_are_an_error(slots, tmp_path, name, damage):
+    damage(tmp_path / name)
+    with pytest.raises(StagingError, match="slots"):
+        BlockSlots(tmp_path)
+
+
+def test_processes_that_write_at_once_never_mix(tmp_path):
+    """Four processes keep and read blocks in three slots."""
+    make_slots(tmp_path, num_slots=3, slot_bytes=1 << 16, block_bytes=1 << 16)
+    program = """
+import random, sys; from pathlib import Path
+from datapipe.dataset.block_slots import BUSY, BlockSlots
+slots, rng = BlockSlots(Path(sys.argv[1])), random.Random(int(sys.argv[2]))
+room, hits = memoryview(bytearray(1 << 16)), 0
+for _ in range(3000):
+    block = rng.randrange(8)
+    data = slots.read(block, 60_000 + block, room)
+    if data is None:
+        content = bytes([block]) * (60_000 + block)
+        slots.keep(block, memoryview(content), lambda tags: rng.choice([s for s in range(3) if tags[s] != BUSY] or [0]))
+    else:
+        assert bytes(data) == bytes([block]) * (60_000 + block)
+        hits += 1
+print(hits)
+"""
+    children = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(i)], stdout=subprocess.PIPE, text=True)
+        for i in range(4)
+    ]
+    hits = [int(child.communicate(timeout=120)[0]) for child in children]
+    assert [child.returncode for child in children] == [0] * 4 and min(hits) > 100
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_another_user_reads_slots_and_writes_nothing(source, sliced, tmp_path):
+    batches(source, sliced, epochs=1)
+    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent, source.parent):
+        path.chmod(0o755)
+    before = (sliced / "train" / ".tags").read_bytes()
+    program = (
+        "import json, sys; from datapipe.loaders import open_loader\n"
+        "with open_loader(sys.argv[1], cache=sys.argv[2], **json.loads(sys.argv[3])) as loader:\n"
+        "    print(sum(len(batch.labels) for batch in loader), loader.data_set.slots.is_writable)"
+    )
+    line = ["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-c", program]
+    words = [*line, str(source / "train"), str(sliced), json.dumps(LOADING)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"HOME": "/tmp"}, timeout=120)
+    assert done.returncode == 0 and done.stdout.split() == ["1200", "False"], done.stdout + done.stderr
+    assert (sliced / "train" / ".tags").read_bytes() == before
