@@ -88,7 +88,9 @@ def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.Monk
             low = 0.98 if not ways[name].local and not ways[name].stage else low
             assert low <= share <= high, (name, epoch)
     assert measured["ImageFolder + Pillow"]["epoch_2_metadata_calls"]["median"] >= 2 * 40
-    assert 0.9 < measured[bench_sharedfs.STAGED]["stage_read_bytes"]["median"] / size < 1.5
+    for name in {bench_sharedfs.STAGED, bench_sharedfs.BACKGROUND} & set(measured):
+        first, last = bench_sharedfs.first_and_last(measured[name], "read_bytes", 2)
+        assert 0.9 < first / size < 2.5 and last < size, name
     assert record["prepared"]["datapipe pack"]["metadata_calls"] >= 2 * 40
     assert record["ratios"][bench_sharedfs.BLOCKS].keys() == {"first", "later"}
     assert ">datapipe, staged<" in figures.draw(figures.sharedfs(), "light")
