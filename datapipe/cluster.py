@@ -161,6 +161,27 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
     return replace(place, master=address, port=port, has_store=has_store)
 
 
+def job_end(environ: Mapping[str, str], now: float) -> float | None:
+    """Return the time at which the job ends at the latest, in seconds since 1970; None where nothing tells it.
+
+    Slurm tells the time itself, Torque the length (PBS_WALLTIME). PBS Pro, LSF and Grid Engine tell neither.
+
+    >>> job_end({"SLURM_JOB_END_TIME": "1700000000"}, now=0), job_end({"PBS_WALLTIME": "3600"}, now=100), job_end({}, 0)
+    (1700000000.0, 3700.0, None)
+    """
+    for name, begin in (("SLURM_JOB_END_TIME", 0.0), ("PBS_WALLTIME", now)):
+        value = environ.get(name, "")
+        if re.fullmatch("[0-9]{1,12}", value) and value != "0":
+            return begin + int(value)
+    return None
+
+
+def ended_job(environ: Mapping[str, str]) -> str:
+    """Return the number of the job that has just ended, where this is Slurm's epilog for it; "" elsewhere."""
+    is_epilog = environ.get("SLURM_SCRIPT_CONTEXT", "").startswith("epilog")
+    return environ.get("SLURM_JOB_ID", "") if is_epilog else ""
+
+
 def _innermost(environ: Mapping[str, str]) -> Task | None:
     """Return what the innermost launcher says. Raises SettingError when only some of its variables are set."""
     for launcher in _LAUNCHERS:

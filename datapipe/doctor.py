@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from .checks import checked_int
-from .dataset.shard_reader import ALIGNMENT
+from .dataset.shard_files import ALIGNMENT
 from .errors import DatapipeError, SettingError, how_to_install
 from .fsio import NETWORK_FILESYSTEMS, mounted_as
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -84,19 +85,21 @@ def atomic_write(path: Path, alone: bool = True) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
+def locked(folder: Path, wait: bool, shared: bool = False, may_vanish: bool = False) -> Iterator[bool]:
     """Lock a folder. The kernel unlocks it when the process ends, in whatever way.
 
     Args:
         folder: must exist.
         wait: wait for other processes that have locked it (and log that), instead of raising.
         shared: other processes may have a shared lock at the same time.
+        may_vanish: another process may remove the folder before this one has locked it.
 
     Yields:
         whether it is locked: a filesystem that cannot lock folders (NFS, Lustre without `flock`) is used without.
 
     Raises:
         BlockingIOError: another process has locked it, and `wait` is False.
+        FileNotFoundError: it was removed, and `may_vanish`.
     """
     fd, is_locked = os.open(folder, os.O_RDONLY), True
     try:
@@ -113,24 +116,31 @@ def locked(folder: Path, wait: bool, shared: bool = False) -> Iterator[bool]:
                 _warned.add(folder)
                 logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
             is_locked = False
+        if may_vanish and not os.path.samestat(os.fstat(fd), os.stat(folder)):
+            raise FileNotFoundError(errno.ENOENT, "was removed, and made again, meanwhile", str(folder))
         yield is_locked
     finally:
         os.close(fd)
 
 
-def lock_holder(folder: Path) -> str:
-    """Name the process that holds a folder's lock, such as "process 17 (datapipe)"; "" where it is not known.
+def lock_holder(path: Path) -> str:
+    """Name the process that holds a folder's or file's lock, such as "process 17 (datapipe)"; "" where it is not known.
 
     It may be in another container, or on another host.
     """
-    info = os.stat(folder)
-    place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    for line in Path("/proc/locks").read_text().splitlines():  # proc(5): "1: FLOCK ADVISORY WRITE pid dev:inode 0 EOF"
-        fields = line.split()
-        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == place and fields[4] != "0":
-            with suppress(OSError):
-                return f"process {fields[4]} ({Path('/proc', fields[4], 'comm').read_text().strip()})"
+    for pid in lock_holders(path):
+        with suppress(OSError):
+            return f"process {pid} ({Path('/proc', str(pid), 'comm').read_text().strip()})"
     return ""
+
+
+def lock_holders(path: Path) -> list[int]:
+    """List the processes that hold a folder's or file's lock, those that can be seen from here."""
+    info = os.stat(path)
+    place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    # proc(5): "1: FLOCK ADVISORY WRITE pid dev:inode 0 EOF"; a line with "->" is of a process that waits
+    return [int(row[4]) for row in lines if len(row) > 5 and row[1] == "FLOCK" and row[5] == place and row[4] != "0"]
 
 
 def boot_id() -> str:

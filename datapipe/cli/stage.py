@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SettingError
 from ..memory import parse_bytes
 from ..names import STAGE_MODES
 from ..streams import TIMEOUT_S
@@ -64,19 +63,36 @@ def stage(
         Path | None,
         typer.Option(metavar="LOCAL", help="Only wait until what stages to LOCAL in the background is done."),
     ] = None,
+    evict: Annotated[
+        bool, typer.Option("--evict", help="Make room: remove copies beside LOCAL, longest unused first.")
+    ] = False,
+    list_cache: Annotated[
+        Path | None,
+        typer.Option("--list", metavar="CACHE", help="Only list the copies in a folder, and who uses them."),
+    ] = None,
+    clean: Annotated[
+        Path | None, typer.Option(metavar="CACHE", help="Only remove from a folder what no job needs any more.")
+    ] = None,
+    free: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --clean: remove unused copies until so much is free, e.g. 200GiB."),
+    ] = None,
+    pin: Annotated[Path | None, typer.Option(metavar="LOCAL", help="Only pin a copy: it is never removed.")] = None,
+    unpin: Annotated[Path | None, typer.Option(metavar="LOCAL", help="Only undo --pin.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""
+    given = locals().copy()
     from ..cluster import lonely, placement
     from ..staging import StageOptions, stage
     from ..staging.progress import continue_in_background, wait_for_first
+    from .cache import care_for_cache, check_combination
     from .summaries import format_staged
 
-    if asked := status or wait:
-        _print_progress(asked, bool(wait), as_json)
-        return
-    if folder is None or local is None:
-        raise SettingError("DIR, LOCAL: both are needed to stage")
+    action = check_combination(given)
+    if action:
+        return care_for_cache(action, given)
+    assert folder is not None and local is not None  # check_combination's work
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of hosts that have no name
     place = placement(os.environ, node, master)
     options = StageOptions(
@@ -86,6 +102,7 @@ def stage(
         streams=streams,
         chunk_mib=chunk_mib,
         replace=replace,
+        evict=evict,
         timeout_s=timeout,
         placement=place,
         interface=interface,
@@ -109,10 +126,3 @@ def stage(
         return
     for result in results:
         print(format_staged(result))
-
-
-def _print_progress(local: Path, waits: bool, as_json: bool) -> None:
-    from ..staging.progress import find_progress, wait_until_whole
-
-    progress = wait_until_whole(local) if waits else find_progress(local)
-    print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")

@@ -13,7 +13,8 @@ from .block_slots import SLOTS, BlockSlots
 from .index import ENCODINGS, open_index, read_keys, sample_checksum
 from .local_first import LocalFirstReader
 from .manifest import INDEX, Manifest
-from .shard_reader import Data, ShardReader, release
+from .shard_files import Data
+from .shard_reader import ShardReader, release
 
 
 class DataSet:

@@ -9,7 +9,8 @@ from ..errors import ShardReadError
 from ..names import Io
 from .arriving import ArrivingShard
 from .manifest import Manifest
-from .shard_reader import SLACK, Data, Read, ShardReader, allow_open_files
+from .shard_files import Data
+from .shard_reader import SLACK, Read, ShardReader, allow_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,20 @@ class LocalFirstReader(ShardReader):
         self._is_given_up = [False] * len(self._infos)
 
     def read(self, shard: int, offset: int, size: int, into: memoryview | None = None) -> Data:
-        """Do what `ShardReader.read` does, from the copy if these bytes have landed."""
+        """Read bytes of a shard, from the copy if they have landed.
+
+        Args:
+            shard: its number.
+            offset: in the shard's file, in bytes.
+            size: in bytes.
+            into: memory to read into, as for `ShardReader.read`.
+
+        Returns:
+            exactly `size` bytes.
+
+        Raises:
+            ShardReadError: the bytes cannot be read from the source.
+        """
         local = self._find_local(shard, offset, size)
         if local is not None:
             try:
@@ -83,7 +97,21 @@ class LocalFirstReader(ShardReader):
         logger.warning("%s: %s; it is read from %s", self._arriving[shard].target, problem, self._paths[shard].parent)
 
     def read_block(self, shard: int, start: int, stop: int, block_bytes: int, into: memoryview) -> tuple[int, Data]:
-        """Do what `ShardReader.read_block` does; add the block to the copy, where that lacks it and has such chunks."""
+        """Read samples of a block, and add the block to the copy, where that lacks it and has such chunks.
+
+        Args:
+            shard: its number.
+            start: their first byte in the shard's file.
+            stop: the byte behind their last one.
+            block_bytes: size of the cells in which the block's samples begin.
+            into: memory, as for `ShardReader.read_block`.
+
+        Returns:
+            Where in the file the bytes begin that were read, and these bytes.
+
+        Raises:
+            ShardReadError: the bytes cannot be read from the source.
+        """
         arriving, cell = self._arriving[shard], start // block_bytes * block_bytes
         cell_stop = min(cell + block_bytes, arriving.info.size_bytes)
         is_nearly_all = start - cell + max(0, cell_stop - stop) <= block_bytes // SLACK
@@ -98,7 +126,13 @@ class LocalFirstReader(ShardReader):
         return cell, data
 
     def will_read(self, shard: int, offset: int, size: int) -> None:
-        """Do what `ShardReader.will_read` does, where the bytes will be read."""
+        """Let the kernel read ahead, where the bytes will be read.
+
+        Args:
+            shard: its number.
+            offset: in the shard's file, in bytes.
+            size: in bytes.
+        """
         local = self._find_local(shard, offset, size)
         if local is None:
             super().will_read(shard, offset, size)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import mmap
 import os
 import resource
 import threading
@@ -16,16 +14,14 @@ from typing import Any, NamedTuple
 from ..checks import check_name, checked_int
 from ..errors import ShardReadError
 from ..names import IOS, Io
+from .shard_files import Data, DirectFile, File, MappedFile
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 4096  # of O_DIRECT: no disk in use asks for more (open(2))
 FIRST_WAIT_S = 0.1  # before the first retry; doubled before each further one
 CLOSE_S = 0.5  # how long to wait for files to be closed
 SLACK = 16  # one of so many parts of a block may be read in addition, to have whole chunks
 SPARE_FILES = 256  # descriptors for everything else
-
-Data = bytes | memoryview
 
 
 class Read(NamedTuple):
@@ -55,7 +51,7 @@ class ShardReader:
     def __init__(self, paths: list[Path], io: Io = "cached", retries: int = 0) -> None:
         check_name("io", io, IOS)
         self._paths, self._retries = paths, checked_int("retries", retries, 0)
-        self._kind = {"cached": _File, "mmap": _Map, "direct": _Direct}[io]
+        self._kind = {"cached": File, "mmap": MappedFile, "direct": DirectFile}[io]
         self._begin()
         allow_open_files(len(paths))
 
@@ -125,7 +121,16 @@ class ShardReader:
                 os.posix_fadvise(file.fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def read_again(self, shard: int, offset: int, size: int) -> Data | None:
-        """Read bytes that were wrong from elsewhere, as `read`; return None where there is nowhere else."""
+        """Read bytes that were wrong from elsewhere.
+
+        Args:
+            shard: its number.
+            offset: in the shard's file, in bytes.
+            size: in bytes.
+
+        Returns:
+            The bytes; None where there is nowhere else.
+        """
         return None
 
     def read_block(self, shard: int, start: int, stop: int, block_bytes: int, into: memoryview) -> tuple[int, Data]:
@@ -172,20 +177,20 @@ class ShardReader:
 class _Shard:
     """A shard that is opened once, by the first thread that needs it, while the others wait."""
 
-    def __init__(self, path: Path, kind: type[_File], closed: threading.Event) -> None:
+    def __init__(self, path: Path, kind: type[File], closed: threading.Event) -> None:
         self.path, self._kind, self._closed = path, kind, closed
-        self.file: _File | None = None
+        self.file: File | None = None
         self._opening = threading.Lock()  # held while the system opens: only `open` may wait for it
         self._quiet_until = 0.0
 
-    def open(self) -> _File:
+    def open(self) -> File:
         with self._opening:
             file = self.file
             if file is None:
                 file = self.file = self._kind(self.path)
             return file
 
-    def drop(self, file: _File | None) -> None:
+    def drop(self, file: File | None) -> None:
         """Make the next read open the shard again (ESTALE lasts as long as the descriptor), unless it was reopened.
 
         The file is closed when the last thread that reads it has dropped it. This needs no lock: should another thread
@@ -219,75 +224,6 @@ def release(things: list[Any]) -> None:
         things.clear()
     else:
         closing.join(CLOSE_S)
-
-
-class _File:
-    """An open file. It is closed with the last reference to it, so never while a thread reads it."""
-
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    hints = True
-    fd = -1
-
-    def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, self.flags)
-
-    def read(self, offset: int, size: int, into: memoryview | None) -> Data:
-        if into is not None:
-            done = 0
-            while done < size and (count := os.preadv(self.fd, [into[done:size]], offset + done)):
-                done += count
-            return into[:done]
-        data = os.pread(self.fd, size, offset)
-        while 0 < len(data) < size and (more := os.pread(self.fd, size - len(data), offset + len(data))):
-            data += more  # a read may return less than was asked for before the end of the file
-        return data
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            with suppress(OSError):  # nothing was written
-                os.close(self.fd)
-
-
-class _Map(_File):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        try:
-            self._view = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))  # unmapped with the last view of it
-        except ValueError as error:
-            raise OSError(0, "an empty file") from error
-
-    def read(self, offset: int, size: int, into: memoryview | None) -> Data:
-        return self._view[offset : offset + size]
-
-
-class _Direct(_File):
-    flags = _File.flags | os.O_DIRECT
-    hints = False
-
-    def __init__(self, path: Path) -> None:
-        try:
-            super().__init__(path)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            logger.warning("%s: its filesystem has no O_DIRECT, reading through the page cache", path)
-            self.fd = os.open(path, _File.flags)
-
-    def read(self, offset: int, size: int, into: memoryview | None) -> Data:
-        first = offset // ALIGNMENT * ALIGNMENT
-        whole = -(-(offset + size - first) // ALIGNMENT) * ALIGNMENT
-        room = memoryview(mmap.mmap(-1, whole)) if into is None else into[:whole]
-        done = 0
-        while done < len(room) and (count := os.preadv(self.fd, [room[done:]], first + done)):
-            done += count
-            if count % ALIGNMENT:  # the end of the file
-                break
-        return room[offset - first : min(done, offset - first + size)]
-
-
-def room_for(size: int) -> int:
-    """Return how many bytes of memory a read of `size` bytes may fill: `io` "direct" reads whole pages."""
-    return (-(-size // ALIGNMENT) + 1) * ALIGNMENT
 
 
 def allow_open_files(count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -62,8 +63,9 @@ def open_loader(
         order: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and
             each byte once per epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk.
         threads: Threads that decode (default: the cores of this process, shared by the ranks of the node).
-        cache: A node-local folder to which the data set is staged first, once per node. While `datapipe stage` is at
-            work there in the background, what has landed is read there, and the rest from `path`.
+        cache: A node-local folder to which the data set is staged first, once per node. Until the loader is closed,
+            nobody removes that copy to make room for another. While `datapipe stage` is at work there in the
+            background, what has landed is read there, and the rest from `path`.
         device: Where batches are delivered (default: the CPU).
         augment: How to crop and mirror in training; see Augment, whose defaults are the default.
         last: What becomes of samples that do not fill a global batch: "drop" leaves them out, "pad" fills it with
@@ -103,14 +105,17 @@ def open_loader(
         timeout_s=timeout_s,
     )
     local: Path | None = None
+    holds = ExitStack()  # where opening fails, what is held goes with it
     if cache is not None:
         if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
             raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
-        from ..staging import StageOptions, stage_or_join
+        from ..staging import StageOptions
+        from ..staging.joining import stage_or_join
 
         staging = StageOptions(timeout_s=options.timeout_s)
-        folder, is_whole = stage_or_join(Path(path), Path(cache), staging, joins=backend != "webdataset")
+        folder, is_whole = stage_or_join(Path(path), Path(cache), staging, holds, joins=backend != "webdataset")
         path, local = (folder, None) if is_whole else (path, folder)
     make_loader = importlib.import_module(f".{backend}", __name__).make_loader
     loader: Loader = make_loader(path, options, device, **({"local": local} if local else {}))
+    loader.holds = holds
     return loader

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Hashable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -121,6 +121,7 @@ class Loader(ABC):
         size: Width and height of the images in pixels.
         lanes: Of the order "blocks", see datapipe/sampling/block_order.py.
         wait_s: Seconds that the consumer has waited for batches, in all.
+        holds: What is let go when the loader is closed: the copy in a cache, which nobody removes until then.
     """
 
     def __init__(self, data: DataDescription, options: LoaderOptions) -> None:
@@ -133,6 +134,7 @@ class Loader(ABC):
         if options.train and data.smallest is not None:
             self._augment.check(*data.smallest, options.size)
         self.wait_s = 0.0
+        self.holds = ExitStack()
         self._num_steps = num_steps(self.num_samples, options.global_batch_size, options.last_batch)
         self.lanes = num_lanes(options.global_batch_size, options.world_size)
         self._epoch = self._step = 0
@@ -240,6 +242,7 @@ class Loader(ABC):
         """Stop all threads and release all files. May be called twice."""
         self._closed = True
         self._end_iteration()
+        self.holds.close()
 
     def __enter__(self) -> Loader:
         return self

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..dataset.block_slots import BlockSlots
-from ..dataset.shard_reader import Data, ShardReader
+from ..dataset.shard_files import Data
+from ..dataset.shard_reader import ShardReader
 from ..errors import ShardReadError
 from ..sampling.block_order import BlockOrder, Needs
 from ..sampling.cached_blocks import NextUses, choose_slot

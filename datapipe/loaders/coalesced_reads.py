@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..dataset.shard_reader import Data, ShardReader
+from ..dataset.shard_files import Data
+from ..dataset.shard_reader import ShardReader
 
 GAP_BYTES = 4096  # between two neighbours that are read at once: copying it takes less than another call
 

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..dataset.shard_reader import Data
+from ..dataset.shard_files import Data
 from ..errors import DatapipeError, DecodeError
 from ..images.window import Box
 from ..sampling.order import slice_positions

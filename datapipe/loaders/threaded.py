@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ..dataset import DataSet
-from ..dataset.shard_reader import SLACK, room_for
+from ..dataset.shard_files import room_for
+from ..dataset.shard_reader import SLACK
 from ..errors import SettingError, ShardCorruptError, ShardReadError
 from ..images.window import Box
 from ..sampling.augment import scales

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
-from ..dataset.manifest import MANIFEST, read_content
-from ..errors import DatapipeError, SettingError, StagingError
 from ..streams import apart, in_time
 from .copy import Staged, stage_copies
-from .local_copy import LocalCopy, list_copies
+from .joining import errors_name_the_node, stage_or_join
+from .local_copy import list_copies
 from .options import StageOptions
 
 __all__ = ["StageOptions", "Staged", "stage", "stage_once"]
@@ -43,7 +39,7 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
         DatapipeError: A read or write takes longer than `options.timeout_s`, or fails.
     """
     source, local, options = Path(source), Path(local), options or StageOptions()
-    with _errors_name_the_node():
+    with errors_name_the_node():
         if options.resolved_mode() == "exchange":
             from .together import stage_together
 
@@ -56,8 +52,11 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
         return stage_copies(source, local, copies, options)
 
 
-def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -> Path:
+def stage_once(source: Path, cache: Path, options: StageOptions | None = None, holds: ExitStack | None = None) -> Path:
     """Stage one data set into a cache that all processes of a node share.
+
+    To make room, copies in the cache that nobody uses are removed, least recently used first; copies of earlier
+    versions of the data set always are.
 
     Args:
         source: The data set.
@@ -65,6 +64,7 @@ def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -
             data sets. There, a copy's folder is named after the manifest's content, so that another version of the data
             set never takes its place.
         options: How to copy (default: StageOptions()).
+        holds: Nobody removes the copy until this is closed, or the process ends (default: anybody may at once).
 
     Returns:
         The folder of the copy.
@@ -72,44 +72,4 @@ def stage_once(source: Path, cache: Path, options: StageOptions | None = None) -
     Raises:
         DatapipeError, SettingError: As `stage`.
     """
-    return stage_or_join(Path(source), Path(cache), options or StageOptions(), joins=False)[0]
-
-
-def stage_or_join(source: Path, cache: Path, options: StageOptions, joins: bool) -> tuple[Path, bool]:
-    """Do what `stage_once` does, unless a process is copying in the background.
-
-    Args:
-        source: the data set.
-        cache: a node-local folder, see `stage_once`.
-        options: how to copy.
-        joins: whether a part is enough: not to wait for a process that is copying in the background, and not to refuse
-            a folder that has room for a part only.
-
-    Returns:
-        The folder of the copy, and whether it is whole.
-    """
-    with _errors_name_the_node():
-        content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
-        name = source.resolve().name
-        folders = cache, cache / name, cache / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
-        copies = [LocalCopy.of_content(source, folder, content) for folder in folders]
-        copy = next((copy for copy in copies if copy.is_named()), copies[-1])
-        if copy.has_slots() and not joins:
-            raise SettingError(f"cache: {copy.target} has room for a part only; this needs the whole data set")
-        if copy.has_slots() or (joins and copy.may_be_used()):
-            return copy.target, False
-        stage_copies(source, copy.target, [copy], options, trusts=True)
-    return copy.target, True
-
-
-@contextmanager
-def _errors_name_the_node() -> Iterator[None]:
-    """Add this node's name to errors: a job's log has those of many."""
-    try:
-        yield
-    except DatapipeError as error:
-        error.message += f" (on {socket.gethostname()})"
-        raise
-    except OSError as error:
-        message = f"{error.strerror or error} (errno {error.errno}, on {socket.gethostname()})"
-        raise StagingError(message, path=error.filename) from error
+    return stage_or_join(Path(source), Path(cache), options or StageOptions(), holds, joins=False)[0]

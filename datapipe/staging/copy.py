@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing
+import os
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..console import Progress
 from ..dataset.manifest import INDEX
-from ..errors import SettingError, StagingError
-from ..fsio import NETWORK_FILESYSTEMS, free_bytes, make_folder, mounted_as
+from ..errors import SettingError
+from ..fsio import make_folder
 from ..streams import Moved, work_on_files
+from .keep import EvictedError, hold_copy, keep_for_job
 from .landing import Landing, make_own_name
 from .local_copy import LocalCopy, States
 from .lock import hold_lock
 from .options import StageOptions
 from .plan import Chunk, cut, needed_bytes, stagger
 from .source_files import SourceFile, Throttle
+from .space import check_space, warn_of_place
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS = 100  # to hold a copy that another process removes whenever nobody holds it
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,32 @@ class Prepared:
     is_locked: bool
     own_name: str
 
-    def complete(self) -> None:
-        """Make the folder a data set: all files are there."""
-        self.copy.complete(self.present, self.is_locked or bool(self.own_name))
+    def complete(self, holds: ExitStack, patience_s: float) -> None:
+        """Make the folder a data set, of which all files are there, and hold it, so that nobody removes it.
+
+        Args:
+            holds: lets it go.
+            patience_s: how long to wait for a process that has it for itself, in seconds.
+
+        Raises:
+            EvictedError: it was removed, to make room, since it was found to be in place.
+        """
+        is_new = self.is_locked or bool(self.own_name)
+        if is_new:
+            self.copy.complete(self.present, is_new)
+        holds.enter_context(hold_copy(self.copy.target, patience_s))
+        if not is_new:
+            self.copy.complete(self.present, is_new)
+        self.copy.touch()
 
 
 def stage_copies(
-    source: Path, local: Path, copies: list[LocalCopy], options: StageOptions, trusts: bool = False
+    source: Path,
+    local: Path,
+    copies: list[LocalCopy],
+    options: StageOptions,
+    trusts: bool = False,
+    holds: ExitStack | None = None,
 ) -> list[Staged]:
     """Copy data sets by this process alone.
 
@@ -72,16 +96,27 @@ def stage_copies(
         copies: what to copy.
         options: how.
         trusts: whether files that were checked since the node booted, and not changed since, count as good.
+        holds: lets the copies go, which nobody removes until then (default: they are not held).
 
     Returns:
         One result per data set.
     """
-    with ExitStack() as stack:
-        prepared = prepare(source, local, copies, options, stack, trusts=trusts)
-        files = transfers(prepared, options, options.chunk_bytes)
-        copied = copy_missing(files, source, local, options)
-        for its in prepared:
-            its.complete()
+    for attempt in range(ATTEMPTS):
+        with ExitStack() as mine, ExitStack() as stack:
+            prepared = prepare(source, local, copies, options, stack, trusts=trusts)
+            files = transfers(prepared, options, options.chunk_bytes)
+            copied = copy_missing(files, source, local, options)
+            try:
+                for its in prepared:
+                    its.complete(mine, options.timeout_s)
+            except EvictedError as error:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                logger.info("%s: staging it again", error)
+                continue
+            if holds is not None:
+                holds.enter_context(mine.pop_all())
+            break
     return report(prepared, files, copied)
 
 
@@ -116,14 +151,17 @@ def prepare(
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
     if local.exists() and not local.is_dir():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
-    prepared = []
     for copy in copies:
         copy.check_other(options.replace)
+    keep_for_job(local, options.placement.job, os.environ)
+    prepared = []
+    for copy in copies:
         present = copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {}
         is_locked, own_name = False, ""
         if len(present) < copy.num_files:
             make_folder(copy.target)
-            _warn_of_place(copy.source, copy.target)
+            with suppress(FileNotFoundError):  # it is removed at this moment
+                warn_of_place(copy.source, copy.target)
             is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))
             if not is_locked:
                 own_name = make_own_name()
@@ -131,22 +169,9 @@ def prepare(
             copy.remove_other()
             present = copy.find_present(options.timeout_s, trusts, is_locked)
             copy.sweep(is_locked, present)
-            if is_locked:
-                copy.begin(present, options.in_background)
+            copy.write_origin(present, False, options.in_background and is_locked)
         prepared.append(Prepared(copy, present, is_locked, own_name))
     return prepared
-
-
-def _warn_of_place(source: Path, local: Path) -> None:
-    """Say so where LOCAL is not on a disk of this node."""
-    folder = next(path for path in (local, *local.absolute().parents) if path.exists())
-    kind = mounted_as(folder)
-    if kind in NETWORK_FILESYSTEMS:
-        logger.warning("LOCAL: %s is on a shared filesystem (%s): choose a folder on the node's own disk", local, kind)
-    elif kind in ("tmpfs", "ramfs"):
-        logger.info("LOCAL: %s is in memory (%s): what is staged there counts against the node's", local, kind)
-    elif folder.stat().st_dev == source.stat().st_dev:
-        logger.info("LOCAL: %s is on the same filesystem as %s", local, source)
 
 
 def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int) -> list[Transfer]:
@@ -194,7 +219,7 @@ def copy_missing(files: list[Transfer], source: Path, local: Path, options: Stag
         The bytes that were read from the source, by file.
     """
     chunks = missing_chunks(files)
-    check_space(local, needed_bytes(chunks))
+    check_space(needed_bytes(chunks), files, local, options)
 
     def copy(chunk: Chunk, moved: Moved) -> list[tuple[int, int]]:
         counts = []
@@ -221,12 +246,6 @@ def missing_chunks(files: list[Transfer]) -> list[Chunk]:
     sizes, chunk_bytes = [file.source.info.size_bytes for file in files], files[0].landing.chunk_bytes
     chunks = (tuple(e for e in chunk if files[e.file].lacks(e)) for chunk in cut(sizes, chunk_bytes))
     return [chunk for chunk in chunks if chunk]
-
-
-def check_space(local: Path, needed: int) -> None:
-    """Raise StagingError where `needed` bytes do not fit."""
-    if needed and needed > (free := free_bytes(local)):
-        raise StagingError(f"needs {needed:,} bytes, {free:,} are free", path=local)
 
 
 def report(prepared: list[Prepared], files: list[Transfer], copied: list[int]) -> list[Staged]:

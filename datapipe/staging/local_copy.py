@@ -1,7 +1,8 @@
 """A data set's copy in a local folder, and what is known of it.
 
 LOCAL/manifest.json    written last: it makes the folder a data set
-LOCAL/.origin.json     of which folder it is a copy (see Origin), so that a later version may take its place
+LOCAL/.origin.json     written first: of which folder and version it is a copy (see Origin). When it was last used is
+                       its time
 LOCAL/.checked.json    the state of each file when its checksum was last compared, and in which life of the node
 """
 
@@ -116,7 +117,7 @@ class LocalCopy:
 
     @property
     def _digest(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
+        return compute_digest(self.content)
 
     def _is_complete(self) -> bool:
         with suppress(StagingError):
@@ -138,19 +139,28 @@ class LocalCopy:
             return origin.capacity_bytes > 0 and origin.manifest == self._digest
         return False
 
-    def begin(self, present: Collection[str], in_background: bool, capacity_bytes: int = 0) -> None:
-        """Say what the folder will be a copy of.
+    def write_origin(
+        self, present: Collection[str], is_complete: bool, in_background: bool = False, capacity_bytes: int = 0
+    ) -> None:
+        """Write what the folder is, or will be, a copy of.
 
         Args:
             present: names of the files that are in place.
+            is_complete: whether nothing is missing.
             in_background: whether loaders may use what has landed.
             capacity_bytes: of its slots, if it has these.
         """
-        kept, total = self.bytes_of(present), self.manifest.size_bytes
-        source, began = str(self.source.resolve()), time.time()
-        is_complete = capacity_bytes > 0
-        origin = Origin(source, self._digest, is_complete, in_background, total, began, kept, capacity_bytes)
-        origin.write(self.target)
+        Origin(
+            str(self.source.resolve()),
+            self._digest,
+            [file.name for file in self.manifest.all_files()],
+            is_complete,
+            in_background,
+            self.manifest.size_bytes,
+            time.time(),
+            self.bytes_of(present),
+            capacity_bytes,
+        ).write(self.target)
 
     def remove_other(self) -> None:
         """Remove what another data set has here and this one has not. Its manifest goes first."""
@@ -164,6 +174,12 @@ class LocalCopy:
         for file in other.all_files():
             if file.name not in mine:
                 (self.target / file.name).unlink(missing_ok=True)
+
+    def touch(self) -> None:
+        """Note that the copy is used; not in another user's."""
+        with suppress(OSError):
+            if os.lstat(self.target / ORIGIN).st_uid == os.geteuid():
+                os.utime(self.target / ORIGIN, follow_symlinks=False)
 
     def sweep(self, is_locked: bool, present: Collection[str]) -> None:
         """Remove temporary files that nobody will continue, and slots for a part of the data set.
@@ -248,9 +264,7 @@ class LocalCopy:
                 file.write(self.content)
         if is_ours and not self._is_complete():
             with suppress(OSError):  # it may be read-only
-                Origin(str(self.source.resolve()), self._digest, total_bytes=self.manifest.size_bytes).write(
-                    self.target
-                )
+                self.write_origin(states, is_complete=True)
         states |= present
         if states != self._read_checked():
             with suppress(OSError), atomic_write(self.target / CHECKED, alone=False) as file:  # it may be read-only
@@ -266,6 +280,11 @@ class LocalCopy:
     def _state_of(self, name: str) -> list[int]:
         info = (self.target / name).stat()
         return [info.st_ino, info.st_size, info.st_mtime_ns]
+
+
+def compute_digest(content: bytes) -> str:
+    """Compute what tells a manifest from others: the beginning of the SHA-256 of its content."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def list_copies(source: Path, local: Path) -> list[LocalCopy]:

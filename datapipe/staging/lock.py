@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import StagingError
-from ..fsio import lock_holder, locked
+from ..fsio import lock_holder, locked, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
     """Hold a folder's lock. Wait for another process, and say so, as long as something changes in the folder.
 
     Args:
-        folder: must exist.
+        folder: is made if it is not there, or if another process, which makes room, removes it meanwhile.
         patience_s: how long nothing may change before the other process counts as stuck, in seconds.
         waits: whether to wait at all.
 
@@ -41,10 +41,15 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
     with ExitStack() as stack:
         while True:
             try:
-                is_locked = stack.enter_context(locked(folder, wait=False))
+                make_folder(folder)
+                is_locked = stack.enter_context(locked(folder, wait=False, may_vanish=True))
                 break
+            except FileNotFoundError:  # removed at this moment
+                continue
             except BlockingIOError:
-                holder = lock_holder(folder) or "another process"
+                holder = "another process"
+                with suppress(FileNotFoundError):
+                    holder = lock_holder(folder) or holder
             if not waits:
                 raise BusyError(f"{holder} is staging to it", path=folder)
             now = time.monotonic()
@@ -74,8 +79,9 @@ def find_holder(folder: Path) -> str:
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:
     """Return what changes while a process copies: names, times, and space taken."""
     entries = []
-    for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):
-            info = entry.stat(follow_symlinks=False)
-            entries.append((entry.name, info.st_mtime_ns, info.st_blocks))
+    with suppress(FileNotFoundError), os.scandir(folder) as scanned:
+        for entry in scanned:
+            with suppress(FileNotFoundError):
+                info = entry.stat(follow_symlinks=False)
+                entries.append((entry.name, info.st_mtime_ns, info.st_blocks))
     return sorted(entries)

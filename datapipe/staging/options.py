@@ -24,6 +24,7 @@ class StageOptions:
         chunk_mib: size of a chunk in MiB, from 1.
         retries: how often a read that fails is tried again, from 0, after 0.1 s, 0.2 s, 0.4 s and so on.
         replace: whether a copy of another data set may be replaced. That of an earlier version of the same always is.
+        evict: whether copies beside LOCAL that nobody uses may be removed, least recently used first, to make room.
         timeout_s: how long a read, a write or another process may make no progress, in seconds, above 0.
         placement: where this process is in its job.
         interface: the network interface for exchange, such as eth0; None: the one that leads to process 0.
@@ -37,6 +38,7 @@ class StageOptions:
     chunk_mib: int = 8
     retries: int = 6
     replace: bool = False
+    evict: bool = False
     timeout_s: float = TIMEOUT_S
     placement: Placement = field(default_factory=Placement)
     interface: str | None = None

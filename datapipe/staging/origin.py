@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ..dataset.arriving import PARTIAL, temporary_path
 from ..errors import StagingError
-from ..fsio import atomic_write
+from ..fsio import named
+from .landing import make_own_name
 
 ORIGIN = ".origin.json"
 
@@ -19,7 +22,8 @@ class Origin:
 
     Attributes:
         source: the data set's folder.
-        manifest: sha256 of its manifest's file; "" in copies of earlier versions.
+        manifest: of `compute_digest`, of its manifest; "" in copies of earlier versions of this software.
+        files: names of its files; none in those.
         is_complete: whether all files were in place once.
         in_background: whether loaders may use what has landed while a process is at work.
         total_bytes: of all files.
@@ -30,6 +34,7 @@ class Origin:
 
     source: str
     manifest: str = ""
+    files: list[str] = field(default_factory=list)
     is_complete: bool = True
     in_background: bool = False
     total_bytes: int = 0
@@ -47,5 +52,11 @@ class Origin:
 
     def write(self, folder: Path) -> None:
         """Write it into the copy's folder."""
-        with atomic_write(folder / ORIGIN, alone=False) as file:
-            file.write(json.dumps(asdict(self)).encode())
+        path = folder / ORIGIN
+        partial = temporary_path(path, PARTIAL, make_own_name())  # which `sweep` finds where there are no locks
+        with named(partial):
+            with open(partial, "xb") as file:
+                file.write(json.dumps(asdict(self)).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ..dataset.block_slots import BlockSlots, make_slots
 from ..dataset.index import open_index
-from ..dataset.shard_reader import room_for
+from ..dataset.shard_files import room_for
 from ..errors import SettingError, StagingError
-from ..fsio import make_folder
+from ..fsio import free_bytes, make_folder
 from ..sampling.block_order import grid, longest
 from ..streams import in_time
-from .copy import Staged, check_space, stage_copies
+from .copy import Staged, stage_copies
 from .local_copy import LocalCopy
 from .lock import hold_lock
 from .options import StageOptions
@@ -62,18 +62,19 @@ def _make_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> S
     with hold_lock(copy.target, options.timeout_s):
         if any((copy.target / shard.name).exists() for shard in copy.manifest.shards):
             raise StagingError("holds a copy, or a part of one; choose another folder", path=copy.target)
-        kept_bytes = _held(copy, (num_slots, slot_bytes, options.chunk_bytes))
+        kept_bytes = _find_kept_bytes(copy, (num_slots, slot_bytes, options.chunk_bytes))
         if kept_bytes is None:
             copy.sweep(True, {file.name for file in copy.manifest.all_files()})
-            check_space(copy.target, num_slots * slot_bytes)
+            if num_slots * slot_bytes > (free := free_bytes(copy.target)):
+                raise StagingError(f"needs {num_slots * slot_bytes:,} bytes, {free:,} are free", path=copy.target)
             make_slots(copy.target, num_slots, slot_bytes, options.chunk_bytes)
-            copy.begin((), False, num_slots * slot_bytes)
+            copy.write_origin((), True, capacity_bytes=num_slots * slot_bytes)
     part = f"{num_slots:,} of {num_blocks:,} blocks ({num_slots / num_blocks:.0%})"
     logger.info("%s: room for %s, which loaders with order='blocks' fill", copy.target, part)
     return Staged(copy.target, copy.manifest.num_samples, 0, kept_bytes or 0)
 
 
-def _held(copy: LocalCopy, sizes: tuple[int, int, int]) -> int | None:
+def _find_kept_bytes(copy: LocalCopy, sizes: tuple[int, int, int]) -> int | None:
     """Return the bytes of blocks in a folder's slots; None where it has no such slots for this data set."""
     if not copy.is_named():
         return None
@@ -81,6 +82,6 @@ def _held(copy: LocalCopy, sizes: tuple[int, int, int]) -> int | None:
         slots = BlockSlots(copy.target)
     except StagingError:
         return None
-    held = slots.held_bytes() if (slots.num_slots, slots.slot_bytes, slots.block_bytes) == sizes else None
+    kept = slots.held_bytes() if (slots.num_slots, slots.slot_bytes, slots.block_bytes) == sizes else None
     slots.close()
-    return held
+    return kept

@@ -11,7 +11,6 @@ from ..errors import DatapipeError, SettingError, StagingError
 from ..streams import in_time
 from .copy import (
     Staged,
-    check_space,
     copy_missing,
     missing_chunks,
     opened_again,
@@ -22,11 +21,13 @@ from .copy import (
 )
 from .crew import Crew, CrewError, open_crew
 from .exchange import chunk_bytes_for, exchange
+from .keep import EvictedError
 from .local_copy import LocalCopy, list_copies
 from .lock import BusyError
 from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes
+from .space import check_space
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -65,16 +66,20 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
             copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
             prepared = prepare(source, local, copies, options, stack, waits=False)
             files = transfers(prepared, options, chunk_bytes_for(len(crew), options.chunk_bytes))
-            check_space(local, needed_bytes(missing_chunks(files)))
+            check_space(needed_bytes(missing_chunks(files)), files, local, options)
         except BusyError as error:
             busy = str(error)
         except (DatapipeError, SettingError, OSError) as error:
             problem = error
         if not _agree(crew, copies, options, problem, busy):
             copied = _get(files, source, local, options, crew)
-            for its in prepared:
-                its.complete()
-            return report(prepared, files, copied)
+            try:
+                with ExitStack() as holds:
+                    for its in prepared:
+                        its.complete(holds, options.timeout_s)
+                return report(prepared, files, copied)
+            except EvictedError as error:
+                logger.info("%s: this node stages it again by itself", error)
     return stage_copies(source, local, copies, options)  # without the locks, for which another job may wait
 
 

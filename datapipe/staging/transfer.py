@@ -6,6 +6,7 @@ import logging
 import mmap
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import ShardCorruptError
 from ..streams import Moved
@@ -30,6 +31,11 @@ class Transfer:
     number: int
     source: SourceFile
     landing: Landing
+
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """From where and to where."""
+        return self.source.path, self.landing.target
 
     def lacks(self, extent: Extent) -> bool:
         """Return whether bytes of the file have not landed."""

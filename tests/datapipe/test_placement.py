@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datapipe.cluster import Placement, first_host, lonely, num_nodes, placement
+from datapipe.cluster import Placement, ended_job, first_host, job_end, lonely, num_nodes, placement
 from datapipe.errors import SettingError
 
 SLURM = {
@@ -149,3 +149,23 @@ def test_who_believes_to_be_alone_is_told():
     assert lonely(OPENPBS, placement(OPENPBS, "0/1")) == "" == lonely(TORQUE, placement(TORQUE))
     assert lonely(OPENPBS | {"PBS_NODENUM": "0"}, Placement()) == ""
     assert lonely(SLURM, placement(SLURM)) == "" == lonely({"SLURM_JOB_NUM_NODES": "1"}, Placement())
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_END_TIME": "1700000000"}, 1700000000),
+        ({"SLURM_JOB_END_TIME": "0"}, None),
+        ({"SLURM_JOB_END_TIME": "soon"}, None),
+        ({"PBS_WALLTIME": "3600"}, 1600003600),  # from now, since it does not say since when
+        ({"PBS_WALLTIME": ""}, None),
+    ],
+)
+def test_when_a_job_ends(environ, expected):
+    assert job_end(environ, 1600000000) == expected
+
+
+def test_which_job_has_ended():
+    assert ended_job(SLURM) == ended_job({"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"} | SLURM) == ended_job({}) == ""
+    assert ended_job(SLURM | {"SLURM_SCRIPT_CONTEXT": "epilog_slurmd"}) == "17"

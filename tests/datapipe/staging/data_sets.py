@@ -29,7 +29,8 @@ def make_data_set(folder: Path, sizes: list[int], seed: int = 0) -> Manifest:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Return whether a copy has the files of the source, and nothing half-finished."""
+    """Return whether a copy has the files of the source, and nothing half-finished; it may be kept for a job."""
     names = sorted(path.name for path in a.iterdir())
-    copied = sorted(path.name for path in b.iterdir() if path.name not in NOTES)
+    notes = NOTES | {path.name for path in b.glob(".keep-*.json")}
+    copied = sorted(path.name for path in b.iterdir() if path.name not in notes)
     return names == copied and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)

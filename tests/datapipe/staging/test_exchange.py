@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from datapipe.dataset.manifest import FileInfo, Manifest
+from datapipe.fsio import free_bytes
 from datapipe.packing import PackOptions, pack
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.landing import Landing
@@ -144,6 +145,7 @@ def test_a_process_group_of_the_caller_stays_as_it_is(tmp_path):
 import os, sys
 import torch, torch.distributed as dist
 from datapipe.cluster import placement
+from datapipe.fsio import free_bytes
 from datapipe.staging import StageOptions, stage
 dist.init_process_group("gloo")
 stage(sys.argv[1], sys.argv[2] + os.environ["RANK"], StageOptions(placement=placement(os.environ), chunk_mib=1))
@@ -222,7 +224,7 @@ def test_a_node_whose_disk_is_full_leaves(nodes, tmp_path):
     try:
         children = nodes(3, "--max-mbps", 4, "--timeout", 20)
         wait_for_chunks(local, 1, children)
-        (local / "filler").write_bytes(bytes(36 * CHUNK))
+        (local / "filler").write_bytes(bytes(free_bytes(local) - 3 * CHUNK))
         full = children.pop(1)
         errors = full.communicate(timeout=120)[1]
         assert full.returncode == 1 and "No space left on device" in errors and "(errno 28, on node1)" in errors
@@ -367,6 +369,7 @@ with open_loader(sys.argv[1], 4, size=16, cache=sys.argv[2], threads=1) as loade
 """
 STAGE_ONCE = """
 import sys
+from datapipe.fsio import free_bytes
 from datapipe.staging import StageOptions, stage_once
 stage_once(sys.argv[1], sys.argv[2], StageOptions(chunk_mib=1, max_mbps=2))
 """

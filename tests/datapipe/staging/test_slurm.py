@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from datapipe.dataset.manifest import Manifest
-from tests.datapipe.slurm import ROOT, Cluster, needs_testbed
+from tests.datapipe.slurm import ROOT, Cluster, needs_testbed, wait_until
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 
 NETWORK = "dpslurm"
@@ -59,3 +60,50 @@ def test_a_job_that_stages_and_trains(cluster, run, sample_dir):
     assert (cluster.backing / "run" / "report.html").exists()
     again = cluster.logs(cluster.submit(*line, check=0))
     assert again.count("0.0 MiB copied") == 4, again
+
+
+@pytest.fixture
+def site(cluster: Cluster, environ: dict[str, str]) -> Iterator[Callable[[str], None]]:
+    """site(free) has the nodes run tools/slurm's prolog and epilog, edited as an administrator would."""
+    own = {name: (cluster.folder / name).read_text() for name in ("prolog.sh", "epilog.sh")}
+
+    def install(free: str) -> None:
+        edits = {
+            "caches=/local/datapipe": f"caches={cluster.folder}/local/datapipe",
+            "PATH=/opt/datapipe/bin:": f"PATH={environ['PATH'].partition(':')[0]}:",
+            "free=200GiB": f"free={free}",
+            "logger -t datapipe-epilog": f"cat >>{cluster.folder}/local/epilog.log",
+        }
+        for name, before in own.items():
+            text = (ROOT / "tools/slurm" / name).read_text()
+            for old, new in edits.items():
+                text = text.replace(old, new)
+            script = cluster.folder / f"site-{name}"
+            script.write_text(text)
+            script.chmod(0o755)
+            (cluster.folder / name).write_text(f"{before}exec {script}\n")
+
+    yield install
+    for name, before in own.items():
+        (cluster.folder / name).write_text(before)
+
+
+def test_a_prolog_and_an_epilog(cluster, source, site):
+    """A job keeps its copies, its epilog keeps them no more, and the same job finds them, unless room was needed."""
+    local = cluster.folder / "local/datapipe/root/data"
+    nodes = [cluster.folder / "nvme" / f"node{node}" for node in (1, 2)]
+    copies = [node / "datapipe/root/data" for node in nodes]
+    stage_it = f"datapipe stage {source} {local} --chunk-mib 1 --json && ls -A {local}"
+    line = ["-N2", "--nodelist=node[1-2]", "--ntasks-per-node=1", f"--wrap=srun --ntasks-per-node=1 sh -c '{stage_it}'"]
+    size = Manifest.read(source).size_bytes
+    for free, copied in (("1KB", size), ("1000TB", 0), ("1KB", size)):
+        site(free)
+        job = cluster.submit(*line, check=0)
+        said = cluster.logs(job)
+        assert sum(copied_bytes(cluster, job)) == copied and said.count(f".keep-{job}.json") == 2, said
+        wait_until(lambda job=job: not any((copy / f".keep-{job}.json").exists() for copy in copies))
+        if free == "1KB":
+            assert all(same(source, copy) for copy in copies), (nodes[0] / "epilog.log").read_text()
+        else:
+            wait_until(lambda: not any(copy.exists() for copy in copies))
+        assert all((node / "datapipe/root").is_dir() for node in nodes)

@@ -62,8 +62,6 @@ def test_stage_continues_where_it_was_stopped(tmp_path):
         landing.close()
         (staged,) = stage(tmp_path / "source", local, options)
         there = sum(len(content[chunk * CHUNK : (chunk + 1) * CHUNK]) for chunk in chunks)
-        if list(chunks) == [*range(6)]:  # the last one, which leads to the end
-            there -= 17
         assert staged.copied_bytes == sum(sizes) - there + (sizes[0] if damaged else 0)
         assert same(tmp_path / "source", local)
         shutil.rmtree(local)
@@ -102,7 +100,7 @@ def test_stage_refuses_what_would_lose_something(packed_folders, tmp_path):
 
 
 def test_stage_needs_space(packed_folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("datapipe.staging.copy.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("datapipe.staging.space.free_bytes", lambda _: 1000)
     with pytest.raises(StagingError, match=r"needs .* bytes, 1,000 are free"):
         stage(packed_folders["tar"], tmp_path / "local")
 

@@ -1,0 +1,133 @@
+"""What people and epilogs do with a cache: look at it, and remove from it what nobody needs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..dataset.manifest import MANIFEST, read_content
+from ..errors import DatapipeError, StagingError
+from ..fsio import free_bytes, lock_holders
+from ..streams import TIMEOUT_S, in_time
+from .cache import CachedCopy, claim, evict, find_copies, remove, subfolders
+from .keep import keeps_in, user_name
+from .local_copy import compute_digest
+
+
+def describe(cache: Path) -> list[dict[str, Any]]:
+    """Return what `datapipe stage --list` tells of each copy in a cache, as JSON values.
+
+    Raises StagingError where there is no such folder.
+    """
+    if not cache.is_dir():
+        raise StagingError("is not a folder", path=cache)
+    return [
+        {
+            "folder": str(copy.folder),
+            "source": copy.source,
+            "owner": user_name(copy.owner),
+            "size_bytes": copy.size_bytes,
+            "last_used": copy.last_used,
+            "in_use": _processes(copy.folder / MANIFEST),
+            "staging": _processes(copy.folder),
+            "kept": [{"job": keep.job, "host": keep.host, "until": keep.until} for keep in copy.keeps()],
+            "pinned": copy.is_pinned(),
+            "unfinished": not copy.is_whole,
+            "evictable": _is_evictable(copy),
+        }
+        for copy in find_copies(cache)
+    ]
+
+
+def _processes(path: Path) -> list[dict[str, Any]]:
+    """List the processes that hold a lock, those that can be seen from here."""
+    processes = []
+    with suppress(OSError):
+        for pid in lock_holders(path):
+            with suppress(OSError):
+                folder = Path("/proc", str(pid))
+                name, user = (folder / "comm").read_text().strip(), user_name(folder.stat().st_uid)
+                processes.append({"pid": pid, "name": name, "user": user})
+    return processes
+
+
+def _is_evictable(copy: CachedCopy) -> bool:
+    with ExitStack() as stack:
+        return claim(copy, stack) is not None
+
+
+@dataclass
+class Cleaned:
+    """What `clean` has done.
+
+    Attributes:
+        leases: notes of jobs that have ended.
+        removed: copies, each with why.
+        free_bytes: on the cache's filesystem now.
+    """
+
+    leases: list[Path] = field(default_factory=list)
+    removed: list[tuple[CachedCopy, str]] = field(default_factory=list)
+    free_bytes: int = 0
+
+
+def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOUT_S) -> Cleaned:
+    """Remove from a cache what no job needs any more.
+
+    That is: notes of jobs that have ended; copies of which the source has a later version; unfinished copies of which
+    the source is gone; then, the least recently used first, copies that nobody uses, until so much is free, or none is
+    left.
+
+    Args:
+        cache: a folder.
+        ended: a job that has ended, although its time is not over.
+        free: bytes that are to be free.
+        timeout_s: how long reading a source may take, in seconds.
+
+    Returns:
+        What was removed, and what is free now.
+
+    Raises:
+        StagingError: there is no such folder.
+    """
+    if not cache.is_dir():
+        raise StagingError("is not a folder", path=cache)
+    cache, done = cache.resolve(), Cleaned()
+    for folder in (cache, *(level for top in subfolders(cache) for level in (top, *subfolders(top)))):
+        for keep in keeps_in(folder):
+            if not keep.is_valid() or keep.job == ended:
+                with suppress(OSError):  # it is another user's
+                    keep.path.unlink()
+                    done.leases.append(keep.path)
+    copies = find_copies(cache)
+    sources = {copy.source for copy in copies}
+    for copy in copies:
+        if copy.owner == os.geteuid() and str(copy.folder) not in sources:
+            why = _why_useless(copy, timeout_s)
+            if why and remove(copy, why):
+                done.removed.append((copy, why))
+    done.removed += [(copy, "to make room") for copy in evict(cache, cache, free, in_part=True)]
+    done.free_bytes = free_bytes(cache)
+    return done
+
+
+def _why_useless(copy: CachedCopy, timeout_s: float) -> str:
+    """Say why nobody will use a copy again; "" where that is not known."""
+    source = Path(copy.source)
+
+    def read() -> str | None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(source / MANIFEST)
+            return compute_digest(read_content(source))
+        return None
+
+    try:
+        digest = in_time(read, source, timeout_s)
+    except (DatapipeError, OSError):  # its filesystem does not answer
+        return ""
+    if digest is None:
+        return "" if copy.is_whole else "it is unfinished, and its source is gone"
+    return "its source has a later version" if digest != copy.digest else ""

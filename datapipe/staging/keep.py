@@ -1,0 +1,227 @@
+"""What protects a copy from being removed when room is needed.
+
+Whoever uses a copy holds a shared lock (flock) on its manifest: users who may only read it can, too, and the kernel
+releases it when a process ends, in whatever way. Between two steps of a job no process is alive, and for good there is
+nobody to hold a lock, so two files do the same, in the copy's folder or above it in the cache:
+
+    LOCAL/.keep-JOB.json   keeps the copies in LOCAL for a job: until when, and in which life of which node
+    LOCAL/.pinned          keeps them until it is removed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import pwd
+import re
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..cluster import job_end
+from ..dataset.manifest import MANIFEST
+from ..errors import StagingError
+from ..fsio import atomic_write, boot_id, lock_holder, make_folder
+from .lock import BusyError
+
+logger = logging.getLogger(__name__)
+
+PINNED, KEEP = ".pinned", re.compile(r"\.keep-.+\.json")
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # no link is followed, and a pipe does not block
+KEEP_S = 24 * 3600.0  # how long a copy is kept for a job of which nobody tells when it ends
+LOOK_S = 0.05  # between looks at a lock that another process holds
+MAX_BYTES = 64 << 20  # a larger file of another user is not a note of ours
+
+
+class EvictedError(StagingError):
+    """A copy was removed meanwhile, to make room: it has to be staged again."""
+
+
+class HeldCopy:
+    """A copy that is in use: nobody removes it until this is closed, or the process ends. See `hold_copy`.
+
+    Attributes:
+        folder: of the copy.
+    """
+
+    def __init__(self, folder: Path, fd: int) -> None:
+        self.folder, self._fd = folder, fd
+
+    def close(self) -> None:
+        """Let the copy go. May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> HeldCopy:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
+    """Hold a copy, so that nobody removes it. On a filesystem without locks, nobody does anyway.
+
+    Args:
+        folder: of the copy.
+        patience_s: how long to wait for a process that has its manifest for itself, in seconds.
+
+    Returns:
+        What is to be closed when the copy is not used any more.
+
+    Raises:
+        EvictedError: it was removed meanwhile.
+        BusyError: another process has its manifest for itself, and does not end.
+    """
+    path, deadline = folder / MANIFEST, time.monotonic() + patience_s
+    while True:
+        try:
+            copy = HeldCopy(folder, fd := os.open(path, READ))
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                return copy
+        except FileNotFoundError as error:
+            raise EvictedError("was removed meanwhile, to make room", path=folder) from error
+        except BlockingIOError as error:  # who removes it holds it for a moment
+            if time.monotonic() > deadline:
+                holder = lock_holder(path) or "another process"
+                raise BusyError(f"{holder} has had it for itself for {patience_s:g} s", path=path) from error
+            time.sleep(LOOK_S)
+        except OSError as error:
+            if error.filename is not None:  # it cannot be opened
+                raise
+            return copy  # it cannot be locked
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A note that copies are kept for a job.
+
+    Attributes:
+        path: of the note.
+        job: its number, as the scheduler gives it.
+        host: the node.
+        boot: what tells the node's present life from others.
+        pid: of the process that has written it, for people.
+        until: when the job ends, in seconds since 1970.
+    """
+
+    path: Path
+    job: str
+    host: str
+    boot: str
+    pid: int
+    until: float
+
+    @classmethod
+    def read(cls, path: Path) -> Keep | None:
+        """Read a note; None where it cannot be read, or is not a note of ours."""
+        try:
+            fields = json.loads(read_note(path))
+            job, host, boot = (str(fields[name]) for name in ("job", "host", "boot"))
+            return cls(path, job, host, boot, int(fields["pid"]), float(fields["until"]))
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+
+    def is_valid(self) -> bool:
+        """Return whether the job may still run: its time is not over, and the node has not booted since."""
+        return self.boot == boot_id() and time.time() < self.until
+
+
+def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> None:
+    """Keep the copies in a folder until the job ends; not where the folder is another user's.
+
+    Args:
+        local: the folder; it is made if it is not there.
+        job: number of the job; "": in none, and nothing is kept.
+        environ: the environment variables, which may tell when the job ends.
+    """
+    if not job:
+        return
+    end = job_end(environ, time.time()) or time.time() + KEEP_S
+    fields = {"job": job, "host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "until": end}
+    for _ in range(100):
+        make_folder(local)
+        with suppress(FileNotFoundError):  # another process removes the empty folder at this moment
+            try:
+                if os.stat(local).st_uid == os.geteuid():
+                    with atomic_write(local / f".keep-{quote(job)}.json", alone=False) as file:
+                        file.write(json.dumps(fields).encode())
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                logger.warning("%s cannot be kept for job %s: %s", local, job, error.strerror)
+            return
+
+
+def quote(job: str) -> str:
+    """Return a job's number as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", job)[:100]
+
+
+def keeps_in(folder: Path) -> Iterator[Keep]:
+    """Iterate over the notes in a folder that keep its copies for jobs, also for those that have ended."""
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            if KEEP.fullmatch(name) and (keep := Keep.read(folder / name)):
+                yield keep
+
+
+def pin(local: Path) -> None:
+    """Keep the copies in a folder until they are unpinned. Raises StagingError for another user's."""
+    _check_own(local)
+    with atomic_write(local / PINNED, alone=False):
+        pass
+
+
+def unpin(local: Path) -> None:
+    """Undo `pin`. Raises StagingError for another user's folder."""
+    _check_own(local)
+    (local / PINNED).unlink(missing_ok=True)
+
+
+def is_pinned(folder: Path) -> bool:
+    """Return whether a folder has been pinned."""
+    return os.path.lexists(folder / PINNED)
+
+
+def user_name(uid: int) -> str:
+    """Return a user's name; the number where the node knows none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def read_note(path: Path, dir_fd: int | None = None) -> bytes:
+    """Read a small file. Raises OSError for a link, and for what is not a plain file.
+
+    Args:
+        path: of the file.
+        dir_fd: the folder that it is relative to, if any.
+
+    Returns:
+        Its content, up to MAX_BYTES for a file that is not this user's.
+    """
+    with open(os.open(path, READ, dir_fd=dir_fd), "rb") as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(f"{path} is not a plain file")
+        return file.read(-1 if info.st_uid == os.geteuid() else MAX_BYTES)
+
+
+def _check_own(local: Path) -> None:
+    if not local.is_dir():
+        raise StagingError("is not a folder", path=local)
+    if (owner := local.stat().st_uid) != os.geteuid():
+        raise StagingError(f"is user {user_name(owner)}'s: only that user can pin or unpin it", path=local)

@@ -1,0 +1,57 @@
+"""The place that copies go to: whether it is a disk of this node, and has room."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ..errors import StagingError
+from ..fsio import NETWORK_FILESYSTEMS, free_bytes, mounted_as
+from .cache import evict, evictable
+from .options import StageOptions
+from .transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_place(source: Path, local: Path) -> None:
+    """Say so where LOCAL is not on a disk of this node.
+
+    Args:
+        source: a data set.
+        local: the folder for its copy, which may not exist yet.
+    """
+    folder = next(path for path in (local, *local.absolute().parents) if path.exists())
+    kind = mounted_as(folder)
+    if kind in NETWORK_FILESYSTEMS:
+        logger.warning("LOCAL: %s is on a shared filesystem (%s): choose a folder on the node's own disk", local, kind)
+    elif kind in ("tmpfs", "ramfs"):
+        logger.info("LOCAL: %s is in memory (%s): what is staged there counts against the node's", local, kind)
+    elif folder.stat().st_dev == source.stat().st_dev:
+        logger.info("LOCAL: %s is on the same filesystem as %s", local, source)
+
+
+def check_space(needed: int, files: list[Transfer], local: Path, options: StageOptions) -> None:
+    """Check that there is space for what is missing of some files; make room for it if that is allowed.
+
+    Args:
+        needed: bytes that are missing.
+        files: of which.
+        local: where they go to.
+        options: whether other copies beside `local` may be removed.
+
+    Raises:
+        StagingError: there is not enough space.
+    """
+    if not needed or needed <= (free := free_bytes(local)):
+        return
+    cache, spared = local.absolute().parent, {path.parent for file in files for path in file.paths}
+    if options.evict:
+        evict(local, cache, needed, spared)
+        if needed <= (free := free_bytes(local)):
+            return
+        hint = f", and in {cache} there is not enough that nobody uses, keeps or has pinned"
+    else:
+        unused = sum(copy.size_bytes for copy in evictable(cache, local.stat().st_dev, spared))
+        hint = f"; with --evict, copies in {cache} that nobody uses make way: {unused:,} bytes" if unused else ""
+    raise StagingError(f"needs {needed:,} bytes, {free:,} are free{hint}", path=local)

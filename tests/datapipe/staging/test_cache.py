@@ -1,0 +1,569 @@
+"""Several jobs and users share a cache: who uses a copy keeps it, and the others make room."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from datapipe.dataset.manifest import MANIFEST, Manifest
+from datapipe.errors import StagingError
+from datapipe.fsio import boot_id, locked
+from datapipe.loaders import open_loader
+from datapipe.staging import StageOptions, stage, stage_once
+from datapipe.staging.cache import evict, find_copies, remove
+from datapipe.staging.cleaning import clean, describe
+from datapipe.staging.keep import pin
+from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+from tests.datapipe.staging.test_shared import AS_NOBODY, LOAD, STAGE, needs_root, run
+
+HOLD = """
+import sys, time
+from datapipe.loaders import open_loader
+loader = open_loader(sys.argv[1], 4, size=16, cache=sys.argv[2])
+print("open", flush=True)
+sys.stdin.read()
+"""
+FOREIGN = ("SLURM_", "PBS_", "LSB_", "JOB_ID", "OMPI_", "PMI", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_")
+OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+
+
+@pytest.fixture
+def held(request) -> Callable[..., subprocess.Popen]:
+    """held(source, cache, program=HOLD) -> a process that has a loader open; it closes it when its input ends."""
+
+    def begin(source: Path, cache: Path, program: str = HOLD) -> subprocess.Popen:
+        line = [sys.executable, "-c", program, str(source), str(cache)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        child = subprocess.Popen(line, **pipes)
+        request.addfinalizer(lambda: (child.kill(), child.communicate()))
+        assert child.stdout.readline() == "open\n"
+        return child
+
+    return begin
+
+
+@pytest.fixture
+def disk(request) -> Iterator[Path]:
+    """A small disk, of 24 MiB."""
+    folder = Path(tempfile.mkdtemp(prefix="disk-"))
+    request.addfinalizer(folder.rmdir)
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m,mode=755", "tmpfs", folder], capture_output=True
+    ).returncode:
+        pytest.skip("nothing can be mounted here: needs root")
+    request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", folder], check=True))
+    return folder
+
+
+def used_before(copy: Path, hours: float) -> None:
+    """Have a copy, or each of its splits, been used last so long ago."""
+    at = time.time() - 3600 * hours
+    for origin in copy.rglob(".origin.json"):
+        os.utime(origin, (at, at))
+
+
+def run_out_of_room(cache: Path) -> list[str]:
+    """Remove what may be removed, as if there were never enough room; return the names of the folders that are left."""
+    for copy in find_copies(cache):
+        remove(copy, "for the test")
+    return sorted(path.name for path in cache.iterdir())
+
+
+def in_job(job: str, **variables: str) -> dict[str, str]:
+    return OUTSIDE | {"SLURM_JOB_ID": job} | variables
+
+
+# --- in use ---
+
+
+def test_a_copy_that_a_loader_has_open_stays(packed_folders, tmp_path, held):
+    """Until it is closed, or its process is killed."""
+    source, cache = packed_folders["tar"] / "val", tmp_path / "cache"
+    with open_loader(source, 4, size=16, cache=cache) as loader:
+        (name,) = run_out_of_room(cache)
+        assert sum(len(batch.labels) for batch in loader) == 8
+    assert run_out_of_room(cache) == []
+    child = held(source, cache)
+    assert run_out_of_room(cache) == [name]
+    child.kill()
+    child.wait()
+    assert run_out_of_room(cache) == []
+
+
+def test_a_loader_that_is_not_closed_lets_its_copy_go(packed_folders, tmp_path):
+    source, cache = packed_folders["tar"] / "val", tmp_path / "cache"
+    loader = open_loader(source, 4, size=16, cache=cache)
+    assert len(run_out_of_room(cache)) == 1
+    del loader
+    gc.collect()
+    assert run_out_of_room(cache) == []
+
+
+@needs_root
+def test_another_user_who_may_only_read_uses_a_copy(packed_folders):
+    folder = Path(tempfile.mkdtemp(prefix="stage-"))
+    try:
+        folder.chmod(0o755)
+        shutil.copytree(packed_folders["tar"] / "val", folder / "source")
+        copy = stage_once(folder / "source", folder / "cache")
+        program = AS_NOBODY + HOLD.replace("import sys, time", "import time")
+        line = [sys.executable, "-c", program, str(folder / "source"), str(folder / "cache")]
+        with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout.readline() == "open\n"
+            (row,) = describe(folder / "cache")
+            assert [(process["pid"], process["user"]) for process in row["in_use"]] == [(child.pid, "nobody")]
+            assert run_out_of_room(folder / "cache") == [copy.name]
+            child.kill()
+        assert run_out_of_room(folder / "cache") == []
+    finally:
+        shutil.rmtree(folder)
+
+
+@needs_root
+def test_another_users_copy_is_read_and_never_removed(packed_folders):
+    folder = Path(tempfile.mkdtemp(prefix="stage-"))
+    try:
+        folder.chmod(0o755)
+        shutil.copytree(packed_folders["tar"] / "val", folder / "source")
+        (folder / "cache").mkdir()
+        (folder / "cache").chmod(0o777)  # not that of a shared TMPDIR, which alone would protect it
+        copy = stage_once(folder / "source", folder / "cache")
+        program = AS_NOBODY + STAGE
+        arguments = ["stage", "--clean", folder / "cache", "--free", "1000TB"]
+        done = run(program, *arguments)
+        assert done.returncode == 1 and "0 copies removed" in done.stdout, done.stderr
+        for option in ("--pin", "--unpin"):
+            done = run(program, "stage", option, copy)
+            assert done.returncode == 1 and "only that user can" in done.stderr, done.stderr
+        done = run(program, "stage", "--list", folder / "cache")
+        assert done.returncode == 0 and "root's" in done.stdout, done.stderr
+        assert same(folder / "source", copy)
+        os.chown(copy, 65534, 65534)  # the folder alone: a note on what it holds must be of the same user
+        assert find_copies(folder / "cache") == []
+    finally:
+        shutil.rmtree(folder)
+
+
+def _evict_again_and_again(cache: Path, ready, end) -> None:
+    ready.set()
+    count = 0
+    while not end.is_set():
+        count += sum(remove(copy, "for the test") for copy in find_copies(cache))
+    sys.exit(0 if count else 3)
+
+
+def test_an_evictor_and_loaders_that_open_at_the_same_moment(packed_folders, tmp_path):
+    """Whatever the moment: who has opened a loader gets all its samples, and who removes does so again and again."""
+    source, cache = packed_folders["tar"] / "val", tmp_path / "cache"
+    context = get_context("spawn")
+    ready, end = context.Event(), context.Event()
+    cache.mkdir()
+    evictor = context.Process(target=_evict_again_and_again, args=(cache, ready, end))
+    evictor.start()
+    try:
+        assert ready.wait(60)
+        for _ in range(60):
+            with open_loader(source, 4, size=16, cache=cache, threads=1) as loader:
+                assert sum(len(batch.labels) for batch in loader) == 8
+    finally:
+        end.set()
+        evictor.join(60)
+    assert evictor.exitcode == 0
+
+
+def test_an_evictor_and_stagers_with_two_levels(tmp_path):
+    """CACHE/NAME is removed, too, when its last split goes, and is made again meanwhile."""
+    for split in ("train", "val"):
+        make_data_set(tmp_path / "source" / split, [1000, 2000])
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    context = get_context("spawn")
+    ready, end = context.Event(), context.Event()
+    evictor = context.Process(target=_evict_again_and_again, args=(cache, ready, end))
+    evictor.start()
+    try:
+        assert ready.wait(60)
+        for _ in range(60):
+            assert [staged.num_samples for staged in stage(tmp_path / "source", cache / "name")] == [2, 2]
+    finally:
+        end.set()
+        evictor.join(60)
+    assert evictor.exitcode == 0
+
+
+def test_nobody_removes_what_a_stager_is_at_work_on(tmp_path):
+    make_data_set(tmp_path / "source", [1000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    with locked(copy, wait=False):
+        assert run_out_of_room(tmp_path / "cache") == [copy.name]
+    assert run_out_of_room(tmp_path / "cache") == []
+
+
+# --- kept for a job, and pinned ---
+
+
+def test_a_copy_is_kept_between_the_steps_of_a_job(tmp_path, start):
+    """Until the job's end, which Slurm tells; outside a job nothing is kept."""
+    make_data_set(tmp_path / "source", [1000])
+    cache, local = tmp_path / "cache", tmp_path / "cache" / "name"
+    end = int(time.time()) + 600
+    child = start(tmp_path / "source", local, env=in_job("17", SLURM_JOB_END_TIME=str(end)))
+    assert child.wait(60) == 0
+    note = json.loads((local / ".keep-17.json").read_text())
+    assert note.pop("pid") == child.pid
+    assert note == {"job": "17", "host": socket.gethostname(), "boot": boot_id(), "until": end}
+    assert run_out_of_room(cache) == ["name"]
+    assert start(tmp_path / "source", local, env=in_job("17", SLURM_JOB_END_TIME=str(end - 1000))).wait(60) == 0
+    assert run_out_of_room(cache) == []
+    assert start(tmp_path / "source", local, env=OUTSIDE).wait(60) == 0
+    assert run_out_of_room(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "hours"),
+    [
+        ({"PBS_JOBID": "12[3].server/x"}, ".keep-12_3_.server_x.json", 24),
+        ({"PBS_JOBID": "12", "PBS_WALLTIME": "7200"}, ".keep-12.json", 2),
+        ({"SLURM_JOB_ID": "12", "SLURM_JOB_END_TIME": "soon"}, ".keep-12.json", 24),
+    ],
+)
+def test_how_long_a_copy_is_kept(tmp_path, start, variables, name, hours):
+    make_data_set(tmp_path / "source", [1000])
+    before = time.time()
+    assert start(tmp_path / "source", tmp_path / "local", env=OUTSIDE | variables).wait(60) == 0
+    until = json.loads((tmp_path / "local" / name).read_text())["until"]
+    assert before + 3600 * hours <= until <= time.time() + 3600 * hours
+
+
+@pytest.mark.parametrize("where", ["name", "name/train"])
+def test_what_keeps_a_folder_keeps_its_splits(tmp_path, start, where):
+    make_data_set(tmp_path / "source" / "train", [1000])
+    make_data_set(tmp_path / "source" / "val", [1000])
+    cache = tmp_path / "cache"
+    assert start(tmp_path / "source", cache / "name", env=in_job("17")).wait(60) == 0
+    assert (cache / "name" / ".keep-17.json").exists() and run_out_of_room(cache) == ["name"]
+    clean(cache, ended="17")
+    pin(cache / where)
+    run_out_of_room(cache)
+    left = sorted(path.name for path in (cache / "name").iterdir() if path.is_dir())
+    assert left == (["train", "val"] if where == "name" else ["train"])
+
+
+@pytest.mark.parametrize(
+    "note",
+    [b"", b"{", b"[]", b'{"job": "17"}', b"\xff", b"[" * 100_000, "boot", "until"],
+    ids=["empty", "cut", "list", "short", "binary", "deep", "boot", "until"],
+)
+def test_a_note_that_does_not_count(tmp_path, note):
+    """Of an earlier life of the node, of a job that is over, or not readable."""
+    make_data_set(tmp_path / "source", [1000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    fields = {"job": "17", "host": socket.gethostname(), "boot": boot_id(), "pid": 1, "until": time.time() + 600}
+    path = copy / ".keep-17.json"
+    path.write_text(json.dumps(fields))
+    assert run_out_of_room(tmp_path / "cache") == [copy.name]
+    path.unlink()
+    if isinstance(note, str):
+        path.write_text(json.dumps(fields | {note: {"boot": "an earlier one", "until": time.time() - 1}[note]}))
+    else:
+        path.write_bytes(note)
+    assert run_out_of_room(tmp_path / "cache") == []
+
+
+def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start):
+    """Another user of a shared folder may have put it there."""
+    make_data_set(tmp_path / "source", [1000])
+    local, victim = tmp_path / "cache" / "local", tmp_path / "victim"
+    stage(tmp_path / "source", local)
+    valid = {"job": "17", "host": "", "boot": boot_id(), "pid": 1, "until": time.time() + 600}
+    victim.write_text(json.dumps(valid))
+    (local / ".keep-17.json").symlink_to(victim)
+    (local / ".keep-18.json").symlink_to(tmp_path / "new")
+    (local / ".pinned").symlink_to(tmp_path / "new")
+    (row,) = describe(tmp_path / "cache")
+    assert row["kept"] == [] and row["pinned"]
+    assert start(tmp_path / "source", local, env=in_job("17")).wait(60) == 0
+    assert start(tmp_path / "source", local, env=in_job("18")).wait(60) == 0
+    assert start("--pin", local).wait(60) == 0
+    assert json.loads(victim.read_text()) == valid and not (tmp_path / "new").exists()
+    assert not any((local / name).is_symlink() for name in (".keep-17.json", ".keep-18.json", ".pinned"))
+    os.mkfifo(local / ".keep-19.json")
+    os.mkfifo(local / ".origin.json.new")
+    os.replace(local / ".origin.json.new", local / ".origin.json")
+    assert describe(tmp_path / "cache") == []
+
+
+def test_a_folder_that_is_a_link_is_not_a_copy(tmp_path):
+    make_data_set(tmp_path / "source", [1000])
+    stage(tmp_path / "source", tmp_path / "elsewhere" / "name")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "name").symlink_to(tmp_path / "elsewhere" / "name")
+    assert find_copies(tmp_path / "cache") == []
+
+
+def test_pinned_copies_stay(tmp_path, start):
+    make_data_set(tmp_path / "source", [1000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    assert start("--pin", copy).wait(60) == 0
+    assert run_out_of_room(tmp_path / "cache") == [copy.name]
+    assert start("--unpin", copy).wait(60) == 0
+    assert run_out_of_room(tmp_path / "cache") == []
+    child = start("--pin", copy)
+    assert "is not a folder" in child.communicate(timeout=60)[1] and child.returncode == 1
+
+
+# --- making room ---
+
+
+def make_sources(folder: Path, *sizes: int) -> list[Path]:
+    sources = [folder / f"set-{number}" for number in range(len(sizes))]
+    for number, (source, size) in enumerate(zip(sources, sizes, strict=True)):
+        make_data_set(source, [size], seed=number)
+    return sources
+
+
+def test_the_least_recently_used_make_room_and_no_more_than_needed(tmp_path, disk, caplog):
+    """Of 24 MiB, four copies take 20; the next needs 9."""
+    caplog.set_level("INFO")
+    *sources, last = make_sources(tmp_path, *[5 * CHUNK] * 4, 9 * CHUNK)
+    copies = [stage_once(source, disk / "cache") for source in sources]
+    for copy, hours in zip(copies, (1, 3, 4, 2), strict=True):
+        used_before(copy, hours)
+    stage_once(sources[2], disk / "cache")  # which makes it the last used
+    new = stage_once(last, disk / "cache")
+    assert [copy.exists() for copy in copies] == [True, False, True, False] and same(last, new)
+    lines = [line for line in caplog.messages if line.startswith("removed")]
+    assert len(lines) == 2 and str(copies[1]) in lines[0] and "bytes" in lines[0] and "last used" in lines[0]
+
+
+def test_stage_makes_room_only_when_asked(tmp_path, disk, start):
+    """Without --evict, the error names it, and what it would free; with it, what is in use, kept or pinned stays."""
+    one, other, new = make_sources(tmp_path, 9 * CHUNK, 9 * CHUNK, 12 * CHUNK)
+    for source in (one, other):
+        stage(source, disk / source.name)
+    used_before(disk / one.name, 2)
+    child = start(new, disk / new.name, env=OUTSIDE)
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 1 and f"with --evict, copies in {disk} that nobody uses make way: 18," in errors, errors
+    pin(disk / one.name)
+    with locked(disk / other.name, wait=False):
+        child = start(new, disk / new.name, "--evict", env=OUTSIDE)
+        errors = child.communicate(timeout=60)[1]
+        assert child.returncode == 1 and "there is not enough that nobody uses" in errors, errors
+    child = start(new, disk / new.name, "--evict", env=OUTSIDE)
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 0 and f"removed {disk / other.name} (" in errors, errors
+    assert same(new, disk / new.name) and same(one, disk / one.name) is False  # it has a pin
+    assert (disk / one.name / MANIFEST).exists() and not (disk / other.name).exists()
+
+
+def test_nothing_is_removed_where_it_does_not_help(tmp_path, disk):
+    one, new = make_sources(tmp_path, 9 * CHUNK, 30 * CHUNK)
+    copy = stage_once(one, disk / "cache")
+    with pytest.raises(StagingError, match="there is not enough that nobody uses"):
+        stage_once(new, disk / "cache")
+    assert same(one, copy)
+
+
+def test_other_splits_of_the_same_copy_and_sources_stay(tmp_path, disk):
+    """A copy of a copy: what others were copied from is never removed."""
+    (first,) = make_sources(tmp_path, 3 * CHUNK)
+    stage(first, disk / "first")
+    stage(disk / "first", disk / "second")
+    used_before(disk / "first", 5)
+    assert [copy.folder.name for copy in evict(disk, disk, 20 * CHUNK)] == ["second"]
+    for split, size in (("train", 6), ("val", 19)):
+        make_data_set(tmp_path / "both" / split, [size * CHUNK])
+    stage(tmp_path / "both" / "train", disk / "both" / "train")
+    with pytest.raises(StagingError, match="needs"):
+        stage(tmp_path / "both", disk / "both", StageOptions(evict=True))
+    assert (disk / "both" / "train" / MANIFEST).exists()
+
+
+@pytest.mark.slow
+def test_nodes_make_room_before_they_agree(tmp_path, disk, start):
+    one, new = make_sources(tmp_path, 9 * CHUNK, 20 * CHUNK)
+    stage(one, disk / "one")
+    from tests.ports import free_ports
+
+    env = OUTSIDE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2))}
+    places = disk / "new", tmp_path / "new"
+    line = ("--mode", "exchange", "--chunk-mib", 1, "--evict")
+    children = [
+        start(new, place, *line, "--node", f"{i}/2", host=f"node{i}", env=env) for i, place in enumerate(places)
+    ]
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    assert all(same(new, place) for place in places) and not (disk / "one").exists()
+
+
+def test_only_what_staging_has_put_there_is_removed(tmp_path):
+    make_data_set(tmp_path / "source", [1000, 2000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    (copy / "notes.txt").write_text("mine")
+    (tmp_path / "cache" / "packed").mkdir()
+    make_data_set(tmp_path / "cache" / "packed" / "train", [500])
+    assert run_out_of_room(tmp_path / "cache") == ["packed", copy.name]
+    assert [path.name for path in copy.iterdir()] == ["notes.txt"]
+    assert len([*(tmp_path / "cache" / "packed" / "train").iterdir()]) == 2
+
+
+def test_a_copy_of_which_the_removal_was_stopped_is_removed(tmp_path):
+    """And one of a version of this software that did not note its files."""
+    make_data_set(tmp_path / "source", [1000, 2000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    (copy / MANIFEST).unlink()
+    assert run_out_of_room(tmp_path / "cache") == []
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    (copy / ".origin.json").write_text(json.dumps({"source": str(tmp_path / "source")}))
+    assert run_out_of_room(tmp_path / "cache") == []
+
+
+def test_names_that_lead_out_of_a_folder_remove_nothing_there(tmp_path):
+    make_data_set(tmp_path / "source", [1000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    (tmp_path / "precious").write_text("mine")
+    origin = json.loads((copy / ".origin.json").read_text())
+    origin["files"] += ["../../precious", str(tmp_path / "precious")]
+    (copy / ".origin.json").write_text(json.dumps(origin))
+    assert run_out_of_room(tmp_path / "cache") == []
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+# --- earlier versions ---
+
+
+def test_earlier_versions_do_not_pile_up(packed_folders, tmp_path):
+    """Those that are in use or pinned stay."""
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    copies = []
+    for seed in range(3):
+        shutil.rmtree(source, ignore_errors=True)
+        make_data_set(source, [1000], seed=seed)
+        copies.append(stage_once(source, cache))
+        assert [path.exists() for path in copies] == [False] * seed + [True]
+    pin(copies[2])
+    make_data_set(tmp_path / "other", [1000], seed=9)
+    stage_once(tmp_path / "other", cache)
+    shutil.rmtree(source)
+    shutil.copytree(packed_folders["tar"] / "val", source)
+    with open_loader(source, 4, size=16, cache=cache):
+        shutil.rmtree(source)
+        make_data_set(source, [1000], seed=8)
+        stage_once(source, cache)
+        assert len([*cache.iterdir()]) == 4
+    stage(source, cache / "by-hand")  # the same version elsewhere is no earlier one
+    assert [why for _, why in clean(cache).removed] == ["its source has a later version"]
+    assert len([*cache.iterdir()]) == 4 and copies[2].exists()
+
+
+# --- the commands ---
+
+
+def stage_command(*arguments: object, env: dict[str, str] = OUTSIDE) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "datapipe", "stage", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_list(packed_folders, tmp_path, held, start):
+    source, cache = packed_folders["tar"] / "val", tmp_path / "cache"
+    child = held(source, cache)
+    end = int(time.time()) + 600
+    assert start(source, cache / "kept", env=in_job("17", SLURM_JOB_END_TIME=str(end))).wait(60) == 0
+    stage(source, cache / "pinned")
+    pin(cache / "pinned")
+    stage(source, cache / "unfinished")
+    (cache / "unfinished" / MANIFEST).unlink()
+    stage(source, cache / "unused")
+    done = stage_command("--list", cache)
+    assert done.returncode == 0, done.stderr
+    rows = {Path(line.split()[0]).name: line for line in done.stdout.splitlines()}
+    (name,) = rows.keys() - {"folder", "kept", "pinned", "unfinished", "unused"}
+    assert f"in use by process {child.pid} (" in rows[name] and str(source) in rows[name] and " MiB " in rows[name]
+    assert "kept for job 17 until 2" in rows["kept"] and rows["unused"].endswith("  unused")
+    assert rows["pinned"].endswith("  pinned") and rows["unfinished"].endswith("unfinished")
+    told = {Path(row["folder"]).name: row for row in json.loads(stage_command("--list", cache, "--json").stdout)}
+    assert [process["pid"] for process in told[name]["in_use"]] == [child.pid]
+    assert [(keep["job"], keep["until"]) for keep in told["kept"]["kept"]] == [("17", end)]
+    assert [name for name, row in told.items() if row["evictable"]] == ["unfinished", "unused"]
+    assert told["unused"]["size_bytes"] >= Manifest.read(source).size_bytes
+    done = stage_command("--list", tmp_path / "nothing")
+    assert done.returncode == 1 and "is not a folder" in done.stderr
+
+
+def test_clean(tmp_path, start):
+    """Notes of jobs that have ended go, and of this one in its epilog; unfinished copies whose source is gone."""
+    make_data_set(tmp_path / "source", [1000])
+    make_data_set(tmp_path / "gone", [1000])
+    cache = tmp_path / "cache"
+    for source, job in (("source", "17"), ("gone", "18")):
+        assert start(tmp_path / source, cache / source, env=in_job(job)).wait(60) == 0
+    (cache / "gone" / MANIFEST).unlink()
+    (cache / "gone" / ".shard-000000.tar.partial").write_bytes(b"x")
+    shutil.rmtree(tmp_path / "gone")
+    done = json.loads(stage_command("--clean", cache, "--json", env=in_job("18")).stdout)
+    assert done["leases"] == [] and done["removed"] == []
+    env = in_job("18", SLURM_SCRIPT_CONTEXT="epilog_slurmd")
+    done = json.loads(stage_command("--clean", cache, "--json", env=env).stdout)
+    assert done["leases"] == [str(cache / "gone" / ".keep-18.json")]
+    assert [row["why"] for row in done["removed"]] == ["it is unfinished, and its source is gone"]
+    assert sorted(path.name for path in cache.iterdir()) == ["source"]
+    done = stage_command("--clean", cache, "--free", "1000TB")
+    assert done.returncode == 1 and "were to be free" in done.stderr and "0 copies removed" in done.stdout
+    assert (cache / "source" / MANIFEST).exists()
+
+
+def test_clean_makes_room(tmp_path, disk):
+    copies = [stage_once(source, disk) for source in make_sources(tmp_path, *[7 * CHUNK] * 3)]
+    for copy, hours in zip(copies, (2, 3, 1), strict=True):
+        used_before(copy, hours)
+    done = stage_command("--clean", disk, "--free", "9MiB")
+    assert done.returncode == 0 and "1 copy removed" in done.stdout, done.stderr
+    assert [copy.exists() for copy in copies] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        ["DIR"],
+        ["--list", "CACHE", "DIR"],
+        ["--list", "CACHE", "--clean", "CACHE"],
+        ["--clean", "CACHE", "--evict"],
+        ["--clean", "CACHE", "--free", "much"],
+        ["--list", "CACHE", "--free", "1GB"],
+        ["--pin", "LOCAL", "--json"],
+        ["--pin", "LOCAL", "--unpin", "LOCAL"],
+        ["DIR", "LOCAL", "--free", "1GB"],
+    ],
+    ids=" ".join,
+)
+def test_what_makes_no_sense_is_refused(tmp_path, line):
+    done = stage_command(*(tmp_path if word in ("CACHE", "DIR", "LOCAL") else word for word in line))
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+@needs_root
+def test_users_open_the_same_cache_at_once(packed_folders):
+    """One copies; the other reads it, and holds it."""
+    folder = Path(tempfile.mkdtemp(prefix="stage-"))
+    try:
+        folder.chmod(0o755)
+        shutil.copytree(packed_folders["tar"] / "val", folder / "source")
+        with open_loader(folder / "source", 4, size=16, cache=folder / "cache"):
+            done = run(AS_NOBODY + LOAD, folder / "source", folder / "cache")
+        assert done.returncode == 0 and done.stdout.split() == ["8"], done.stderr
+    finally:
+        shutil.rmtree(folder)
