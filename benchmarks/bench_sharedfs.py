@@ -21,12 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import corpus
 from benchmarks.measure import (
+    ROOT,
     Child,
     command_line,
     environment,
@@ -80,7 +81,7 @@ WAYS = {
     "WebDataset + Pillow": Way(Peer("webdataset_pillow", WEBDATASET), WEBDATASET),
     "FFCV, jpg": Way(Peer("ffcv_loader", FFCV, "ffcv"), FFCV, options={"beyond_memory": True}),
     STAGED: Way(_OURS, TAR, stage="before"),
-    BACKGROUND: Way(_OURS, TAR, stage="background"),
+    BACKGROUND: Way(_OURS, TAR, stage="background", options={"order": "blocks"}),  # reads no byte twice
     BLOCKS: Way(_OURS, TAR, options={"order": "blocks"}),
     LOCAL: Way(_OURS, TAR, local=True),
 }
@@ -118,48 +119,33 @@ class Contest:
         return name, figures | counted
 
     def train(self, name: str, _round: int) -> dict[str, float]:
-        """Stage, where that is the way, and train for all epochs. Return the figures."""
-        way = WAYS[name]
-        local, figures = self._place / "local", {"stage_s": 0.0}
+        """Stage, where that is the way, and train for all epochs. Return the figures.
+
+        Python and its libraries are there before the staging begins, so that a training whose data are staged in the
+        background does not find everything in place when it begins.
+        """
+        way, local = WAYS[name], self._place / "local"
         shutil.rmtree(local, ignore_errors=True)
         with ExitStack() as stack:
             mount = stack.enter_context(self.mount())
-            source, options = mount.path / way.folder, dict(way.options)
+            shared = source = mount.path / way.folder
+            options = dict(way.options)
+            if way.local or way.stage == "before":
+                source = local
+            elif way.stage:
+                options["cache"] = str(local)
             if way.local:
-                source = shutil.copytree(self._backing / way.folder, local)
-            if way.stage:
-                words = ["--background"] if way.stage == "background" else []
-                with mount.counted() as counted, timed() as seconds:
-                    subprocess.run([*DATAPIPE, "stage", source, local, *words], check=True, stdout=subprocess.DEVNULL)
-                figures = {"stage_s": seconds["wall_s"], **{f"stage_{key}": counted[key] for key in COUNTED}}
-                if way.stage == "background":
-                    options["cache"] = str(local)
-                else:
-                    source = local
-            figures |= self._epochs_of(way, source, options, mount)
-            if way.stage == "background":  # so that it does not outlive its mount
-                subprocess.run([*DATAPIPE, "stage", "--wait", local], check=True, stdout=subprocess.DEVNULL)
-        shutil.rmtree(local, ignore_errors=True)
-        return figures
-
-    def _epochs_of(self, way: Way, source: Path, options: dict, mount: SlowMount) -> dict[str, float]:
-        python = str(PEERS_VENV / "bin" / "python") if way.peer.needs else sys.executable
-        task = json.dumps(asdict(replace(TASK, workers=way.workers)))
-        line = [
-            python,
-            "-W",
-            "ignore",
-            "-m",
-            "benchmarks.peers.train",
-            way.peer.module,
-            str(source),
-            task,
-            json.dumps(options),
-        ]
-        began = time.perf_counter()
-        with Child(way.peer.module, line) as child:
+                shutil.copytree(self._backing / way.folder, local)
+            began = time.perf_counter()
+            child = stack.enter_context(training_process(way, source, options))
             child.ask("")
-            figures = {"start_s": time.perf_counter() - began}
+            figures: dict[str, float] = {"start_s": time.perf_counter() - began}
+            with mount.counted() as counted, timed() as seconds:
+                if way.stage:
+                    words = ["--background"] if way.stage == "background" else []
+                    run_quietly([*DATAPIPE, "stage", shared, local, *words])
+            figures |= {"stage_s": seconds["wall_s"] if way.stage else 0.0}
+            figures |= {f"stage_{key}": counted[key] for key in COUNTED}
             runs = []
             for epoch in range(self._epochs):
                 if epoch and way.folder != RAW:  # whose files are opened again for each image, which drops them
@@ -168,12 +154,48 @@ class Contest:
                 with mount.counted() as counted:
                     answer = child.ask(epoch)
                 runs.append(answer | {key: counted[key] for key in COUNTED})
-        for key in ("wall_s", "first_batch_s", "waited_s", "metadata_calls", "read_bytes"):
-            for epoch, run in enumerate(runs, 1):
-                figures[f"epoch_{epoch}_{key}"] = run[key]
-        later = [run["wall_s"] for run in runs[1:]] or [runs[0]["wall_s"]]
-        totals = {key: sum(run[key] for run in runs) for key in ("cpu_s", "server_cpu_s")}
-        return figures | totals | {"later_s": statistics.mean(later), "images": min(run["images"] for run in runs)}
+            if way.stage == "background":  # so that it does not outlive its mount
+                run_quietly([*DATAPIPE, "stage", "--wait", local])
+        shutil.rmtree(local, ignore_errors=True)
+        return figures | figures_of_epochs(runs)
+
+
+def training_process(way: Way, source: Path, options: dict) -> Child:
+    """Start a process that trains.
+
+    Args:
+        way: How.
+        source: The folder that it reads.
+        options: Of its peer's `open_epochs`.
+
+    Returns:
+        what answers an empty line when everything is imported, and each number with the figures of that epoch.
+    """
+    python = str(PEERS_VENV / "bin" / "python") if way.peer.needs else sys.executable
+    task = json.dumps(asdict(replace(TASK, workers=way.workers)))
+    words = [way.peer.module, str(source), task, json.dumps(options)]
+    return Child(way.peer.module, [python, "-W", "ignore", "-m", "benchmarks.peers.train", *words])
+
+
+def figures_of_epochs(runs: list[dict]) -> dict[str, float]:
+    """Return what epochs took: each of them, the mean of all after the first (`later_s`), and totals."""
+    figures = {
+        f"epoch_{epoch}_{key}": run[key]
+        for key in ("wall_s", "first_batch_s", "waited_s", "metadata_calls", "read_bytes")
+        for epoch, run in enumerate(runs, 1)
+    }
+    later_s = statistics.mean(run["wall_s"] for run in runs[1:] or runs)
+    totals = {key: sum(run[key] for run in runs) for key in ("cpu_s", "server_cpu_s")}
+    return figures | totals | {"later_s": later_s, "images": min(run["images"] for run in runs)}
+
+
+def run_quietly(line: Sequence[str | Path]) -> None:
+    """Run a command from the repository's root, without what it prints. Raises SystemExit where it fails."""
+    with tempfile.TemporaryFile("w+") as output:  # no pipe: what it leaves in the background would keep it open
+        done = subprocess.run(line, cwd=ROOT, stdout=output, stderr=output)
+        if done.returncode:
+            output.seek(0)
+            raise SystemExit(f"error: {line} ended with exit code {done.returncode}: {output.read()}")
 
 
 def forget(folder: Path) -> None:
@@ -182,10 +204,11 @@ def forget(folder: Path) -> None:
     On the shared filesystem, opening a file is enough for that; elsewhere, it is advised to.
     """
     for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+        with suppress(FileNotFoundError):  # it has got its final name
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
 
 
 def absent_ways(names: Sequence[str]) -> dict[str, str]:
@@ -220,6 +243,11 @@ def ratios(result: dict[str, dict], least: dict[str, float]) -> dict[str, dict[s
     }
 
 
+def first_and_last(its: dict[str, dict], key: str, epochs: int) -> tuple[float, float]:
+    """Return a median of the first epoch, with that of staging, and of the last."""
+    return its[f"stage_{key}"]["median"] + its[f"epoch_1_{key}"]["median"], its[f"epoch_{epochs}_{key}"]["median"]
+
+
 def report(prepared: dict[str, dict], result: dict[str, dict], epochs: int) -> str:
     rows = [
         [name, f"{its['process_wall_s']:.1f}", f"{its['metadata_calls']:,}", f"{its['read_bytes'] / 1e6:,.0f}",
@@ -228,10 +256,9 @@ def report(prepared: dict[str, dict], result: dict[str, dict], epochs: int) -> s
     ]  # fmt: skip
     text = table(["preparation", "wall s", "metadata calls", "MB read", "CPU s", "filesystem's"], rows)
     rows = []
-    last = f"epoch_{epochs}"
     for name, its in result.items():
-        calls = (f"{its[f'{epoch}_metadata_calls']['median']:,.0f}" for epoch in ("epoch_1", last))
-        megabytes = (f"{its[f'{epoch}_read_bytes']['median'] / 1e6:,.0f}" for epoch in ("epoch_1", last))
+        calls = (f"{count:,.0f}" for count in first_and_last(its, "metadata_calls", epochs))
+        megabytes = (f"{size / 1e6:,.0f}" for size in first_and_last(its, "read_bytes", epochs))
         seconds = (shown(its[key], 1) for key in ("stage_s", "epoch_1_first_batch_s", "epoch_1_wall_s", "later_s"))
         cpu_s = (f"{its[key]['median']:.1f}" for key in ("cpu_s", "server_cpu_s"))
         rows.append([name, *seconds, " / ".join(calls), " / ".join(megabytes), *cpu_s])

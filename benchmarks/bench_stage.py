@@ -1,6 +1,6 @@
 """How fast is a packed data set copied to a local disk, and to those of four nodes from a shared filesystem?
 
-    python -m benchmarks.bench_stage [--count 6000] [--times 2] [--rounds 3] [--mbps 120] [--only local|nodes|scale]
+    python -m benchmarks.bench_stage [--count 6000] [--times 2] [--rounds 3] [--mbps 100] [--only local|nodes|scale]
 
 Photographs in tar shards. *local*: from the page cache to a RAM disk and to this machine's disk, beside programs that
 copy; the disk is synced at the end of each. *nodes*: four hosts (network namespaces) copy each photograph `--times`
@@ -71,7 +71,7 @@ COPIERS: dict[str, list[str]] = {
     "dcp": ["dcp", "FROM", "TO"],  # of mpiFileUtils
     "msrsync": ["msrsync", "-p", "2", "FROM/", "TO"],
 }
-CP, SBCAST, BLOCKS = "cp -r on each", "Slurm's sbcast", "not staged, order in blocks"
+CP, SBCAST, BLOCKS = "cp -r on each", "Slurm's sbcast", "datapipe, unstaged, blocks"
 ON_NODES: dict[str, list[str]] = {
     "datapipe stage, exchange": [*STAGE, "FROM", "TO", "--json", "--master", MASTER],
     "datapipe stage, copy": [*STAGE, "FROM", "TO", "--json", "--mode", "copy"],
@@ -289,12 +289,19 @@ def scale() -> list[dict]:
 
 def report_scale(rows: list[dict]) -> str:
     cells = [
-        [f"{row['samples'] / 1e6:,.4g} million, {row['way']}", f"{row['planning_s']:,.2f}",
-         f"{row['planning_bytes'] / 1e6:,.0f}", f"{row['planned_share']:.3g}", f"{row['shared_bytes'] / 1e12:,.3g}",
-         f"{(row['read_bytes'] + row['received_bytes']) / 1e9:,.4g}", f"{row['sent_bytes'] / 1e9:,.4g}",
-         f"{row['seconds']:,.3g} ({row['slowest']})", "yes" if row["fits"] else "no"]
+        [
+            f"{row['samples'] / 1e6:,.4g} million, {row['way']}",
+            f"{row['planning_s']:,.2f}",
+            f"{row['planning_bytes'] / 1e6:,.0f}",
+            f"{row['planned_share']:.3f}",
+            f"{row['shared_bytes'] / 1e12:,.2f}",
+            f"{(row['read_bytes'] + row['received_bytes']) / 1e9:,.1f}",
+            f"{row['sent_bytes'] / 1e9:,.1f}",
+            f"{row['seconds']:,.1f} ({row['slowest']})",
+            "yes" if row["fits"] else "no",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     header = [f"{SCALE_NODES:,} nodes", "planning s", "MB", "planned part", "TB from shared", "GB into a node",
               "GB out of it", "least s", "fits"]  # fmt: skip
     return table(header, cells)
@@ -303,7 +310,7 @@ def report_scale(rows: list[dict]) -> str:
 def main() -> int:
     parser = command_line(__doc__, count=6000, rounds=3)
     parser.add_argument("--times", type=int, default=2, help="nodes: of each photograph (default: %(default)s)")
-    parser.add_argument("--mbps", type=float, default=120, help="of the shared filesystem (default: %(default)s)")
+    parser.add_argument("--mbps", type=float, default=100, help="of the shared filesystem (default: %(default)s)")
     parser.add_argument("--only", choices=["local", "nodes", "scale"], help="one section; no record")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it unmounts then, too

@@ -10,9 +10,9 @@ seconds, memory and requests are multiplied up; `planned_share` says what part t
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -43,15 +43,20 @@ def plan(samples: int, nodes: int, way: str) -> dict[str, float]:
         way: One of WAYS.
 
     Returns:
-        `data_bytes`; `planning_s`, `planning_bytes` and `requests`, the reads from the shared filesystem;
-        `planned_share`. `shared_bytes`, read from the shared filesystem by all nodes; and by one node, `read_bytes`
-        from there, `received_bytes` from other nodes, `sent_bytes` to them, `written_bytes` to its disk.
+        `data_bytes`; `planning_s`, `planning_bytes` (what Python and numpy allocate, at its peak) and `requests`, the
+        reads from the shared filesystem; `planned_share`. `shared_bytes`, read from the shared filesystem by all nodes;
+        and by one node, `read_bytes` from there, `received_bytes` from other nodes, `sent_bytes` to them,
+        `written_bytes` to its disk.
     """
     data_bytes = float(samples * IMAGE_BYTES)
     share, planning = _blocks(samples, nodes) if way == UNSTAGED else _chunks(data_bytes, nodes, way)
-    before, began = peak_bytes(), time.perf_counter()
+    began = time.perf_counter()
     figures = planning()
-    seconds, size = time.perf_counter() - began, peak_bytes() - before
+    seconds = time.perf_counter() - began
+    tracemalloc.start()  # once more: it makes Python slower
+    planning()
+    _, size = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     figures = {key: value / share for key, value in figures.items()}
     cost = {"planning_s": seconds / share, "planning_bytes": size / share, "planned_share": share}
     return {"data_bytes": data_bytes, **cost, **figures, "written_bytes": 0.0 if way == UNSTAGED else data_bytes}
@@ -100,11 +105,6 @@ def _blocks(samples: int, nodes: int) -> Planned:
                 "sent_bytes": 0}  # fmt: skip
 
     return len(index) / samples, planning
-
-
-def peak_bytes() -> int:
-    """Return the largest memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # getrusage(2): in KiB
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def pages() -> dict[str, str]:
         "recipe.md": recipe_page(),
         "encoders.md": encoders_table(),
         "sharedfs.md": sharedfs_table(),
+        "stage-nodes.md": stage_nodes_table(),
         "stage-scale.md": stage_scale_table(),
     }
 
@@ -96,17 +97,17 @@ def sharedfs_table() -> str:
         "",
         "![Seconds until the first batch, of the first epoch, and of later ones](figures/sharedfs-light.svg)",
         "",
-        "| way | staging, s | first batch, s | first epoch, s | later epochs, s | metadata calls per epoch "
-        "| MB read per epoch |",
+        "| way | staging, s | first batch, s | first epoch, s | later epochs, s | metadata calls "
+        "| MB read from the shared filesystem |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, its in record["ways"].items():
         keys = ("stage_s", "epoch_1_first_batch_s", "epoch_1_wall_s", "later_s")
         cells = [f"{its[key]['median']:.1f} ({its[key]['min']:.1f}–{its[key]['max']:.1f})" for key in keys]
         cells[0] = cells[0] if its["stage_s"]["median"] else ""
-        calls = (its[f"{epoch}_metadata_calls"]["median"] for epoch in ("epoch_1", last))
-        size = (its[f"{epoch}_read_bytes"]["median"] / 1e6 for epoch in ("epoch_1", last))
-        cells += [", then ".join(f"{count:,.0f}" for count in counts) for counts in (calls, size)]
+        for key, scale in (("metadata_calls", 1.0), ("read_bytes", 1e-6)):
+            first = its[f"stage_{key}"]["median"] + its[f"epoch_1_{key}"]["median"]
+            cells.append(f"{first * scale:,.0f}, then {its[f'{last}_{key}']['median'] * scale:,.0f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -120,11 +121,45 @@ def sharedfs_table() -> str:
         )
     lines += [
         "",
-        f"Medians and ranges of {record['rounds']} runs of ours, and {record['peer_rounds']} of the others. The "
+        f"Medians and ranges of {record['rounds']} runs of ours, and {record['peer_rounds']} of the others. Calls "
+        "and MB are those of staging and the first epoch, then of the last. The "
         f"bandwidth alone imposes {floors['bandwidth_s']:.1f} s per epoch "
         "([record](../benchmarks/results/sharedfs.json)).",
     ]
     lines += [f"Without {name}: {reason}." for name, reason in record["absent"].items()]
+    return "\n".join([*lines, ""])
+
+
+def stage_nodes_table() -> str:
+    """Tell how fast data sets are staged, on one machine and on four, from the record of that benchmark."""
+    if not STAGE.exists():
+        return f"{NOTE}\n\nIt is not recorded yet.\n"
+    record = json.loads(STAGE.read_text(encoding="utf-8"))
+    settings = record["nodes"]["settings"]
+    lines = [
+        NOTE,
+        "",
+        "![MB/s of staging beside programs that copy](figures/stage-local-light.svg)",
+        "![Seconds of staging to four nodes, and until their first batch](figures/stage-nodes-light.svg)",
+        "",
+        "| four nodes | until the last copy, s | imports left out, s | until the last first batch, s "
+        "| read ÷ data set | CPU s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, its in record["nodes"]["ways"].items():
+        cells = [
+            f"{its[key]['median']:.1f} ({its[key]['min']:.1f}–{its[key]['max']:.1f})" if key in its else ""
+            for key in ("wall_s", "own_s", "first_batch_s")
+        ]
+        cells.append(f"{its['read_bytes']['median'] / settings['bytes']:.2f}")
+        cells.append(f"{its['cpu_s']['median']:.1f}" if "cpu_s" in its else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Medians and ranges of {record['rounds']} runs, {settings['bytes'] / 1e6:,.0f} MB; the bandwidth alone "
+        f"imposes {settings['floor_s']:.1f} s ([record](../benchmarks/results/stage.json)).",
+    ]
+    lines += [f"Without {name}: {reason}." for name, reason in record["nodes"]["absent"].items()]
     return "\n".join([*lines, ""])
 
 
@@ -143,12 +178,12 @@ def stage_scale_table() -> str:
     ]
     for row in record["rows"]:
         part = "" if row["planned_share"] == 1 else " *"
-        time = f"{row['seconds']:,.3g} ({row['slowest']})" if row["fits"] else "does not fit on its disk"
+        time = f"{_rounded(row['seconds'])} ({row['slowest']})" if row["fits"] else "does not fit on its disk"
         into = (row["read_bytes"] + row["received_bytes"]) / 1e9
         lines.append(
-            f"| {row['samples']:,} | {row['way']} | {row['planning_s']:,.3g}{part} "
-            f"| {row['planning_bytes'] / 1e6:,.3g}{part} | {row['shared_bytes'] / 1e12:,.4g} | {into:,.4g} "
-            f"| {row['sent_bytes'] / 1e9:,.4g} | {time} |"
+            f"| {row['samples']:,} | {row['way']} | {_rounded(row['planning_s'])}{part} "
+            f"| {_rounded(row['planning_bytes'] / 1e6)}{part} | {_rounded(row['shared_bytes'] / 1e12)} "
+            f"| {_rounded(into)} | {_rounded(row['sent_bytes'] / 1e9)} | {time} |"
         )
     lines += [
         "",
@@ -160,6 +195,11 @@ def stage_scale_table() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _rounded(value: float) -> str:
+    """Return a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # --- commands ---

@@ -60,11 +60,11 @@ def generated(name: str, record: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "generate", module)
     spec.loader.exec_module(module)
-    table = {"SHAREDFS": "sharedfs_table", "STAGE": "stage_scale_table"}[name]
-    monkeypatch.setattr(module, name, record.with_name("none.json"))
-    assert "not recorded yet" in getattr(module, table)()
-    monkeypatch.setattr(module, name, record)
-    return getattr(module, table)()
+    path = {"sharedfs_table": "SHAREDFS"}.get(name, "STAGE")
+    monkeypatch.setattr(module, path, record.with_name("none.json"))
+    assert "not recorded yet" in getattr(module, name)()
+    monkeypatch.setattr(module, path, record)
+    return getattr(module, name)()
 
 
 @with_marks(*needs_testbed)
@@ -88,11 +88,13 @@ def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.Monk
             low = 0.98 if not ways[name].local and not ways[name].stage else low
             assert low <= share <= high, (name, epoch)
     assert measured["ImageFolder + Pillow"]["epoch_2_metadata_calls"]["median"] >= 2 * 40
-    assert 0.9 < measured[bench_sharedfs.STAGED]["stage_read_bytes"]["median"] / size < 1.5
+    for name in {bench_sharedfs.STAGED, bench_sharedfs.BACKGROUND} & set(measured):
+        first, last = bench_sharedfs.first_and_last(measured[name], "read_bytes", 2)
+        assert 0.9 < first / size < 2.5 and last < size, name
     assert record["prepared"]["datapipe pack"]["metadata_calls"] >= 2 * 40
     assert record["ratios"][bench_sharedfs.BLOCKS].keys() == {"first", "later"}
     assert ">datapipe, staged<" in figures.draw(figures.sharedfs(), "light")
-    assert "| datapipe, staged |" in generated("SHAREDFS", results / "sharedfs.json", monkeypatch)
+    assert "| datapipe, staged |" in generated("sharedfs_table", results / "sharedfs.json", monkeypatch)
 
 
 @pytest.mark.parametrize("name", bench_stage.COPIERS)
@@ -157,4 +159,5 @@ def test_staging_benchmark(results: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(record["scale"]["rows"]) == len(stage_plans.WAYS)
     for plot in (figures.stage_local(), figures.stage_nodes()):
         assert "datapipe stage" in figures.draw(plot, "dark")
-    assert "| 100,000 | exchange |" in generated("STAGE", results / "stage.json", monkeypatch)
+    assert "| 100,000 | exchange |" in generated("stage_scale_table", results / "stage.json", monkeypatch)
+    assert "| cp -r on each |" in generated("stage_nodes_table", results / "stage.json", monkeypatch)
