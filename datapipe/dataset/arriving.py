@@ -72,15 +72,20 @@ class ArrivingShard:
             return False
         try:
             self._next_look = now + LOOK_S
-            with suppress(OSError):
-                if self.target.stat().st_size == self.info.size_bytes:
-                    return True
+            if self.has_name():
+                return True
             if self._map is None or self._map.is_closed():
                 self._map = None
                 with suppress(OSError):
                     self._map = _Map(self.target, self.info)
         finally:
             self._lock.release()
+        return False
+
+    def has_name(self) -> bool:
+        """Look whether all of it is there."""
+        with suppress(OSError):
+            return self.target.stat().st_size == self.info.size_bytes
         return False
 
     def has(self, offset: int, size: int) -> bool:

@@ -55,11 +55,15 @@ class LocalFirstReader(ShardReader):
             ShardReadError: the bytes cannot be read from the source.
         """
         local = self._find_local(shard, offset, size)
-        if local is not None:
+        while local is not None:
             try:
                 return local.read(shard, offset, size, into)
             except ShardReadError as error:
+                if local is self._partial and self._arriving[shard].has_name():  # which it got at this moment
+                    local = self._whole
+                    continue
                 self._give_up(shard, error.message)
+                break
         return super().read(shard, offset, size, into)
 
     def read_again(self, shard: int, offset: int, size: int) -> Data | None:

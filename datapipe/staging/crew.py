@@ -96,11 +96,14 @@ class Crew:
         while not self._ask(lambda: self._store.check([*keys.values()])):
             time.sleep(LOOK_S)
             now = time.monotonic()
+            has_left = self._ask(lambda: self._store.check(["left"]))  # the store is not kept for long then
+            if not has_left and now - said < min(SAY_S, self._timeout_s / 2):
+                continue
+            missing = self._ask(lambda: [rank for rank, key in keys.items() if not self._store.check([key])])
+            self._check_left(missing)
             if now - said < min(SAY_S, self._timeout_s / 2):
                 continue
             said = now
-            missing = self._ask(lambda: [rank for rank, key in keys.items() if not self._store.check([key])])
-            self._check_left(missing)
             latest = self._ask(partial(self._latest_beats, missing))
             alive |= {rank: now for rank in missing if latest[rank] != beats.get(rank, b"")}
             beats |= latest
@@ -165,6 +168,7 @@ class Crew:
         """Tell the others why this process stops: they continue without it."""
         with suppress(CrewError):
             self._ask(lambda: self._store.set(f"left/{self._placement.rank}", reason), LISTEN_S)
+            self._ask(lambda: self._store.set("left", ""), LISTEN_S)
 
     def follow(self) -> None:
         """Wait for the process that stages for this node. Raises CrewError where that has left, or is silent."""

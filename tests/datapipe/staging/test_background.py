@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from datapipe.dataset.local_first import LocalFirstReader
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.dataset.shard_reader import ShardReader
 from datapipe.dataset.verify import verify
@@ -23,6 +24,7 @@ from datapipe.errors import StagingError
 from datapipe.loaders import open_loader
 from datapipe.packing import PackOptions, pack
 from datapipe.staging import stage
+from datapipe.staging.landing import Landing
 from datapipe.staging.progress import find_progress
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.ports import free_ports
@@ -183,6 +185,21 @@ def test_a_process_that_was_killed_leaves_what_the_next_one_continues(source, ba
     expected = batches(source, None, "full")
     assert batches(source, tmp_path / "local", "full") == expected
     assert find_progress(tmp_path / "local").state == "whole" and same(source, tmp_path / "local")
+
+
+def test_a_shard_that_gets_its_name_between_a_look_and_a_read(source, tmp_path, caplog):
+    """The partial file is gone, and nothing is read from the source for that."""
+    manifest = Manifest.read(source)
+    info = manifest.shards[0]
+    landing = Landing(tmp_path / info.name, info, 1 << 20, False)
+    content = (source / info.name).read_bytes()
+    for offset in range(0, len(content), 1 << 20):
+        landing.write(offset, memoryview(content)[offset : offset + (1 << 20)])
+    reader = LocalFirstReader(tmp_path / "nowhere", tmp_path, manifest)
+    assert not reader._find_local(0, 0, 1 << 30) and reader._find_local(0, 0, 100) is reader._partial
+    landing.finish(lambda path=None: None)
+    assert bytes(reader.read(0, 700, 100)) == content[700:800] and bytes(reader.read(0, 0, 9)) == content[:9]
+    reader.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
