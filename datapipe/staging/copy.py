@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..console import Progress
 from ..errors import SettingError, StagingError
-from ..fsio import NETWORK_FILESYSTEMS, free_bytes, make_folder, mounted_as
+from ..fsio import NETWORK_FILESYSTEMS, free_bytes, mounted_as
 from ..streams import Moved, work_on_files
 from .cache import evict, evictable
 from .keep import EvictedError, hold_copy, keep_for_job
@@ -158,7 +158,6 @@ def prepare(
         present = copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {}
         is_locked, own_name = False, ""
         if len(present) < copy.num_files:
-            make_folder(copy.target)
             with suppress(FileNotFoundError):  # it is removed at this moment
                 _warn_of_place(copy.source, copy.target)
             is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))
