@@ -212,7 +212,11 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         return
     make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:  # another process has made it, and may have removed it by now
+        if os.path.lexists(path) and not path.is_dir():
+            raise
     with suppress(PermissionError):  # a parent that may be written to, but not listed
         sync_folder(path.parent)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from ..console import Progress
 from ..dataset.manifest import INDEX
 from ..errors import SettingError
-from ..fsio import make_folder
 from ..streams import Moved, work_on_files
 from .keep import EvictedError, hold_copy, keep_for_job
 from .landing import Landing, make_own_name
@@ -159,7 +158,6 @@ def prepare(
         present = copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {}
         is_locked, own_name = False, ""
         if len(present) < copy.num_files:
-            make_folder(copy.target)
             with suppress(FileNotFoundError):  # it is removed at this moment
                 warn_of_place(copy.source, copy.target)
             is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))

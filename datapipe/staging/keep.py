@@ -151,8 +151,8 @@ def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> None:
     end = job_end(environ, time.time()) or time.time() + KEEP_S
     fields = {"job": job, "host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "until": end}
     for _ in range(100):
-        make_folder(local)
         with suppress(FileNotFoundError):  # another process removes the empty folder at this moment
+            make_folder(local)
             try:
                 if os.stat(local).st_uid == os.geteuid():
                     with atomic_write(local / f".keep-{quote(job)}.json", alone=False) as file:
