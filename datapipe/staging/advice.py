@@ -69,6 +69,7 @@ def describe_costs(staging: dict[str, Any]) -> list[str]:
         return [f"mode: none, {size} are where they are read fast"]
     why = {
         "none": f"none, {size} do not fit: {staging['local']} has {_size(staging['free_bytes'])} free",
+        "slice": f"slice, {size} do not fit: {staging['local']} has {_size(staging['free_bytes'])} free",
         "copy": "copy, since the network is slower than the shared filesystem" if nodes > 1 else "copy",
         "exchange": "exchange, in which each byte leaves the shared filesystem once",
     }[staging["mode"]]
@@ -81,6 +82,12 @@ def describe_costs(staging: dict[str, Any]) -> list[str]:
             f"  copy: {_size(staging['copy_bytes'])} to {nodes} nodes: {together}",
             f"  exchange: {size}, and {network}: {_time(staging['exchange_s'])}",
         ]
+    if staging["mode"] == "slice":
+        share = staging["slice_bytes"] / staging["data_bytes"]
+        capacity = f"--capacity {staging['slice_bytes'] // 10**6}MB"
+        lines.append(
+            f"  slice: {capacity}, {share:.0%}; a node reads at most about {1 - share:.0%} of its blocks again"
+        )
     return [*lines, f'  not staged, order="blocks": {size} in each epoch, at least {once}']
 
 

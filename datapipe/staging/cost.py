@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SPENT = 0.9  # of a disk's free space, on a slice
+LEAST = 0.05  # of the data set: with a smaller slice, hardly a read is saved
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -32,7 +35,9 @@ class Costs:
     """The ways to train with a data set, and what each costs.
 
     Attributes:
-        mode: the best way: "copy", "exchange", or "none", where the data set does not fit or lies well where it is.
+        mode: the best way: "copy"; "exchange"; "slice", where the data set does not fit, and a good part of it does; or
+            "none", where not even that does, or the data set lies well where it is.
+        slice_bytes: what a node would hold of the data set, where it does not fit; else 0.
         one_node_s: time in which the shared filesystem gives the data set once: to one node that copies it; in an
             exchange, to all nodes together; in each epoch, to all nodes together that train without a copy.
         copy_bytes: read from the shared filesystem in all, where each node copies everything.
@@ -44,6 +49,7 @@ class Costs:
     """
 
     mode: str
+    slice_bytes: int
     one_node_s: float
     copy_bytes: int
     copy_s: float
@@ -65,12 +71,17 @@ def compare(situation: Situation) -> Costs:
     network_bytes = data_bytes * (nodes - 1) // nodes
     network_s = network_bytes / 1e6 / situation.network_mb_per_s if situation.network_mb_per_s else None
     exchange_s = max(one_node_s, network_s or 0.0)
-    if situation.is_local or data_bytes > situation.free_bytes:
+    does_not_fit = data_bytes > situation.free_bytes
+    slice_bytes = int(SPENT * situation.free_bytes) if does_not_fit else 0
+    if situation.is_local or (does_not_fit and slice_bytes < LEAST * data_bytes):
         mode = "none"
+    elif does_not_fit:
+        mode = "slice"
     else:
         mode = "exchange" if nodes > 1 and exchange_s <= nodes * one_node_s else "copy"
     return Costs(
         mode=mode,
+        slice_bytes=slice_bytes,
         one_node_s=one_node_s,
         copy_bytes=nodes * data_bytes,
         copy_s=nodes * one_node_s,

@@ -26,7 +26,10 @@ FOUR = Situation(data_bytes=120 * GB, num_nodes=4, read_mb_per_s=1000, network_m
         ({"num_nodes": 1}, "copy", 120, 120),
         ({"num_nodes": 1024}, "exchange", 122_880, 120),
         ({"free_bytes": 120 * GB}, "exchange", 480, 120),
-        ({"free_bytes": 120 * GB - 1}, "none", 480, 120),
+        ({"free_bytes": 120 * GB - 1}, "slice", 480, 120),
+        ({"free_bytes": 7 * GB}, "slice", 480, 120),
+        ({"free_bytes": 6 * GB}, "none", 480, 120),
+        ({"free_bytes": 6 * GB, "is_local": True}, "none", 480, 120),
         ({"is_local": True}, "none", 480, 120),
         ({"data_bytes": 0, "free_bytes": 0}, "exchange", 0, 0),
     ],
@@ -60,6 +63,9 @@ def test_what_it_says():
         "since the network is slower" in lines(network_mb_per_s=125)[0] and "12 min" in lines(network_mb_per_s=125)[3]
     )
     assert lines(free_bytes=GB)[0] == "mode: none, 120.0 GB do not fit: /local has 1.0 GB free"
+    sliced = lines(free_bytes=60 * GB)
+    assert sliced[0] == "mode: slice, 120.0 GB do not fit: /local has 60.0 GB free"
+    assert sliced[4] == "  slice: --capacity 54000MB, 45%; a node reads at most about 55% of its blocks again"
     assert lines(num_nodes=1)[0] == "mode: copy" and len(lines(num_nodes=1)) == 3
     assert len(lines(is_local=True)) == 1
 
