@@ -85,7 +85,7 @@ def stage(
     given = locals().copy()
     from ..cluster import lonely, placement
     from ..staging import StageOptions, stage
-    from ..staging.progress import continue_in_background, wait_for_first
+    from ..staging.progress import continue_in_background
     from .cache import care_for_cache, check_combination
     from .summaries import format_staged
 
@@ -114,8 +114,8 @@ def stage(
         logger.warning("each node copies all: the host of process 0 is not known; give --master HOST to exchange")
     if background and "SLURM_STEP_ID" in os.environ:
         logger.warning("srun ends a step's processes with its command: this one stays; put & behind srun's line")
-    elif background and (child := continue_in_background(local)):
-        progress = wait_for_first(local, child)
+    elif background and (process := continue_in_background(folder, local)):
+        progress = process.wait_for_first()
         print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
         return
     started = time.perf_counter()

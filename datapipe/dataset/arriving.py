@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import threading
 import time
 from contextlib import suppress
@@ -73,8 +74,9 @@ class ArrivingShard:
         try:
             self._next_look = now + LOOK_S
             if self.has_name():
+                self._map = None
                 return True
-            if self._map is None or self._map.is_closed():
+            if self._map is None or self._map.is_gone():
                 self._map = None
                 with suppress(OSError):
                     self._map = _Map(self.target, self.info)
@@ -119,23 +121,20 @@ class _Map:
     """The chunks of a partial file that have landed. Raises OSError where there is no valid one."""
 
     def __init__(self, target: Path, info: FileInfo) -> None:
-        self._fd = self._partial_fd = -1
-        self._size = info.size_bytes
-        self._adding = threading.Lock()  # the lock of the file is the process's
+        self._fd = -1
+        self._size, self._partial = info.size_bytes, temporary_path(target, PARTIAL)
+        self._adding = threading.Lock()  # one chunk at a time: they come from one disk and go to one
         self._fd, self.is_writable = open_plain(temporary_path(target, LANDED))
         head = os.pread(self._fd, 128, 0).split(b"\n")[0] + b"\n"
-        self._chunk_bytes = int(head.split()[-1]) if len(head.split()) == 3 else 0
-        if not self._chunk_bytes or head != map_head(info, self._chunk_bytes):
+        match = re.fullmatch(rb"[0-9a-f]{32} [0-9]{1,20} ([1-9][0-9]{0,15})\n", head)
+        if match is None or head != map_head(info, int(match[1])):
             raise OSError(0, "not a map of this file")
-        self._head, self._num_chunks = head, -(-self._size // self._chunk_bytes)
-        if self.is_closed():
-            raise OSError(0, "the file is being checked")
-        if self.is_writable:
-            self._partial_fd, self.is_writable = open_plain(temporary_path(target, PARTIAL))
+        self._head, self._chunk_bytes = head, int(match[1])
+        self._num_chunks = -(-self._size // self._chunk_bytes)
 
-    def is_closed(self) -> bool:
-        """Return whether the file is being checked, or is not on its way any more."""
-        return self._flags(self._num_chunks, 1) != b"\0" or os.fstat(self._fd).st_nlink == 0
+    def is_gone(self) -> bool:
+        """Return whether the file has its name, or was given up."""
+        return os.fstat(self._fd).st_nlink == 0
 
     def has(self, offset: int, size: int) -> bool:
         first, last = offset // self._chunk_bytes, (offset + max(size, 1) - 1) // self._chunk_bytes
@@ -143,32 +142,33 @@ class _Map:
 
     def wants(self, offset: int, size: int) -> bool:
         is_chunk = offset % self._chunk_bytes == 0 and size == min(self._chunk_bytes, self._size - offset)
-        return self.is_writable and is_chunk and self._flags(offset // self._chunk_bytes, 1) == b"\0"
+        return self.is_writable and is_chunk and self._is_missing(offset // self._chunk_bytes)
+
+    def _is_missing(self, number: int) -> bool:
+        """Return whether a chunk has not landed, and may be added: nobody is checking the file."""
+        is_closed = self._flags(self._num_chunks, 1) != b"\0" or self.is_gone()
+        return not is_closed and self._flags(number, 1) == b"\0"
 
     def add(self, offset: int, data: memoryview) -> None:
         number = offset // self._chunk_bytes
         with self._adding:
+            fd, is_writable = open_plain(self._partial)
             try:
-                fcntl.flock(self._partial_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                is_same = os.pread(self._fd, len(self._head), 0) == self._head
+                if is_writable and is_same and self._is_missing(number):
+                    done = 0
+                    while done < len(data):
+                        done += os.pwrite(fd, data[done:], offset + done)
+                    os.pwrite(self._fd, b"\1", len(self._head) + number)
             except BlockingIOError:  # it is being checked
                 return
-            try:
-                self._add(number, offset, data)
             finally:
-                fcntl.flock(self._partial_fd, fcntl.LOCK_UN)
-
-    def _add(self, number: int, offset: int, data: memoryview) -> None:
-        is_same = os.pread(self._fd, len(self._head), 0) == self._head
-        if is_same and not self.is_closed() and self._flags(number, 1) == b"\0":
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._partial_fd, data[done:], offset + done)
-            os.pwrite(self._fd, b"\1", len(self._head) + number)
+                os.close(fd)
 
     def _flags(self, first: int, count: int) -> bytes:
         return os.pread(self._fd, count, len(self._head) + first)
 
     def __del__(self) -> None:
-        for fd in (self._fd, self._partial_fd):
-            if fd >= 0:
-                os.close(fd)
+        if self._fd >= 0:
+            os.close(self._fd)

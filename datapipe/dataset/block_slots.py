@@ -14,8 +14,9 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 SLOTS, TAGS = ".slots", ".tags"
 TAG = np.dtype([("block", "<i8"), ("size", "<i8"), ("checksum", "<u8")])
 FREE, BUSY = -1, -2  # in place of a block: nothing; a process is writing
+LOCK_TRIES, LOCK_PAUSE_S = 50, 0.002
 
 
 class BlockSlots:
@@ -50,34 +52,31 @@ class BlockSlots:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._fd = self._tags_fd = -1
         self._lock = threading.Lock()  # the lock of the file is the process's
         try:
-            self._fd, is_writable = open_plain(folder / SLOTS)
-            self._tags_fd, may_tag = open_plain(folder / TAGS)
-            self.is_writable = is_writable and may_tag
-            size = os.fstat(self._fd).st_size
-            content = mmap.mmap(self._tags_fd, os.fstat(self._tags_fd).st_size, prot=mmap.PROT_READ)
+            slots, tags = (_OpenFile(folder / name) for name in (SLOTS, TAGS))
+            size = os.fstat(slots.fd).st_size
+            content = mmap.mmap(tags.fd, os.fstat(tags.fd).st_size, prot=mmap.PROT_READ)
             head, self._tags = np.frombuffer(content, TAG, 1)[0], np.frombuffer(content, TAG, offset=TAG.itemsize)
         except (OSError, ValueError) as error:
             raise StagingError(f"its slots cannot be opened: {error}", path=folder) from error
+        self._files: tuple[_OpenFile, _OpenFile] | None = (slots, tags)
+        self.is_writable = slots.is_writable and tags.is_writable
         self.block_bytes, self.slot_bytes, self.num_slots = int(head["block"]), int(head["size"]), len(self._tags)
         is_sound = head["checksum"] == _checksum_head(self.block_bytes, self.slot_bytes)
         if not is_sound or size != self.num_slots * self.slot_bytes:
             raise StagingError("its slots are damaged: remove it, and stage again", path=folder)
-        self._reset_if_alone()
+        self._hold(slots, tags)
 
-    def _reset_if_alone(self) -> None:
-        """Free the slots that a killed process was writing to, where no other process is at work."""
-        if not self.is_writable:
-            return
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for slot in np.flatnonzero(self._tags["block"] == BUSY).tolist():
-                self._tag(slot, FREE)
-        except OSError:
-            pass
-        fcntl.flock(self._fd, fcntl.LOCK_SH)  # as long as it is open
+    def _hold(self, slots: _OpenFile, tags: _OpenFile) -> None:
+        """Hold the slots as long as they are open. If nobody else does, free those that a killed process wrote to."""
+        with suppress(OSError):
+            fcntl.flock(slots.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.is_writable:
+                for slot in np.flatnonzero(self._tags["block"] == BUSY).tolist():
+                    _write_tag(tags, slot, FREE)
+        with suppress(OSError):
+            fcntl.flock(slots.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def blocks(self) -> np.ndarray:
         """Return the block that each slot holds, or FREE or BUSY: int64[num_slots]."""
@@ -98,18 +97,22 @@ class BlockSlots:
         Returns:
             Its bytes in `into`; None where it is not there, or damaged.
         """
+        if self._files is None:
+            return None
+        slots, tags = self._files  # not closed as long as this function has them
         for slot in np.flatnonzero(self._tags["block"] == block).tolist():
             tag = self._tags[slot].copy()
             if tag["size"] != size:
                 continue
             done = 0
-            while done < size and (count := os.preadv(self._fd, [into[done:size]], slot * self.slot_bytes + done)):
+            while done < size and (count := os.preadv(slots.fd, [into[done:size]], slot * self.slot_bytes + done)):
                 done += count
             if xxhash.xxh3_64_intdigest(into[:size]) == tag["checksum"]:
                 return into[:size]
-            if self._tags[slot] == tag and self.is_writable:  # nobody has replaced it meanwhile
-                logger.warning("%s: slot %d does not hold what was written to it", self.folder / SLOTS, slot)
-                self._tag(slot, FREE)
+            with self._claiming(tags) as is_mine:
+                if is_mine and self.is_writable and self._tags[slot] == tag:  # nobody has replaced it meanwhile
+                    logger.warning("%s: slot %d does not hold what was written to it", self.folder / SLOTS, slot)
+                    _write_tag(tags, slot, FREE)
         return None
 
     def keep(self, block: int, data: memoryview, choose: Callable[[np.ndarray], int | None]) -> None:
@@ -120,42 +123,61 @@ class BlockSlots:
             data: its bytes.
             choose: returns the number of a slot that is not BUSY, or None.
         """
-        if not self.is_writable:
+        if self._files is None or not self.is_writable:
             return
-        with self._claiming():
+        slots, tags = self._files
+        with self._claiming(tags) as is_mine:
             blocks = self.blocks()
-            slot = None if (blocks == block).any() else choose(blocks)
+            slot = choose(blocks) if is_mine and not (blocks == block).any() else None
             if slot is None or blocks[slot] == BUSY:
                 return
-            self._tag(slot, BUSY)
+            _write_tag(tags, slot, BUSY)
         try:
             done = 0
             while done < len(data):
-                done += os.pwrite(self._fd, data[done:], slot * self.slot_bytes + done)
-            self._tag(slot, block, len(data), xxhash.xxh3_64_intdigest(data))
+                done += os.pwrite(slots.fd, data[done:], slot * self.slot_bytes + done)
+            _write_tag(tags, slot, block, len(data), xxhash.xxh3_64_intdigest(data))
         except OSError as error:
             logger.warning("%s: %s; it is not filled further", self.folder / SLOTS, error.strerror)
             self.is_writable = False
 
     @contextmanager
-    def _claiming(self) -> Iterator[None]:
+    def _claiming(self, tags: _OpenFile) -> Iterator[bool]:
+        """Lock the tags; yield whether they are: another process that holds them for long is not waited for."""
         with self._lock:
-            fcntl.flock(self._tags_fd, fcntl.LOCK_EX)
+            is_mine = False
+            for _ in range(LOCK_TRIES):
+                with suppress(OSError):
+                    fcntl.flock(tags.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_mine = True
+                    break
+                time.sleep(LOCK_PAUSE_S)
             try:
-                yield
+                yield is_mine
             finally:
-                fcntl.flock(self._tags_fd, fcntl.LOCK_UN)
-
-    def _tag(self, slot: int, block: int, size: int = 0, checksum: int = 0) -> None:
-        tag = np.array((block, size, checksum), TAG)
-        os.pwrite(self._tags_fd, tag.tobytes(), (slot + 1) * TAG.itemsize)
+                with suppress(OSError):
+                    fcntl.flock(tags.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Close the files. May be called twice."""
-        for fd in (self._fd, self._tags_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._tags_fd = -1
+        """Close the files, when no thread is reading or writing any more. May be called twice."""
+        self._files = None
+
+
+class _OpenFile:
+    """A file that is closed with the last reference to it, so never while a thread uses it."""
+
+    fd = -1
+
+    def __init__(self, path: Path) -> None:
+        self.fd, self.is_writable = open_plain(path)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def _write_tag(tags: _OpenFile, slot: int, block: int, size: int = 0, checksum: int = 0) -> None:
+    os.pwrite(tags.fd, np.array((block, size, checksum), TAG).tobytes(), (slot + 1) * TAG.itemsize)
 
 
 def _checksum_head(block_bytes: int, slot_bytes: int) -> int:

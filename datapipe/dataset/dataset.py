@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import DecodeError, ManifestError, ShardCorruptError, ShardReadError
+from ..errors import DecodeError, ManifestError, ShardCorruptError, ShardReadError, StagingError
 from ..images.codec import decode
 from ..names import Io
 from .block_slots import SLOTS, BlockSlots
 from .index import ENCODINGS, open_index, read_keys, sample_checksum
 from .local_first import LocalFirstReader
-from .manifest import INDEX, Manifest
+from .manifest import Manifest
 from .shard_files import Data
 from .shard_reader import ShardReader, release
+
+logger = logging.getLogger(__name__)
 
 
 class DataSet:
@@ -42,14 +46,20 @@ class DataSet:
     def __init__(self, folder: Path | str, io: Io = "cached", retries: int = 0, local: Path | None = None) -> None:
         self.folder, self.local = Path(folder), local
         self.manifest = Manifest.read(self.folder)
-        self.index = open_index(local if local and (local / INDEX).exists() else self.folder, self.manifest)
+        self.index = self._open_index()
         self.raw_shape = _raw_shape(self.manifest)
-        self.slots = BlockSlots(local) if local and (local / SLOTS).exists() else None
+        self.slots = _open_slots(local)
         if local is None or self.slots:
             self.reader = ShardReader([self.folder / shard.name for shard in self.manifest.shards], io, retries)
         else:
             self.reader = LocalFirstReader(self.folder, local, self.manifest, io, retries)
         self._keys: list[str] | None = None
+
+    def _open_index(self) -> np.ndarray:
+        if self.local is not None:
+            with suppress(ManifestError):  # it is not there yet, or an earlier version's
+                return open_index(self.local, self.manifest)
+        return open_index(self.folder, self.manifest)
 
     def __len__(self) -> int:
         return self.manifest.num_samples
@@ -103,6 +113,8 @@ class DataSet:
         if sample_checksum(data) == checksum:
             return data
         again = (self.reader.read if self.slots else self.reader.read_again)(shard, offset, len(data))
+        if self.slots:
+            logger.warning("%s: sample %s was read wrong; read once more", self.folder, self.key(sample))
         if again is not None and sample_checksum(again) == checksum:
             return again
         message = f"the {len(data)} bytes at {offset} are not the ones that were packed"
@@ -132,6 +144,11 @@ class DataSet:
                 self._keys = []
         return self._keys[sample] if len(self._keys) == len(self) else f"number {sample}"
 
+    def forget_files(self) -> None:
+        """Open all files again when they are next read: a process that was forked shares its parent's."""
+        self.reader.close()
+        self.slots = _open_slots(self.local) if self.slots else None
+
     def close(self) -> None:
         """Release all files, the index's too. May be called twice."""
         index = [self.index]
@@ -146,6 +163,16 @@ class DataSet:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+def _open_slots(local: Path | None) -> BlockSlots | None:
+    if local is None or not (local / SLOTS).exists():
+        return None
+    try:
+        return BlockSlots(local)
+    except StagingError as error:  # they are being removed
+        logger.warning("%s; nothing is read from there", error)
+        return None
 
 
 def _raw_shape(manifest: Manifest) -> tuple[int, int, int] | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ShardReadError
+from ..fsio import open_plain
 from ..names import Io
-from .arriving import ArrivingShard
-from .manifest import Manifest
+from .arriving import LOOK_S, ArrivingShard
+from .manifest import MANIFEST, Manifest
 from .shard_files import Data
-from .shard_reader import SLACK, Read, ShardReader, allow_open_files
+from .shard_reader import SLACK, Read, ShardReader, allow_open_files, release
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +34,16 @@ class LocalFirstReader(ShardReader):
     def __init__(self, source: Path, local: Path, manifest: Manifest, io: Io = "cached", retries: int = 0) -> None:
         self._local, self._infos = local, manifest.shards
         super().__init__([source / shard.name for shard in manifest.shards], io, retries)
-        self._whole = ShardReader([shard.target for shard in self._arriving], io)
-        self._partial = ShardReader([shard.partial for shard in self._arriving])
-        allow_open_files(3 * len(self._arriving))
+        self._copy = ShardReader([shard.partial for shard in self._arriving], io)
+        allow_open_files(3 * len(self._arriving))  # each may have its source, its copy, and a map open
 
     def _begin(self) -> None:
         super()._begin()
         self._arriving = [ArrivingShard(self._local / shard.name, shard) for shard in self._infos]
         self._is_whole = [False] * len(self._infos)
-        self._is_given_up = [False] * len(self._infos)
+        self._is_given_up = [False] * len(self._infos)  # until it is whole
+        self._is_lost = [False] * len(self._infos)  # for good
+        self._manifest_fd, self._next_look = -1, 0.0
 
     def read(self, shard: int, offset: int, size: int, into: memoryview | None = None) -> Data:
         """Read bytes of a shard, from the copy if they have landed.
@@ -54,20 +60,17 @@ class LocalFirstReader(ShardReader):
         Raises:
             ShardReadError: the bytes cannot be read from the source.
         """
-        local = self._find_local(shard, offset, size)
-        while local is not None:
+        while self._is_there(shard, offset, size):
+            was_whole = self._is_whole[shard]
             try:
-                return local.read(shard, offset, size, into)
+                return self._copy.read(shard, offset, size, into)
             except ShardReadError as error:
-                if local is self._partial and self._arriving[shard].has_name():  # which it got at this moment
-                    local = self._whole
-                    continue
-                self._give_up(shard, error.message)
-                break
+                if was_whole or not self._take_name(shard):  # which it may have got at this moment
+                    self._give_up(shard, error.message)
         return super().read(shard, offset, size, into)
 
     def read_again(self, shard: int, offset: int, size: int) -> Data | None:
-        """Read bytes that were wrong from the source.
+        """Read bytes that were wrong once more, from the source.
 
         Args:
             shard: its number.
@@ -75,30 +78,56 @@ class LocalFirstReader(ShardReader):
             size: in bytes.
 
         Returns:
-            The bytes; None where they came from there.
+            The bytes.
 
         Raises:
             ShardReadError: they cannot be read.
         """
-        if self._is_given_up[shard] or self._find_local(shard, offset, size) is None:
-            return None
-        self._give_up(shard, f"the {size} bytes at {offset} are not the ones that were packed")
-        return super().read(shard, offset, size)
+        if self._is_there(shard, offset, size):
+            self._give_up(shard, f"the {size} bytes at {offset} are not the ones that were packed")
+        return super().read(shard, offset, size)  # also if another sample of what was read at once has led to that
 
-    def _find_local(self, shard: int, offset: int, size: int) -> ShardReader | None:
+    def _is_there(self, shard: int, offset: int, size: int) -> bool:
+        """Return whether to read some bytes from the copy."""
         if self._is_whole[shard]:
-            return self._whole
-        if self._is_given_up[shard]:
-            return None
+            if self._manifest_fd < 0 and time.monotonic() > self._next_look:
+                self._hold()
+            return True
         arriving = self._arriving[shard]
+        if self._is_lost[shard]:
+            return False
         if arriving.is_whole():
-            self._is_whole[shard] = True
-            return self._whole
-        return self._partial if arriving.has(offset, size) else None
+            return self._take_name(shard)
+        return not self._is_given_up[shard] and arriving.has(offset, size)
+
+    def _take_name(self, shard: int) -> bool:
+        """Read a shard by its final name from now on, and not from its source; return whether it has that name."""
+        arriving = self._arriving[shard]
+        if not arriving.has_name():
+            return False
+        copy, source = self._copy._shards[shard], self._shards[shard]
+        files, copy.file, source.file = [copy.file, source.file], None, None
+        copy.path, self._is_whole[shard] = arriving.target, True
+        release(files)
+        return True
+
+    def _hold(self) -> None:
+        """Hold the copy, once it is a data set, so that nobody removes it to make room."""
+        self._next_look = time.monotonic() + LOOK_S
+        with suppress(OSError):
+            fd, _ = open_plain(self._local / MANIFEST)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                raise
+            self._manifest_fd = fd
 
     def _give_up(self, shard: int, problem: str) -> None:
+        """Read a shard from its source; what has landed until it gets its name, or for good, if it has it."""
+        self._is_lost[shard] = self._is_whole[shard]
         self._is_whole[shard], self._is_given_up[shard] = False, True
-        logger.warning("%s: %s; it is read from %s", self._arriving[shard].target, problem, self._paths[shard].parent)
+        logger.warning("%s: %s; it is read from %s", self._local / self._infos[shard].name, problem, self._paths[shard])
 
     def read_block(self, shard: int, start: int, stop: int, block_bytes: int, into: memoryview) -> tuple[int, Data]:
         """Read samples of a block, and add the block to the copy, where that lacks it and has such chunks.
@@ -119,11 +148,8 @@ class LocalFirstReader(ShardReader):
         arriving, cell = self._arriving[shard], start // block_bytes * block_bytes
         cell_stop = min(cell + block_bytes, arriving.info.size_bytes)
         is_nearly_all = start - cell + max(0, cell_stop - stop) <= block_bytes // SLACK
-        if (
-            not is_nearly_all
-            or self._find_local(shard, start, stop - start)
-            or not arriving.wants(cell, cell_stop - cell)
-        ):
+        is_there = self._is_there(shard, start, stop - start)
+        if is_there or not is_nearly_all or not arriving.wants(cell, cell_stop - cell):
             return super().read_block(shard, start, stop, block_bytes, into)
         data = super().read(shard, cell, max(stop, cell_stop) - cell, into)
         arriving.add(cell, memoryview(data)[: cell_stop - cell])
@@ -137,19 +163,19 @@ class LocalFirstReader(ShardReader):
             offset: in the shard's file, in bytes.
             size: in bytes.
         """
-        local = self._find_local(shard, offset, size)
-        if local is None:
-            super().will_read(shard, offset, size)
+        if self._is_there(shard, offset, size):
+            self._copy.will_read(shard, offset, size)
         else:
-            local.will_read(shard, offset, size)
+            super().will_read(shard, offset, size)
 
     def oldest(self) -> Read | None:
         """Do what `ShardReader.oldest` does, of all reads."""
-        reads = [read for read in (super().oldest(), self._whole.oldest(), self._partial.oldest()) if read is not None]
+        reads = [read for read in (super().oldest(), self._copy.oldest()) if read is not None]
         return min(reads, default=None, key=lambda read: read.since)
 
     def close(self) -> None:
         """Do what `ShardReader.close` does."""
+        if self._manifest_fd >= 0:
+            os.close(self._manifest_fd)
         super().close()
-        self._whole.close()
-        self._partial.close()
+        self._copy.close()

@@ -105,17 +105,17 @@ def open_loader(
         timeout_s=timeout_s,
     )
     local: Path | None = None
-    holds = ExitStack()  # where opening fails, what is held goes with it
-    if cache is not None:
-        if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
-            raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
-        from ..staging import StageOptions
-        from ..staging.joining import stage_or_join
+    with ExitStack() as holds:
+        if cache is not None:
+            if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
+                raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
+            from ..staging import StageOptions
+            from ..staging.joining import stage_or_join
 
-        staging = StageOptions(timeout_s=options.timeout_s)
-        folder, is_whole = stage_or_join(Path(path), Path(cache), staging, holds, joins=backend != "webdataset")
-        path, local = (folder, None) if is_whole else (path, folder)
-    make_loader = importlib.import_module(f".{backend}", __name__).make_loader
-    loader: Loader = make_loader(path, options, device, **({"local": local} if local else {}))
-    loader.holds = holds
+            staging = StageOptions(timeout_s=options.timeout_s)
+            folder, is_whole = stage_or_join(Path(path), Path(cache), staging, holds, joins=backend != "webdataset")
+            path, local = (folder, None) if is_whole else (path, folder)
+        make_loader = importlib.import_module(f".{backend}", __name__).make_loader
+        loader: Loader = make_loader(path, options, device, **({"local": local} if local else {}))
+        loader.holds = holds.pop_all()
     return loader

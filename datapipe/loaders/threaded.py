@@ -25,7 +25,7 @@ from ..errors import SettingError, ShardCorruptError, ShardReadError
 from ..images.window import Box
 from ..sampling.augment import scales
 from ..sampling.block_order import BlockOrder, grid, longest
-from ..sampling.cached_blocks import NextUses
+from ..sampling.cached_blocks import HORIZON, NextUses
 from ..sampling.order import KeyedPermutation, epoch_order
 from .base import DataDescription, Loader, Place
 from .batch_memory import BatchMemory
@@ -106,13 +106,14 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         super().__init__(DataDescription.from_data_set(data_set), options)
         self.data_set = data_set
         self._hints: list[Future[None]] = []
+        self._turns: dict[int, np.ndarray] = {}  # by epoch: `BlockOrder.turns` of this node
         self._in_blocks = options.order == "blocks" and options.train
-        self._slots = data_set.slots
-        if self._slots and options.train and not self._in_blocks:
+        slots = data_set.slots
+        if slots and options.train and not self._in_blocks:
             message = f"order: {options.order!r} has no use for a part of the data set"
             raise SettingError(f"{message}, which is all that {data_set.local} has room for; allowed: blocks")
-        if self._slots and self._slots.block_bytes != options.block_mib << 20:
-            staged = self._slots.block_bytes >> 20
+        if slots and slots.block_bytes != options.block_mib << 20:
+            staged = slots.block_bytes >> 20
             raise SettingError(f"block_mib: {options.block_mib} is not what {data_set.local} was made for: {staged}")
         if self._in_blocks:
             self.num_readers = BLOCK_READERS
@@ -154,7 +155,7 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
 
     def _forget_files(self) -> None:
         self._hints = []
-        self.data_set.reader.close()
+        self.data_set.forget_files()
 
     # --- in the consumer ---
 
@@ -183,7 +184,8 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         options = self.options
         order = self._block_order(epoch)
         needs = order.needs(options.rank, options.world_size, steps)
-        cache = (self._slots, self._next_uses(epoch)) if self._slots else None
+        kept = self.data_set.slots
+        cache = (kept, self._next_uses(kept.num_slots, epoch)) if kept else None
         source = ReadFrom(self.data_set.reader, self.data_set.index, self._block_bytes, self._block_memory)
         reads = RankReads(source, order, needs, threads.read, cache)
         try:
@@ -200,13 +202,14 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         options = self.options
         return BlockOrder(self._grid, options.global_batch_size, options.last_batch, self.lanes, options.seed, epoch)
 
-    def _next_uses(self, epoch: int) -> NextUses:
+    def _next_uses(self, num_slots: int, epoch: int) -> NextUses:
         ranks, world_size = self.options.ranks_of_node(), self.options.world_size
-        assert self._slots is not None
-        epochs_held = self._slots.num_slots / (len(self._grid.starts) - 1) * world_size / len(ranks)
-        return NextUses(
-            lambda epoch: self._block_order(epoch).turns(ranks, world_size), epoch, math.ceil(epochs_held) + 1
-        )
+        epochs_held = num_slots / (len(self._grid.starts) - 1) * world_size / len(ranks)
+        for number in range(epoch, epoch + min(math.ceil(epochs_held) + 1, HORIZON) + 1):
+            if number not in self._turns:
+                self._turns[number] = self._block_order(number).turns(ranks, world_size)
+        self._turns = {number: turns for number, turns in self._turns.items() if number >= epoch}
+        return NextUses(self._turns.__getitem__, epoch, math.ceil(epochs_held) + 1)
 
     def _plan_slots(self, epoch: int, positions: np.ndarray, samples: np.ndarray) -> tuple[SlotsT, PlanOnce]:
         slots = self._new_slots(positions, len(samples))

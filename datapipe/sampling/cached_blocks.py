@@ -61,7 +61,7 @@ def choose_slot(uses: NextUses, block: int, tags: np.ndarray) -> int | None:
     Args:
         uses: of the epoch.
         block: its number.
-        tags: int64[num_slots], the block that each slot holds, or FREE.
+        tags: int64[num_slots], the block that each slot holds, or FREE, or less where a process is writing to it.
 
     Returns:
         The slot, whose block is evicted; None: it is not to be kept.
@@ -69,7 +69,7 @@ def choose_slot(uses: NextUses, block: int, tags: np.ndarray) -> int | None:
     free = np.flatnonzero(tags == FREE)
     if len(free):
         return int(free[0])
-    times = uses.after(block, tags)
+    times = np.where(tags < FREE, -1, uses.after(block, tags))
     slot = int(times.argmax())
     # Within an epoch, in which each is read once, an exchange would save no read, and cost a write.
     return slot if times[slot] // EPOCH > uses.after(block, np.array([block]))[0] // EPOCH else None

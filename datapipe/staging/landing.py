@@ -51,6 +51,7 @@ class Landing:
         self._num_chunks = max(1, -(-info.size_bytes // chunk_bytes))
         self._head = map_head(info, chunk_bytes)
         self._missing: set[int] = set()
+        self._was_wrong = False  # perhaps by what a loader had read
         if not is_whole:
             # If all have landed, it was killed before it gave the file its name: one more write leads to that.
             missing = self._read_map()
@@ -77,17 +78,17 @@ class Landing:
                 return
             is_new = self._read_map() is None
             with named(self._partial):
-                self._fd = _open_own(self._partial)
+                self._fd = open_own(self._partial)
                 if is_new:
                     os.ftruncate(self._fd, 0)
                 os.ftruncate(self._fd, self.info.size_bytes)
             if self._num_chunks > 1:
                 with named(self._landed):
-                    self._map_fd = _open_own(self._landed)
+                    self._map_fd = open_own(self._landed)
                     if is_new:
                         os.ftruncate(self._map_fd, 0)
                         os.pwrite(self._map_fd, self._head + bytes(self._num_chunks), 0)
-                    self._mark(self._num_chunks, b"\0")
+                    self._mark(self._num_chunks, b"\1" if self._was_wrong else b"\0")  # 0: loaders may add to it
 
     def was_added(self, offset: int) -> bool:
         """Return whether a loader has added the chunk that begins at `offset`, which was missing."""
@@ -136,6 +137,7 @@ class Landing:
         """
         self.open()
         self._mark(self._num_chunks, b"\1")  # from here on, loaders add nothing
+        moved(self._partial)
         with named(self._partial), self._without_loaders():
             os.fsync(self._fd)
             moved()
@@ -143,6 +145,7 @@ class Landing:
             size = os.fstat(self._fd).st_size
         if (actual, size) != (self.info.xxh3_128, self.info.size_bytes):
             self.forget()
+            self._was_wrong = True
             raise WrongBytes(f"xxh3-128 is {actual}, expected {self.info.xxh3_128}")
         os.replace(self._partial, self.target)
         self.is_whole = True
@@ -192,7 +195,7 @@ def is_of_dead_process(path: Path) -> bool:
     return bool(match and f".{socket.gethostname()}." in path.name and not Path("/proc", match[1]).exists())
 
 
-def _open_own(path: Path) -> int:
+def open_own(path: Path) -> int:
     """Open a file of this user's for reading and writing, and make it if it is not there.
 
     Raises StagingError for another user's, which could be changed by that user, and for what is not a plain file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from ..dataset.block_slots import BlockSlots
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
 from ..fsio import make_folder
+from .landing import open_own
 from .lock import find_holder
 from .origin import ORIGIN, Origin
 
@@ -130,58 +132,96 @@ def wait_until_whole(local: Path) -> StageProgress:
     return progress
 
 
-def continue_in_background(local: Path) -> int:
+def continue_in_background(source: Path, local: Path) -> Background | None:
     """Make a process that continues in the background, apart from this one's terminal.
 
     Args:
-        local: where it writes what it says, to `.stage.log`.
+        source: what is staged.
+        local: where to. It writes what it says there, to `.stage.log`.
 
     Returns:
-        To the process in the background 0; to this one that process's number.
+        To this process the other one; to that one, or where there can be none, None: it is to stage.
     """
-    make_folder(local)
-    fd = os.open(local / LOG, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND, 0o644)
+    if local.resolve().is_relative_to(source.resolve()) or (local.exists() and not local.is_dir()):
+        return None  # which is refused
+    before = _count_landed(local)
+    try:
+        make_folder(local)
+        log = open_own(local / LOG)
+    except (OSError, StagingError) as error:
+        if not isinstance(error, StagingError) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        logger.warning("%s cannot be written (%s): staging in the foreground", local / LOG, error)
+        return None
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
-    if not child:
-        os.setsid()
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        os.ftruncate(fd, 0)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (fd, 1), (fd, 2)):
-            os.dup2(source, target)
-    os.close(fd)
-    return child
+    if child:
+        os.close(log)
+        return Background(local, child, before)
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.ftruncate(log, 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for opened, number in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(opened, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what a script has open would stay open
+    return None
 
 
-def wait_for_first(local: Path, child: int) -> StageProgress:
-    """Wait until a process in the background has brought the first files. It ends with this one until then.
+@dataclass
+class Background:
+    """A process that stages in the background, a child of this one.
 
-    Args:
-        local: where it stages to.
-        child: the process, of `continue_in_background`.
-
-    Returns:
-        How far it is.
-
-    Raises:
-        StagingError: it has failed; says why.
+    Attributes:
+        local: where to.
+        pid: its number.
+        before: bytes that were there before.
     """
-    try:
-        while True:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended and status:
-                raise StagingError(f"staging in the background has failed{_last_words(local)}", path=local)
-            with suppress(StagingError):
-                progress = find_progress(local)
-                if ended or (progress.state == "running" and progress.whole_files):
-                    return progress
-            time.sleep(LOOK_S)
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGTERM)
-        raise
+
+    local: Path
+    pid: int
+    before: int
+
+    def wait_for_first(self) -> StageProgress:
+        """Wait until the process has brought something, or is done. An interrupt ends it, too.
+
+        Raises:
+            StagingError: it has failed; says why.
+        """
+        try:
+            while True:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                if ended:
+                    self.pid = 0
+                    if status:
+                        message = f"staging in the background has failed{_last_words(self.local)}"
+                        raise StagingError(message, path=self.local)
+                    return _describe_end(self.local)
+                with suppress(StagingError):
+                    progress = find_progress(self.local)
+                    if progress.state == "running" and progress.landed_bytes > self.before:
+                        return progress
+                time.sleep(LOOK_S)
+        except BaseException:
+            if self.pid:
+                os.kill(self.pid, signal.SIGTERM)
+            raise
+
+
+def _describe_end(local: Path) -> StageProgress:
+    """Describe what was staged to its end; also where somebody else had put it there."""
+    with suppress(StagingError):
+        return find_progress(local)
+    folders = [local, *(path for path in local.iterdir() if path.is_dir())]
+    landed, whole = (sum(counts) for counts in zip(*map(_count, folders), strict=True))
+    return StageProgress("whole", landed, landed, whole, None)
+
+
+def _count_landed(local: Path) -> int:
+    with suppress(StagingError):
+        return find_progress(local).landed_bytes
+    return 0
 
 
 def _last_words(local: Path) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from datapipe.dataset import DataSet
 from datapipe.dataset.local_first import LocalFirstReader
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.dataset.shard_reader import ShardReader
@@ -73,9 +74,8 @@ def reads(monkeypatch) -> Counter:
 
     def counted(self, shard, offset, size, into=None):
         data = read(self, shard, offset, size, into)
-        if type(self) is ShardReader or self._find_local(shard, offset, size) is None:
-            path = self._paths[shard]
-            count["partial" if path.suffix == ".partial" else str(path.parent)] += size
+        path = self._shards[shard].path
+        count["partial" if path.suffix == ".partial" else str(path.parent)] += size
         return data
 
     monkeypatch.setattr(ShardReader, "read", counted)
@@ -196,10 +196,56 @@ def test_a_shard_that_gets_its_name_between_a_look_and_a_read(source, tmp_path, 
     for offset in range(0, len(content), 1 << 20):
         landing.write(offset, memoryview(content)[offset : offset + (1 << 20)])
     reader = LocalFirstReader(tmp_path / "nowhere", tmp_path, manifest)
-    assert not reader._find_local(0, 0, 1 << 30) and reader._find_local(0, 0, 100) is reader._partial
+    assert not reader._is_there(0, 0, 1 << 30) and reader._is_there(0, 0, 100)
     landing.finish(lambda path=None: None)
     assert bytes(reader.read(0, 700, 100)) == content[700:800] and bytes(reader.read(0, 0, 9)) == content[:9]
     reader.close()
+
+
+def test_several_wrong_samples_of_one_read_are_healed(source, tmp_path):
+    """The first one leads to the source; those that were read with it are wrong, too."""
+    manifest = Manifest.read(source)
+    for info in manifest.shards:
+        landing = Landing(tmp_path / info.name, info, 1 << 20, False)
+        for offset in range(0, info.size_bytes, 1 << 20):
+            landing.write(offset, memoryview(bytes(min(1 << 20, info.size_bytes - offset))))
+        landing.close()
+    with DataSet(source, local=tmp_path) as data_set, DataSet(source) as expected:
+        records = data_set.index[:50]
+        wrong = [data_set.reader.read(*(int(r[name]) for name in ("shard", "offset", "size"))) for r in records]
+        for sample, (data, r) in enumerate(zip(wrong, records, strict=True)):
+            place = (int(r["shard"]), int(r["offset"]), int(r["checksum"]))
+            assert not any(data) and data_set.checked(sample, data, *place) == expected.read(sample)
+
+
+def test_an_earlier_versions_index_is_not_taken(source, tmp_path):
+    (tmp_path / "index.npy").write_bytes(b"of another version")
+    with DataSet(source, local=tmp_path) as data_set:
+        assert len(data_set) == 1200
+
+
+def test_files_are_given_back_when_a_shard_is_whole(source, tmp_path):
+    """Of each shard one file stays open, and not its source, its map and what was written to."""
+    before = len(os.listdir("/proc/self/fd"))
+    manifest = Manifest.read(source)
+    with DataSet(source, local=tmp_path) as data_set:
+        landings = [Landing(tmp_path / info.name, info, 1 << 20, False) for info in manifest.shards]
+        for number, (landing, info) in enumerate(zip(landings, manifest.shards, strict=True)):
+            content = memoryview((source / info.name).read_bytes())
+            landing.write(0, content[: 1 << 20])
+            data_set.reader._arriving[number]._next_look = 0.0
+            assert (
+                data_set.reader.read(number, 0, 100) == data_set.reader.read(number, 2 << 20, 100)[:0] + content[:100]
+            )
+            for offset in range(1 << 20, len(content), 1 << 20):
+                landing.write(offset, content[offset : offset + (1 << 20)])
+            landing.finish(lambda path=None: None)
+        for number in range(len(landings)):
+            data_set.reader._arriving[number]._next_look = 0.0
+            data_set.reader.read(number, 0, 100)
+        time.sleep(0.5)  # a thread closes them
+        assert len(os.listdir("/proc/self/fd")) - before <= len(landings) + 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
@@ -268,6 +314,23 @@ def test_what_goes_wrong_in_the_background_is_told(tmp_path):
     assert "stopped" in run("--status", local)
     message = run("--wait", local, code=1)
     assert "no process is at work there" in message and "shard-000001.tar" in message
+
+
+def test_where_all_is_in_place_it_returns_at_once(tmp_path):
+    """Also where somebody else has put it there, and where nothing can be written."""
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [CHUNK, 1000])
+    shutil.copytree(source, local)
+    whole = json.loads(run(source, local, "--background", "--json"))
+    assert (whole["state"], whole["whole_files"]) == ("whole", 2)
+    if os.geteuid() == 0:
+        subprocess.run(["mount", "-o", "bind,ro", local, local], check=True)
+        try:
+            assert "copied" in run(source, local, "--background")
+        finally:
+            subprocess.run(["umount", local], check=True)
+    assert "into itself" in run(source, source / "local", "--background", code=2)
+    assert not (source / "local").exists()
 
 
 def test_a_planted_link_is_not_followed(tmp_path):

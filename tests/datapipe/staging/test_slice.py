@@ -204,7 +204,7 @@ def test_a_damaged_slot_is_a_miss_and_is_free_again(slots, tmp_path, caplog):
 
 
 def test_a_slot_that_a_killed_process_was_writing_to_is_freed(slots, tmp_path):
-    slots._tag(2, block_slots.BUSY)
+    block_slots._write_tag(slots._files[1], 2, block_slots.BUSY)
     beside = BlockSlots(tmp_path)  # while another process is at work, it may be that one's
     assert beside.blocks().tolist() == [-1, -1, block_slots.BUSY]
     slots.keep(5, memoryview(b"x"), lambda tags: 2)
