@@ -292,7 +292,7 @@ def test_no_link_is_followed(tmp_path, what):
     name = "shard-000000.tar" if what == "shard" else f".shard-000000.tar.{what}"
     (local / name).symlink_to(victim)
     if what == "shard":  # renaming replaces the link
-        stage(tmp_path / "source", local, StageOptions(chunk_mib=1))
+        stage(tmp_path / "source", local, StageOptions(chunk_mib=1, replace=True))
         assert same(tmp_path / "source", local)
     else:
         with pytest.raises(StagingError):
