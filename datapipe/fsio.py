@@ -143,8 +143,8 @@ def lock_holders(path: Path, shared: bool = False) -> list[int]:
     place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     # proc(5): "1: FLOCK ADVISORY WRITE pid dev:inode 0 EOF"; a line with "->" is of a process that waits
-    held = [row for row in lines if len(row) > 5 and row[1] == "FLOCK" and row[3] in kinds and row[5] == place]
-    return [int(row[4]) for row in held if row[4] != "0"]
+    locks = [row for row in lines if len(row) > 5 and row[1] == "FLOCK" and row[3] in kinds and row[5] == place]
+    return [int(row[4]) for row in locks if row[4] != "0"]
 
 
 def boot_id() -> str:
