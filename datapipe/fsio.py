@@ -123,24 +123,28 @@ def locked(folder: Path, wait: bool, shared: bool = False, may_vanish: bool = Fa
         os.close(fd)
 
 
-def lock_holder(path: Path) -> str:
+def lock_holder(path: Path, shared: bool = False) -> str:
     """Name the process that holds a folder's or file's lock, such as "process 17 (datapipe)"; "" where it is not known.
 
-    It may be in another container, or on another host.
+    It may be in another container, or on another host. See `lock_holders` for `shared`.
     """
-    for pid in lock_holders(path):
+    for pid in lock_holders(path, shared):
         with suppress(OSError):
             return f"process {pid} ({Path('/proc', str(pid), 'comm').read_text().strip()})"
     return ""
 
 
-def lock_holders(path: Path) -> list[int]:
-    """List the processes that hold a folder's or file's lock, those that can be seen from here."""
-    info = os.stat(path)
+def lock_holders(path: Path, shared: bool = False) -> list[int]:
+    """List the processes that hold a folder's or file's lock, those that can be seen from here.
+
+    Those that share it count only if `shared`.
+    """
+    kinds, info = ("WRITE", "READ") if shared else ("WRITE",), os.stat(path)
     place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     # proc(5): "1: FLOCK ADVISORY WRITE pid dev:inode 0 EOF"; a line with "->" is of a process that waits
-    return [int(row[4]) for row in lines if len(row) > 5 and row[1] == "FLOCK" and row[5] == place and row[4] != "0"]
+    locks = [row for row in lines if len(row) > 5 and row[1] == "FLOCK" and row[3] in kinds and row[5] == place]
+    return [int(row[4]) for row in locks if row[4] != "0"]
 
 
 def boot_id() -> str:

@@ -49,7 +49,7 @@ class CachedCopy:
         last_used: when its owner last staged or opened it, in seconds since 1970.
         owner: the user's number.
         device: of the filesystem.
-        is_whole: whether it is a data set.
+        is_whole: whether it is a data set, or has the slots for a part of one.
     """
 
     folder: Path
@@ -85,7 +85,8 @@ class CachedCopy:
                 sizes = {entry.name: entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries}
             size = sum(size for name, size in sizes.items() if name in names or is_note(name))
             place = folder, cache, str(origin["source"]), digest, names, size
-            return cls(*place, noted.st_mtime, info.st_uid, info.st_dev, MANIFEST in sizes)
+            has_slots = bool(origin.get("capacity_bytes") and origin["is_complete"]) and {SLOTS, TAGS} <= sizes.keys()
+            return cls(*place, noted.st_mtime, info.st_uid, info.st_dev, MANIFEST in sizes or has_slots)
         except (OSError, ValueError, KeyError, TypeError, RecursionError, DatapipeError):
             return None
         finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..dataset.block_slots import SLOTS
 from ..dataset.manifest import MANIFEST, read_content
 from ..errors import DatapipeError, StagingError
 from ..fsio import free_bytes, lock_holders
@@ -31,8 +32,8 @@ def describe(cache: Path) -> list[dict[str, Any]]:
             "owner": user_name(copy.owner),
             "size_bytes": copy.size_bytes,
             "last_used": copy.last_used,
-            "in_use": _processes(copy.folder / MANIFEST),
-            "staging": _processes(copy.folder),
+            "in_use": [its for name in (MANIFEST, SLOTS) for its in _processes(copy.folder / name, shared=True)],
+            "staging": _processes(copy.folder, shared=False),
             "kept": [{"job": keep.job, "host": keep.host, "until": keep.until} for keep in copy.keeps()],
             "pinned": copy.is_pinned(),
             "unfinished": not copy.is_whole,
@@ -42,11 +43,11 @@ def describe(cache: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _processes(path: Path) -> list[dict[str, Any]]:
-    """List the processes that hold a lock, those that can be seen from here."""
+def _processes(path: Path, shared: bool) -> list[dict[str, Any]]:
+    """List the processes that hold a lock, or also those that share it, as far as they can be seen from here."""
     processes = []
     with suppress(OSError):
-        for pid in lock_holders(path):
+        for pid in lock_holders(path, shared):
             with suppress(OSError):
                 folder = Path("/proc", str(pid))
                 name, user = (folder / "comm").read_text().strip(), user_name(folder.stat().st_uid)
@@ -78,8 +79,8 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
     """Remove from a cache what no job needs any more.
 
     That is: notes of jobs that have ended; copies of which the source has a later version; unfinished copies of which
-    the source is gone; then, the least recently used first, copies that nobody uses, until so much is free, or none is
-    left.
+    the source is gone, and not only its filesystem; then, the least recently used first, copies that nobody uses,
+    until so much is free, or none is left.
 
     Args:
         cache: a folder.
@@ -118,16 +119,17 @@ def _why_useless(copy: CachedCopy, timeout_s: float) -> str:
     """Say why nobody will use a copy again; "" where that is not known."""
     source = Path(copy.source)
 
-    def read() -> str | None:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(source / MANIFEST)
-            return compute_digest(read_content(source))
-        return None
+    def read() -> str:
+        """Return the digest of the source; "" where it is gone. Raises OSError where that is not known."""
+        beside = os.listdir(source.parent)
+        if beside and source.name not in beside:  # an empty folder is where a filesystem was mounted
+            return ""
+        return compute_digest(read_content(source))
 
     try:
         digest = in_time(read, source, timeout_s)
-    except (DatapipeError, OSError):  # its filesystem does not answer
+    except (DatapipeError, OSError):  # its filesystem does not answer, or is not mounted
         return ""
-    if digest is None:
+    if not digest:
         return "" if copy.is_whole else "it is unfinished, and its source is gone"
     return "its source has a later version" if digest != copy.digest else ""

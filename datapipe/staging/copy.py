@@ -10,16 +10,17 @@ from pathlib import Path
 
 from ..console import Progress
 from ..dataset.manifest import INDEX
-from ..errors import SettingError
 from ..streams import Moved, work_on_files
 from .keep import EvictedError, hold_copy, keep_for_job
 from .landing import Landing, make_own_name
 from .local_copy import LocalCopy, States
 from .lock import hold_lock
 from .options import StageOptions
+from .origin import ORIGIN
 from .plan import Chunk, cut, needed_bytes, stagger
 from .source_files import SourceFile, Throttle
 from .space import check_space, warn_of_place
+from .taking_over import check_handmade, check_place, is_handmade, remove_other, remove_slots, sweep
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -146,10 +147,7 @@ def prepare(
         BusyError: another process is staging, and `waits` is False.
         StagingError, SettingError: as `stage`.
     """
-    if local.resolve().is_relative_to(source.resolve()):
-        raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
-    if local.is_file():
-        raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
+    check_place(source, local)
     for copy in copies:
         copy.check_other(options.replace)
     keep_for_job(local, options.placement.job, os.environ)
@@ -164,10 +162,17 @@ def prepare(
             if not is_locked:
                 own_name = make_own_name()
             copy.check_other(options.replace)  # in the meantime, another process may have put something there
-            copy.remove_other()
+            is_theirs, was_begun = is_handmade(copy), (copy.target / ORIGIN).exists()
+            remove_other(copy)
             present = copy.find_present(options.timeout_s, trusts, is_locked)
-            copy.sweep(is_locked, present)
-            copy.write_origin(present, False, options.in_background and is_locked)
+            if is_theirs and not options.replace:
+                check_handmade(copy, present)
+            if was_begun:
+                sweep(copy, is_locked, present)
+            if not is_theirs:
+                if is_locked:
+                    remove_slots(copy)
+                copy.write_origin(present, False, options.in_background and is_locked)
         prepared.append(Prepared(copy, present, is_locked, own_name))
     return prepared
 

@@ -43,6 +43,7 @@ def stage_or_join(
         if copy.has_slots() and not joins:
             raise SettingError(f"cache: {copy.target} has room for a part only; this needs the whole data set")
         if is_trusted(copy.target) and (copy.has_slots() or (joins and copy.may_be_used())):
+            copy.touch()
             return copy.target, False
         is_own = copy.target.parent == cache
         options = replace(options, evict=is_own)

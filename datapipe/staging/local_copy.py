@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..dataset.arriving import KINDS, temporary_path
 from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..errors import ManifestError, StagingError
 from ..fsio import atomic_write, boot_id, checksum, sync_folder
 from ..streams import Moved, work_on_files
-from .landing import is_of_dead_process
 from .lock import find_holder
 from .origin import ORIGIN, Origin
 
@@ -99,12 +97,13 @@ class LocalCopy:
 
         An earlier version of the same data set always may.
         """
-        if may_replace or self.other_manifest() is None or self._is_of_same_source():
+        if may_replace or self.other_manifest() is None or self.is_of_same_source():
             return
         message = f"holds another data set than {self.source}; choose another folder, or replace it with --replace"
         raise StagingError(message, path=self.target)
 
-    def _is_of_same_source(self) -> bool:
+    def is_of_same_source(self) -> bool:
+        """Return whether the folder says that it is a copy of the same data set, or of an earlier version of it."""
         with suppress(StagingError):
             return Origin.read(self.target).source == str(self.source.resolve())
         return False
@@ -133,11 +132,19 @@ class LocalCopy:
         return False
 
     def has_slots(self) -> bool:
-        """Return whether the folder has slots for a part of this version of the data set."""
-        with suppress(StagingError):
+        """Return whether the folder has slots for a part of this version of the data set.
+
+        Raises StagingError where it is to have them, but they are not ready: it has no room for all.
+        """
+        try:
             origin = Origin.read(self.target)
-            return origin.capacity_bytes > 0 and origin.manifest == self._digest
-        return False
+        except StagingError:
+            return False
+        if not origin.capacity_bytes or origin.manifest != self._digest:
+            return False
+        if origin.is_complete and all((self.target / name).exists() for name in (SLOTS, TAGS)):
+            return True
+        raise StagingError("its room for a part is not ready: stage to it again, with --mode slice", path=self.target)
 
     def write_origin(
         self, present: Collection[str], is_complete: bool, in_background: bool = False, capacity_bytes: int = 0
@@ -162,41 +169,11 @@ class LocalCopy:
             capacity_bytes,
         ).write(self.target)
 
-    def remove_other(self) -> None:
-        """Remove what another data set has here and this one has not. Its manifest goes first."""
-        other = self.other_manifest()
-        if other is None:
-            return
-        logger.info("%s holds another version of the data set, or another data set: replacing it", self.target)
-        (self.target / MANIFEST).unlink()
-        sync_folder(self.target)
-        mine = {file.name for file in self.manifest.all_files()}
-        for file in other.all_files():
-            if file.name not in mine:
-                (self.target / file.name).unlink(missing_ok=True)
-
     def touch(self) -> None:
         """Note that the copy is used; not in another user's."""
         with suppress(OSError):
             if os.lstat(self.target / ORIGIN).st_uid == os.geteuid():
                 os.utime(self.target / ORIGIN, follow_symlinks=False)
-
-    def sweep(self, is_locked: bool, present: Collection[str]) -> None:
-        """Remove temporary files that nobody will continue, and slots for a part of the data set.
-
-        Args:
-            is_locked: whether no other process is at work here. Where that is not known, only files go whose process,
-                as their names tell, was on this host and has ended.
-            present: names of the files that are in place.
-        """
-        files = [self.target / file.name for file in self.manifest.all_files() if file.name not in present]
-        continued = {temporary_path(file, kind) for file in files for kind in KINDS}
-        for path in {path for kind in KINDS for path in self.target.glob(f".*.{kind}")} - continued:
-            if is_locked or is_of_dead_process(path):
-                path.unlink(missing_ok=True)
-        if is_locked:
-            for name in (TAGS, SLOTS):
-                (self.target / name).unlink(missing_ok=True)
 
     def find_present(self, timeout_s: float, trusts: bool, is_locked: bool) -> States:
         """Find the files that are in place with their checksum.
@@ -252,9 +229,8 @@ class LocalCopy:
             StagingError: without the lock: another process has changed the copy meanwhile.
         """
         states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}  # all are there
-        is_ours = (self.target / ORIGIN).exists()
+        is_ours = (self.target / ORIGIN).exists()  # else somebody has made it, who may not want it to be removed
         if not self.has_manifest():
-            is_ours = True
             if not is_locked:
                 raise StagingError("was changed by another process meanwhile: stage again", path=self.target)
             if (self.target / MANIFEST).exists():

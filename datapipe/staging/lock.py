@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import time
@@ -10,12 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import StagingError
-from ..fsio import lock_holder, locked, make_folder
+from ..fsio import lock_holder, lock_holders, locked, make_folder, open_plain
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # between looks at a lock that another process holds
 SAY_S = 10.0  # how often to say who holds it
+MOMENT_S = 1.0  # who only looks at a file has let go of its lock by then
 
 
 class BusyError(StagingError):
@@ -36,6 +38,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
 
     Raises:
         BusyError: another process holds it, and `waits` is False, or that process does nothing.
+        FileNotFoundError: the folder is removed again and again, or cannot be made.
     """
     said, deadline, state = float("-inf"), time.monotonic() + patience_s, _state_of(folder)
     with ExitStack() as stack:
@@ -45,6 +48,9 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 is_locked = stack.enter_context(locked(folder, wait=False, may_vanish=True))
                 break
             except FileNotFoundError:  # removed at this moment
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOOK_S)
                 continue
             except BlockingIOError:
                 holder = "another process"
@@ -66,14 +72,47 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
 
 
 def find_holder(folder: Path) -> str:
-    """Name the process that holds a folder's lock; "" where nobody does."""
+    """Name the process that has a folder for itself, in order to stage to it; "" where nobody does."""
     if holder := lock_holder(folder):
         return holder
+    if lock_holders(folder, shared=True):  # who only looks, as below
+        return ""
     try:  # it may be in another container
         with locked(folder, wait=False, shared=True):
             return ""
     except BlockingIOError:
         return "another process"
+
+
+@contextmanager
+def hold_unused(path: Path) -> Iterator[None]:
+    """Hold the lock of the file that the users of a copy hold, its manifest or slots, so that nobody uses the copy.
+
+    Nothing is held where there is no such file, or where the filesystem has no locks.
+
+    Raises StagingError where somebody uses the copy.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            fd, _ = open_plain(path)
+            stack.callback(os.close, fd)
+            deadline = time.monotonic() + MOMENT_S
+            while not _lock_now(fd):
+                if time.monotonic() > deadline:
+                    holder = lock_holder(path, shared=True) or "another process"
+                    message = f"is in use by {holder}: wait until that ends, or choose another folder"
+                    raise StagingError(message, path=path.parent)
+                time.sleep(MOMENT_S / 20)
+        yield
+
+
+def _lock_now(fd: int) -> bool:
+    """Lock a file; return False where another process has locked it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:

@@ -17,7 +17,7 @@ from ..dataset.arriving import LANDED
 from ..dataset.block_slots import BlockSlots
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
-from ..fsio import make_folder
+from ..fsio import make_folder, open_plain
 from .landing import open_own
 from .lock import find_holder
 from .origin import ORIGIN, Origin
@@ -69,8 +69,15 @@ def find_progress(local: Path) -> StageProgress:
         local: a copy, or the folder of the copies of several splits.
 
     Raises:
-        StagingError: nothing was staged there, or what was cannot be read.
+        StagingError: nothing was staged there, or what was cannot be read, or is removed at this moment.
     """
+    try:
+        return _find_progress(local)
+    except FileNotFoundError as error:
+        raise StagingError("was removed meanwhile, to make room", path=local) from error
+
+
+def _find_progress(local: Path) -> StageProgress:
     copies = [path.parent for path in (local / ORIGIN, *sorted(local.glob(f"*/{ORIGIN}"))) if path.exists()]
     if not copies:
         raise StagingError("nothing was staged there", path=local)
@@ -101,7 +108,8 @@ def _count(copy: Path) -> tuple[int, int]:
     for entry in os.scandir(copy):
         with suppress(OSError, ValueError):
             if entry.name.endswith(f".{LANDED}") and entry.name.startswith("."):
-                head, flags = Path(entry.path).read_bytes().split(b"\n", 1)
+                with open(open_plain(Path(entry.path))[0], "rb") as file:
+                    head, flags = file.read().split(b"\n", 1)
                 _, size, chunk = head.split()
                 landed += min(flags[:-1].count(1) * int(chunk), int(size))
             elif not entry.name.startswith(".") and entry.name != MANIFEST and entry.is_file(follow_symlinks=False):

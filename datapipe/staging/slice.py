@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 
-from ..dataset.block_slots import BlockSlots, make_slots
+from ..dataset.block_slots import SLOTS, BlockSlots, make_slots
 from ..dataset.index import open_index
+from ..dataset.manifest import MANIFEST
 from ..dataset.shard_files import room_for
 from ..errors import SettingError, StagingError
-from ..fsio import free_bytes, make_folder
 from ..sampling.block_order import grid, longest
 from ..streams import in_time
 from .copy import Staged, stage_copies
+from .keep import keep_for_job
 from .local_copy import LocalCopy
 from .lock import hold_lock
 from .options import StageOptions
+from .origin import ORIGIN, Origin
+from .space import make_space
+from .taking_over import check_place, names_there, remove_slots, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +53,10 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
     if left <= 0:
         names = ", ".join(copy.source.name for copy in smaller)
         raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
+    check_place(source, local)
+    _check_folder(largest, options)
     results = stage_copies(source, local, whole, options) if whole else []
+    keep_for_job(local, options.placement.job, os.environ)
     return [*results, in_time(lambda: _make_room(largest, left, options), largest.source, options.timeout_s)]
 
 
@@ -58,20 +67,38 @@ def _make_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> S
     num_slots = min(capacity_bytes // slot_bytes, num_blocks)
     if not num_slots:
         raise SettingError(f"capacity: {capacity_bytes:,} bytes have no room for a block of {slot_bytes:,}")
-    make_folder(copy.target)
     with hold_lock(copy.target, options.timeout_s):
-        if any((copy.target / shard.name).exists() for shard in copy.manifest.shards):
-            raise StagingError("holds a copy, or a part of one; choose another folder", path=copy.target)
+        _check_folder(copy, options)
         kept_bytes = _find_kept_bytes(copy, (num_slots, slot_bytes, options.chunk_bytes))
         if kept_bytes is None:
-            copy.sweep(True, {file.name for file in copy.manifest.all_files()})
-            if num_slots * slot_bytes > (free := free_bytes(copy.target)):
-                raise StagingError(f"needs {num_slots * slot_bytes:,} bytes, {free:,} are free", path=copy.target)
+            needed = num_slots * slot_bytes
+            make_space(needed - _old_bytes(copy.target), {copy.source, copy.target}, copy.target, options)
+            if (copy.target / ORIGIN).exists():
+                sweep(copy, True, {file.name for file in copy.manifest.all_files()})
+            remove_slots(copy)
+            copy.write_origin((), False, capacity_bytes=needed)
             make_slots(copy.target, num_slots, slot_bytes, options.chunk_bytes)
+        if kept_bytes is None or not Origin.read(copy.target).is_complete:
             copy.write_origin((), True, capacity_bytes=num_slots * slot_bytes)
     part = f"{num_slots:,} of {num_blocks:,} blocks ({num_slots / num_blocks:.0%})"
     logger.info("%s: room for %s, which loaders with order='blocks' fill", copy.target, part)
     return Staged(copy.target, copy.manifest.num_samples, 0, kept_bytes or 0)
+
+
+def _check_folder(copy: LocalCopy, options: StageOptions) -> None:
+    """Raise StagingError where a folder holds files of a data set, which would be removed together with the slots."""
+    copy.check_other(options.replace)
+    names = names_there(copy)
+    large = {MANIFEST, *(shard.name for shard in copy.manifest.shards)}
+    if names and (large.intersection(names) or not copy.is_of_same_source()):
+        raise StagingError(f"holds files of a copy, such as {names[0]}; choose another folder", path=copy.target)
+
+
+def _old_bytes(folder: Path) -> int:
+    """Return what a folder's slots take on the disk, which is free when they are made again."""
+    with suppress(OSError):
+        return os.lstat(folder / SLOTS).st_blocks * 512
+    return 0
 
 
 def _find_kept_bytes(copy: LocalCopy, sizes: tuple[int, int, int]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import StagingError
@@ -43,9 +44,25 @@ def check_space(needed: int, files: list[Transfer], local: Path, options: StageO
     Raises:
         StagingError: there is not enough space.
     """
-    if not needed or needed <= (free := free_bytes(local)):
+    if needed:
+        make_space(needed, {path.parent for file in files for path in file.paths}, local, options)
+
+
+def make_space(needed: int, spared: Collection[Path], local: Path, options: StageOptions) -> None:
+    """Check that there is space; make room for it if that is allowed.
+
+    Args:
+        needed: bytes.
+        spared: folders that are not removed, and of what they are copied from.
+        local: where the bytes go to.
+        options: whether other copies beside `local` may be removed.
+
+    Raises:
+        StagingError: there is not enough space.
+    """
+    if needed <= (free := free_bytes(local)):
         return
-    cache, spared = local.absolute().parent, {path.parent for file in files for path in file.paths}
+    cache = local.absolute().parent
     if options.evict:
         evict(local, cache, needed, spared)
         if needed <= (free := free_bytes(local)):

@@ -19,12 +19,15 @@ import pytest
 
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import StagingError
-from datapipe.fsio import boot_id, locked
+from datapipe.fsio import boot_id, lock_holders, locked
 from datapipe.loaders import open_loader
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cache import evict, find_copies, remove
 from datapipe.staging.cleaning import clean, describe
 from datapipe.staging.keep import pin
+from datapipe.staging.lock import BusyError, find_holder
+from datapipe.staging.origin import Origin
+from datapipe.staging.progress import find_progress
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.datapipe.staging.test_shared import AS_NOBODY, LOAD, STAGE, needs_root, run
 
@@ -567,3 +570,79 @@ def test_users_open_the_same_cache_at_once(packed_folders):
         assert done.returncode == 0 and done.stdout.split() == ["8"], done.stderr
     finally:
         shutil.rmtree(folder)
+
+
+# --- who holds what ---
+
+
+def test_an_earlier_version_that_a_loader_has_open_is_not_replaced(packed_folders, tmp_path, held):
+    source, local = tmp_path / "source", tmp_path / "local"
+    shutil.copytree(packed_folders["tar"] / "val", source)
+    stage(source, local)
+    child = held(source, local)
+    before = sorted(path.name for path in local.iterdir())
+    shutil.rmtree(source)
+    make_data_set(source, [1000])
+    with pytest.raises(StagingError, match=rf"is in use by process {child.pid} \(") as caught:
+        stage(source, local)
+    assert not isinstance(caught.value, BusyError)  # in an exchange, all nodes are told
+    assert sorted(path.name for path in local.iterdir()) == before
+    child.communicate("")
+    stage(source, local)
+    assert same(source, local)
+
+
+def test_who_only_looks_at_a_folder_does_not_stage_to_it(tmp_path):
+    make_data_set(tmp_path / "source", [1000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    with locked(copy, wait=False, shared=True):
+        assert lock_holders(copy) == [] and lock_holders(copy, shared=True) == [os.getpid()]
+        assert find_holder(copy) == "" and describe(tmp_path / "cache")[0]["staging"] == []
+    with locked(copy, wait=False):
+        assert f"process {os.getpid()} (" in find_holder(copy)
+        assert [its["pid"] for its in describe(tmp_path / "cache")[0]["staging"]] == [os.getpid()]
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "a folder with others", "the source, empty"])
+def test_an_unfinished_copy_stays_while_its_source_may_come_back(tmp_path, left):
+    """Only where the source's folder shows that it is gone, it goes; not where a filesystem is not mounted."""
+    source, cache = tmp_path / "shared" / "source", tmp_path / "cache"
+    make_data_set(source, [1000])
+    copy = stage_once(source, cache)
+    (copy / MANIFEST).unlink()
+    shutil.rmtree(tmp_path / "shared")
+    if left != "nothing":
+        (tmp_path / "shared").mkdir()
+    if left == "a folder with others":
+        (tmp_path / "shared" / "other").mkdir()
+    if left == "the source, empty":
+        source.mkdir()
+    assert len(clean(cache).removed) == (left == "a folder with others")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_no_link_or_pipe_is_read_to_tell_how_far_a_copy_is(tmp_path, kind):
+    make_data_set(tmp_path / "source", [1000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    path = copy / ".shard-000001.tar.landed"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        (tmp_path / "other").write_bytes(b"0 4096 4096\n\1\0")
+        path.symlink_to(tmp_path / "other")
+    assert find_progress(copy).landed_bytes == 1000
+
+
+def test_progress_of_a_copy_that_is_removed_at_this_moment(tmp_path, monkeypatch):
+    make_data_set(tmp_path / "source", [1000])
+    copy = stage_once(tmp_path / "source", tmp_path / "cache")
+    read = Origin.read
+
+    def removed_after(folder: Path) -> Origin:
+        origin = read(folder)
+        shutil.rmtree(folder)
+        return origin
+
+    monkeypatch.setattr(Origin, "read", removed_after)
+    with pytest.raises(StagingError, match="was removed meanwhile"):
+        find_progress(copy)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from datapipe.cluster import Placement
 from datapipe.dataset import block_slots
 from datapipe.dataset.block_slots import BlockSlots, make_slots
 from datapipe.dataset.manifest import Manifest
@@ -21,7 +24,10 @@ from datapipe.errors import SettingError, StagingError
 from datapipe.loaders import open_loader
 from datapipe.packing import PackOptions, pack
 from datapipe.staging import StageOptions, stage
+from datapipe.staging.cleaning import describe
+from datapipe.staging.lock import BusyError
 from datapipe.staging.progress import find_progress
+from tests.datapipe.staging.data_sets import make_data_set
 
 MIB = 1 << 20
 LOADING = {"batch_size": 2, "size": 16, "block_mib": 1, "threads": 2, "order": "blocks", "last": "pad"}
@@ -269,3 +275,112 @@ def test_another_user_reads_slots_and_writes_nothing(source, sliced, tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"HOME": "/tmp"}, timeout=120)
     assert done.returncode == 0 and done.stdout.split() == ["1200", "False"], done.stdout + done.stderr
     assert (sliced / "train" / ".tags").read_bytes() == before
+
+
+# --- what a slice must not destroy ---
+
+SLICE = StageOptions(mode="slice", capacity_bytes=12 * MIB, chunk_mib=1)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-000002.tar", "index.npy"])
+def test_a_folder_with_somebodys_files_gets_no_slots(source, tmp_path, name):
+    local = tmp_path / "local"
+    local.mkdir()
+    for file in (name, ".shard-000000.tar.partial", ".notes.partial"):
+        (local / file).write_bytes(b"mine")
+    if name == "manifest.json":
+        shutil.copy(source / "train" / name, local)
+    before = {path.name: path.read_bytes() for path in local.iterdir()}
+    with pytest.raises(StagingError, match=f"holds files of a copy, such as {name}.*; choose another folder"):
+        stage(source / "train", local, SLICE)
+    assert {path.name: path.read_bytes() for path in local.iterdir()} == before
+
+
+def test_temporary_files_of_a_folder_that_staging_has_not_made_stay(source, tmp_path):
+    (tmp_path / ".notes.partial").write_bytes(b"mine")
+    stage(source / "train", tmp_path, SLICE)
+    assert (tmp_path / ".notes.partial").exists()
+
+
+def test_a_slice_goes_to_the_same_places_as_a_copy(source, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for local, message in ((source / "train" / "local", "into itself"), (tmp_path / "file", "is a file")):
+        with pytest.raises(SettingError, match=message):
+            stage(source / "train", local, SLICE)
+    assert not (source / "train" / "local").exists()
+
+
+def test_a_slice_is_kept_for_its_job_and_its_time_is_that_of_its_use(source, tmp_path):
+    options = replace(SLICE, placement=Placement(job="17"))
+    stage(source, tmp_path / "local", options)
+    assert (tmp_path / "local" / ".keep-17.json").exists()
+    origin = tmp_path / "local" / "train" / ".origin.json"
+    os.utime(origin, (1, 1))
+    batches(source, tmp_path / "local", epochs=1)
+    assert origin.stat().st_mtime > 1
+
+
+def test_slots_that_a_loader_has_open_stay(source, sliced):
+    """Neither another capacity nor a copy takes them away; `--list` names who uses them."""
+    before = (sliced / "train" / ".slots").stat().st_ino
+    program = (
+        "import json, sys; from datapipe.loaders import open_loader\n"
+        "loader = open_loader(sys.argv[1], cache=sys.argv[2], **json.loads(sys.argv[3]))\n"
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", program, str(source / "train"), str(sliced), json.dumps(LOADING)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "open\n"
+        for options in (replace(SLICE, capacity_bytes=8 * MIB), StageOptions(mode="copy")):
+            with pytest.raises(StagingError, match=rf"is in use by process {child.pid} \(") as caught:
+                stage(source / "train", sliced / "train", options)
+            assert not isinstance(caught.value, BusyError)  # in an exchange, all nodes are told
+            assert (sliced / "train" / ".slots").stat().st_ino == before
+        (row,) = [row for row in describe(sliced) if row["folder"].endswith("train")]
+        assert [process["pid"] for process in row["in_use"]] == [child.pid] and not row["unfinished"]
+        child.communicate("")
+    stage(source / "train", sliced / "train", replace(SLICE, capacity_bytes=8 * MIB))
+    assert (sliced / "train" / ".slots").stat().st_size <= 8 * MIB
+
+
+@pytest.mark.parametrize("gone", [".slots", ".tags", "completion"])
+def test_slots_that_are_not_ready_are_not_used_and_are_made_again(source, sliced, gone):
+    """As after a kill while they were made."""
+    folder = sliced / "train"
+    if gone == "completion":
+        origin = json.loads((folder / ".origin.json").read_text())
+        (folder / ".origin.json").write_text(json.dumps(origin | {"is_complete": False}))
+    else:
+        (folder / gone).unlink()
+    with pytest.raises(StagingError, match="its room for a part is not ready"):
+        batches(source, sliced, epochs=1)
+    assert not (folder / "manifest.json").exists()
+    assert [row["unfinished"] for row in describe(sliced) if row["folder"].endswith("train")] == [True]
+    stage(source, sliced, SLICE)
+    assert batches(source, sliced, epochs=1) == batches(source, None, epochs=1)
+
+
+def test_the_folder_says_what_it_is_before_slots_are_made(source, tmp_path, monkeypatch):
+    def no_space(folder, *_sizes):
+        origin = json.loads((folder / ".origin.json").read_text())
+        assert not origin["is_complete"] and origin["capacity_bytes"]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("datapipe.staging.slice.make_slots", no_space)
+    with pytest.raises(StagingError, match="No space left"):
+        stage(source / "train", tmp_path / "local", SLICE)
+
+
+def test_slots_make_room_only_when_asked_and_old_ones_count_as_free(source, small_disk):
+    stage(source / "train", small_disk / "train", replace(SLICE, capacity_bytes=10 * MIB))
+    with pytest.raises(StagingError, match="are free"):
+        stage(source / "train", small_disk / "train", replace(SLICE, capacity_bytes=20 * MIB))
+    assert find_progress(small_disk / "train").state == "slice"  # what was there is still there
+    stage(source / "train", small_disk / "train", SLICE)
+    make_data_set(small_disk.parent / "other", [3 * MIB])
+    stage(small_disk.parent / "other", small_disk / "other")
+    other = StageOptions(mode="slice", capacity_bytes=14 * MIB, chunk_mib=1)
+    with pytest.raises(StagingError, match="with --evict, copies in"):
+        stage(source / "train", small_disk / "train", other)
+    stage(source / "train", small_disk / "train", replace(other, evict=True))
+    assert not (small_disk / "other").exists()

@@ -1,5 +1,6 @@
 """Staging by one process: every copy is checked, continues where it was stopped, and disturbs nobody."""
 
+import errno
 import json
 import os
 import random
@@ -19,7 +20,9 @@ from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import ManifestError, SettingError, ShardCorruptError, StagingError
 from datapipe.fsio import checksum, locked
 from datapipe.staging import StageOptions, stage, stage_once
+from datapipe.staging.cache import find_copies
 from datapipe.staging.landing import Landing
+from datapipe.staging.lock import hold_lock
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 
 
@@ -292,7 +295,7 @@ def test_no_link_is_followed(tmp_path, what):
     name = "shard-000000.tar" if what == "shard" else f".shard-000000.tar.{what}"
     (local / name).symlink_to(victim)
     if what == "shard":  # renaming replaces the link
-        stage(tmp_path / "source", local, StageOptions(chunk_mib=1))
+        stage(tmp_path / "source", local, StageOptions(chunk_mib=1, replace=True))
         assert same(tmp_path / "source", local)
     else:
         with pytest.raises(StagingError):
@@ -329,3 +332,68 @@ def test_without_locks_two_processes_do_not_meet(tmp_path, start):
 def test_settings_out_of_range(settings, word):
     with pytest.raises(SettingError, match=f"{word}: "):
         StageOptions(**settings)
+
+
+def make_by_hand(source: Path, local: Path, *names: str) -> None:
+    local.mkdir()
+    for name in names:
+        shutil.copy(source / name, local)
+
+
+@pytest.mark.parametrize("lock", ["lock", "no lock"])
+@pytest.mark.parametrize("name", [MANIFEST, "shard-000001.tar"])
+def test_a_copy_made_by_hand_is_completed_and_stays_its_makers(tmp_path, monkeypatch, name, lock):
+    """It gets no `.origin.json`, so that nothing removes it to make room; temporary files in it are not staging's."""
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [CHUNK, 300, 50])
+    make_by_hand(source, local, name)
+    (local / ".notes.partial").write_text("mine")
+    if lock == "no lock":
+        monkeypatch.setattr("fcntl.flock", _no_lock)
+    for _ in range(2):
+        stage(source, local)
+        assert (local / ".notes.partial").read_text() == "mine" and not (local / ".origin.json").exists()
+    (local / ".notes.partial").unlink()
+    assert same(source, local) and find_copies(tmp_path) == []
+
+
+def _no_lock(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "shard-000001.tar"])
+def test_other_bytes_in_a_folder_made_by_hand_are_replaced_only_when_asked(tmp_path, name):
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [CHUNK, 300, 50])
+    make_by_hand(source, local, "shard-000000.tar")
+    (local / name).write_bytes(b"mine")
+    for _ in range(2):
+        with pytest.raises(StagingError, match=rf"{name}: is not the data set's.*--replace"):
+            stage(source, local)
+        assert (local / name).read_bytes() == b"mine" and not (local / ".origin.json").exists()
+    stage(source, local, StageOptions(replace=True))
+    assert same(source, local) and not (local / ".origin.json").exists()
+
+
+def test_a_copy_that_was_stopped_stays_stagings(tmp_path):
+    """Its shards may be damaged, and are copied again."""
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [CHUNK, 300])
+    stage(source, local)
+    (local / MANIFEST).unlink()
+    flip(local / "shard-000001.tar", 7)
+    stage(source, local)
+    assert same(source, local) and len(find_copies(tmp_path)) == 1
+
+
+def test_a_folder_that_vanishes_again_and_again_is_an_error(tmp_path, monkeypatch):
+    """Not a loop without an end."""
+    monkeypatch.chdir(tmp_path)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    began = time.monotonic()
+    with pytest.raises(FileNotFoundError), hold_lock(Path("local"), 1.0):
+        pass
+    assert 1 <= time.monotonic() - began < 10
