@@ -36,7 +36,7 @@ NODES, SHARES = (1, 4, 16), (0.1, 0.25, 0.5, 0.75)
 POLICIES = ("datapipe", "LRU", "random", "first come")
 REAL_EPOCHS, REAL_SHARE = 6, 0.5
 CODE = """
-import json, sys, time
+import json, sys
 from collections import Counter
 from benchmarks.bench_slice import REAL_EPOCHS, install
 from datapipe.dataset.shard_reader import ShardReader
@@ -52,10 +52,10 @@ options = {"batch_size": 8, "size": 96, "order": "blocks", "block_mib": 1}
 epochs = []
 with open_loader(source, cache=local or None, **options) as loader:
     for _ in range(REAL_EPOCHS):
-        began, before = time.perf_counter(), read_bytes["source"]
+        before = read_bytes["source"]
         for batch in loader:
             pass
-        epochs.append({"seconds": time.perf_counter() - began, "read_bytes": read_bytes["source"] - before})
+        epochs.append(read_bytes["source"] - before)
     print(json.dumps(epochs))
 """
 
@@ -153,7 +153,7 @@ def simulate(num_nodes: int, num_samples: int = SAMPLES, seeds: int = 1) -> dict
 
 
 def measure(folder: Path, source: Path, rounds: int) -> dict[str, dict]:
-    """Bytes that a loader reads from the data set, and seconds, of each epoch."""
+    """Bytes that a loader reads from the data set in an epoch, as a share of it."""
     size_bytes = sum(path.stat().st_size for path in source.glob("shard-*.tar"))
 
     def run(policy: str, number: int) -> dict:
@@ -165,8 +165,7 @@ def measure(folder: Path, source: Path, rounds: int) -> dict[str, dict]:
         output, _ = process([sys.executable, "-c", CODE, str(source), cache, policy])
         epochs = json.loads(output)[REAL_EPOCHS // 2 :]
         shutil.rmtree(local, ignore_errors=True)
-        read_share = sum(epoch["read_bytes"] for epoch in epochs) / len(epochs) / size_bytes
-        return {"read_share": read_share, "epoch_s": sum(epoch["seconds"] for epoch in epochs) / len(epochs)}
+        return {"read_share": sum(epochs) / len(epochs) / size_bytes}
 
     return compare(("nothing", *POLICIES), rounds, run)
 
@@ -189,8 +188,8 @@ def main() -> int:
             pack(photographs(arguments.count), Path(folder) / "packed", PackOptions(shard_mib=32))
             runs = measure(Path(folder), Path(folder) / "packed" / "train", arguments.rounds)
         record["real"] = {"photographs": arguments.count, "room": REAL_SHARE, "policies": runs}
-        rows = [[name, shown(row["read_share"], 3), shown(row["epoch_s"], 2)] for name, row in runs.items()]
-        print(table(["evicts", "read from the source, of the data set", "an epoch, s"], rows))
+        rows = [[name, shown(row["read_share"], 3)] for name, row in runs.items()]
+        print(table(["evicts", "read from the source, of the data set"], rows))
     if not arguments.only:
         print(write_record("slice", record))
     return 0

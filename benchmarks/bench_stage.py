@@ -317,6 +317,7 @@ def main() -> int:
     record: dict = {"environment": environment(), "rounds": arguments.rounds}
     folder = corpus.photographs(arguments.count)
     record["corpus"] = corpus.describe(folder)
+    WORK.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="stage-", dir=RAM_DISK) as memory,
         tempfile.TemporaryDirectory(prefix="stage-", dir=WORK) as disk,

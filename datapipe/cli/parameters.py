@@ -25,7 +25,29 @@ def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
 
 def folder_named(metavar: str, description: str) -> Any:
     """Describe a parameter that is a folder. One that may not be read is an error of the data, not of the usage."""
-    return typer.Argument(metavar=metavar, help=description, readable=False)
+    return typer.Argument(metavar=metavar, help=description, parser=_parse_folder)
+
+
+def folder_option(metavar: str, description: str, name: str = "") -> Any:
+    """Describe an option whose value is a folder.
+
+    Args:
+        metavar: Of the value.
+        description: For `--help`.
+        name: Of the option (default: the parameter's).
+
+    Returns:
+        What typer takes.
+    """
+    names = [name] if name else []
+    return typer.Option(*names, metavar=metavar, help=description, parser=_parse_folder)
+
+
+def _parse_folder(value: str) -> Path:
+    """Return a path. An empty text, such as an unset variable of a script, is not taken for the current folder."""
+    if not str(value):
+        raise typer.BadParameter("is empty")
+    return Path(value)
 
 
 def name_as_typed(message: str, app: typer.Typer) -> str:

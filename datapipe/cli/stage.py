@@ -14,7 +14,7 @@ import typer
 from ..memory import parse_bytes
 from ..names import STAGE_MODES
 from ..streams import TIMEOUT_S
-from .parameters import AsJson, Timeout, folder_named, one_of
+from .parameters import AsJson, Timeout, folder_named, folder_option, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def stage(
     ] = None,
     streams: Annotated[int, typer.Option(metavar="N", help="Chunks copied at a time.")] = 4,
     chunk_mib: Annotated[int, typer.Option(metavar="N", help="Size of a chunk in MiB.")] = 8,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace a copy of another data set in LOCAL.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace another data set in LOCAL.")] = False,
     node: Annotated[
         str | None,
         typer.Option(
@@ -57,28 +57,28 @@ def stage(
     ] = False,
     status: Annotated[
         Path | None,
-        typer.Option(metavar="LOCAL", help="Only say how far staging to LOCAL is: whole, running or stopped."),
+        folder_option("LOCAL", "Only say how far staging to LOCAL is: whole, running or stopped."),
     ] = None,
     wait: Annotated[
         Path | None,
-        typer.Option(metavar="LOCAL", help="Only wait until what stages to LOCAL in the background is done."),
+        folder_option("LOCAL", "Only wait until what stages to LOCAL in the background is done."),
     ] = None,
     evict: Annotated[
         bool, typer.Option("--evict", help="Make room: remove copies beside LOCAL, longest unused first.")
     ] = False,
     list_cache: Annotated[
         Path | None,
-        typer.Option("--list", metavar="CACHE", help="Only list the copies in a folder, and who uses them."),
+        folder_option("CACHE", "Only list the copies in a folder, and who uses them.", "--list"),
     ] = None,
     clean: Annotated[
-        Path | None, typer.Option(metavar="CACHE", help="Only remove from a folder what no job needs any more.")
+        Path | None, folder_option("CACHE", "Only remove from a folder what no job needs any more.")
     ] = None,
     free: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="With --clean: remove unused copies until so much is free, e.g. 200GiB."),
     ] = None,
-    pin: Annotated[Path | None, typer.Option(metavar="LOCAL", help="Only pin a copy: it is never removed.")] = None,
-    unpin: Annotated[Path | None, typer.Option(metavar="LOCAL", help="Only undo --pin.")] = None,
+    pin: Annotated[Path | None, folder_option("LOCAL", "Only pin a copy: it is never removed.")] = None,
+    unpin: Annotated[Path | None, folder_option("LOCAL", "Only undo --pin.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""

@@ -20,7 +20,7 @@ from .origin import ORIGIN
 from .plan import Chunk, cut, needed_bytes, stagger
 from .source_files import SourceFile, Throttle
 from .space import check_space, warn_of_place
-from .taking_over import check_handmade, check_place, is_handmade, remove_other, remove_slots, sweep
+from .taking_over import check_handmade, check_place, check_slice, is_handmade, remove_other, remove_slots, sweep
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -150,6 +150,8 @@ def prepare(
     check_place(source, local)
     for copy in copies:
         copy.check_other(options.replace)
+        if options.mode != "slice" and not options.replace:
+            check_slice(copy)
     keep_for_job(local, options.placement.job, os.environ)
     prepared = []
     for copy in copies:

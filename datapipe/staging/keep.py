@@ -29,6 +29,7 @@ from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
 from ..fsio import atomic_write, boot_id, lock_holder, make_folder
 from .lock import BusyError
+from .origin import ORIGIN
 
 logger = logging.getLogger(__name__)
 
@@ -178,16 +179,21 @@ def keeps_in(folder: Path) -> Iterator[Keep]:
 
 
 def pin(local: Path) -> None:
-    """Keep the copies in a folder until they are unpinned. Raises StagingError for another user's."""
+    """Keep the copies in a folder until they are unpinned. Raises StagingError where there is none of this user's."""
     _check_own(local)
+    if not any(local.glob(ORIGIN)) and not any(local.glob(f"*/{ORIGIN}")):
+        raise StagingError("is not a copy, and holds none", path=local)
     with atomic_write(local / PINNED, alone=False):
         pass
 
 
 def unpin(local: Path) -> None:
-    """Undo `pin`. Raises StagingError for another user's folder."""
+    """Undo `pin`. Raises StagingError for another user's folder, and for one that is not pinned itself."""
     _check_own(local)
-    (local / PINNED).unlink(missing_ok=True)
+    try:
+        (local / PINNED).unlink()
+    except FileNotFoundError as error:
+        raise StagingError("is not pinned", path=local) from error
 
 
 def is_pinned(folder: Path) -> bool:

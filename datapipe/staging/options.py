@@ -48,8 +48,10 @@ class StageOptions:
         check_name("mode", self.mode, STAGE_MODES)
         for name, lowest in (("streams", 1), ("chunk_mib", 1), ("retries", 0)):
             checked_int(name, getattr(self, name), lowest)
-        if (self.mode == "slice") != (self.capacity_bytes is not None):
-            raise SettingError("capacity: goes with mode 'slice', and only with it")
+        if self.mode == "slice" and self.capacity_bytes is None:
+            raise SettingError("capacity: is missing; mode 'slice' needs it, such as 500GiB")
+        if self.mode != "slice" and self.capacity_bytes is not None:
+            raise SettingError(f"capacity: has no meaning for mode {self.mode!r}; allowed: with 'slice'")
         if self.capacity_bytes is not None:
             checked_int("capacity", self.capacity_bytes, 1)
         check_seconds("timeout_s", self.timeout_s)

@@ -12,10 +12,11 @@ from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST
 from ..errors import SettingError, StagingError
 from ..fsio import sync_folder
+from .keep import is_pinned
 from .landing import is_of_dead_process
 from .local_copy import LocalCopy
 from .lock import hold_unused
-from .origin import ORIGIN
+from .origin import ORIGIN, Origin
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,21 @@ def check_place(source: Path, local: Path) -> None:
     """
     if local.resolve().is_relative_to(source.resolve()):
         raise SettingError(f"LOCAL: {local} lies in {source}, which would be copied into itself; choose another")
+    if source.resolve().is_relative_to(local.resolve()):
+        raise SettingError(f"LOCAL: {source} lies in {local}, which would become a copy of it; choose another")
     if local.is_file():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
+
+
+def check_slice(copy: LocalCopy) -> None:
+    """Raise StagingError where a folder has room for a part only: all of the data set may be more than its disk."""
+    try:
+        is_slice = Origin.read(copy.target).capacity_bytes > 0
+    except StagingError:
+        return
+    if is_slice:
+        message = "has room for a part of a data set: give --mode slice, or --replace to copy all of it"
+        raise StagingError(message, path=copy.target)
 
 
 def names_there(copy: LocalCopy) -> list[str]:
@@ -63,11 +77,13 @@ def check_handmade(copy: LocalCopy, present: Collection[str]) -> None:
 def remove_other(copy: LocalCopy) -> None:
     """Remove what another data set has in a folder and this one has not. Its manifest goes first.
 
-    Raises StagingError where somebody uses it.
+    Raises StagingError where somebody uses it, or it is pinned.
     """
     other = copy.other_manifest()
     if other is None:
         return
+    if is_pinned(copy.target) or is_pinned(copy.target.parent):
+        raise StagingError("is pinned: unpin it, or choose another folder", path=copy.target)
     with hold_unused(copy.target / MANIFEST):
         logger.info("%s holds another version of the data set, or another data set: replacing it", copy.target)
         (copy.target / MANIFEST).unlink()

@@ -18,16 +18,17 @@ from pathlib import Path
 import pytest
 
 from datapipe.dataset.manifest import MANIFEST, Manifest
-from datapipe.errors import StagingError
+from datapipe.errors import SettingError, StagingError
 from datapipe.fsio import boot_id, lock_holders, locked
 from datapipe.loaders import open_loader
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cache import evict, find_copies, remove
 from datapipe.staging.cleaning import clean, describe
-from datapipe.staging.keep import pin
+from datapipe.staging.keep import pin, unpin
 from datapipe.staging.lock import BusyError, find_holder
 from datapipe.staging.origin import Origin
 from datapipe.staging.progress import find_progress
+from tests.datapipe.slurm import ROOT
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.datapipe.staging.test_shared import AS_NOBODY, LOAD, STAGE, needs_root, run
 
@@ -646,3 +647,45 @@ def test_progress_of_a_copy_that_is_removed_at_this_moment(tmp_path, monkeypatch
     monkeypatch.setattr(Origin, "read", removed_after)
     with pytest.raises(StagingError, match="was removed meanwhile"):
         find_progress(copy)
+
+
+def test_what_is_pinned_is_not_replaced(tmp_path, command):
+    """Neither by a later version of the data set nor by another one."""
+    first, other, local = tmp_path / "first", tmp_path / "other", tmp_path / "local"
+    make_data_set(first, [CHUNK])
+    make_data_set(other, [CHUNK], seed=1)
+    stage(first, local)
+    command("datapipe", "stage", "--pin", local)
+    shutil.rmtree(first)
+    shutil.copytree(other, first)
+    for source, options in ((first, StageOptions()), (other, StageOptions(replace=True))):
+        with pytest.raises(StagingError, match="is pinned"):
+            stage(source, local, options)
+        assert (local / MANIFEST).exists()
+    command("datapipe", "stage", "--unpin", local)
+    stage(first, local)
+
+
+def test_only_copies_are_pinned(tmp_path):
+    (tmp_path / "junk").mkdir()
+    with pytest.raises(StagingError, match="is not a copy"):
+        pin(tmp_path / "junk")
+    make_data_set(tmp_path / "source", [CHUNK])
+    stage(tmp_path / "source", tmp_path / "local")
+    with pytest.raises(StagingError, match="is not pinned"):
+        unpin(tmp_path / "local")
+
+
+def test_the_folder_of_the_source_is_no_place_for_its_copy(packed_folders, tmp_path):
+    shutil.copytree(packed_folders["tar"], tmp_path / "packed")
+    with pytest.raises(SettingError, match="would become a copy"):
+        stage(tmp_path / "packed" / "train", tmp_path / "packed")
+    assert not (tmp_path / "packed" / MANIFEST).exists()
+
+
+def test_an_empty_argument_is_not_the_current_folder(tmp_path):
+    for line in (["--clean", ""], ["--list", ""], ["--status", ""], [tmp_path, ""], ["", tmp_path]):
+        words = [sys.executable, "-m", "datapipe", "stage", *map(str, line)]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=tmp_path)
+        assert done.returncode == 2 and "is empty" in done.stderr, done.stderr

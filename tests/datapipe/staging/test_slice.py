@@ -132,8 +132,8 @@ def test_the_same_command_again_changes_nothing(source, sliced):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "slice"}, "capacity: goes with"),
-        ({"mode": "copy", "capacity_bytes": 1}, "capacity: goes with"),
+        ({"mode": "slice"}, "capacity: is missing"),
+        ({"mode": "copy", "capacity_bytes": 1}, "capacity: has no meaning"),
         ({"mode": "slice", "capacity_bytes": 1000, "chunk_mib": 1}, "too few for all of val"),
         ({"mode": "slice", "capacity_bytes": MIB, "chunk_mib": 1}, "no room for a block"),
     ],
@@ -165,6 +165,14 @@ def small_disk(tmp_path) -> Iterator[Path]:
         pytest.skip("needs root, to mount")
     yield folder
     subprocess.run(["umount", folder], check=True)
+
+
+def test_a_slice_does_not_become_a_whole_copy_by_itself(source, sliced):
+    """Its disk has no room for all, perhaps."""
+    with pytest.raises(StagingError, match="give --mode slice, or --replace"):
+        stage(source, sliced)
+    stage(source, sliced, StageOptions(replace=True))
+    assert find_progress(sliced).state == "whole"
 
 
 def test_too_little_space_is_told_before_anything_is_written(source, small_disk):
@@ -331,7 +339,7 @@ def test_slots_that_a_loader_has_open_stay(source, sliced):
     words = [sys.executable, "-c", program, str(source / "train"), str(sliced), json.dumps(LOADING)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "open\n"
-        for options in (replace(SLICE, capacity_bytes=8 * MIB), StageOptions(mode="copy")):
+        for options in (replace(SLICE, capacity_bytes=8 * MIB), StageOptions(mode="copy", replace=True)):
             with pytest.raises(StagingError, match=rf"is in use by process {child.pid} \(") as caught:
                 stage(source / "train", sliced / "train", options)
             assert not isinstance(caught.value, BusyError)  # in an exchange, all nodes are told
