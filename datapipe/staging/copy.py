@@ -149,6 +149,7 @@ def prepare(
     """
     check_place(source, local)
     for copy in copies:
+        check_place(source, copy.target)
         copy.check_other(options.replace)
         if options.mode != "slice" and not options.replace:
             check_slice(copy)
