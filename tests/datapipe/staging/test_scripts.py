@@ -133,7 +133,7 @@ def test_pbs(run, job, local, tmp_path):
 @pytest.mark.ranks
 def test_pbs_tells_what_went_wrong_on_a_node(run, job, local, tmp_path):
     (tmp_path / "disks" / "node2" / "train").write_text("a file")
-    done = run("bash", PBS, env=job, cwd="/", check=1)
+    done = run("bash", PBS, env=job, cwd="/", check=2)
     assert "local/train is a file; allowed: a folder" in done.stderr
     assert "nothing is staged, because of node node2" in done.stderr
     assert not (tmp_path / "run").exists() and not [*tmp_path.glob(".stage_and_train*")]
