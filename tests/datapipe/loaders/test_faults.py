@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -123,7 +124,7 @@ def test_a_read_that_fails_is_tried_again_and_then_named(slow, error, order, cap
         with pytest.raises(ShardReadError) as caught:
             list(loader)
     message = str(caught.value)
-    assert shard in message and ", key " in message and os.strerror(getattr(shard_reader.errno, error)) in message
+    assert shard in message and ", key " in message and os.strerror(getattr(errno, error)) in message
     assert "bytes at " in message and "tried 3 times" in message and str(slow.path / "data") in message
     assert sum("trying again" in record.getMessage() for record in caplog.records) >= 2
 
