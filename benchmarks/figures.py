@@ -72,7 +72,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of curves over a logarithmic axis. `level`: a horizontal line, with its name."""
+    """Curves, over a logarithmic axis if they span a factor of ten. `level`: a horizontal line, with its name."""
 
     title: str
     across: str
@@ -433,7 +433,8 @@ def _draw_lines(ax: Axes, panel: Lines, colours: Mapping[str, Any]) -> None:
     if panel.level is not None:
         name, height = panel.level
         ax.axhline(height, color=colours["muted"], linestyle="--", linewidth=1.2, label=name)
-    ax.set_xscale("log")
+    places = [place for line in panel.lines for place in line.places]
+    ax.set_xscale("log" if max(places) >= 10 * min(places) else "linear")
     ax.xaxis.set_major_formatter("{x:,g}")
     if panel.is_log:
         ax.set_yscale("log")
