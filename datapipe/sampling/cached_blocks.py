@@ -1,8 +1,9 @@
 """Which blocks of the order "blocks" a node keeps on its disk, where not all fit (pure).
 
-The order of all epochs is known. So of the blocks that it has, a node evicts the one that it needs again last, if that
-is in a later epoch than the new one: Belady's algorithm, which no other has fewer misses than (Belady 1966; with the
-choice not to keep a block, Mattson et al. 1970), and hardly any writes that bring nothing.
+The order of all epochs is known. So of the blocks that it has, a node evicts the one that it needs again last, and does
+not keep one that it needs again even later: Belady's algorithm, which has the fewest misses (Belady 1966; with the choice
+not to keep a block, Mattson et al. 1970). A single node keeps what it has, unless a block is not needed in the next epoch:
+each is read once in each epoch, so that nothing else would save a read.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ class NextUses:
         turns: for an epoch, the place of each block in the sequence in which the node reads them, `BlockOrder.turns`.
         epoch: from 0.
         horizon: how many epochs to look ahead, from 1.
+
+    Attributes:
+        reads_all: whether the node reads all blocks in the epoch, as the only node of a job does.
     """
 
     def __init__(self, turns: Callable[[int], np.ndarray], epoch: int, horizon: int) -> None:
         self._now = turns(epoch)  # int64[num_blocks]
+        self.reads_all = bool((self._now < NEVER).all())
         self._later = np.full(len(self._now), NEVER)
         for ahead in range(min(horizon, HORIZON), 0, -1):
             then = turns(epoch + ahead)
@@ -71,5 +76,7 @@ def choose_slot(uses: NextUses, block: int, tags: np.ndarray) -> int | None:
         return int(free[0])
     times = np.where(tags < FREE, -1, uses.after(block, tags))
     slot = int(times.argmax())
-    # Within an epoch, in which each is read once, an exchange would save no read, and cost a write.
-    return slot if times[slot] // EPOCH > uses.after(block, np.array([block]))[0] // EPOCH else None
+    ends = times[slot], uses.after(block, np.array([block]))[0]
+    if uses.reads_all:  # each block once in each epoch: within one, an exchange saves no read, and costs a write
+        ends = ends[0] // EPOCH, ends[1] // EPOCH
+    return slot if ends[0] > ends[1] else None

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datapipe.sampling.block_order import NEVER, BlockOrder, Grid
@@ -54,6 +54,7 @@ def fewest_misses(turns: list[np.ndarray], num_slots: int) -> int:
 
 
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 2))
+@example(seed=450, num_slots=2, nodes=2)
 def test_no_way_to_evict_has_fewer_misses(seed, num_slots, nodes):
     order = orders(num_blocks=6, size=4, lanes=1, world_size=nodes, seed=seed)
     turns = [order(epoch).turns(range(1), nodes) for epoch in range(4)]
