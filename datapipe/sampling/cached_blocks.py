@@ -1,9 +1,9 @@
 """Which blocks of the order "blocks" a node keeps on its disk, where not all fit (pure).
 
 The order of all epochs is known. So of the blocks that it has, a node evicts the one that it needs again last, and does
-not keep one that it needs again even later: Belady's algorithm, which has the fewest misses (Belady 1966; with the choice
-not to keep a block, Mattson et al. 1970). A single node keeps what it has, unless a block is not needed in the next epoch:
-each is read once in each epoch, so that nothing else would save a read.
+not keep one that it needs again even later: Belady's algorithm, which has the fewest misses (Belady 1966; with the
+choice not to keep a block, Mattson et al. 1970). A single node keeps what it has, unless a block is not needed in the
+next epoch: each is read once in each epoch, so that nothing else would save a read.
 """
 
 from __future__ import annotations
