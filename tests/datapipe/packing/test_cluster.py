@@ -144,7 +144,8 @@ class TestSlurm:
         assert finished(out) == set(range(NUM_SHARDS))
         wait_until(lambda: "PENDING" in cluster.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        wait_until(lambda: "COMPLETED" in cluster.run("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={job}"))
+        states = ("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={job}")
+        wait_until(lambda: "COMPLETED" in cluster.run(*states), 240)  # Slurm may let a requeued job wait for two minutes
         assert cluster.exit_code(job) == "0:0"
         assert contents(out) == alone["tar"]
 
