@@ -145,7 +145,7 @@ class TestSlurm:
         wait_until(lambda: "PENDING" in cluster.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         states = ("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={job}")
-        wait_until(lambda: "COMPLETED" in cluster.run(*states), 240)  # Slurm may let a requeued job wait for two minutes
+        wait_until(lambda: "COMPLETED" in cluster.run(*states), 240)  # a requeued job may wait for two minutes
         assert cluster.exit_code(job) == "0:0"
         assert contents(out) == alone["tar"]
 
