@@ -191,9 +191,8 @@ def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int)
     throttle = Throttle(options.max_mbps and options.max_mbps * 1e6)
     files = []
     for number, (copy, present, own_name) in enumerate((its.copy, its.present, its.own_name) for its in prepared):
-        for info in sorted(
-            copy.manifest.all_files(), key=lambda info: info.name != INDEX
-        ):  # which a loader opens first
+        index_first = sorted(copy.manifest.all_files(), key=lambda info: info.name != INDEX)  # as a loader opens them
+        for info in index_first:
             source = SourceFile(copy.source / info.name, info, throttle, options.retries)
             landing = Landing(copy.target / info.name, info, chunk_bytes, info.name in present, own_name)
             if options.in_background and not landing.is_whole:

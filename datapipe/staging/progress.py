@@ -184,7 +184,7 @@ class Background:
     Attributes:
         local: where to.
         pid: its number.
-        before: bytes that were there before.
+        before: bytes that were there before, as far as they stay.
     """
 
     local: Path
@@ -210,6 +210,7 @@ class Background:
                     progress = find_progress(self.local)
                     if progress.state == "running" and progress.landed_bytes > self.before:
                         return progress
+                    self.before = min(self.before, progress.landed_bytes)  # an earlier version's files are removed
                 time.sleep(LOOK_S)
         except BaseException:
             if self.pid:

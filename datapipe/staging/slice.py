@@ -43,11 +43,8 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         DatapipeError, OSError: as `stage`.
     """
     assert options.capacity_bytes is not None
-    left, whole = options.capacity_bytes, []
     *smaller, largest = sorted(copies, key=lambda copy: copy.manifest.size_bytes)
-    for copy in smaller:
-        left -= copy.manifest.size_bytes
-        whole.append(copy)
+    left = options.capacity_bytes - sum(copy.manifest.size_bytes for copy in smaller)
     if left >= largest.manifest.size_bytes:
         return stage_copies(source, local, copies, options)
     if left <= 0:
@@ -55,7 +52,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
     check_place(source, local)
     _check_folder(largest, options)
-    results = stage_copies(source, local, whole, options) if whole else []
+    results = stage_copies(source, local, smaller, options) if smaller else []
     keep_for_job(local, options.placement.job, os.environ)
     return [*results, in_time(lambda: _make_room(largest, left, options), largest.source, options.timeout_s)]
 

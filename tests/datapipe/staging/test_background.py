@@ -316,6 +316,19 @@ def test_what_goes_wrong_in_the_background_is_told(tmp_path):
     assert "no process is at work there" in message and "shard-000001.tar" in message
 
 
+def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path):
+    """Of which files are removed: fewer bytes are there than before."""
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [6 * CHUNK, 6 * CHUNK])
+    run(source, local)
+    shutil.rmtree(source)
+    make_data_set(source, [6 * CHUNK], seed=1)
+    begun = json.loads(run(source, local, "--background", "--chunk-mib", 1, "--max-mbps", 2, "--json"))
+    assert begun["state"] == "running"
+    run("--wait", local)
+    assert same_but_log(source, local)
+
+
 def test_where_all_is_in_place_it_returns_at_once(tmp_path):
     """Also where somebody else has put it there, and where nothing can be written."""
     source, local = tmp_path / "source", tmp_path / "local"

@@ -468,7 +468,7 @@ def test_earlier_versions_do_not_pile_up(packed_folders, tmp_path):
         make_data_set(source, [1000], seed=8)
         stage_once(source, cache)
         assert len([*cache.iterdir()]) == 4
-    stage(source, cache / "by-hand")  # the same version elsewhere is no earlier one
+    stage(source, cache / "by-hand")  # the same version elsewhere is not an earlier one
     assert [why for _, why in clean(cache).removed] == ["its source has a later version"]
     assert len([*cache.iterdir()]) == 4 and copies[2].exists()
 
