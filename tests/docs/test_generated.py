@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figures
+from benchmarks import drawing, figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,11 +78,11 @@ def test_a_figure_knows_its_data() -> None:
     assert (bars[0].name, bars[1].is_ours, bars[1].low <= bars[1].value <= bars[1].high) == ("tar cf", True, True)
     changed = json.loads(json.dumps(figures.record("pack")).replace("1026.1934753785877", "1026.1934753785879"))
     assert changed != figures.record("pack")
-    before = figures.checksum(plot)
+    before = drawing.checksum(plot)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "record", lambda _: changed)
-        assert figures.checksum(figures.pack()) != before
-    assert ">1,026<" in figures.draw(plot, "dark")
+        assert drawing.checksum(figures.pack()) != before
+    assert ">1,026<" in drawing.draw(plot, "dark")
 
 
 def data(svg: str) -> str:
