@@ -359,7 +359,8 @@ def test_a_planted_link_is_not_followed(tmp_path):
 def test_ctrl_c_ends_what_was_begun(tmp_path):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK])
-    line = [sys.executable, "-m", "datapipe", "stage", str(source), str(local), "--background", "--max-mbps", "0.1"]
+    line = [sys.executable, "-m", "datapipe", "stage", str(source), str(local), "--background"]
+    line += ["--chunk-mib", "1", "--max-mbps", "0.1"]  # the first chunk does not wait, the second 10 s
     child = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: landed(local) >= 0, child)
     child.send_signal(signal.SIGINT)
