@@ -124,9 +124,7 @@ class TestSlurm:
         paths = [path for path in new.glob("*/shard-*") if path.stem not in ("shard-000010", "shard-000014")]
         before = {out / path.relative_to(new): path.stat().st_mtime_ns for path in paths}
         assert len(before) == 2 * (NUM_SHARDS - 2)
-        wait_until(lambda: "PENDING" in cluster.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        wait_until(lambda: "COMPLETED" in cluster.run("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={job}"))
+        cluster.start_again(job)
         assert cluster.exit_code(job) == "0:0"
         assert contents(out) == alone["tar"]
         assert all(path.stat().st_mtime_ns == then for path, then in before.items())  # packed once
@@ -142,10 +140,7 @@ class TestSlurm:
         finally:
             control.write_text(json.dumps({"faults": []}))
         assert finished(out) == set(range(NUM_SHARDS))
-        wait_until(lambda: "PENDING" in cluster.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        states = ("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={job}")
-        wait_until(lambda: "COMPLETED" in cluster.run(*states), 240)  # a requeued job may wait for two minutes
+        cluster.start_again(job)
         assert cluster.exit_code(job) == "0:0"
         assert contents(out) == alone["tar"]
 

@@ -100,8 +100,11 @@ def test_the_order_is_that_of_sorting_all_samples(sizes, share, lanes, last, epo
         positions = np.arange(first, min(first + share, len(samples)))
         for found, expected in zip(order.at(positions), (samples[positions], runs[positions]), strict=True):
             np.testing.assert_array_equal(found, expected)
+    steps = np.empty(len(index), np.int64)
+    steps[samples] = np.arange(len(samples)) // batch
     for run in np.unique(runs):
         assert sorted(order.samples_of(run)) == sorted(samples[runs == run])
+        np.testing.assert_array_equal(order.steps_of(run), steps[order.samples_of(run)])
 
 
 @settings(max_examples=200, deadline=None)
