@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -231,11 +232,16 @@ def _ignore() -> None:
 
 def checksum(path: Path, moved: Callable[[], None] = _ignore) -> str:
     """Compute the xxh3-128 of a file's bytes, as 32 hexadecimal digits. `moved` is called after each read."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            moved()
-            digest.update(buffer[:count])
+        return checksum_of(file, moved)
+
+
+def checksum_of(file: FileIO, moved: Callable[[], None] = _ignore) -> str:
+    """Do what `checksum` does, of what is left to read of an open file."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
+    while count := file.readinto(buffer):
+        moved()
+        digest.update(buffer[:count])
     return digest.hexdigest()
 
 

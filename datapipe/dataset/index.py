@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import struct
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
 from ..errors import ManifestError
-from ..fsio import atomic_write, checksum
+from ..fsio import atomic_write, checksum_of
 from ..images import Buffer
 from .manifest import INDEX, KEYS, Manifest
 
@@ -54,9 +56,10 @@ def open_index(folder: Path, manifest: Manifest) -> np.ndarray:
     path = Path(folder) / INDEX
     expected = next((file.xxh3_128 for file in manifest.files if file.name == INDEX), None)
     try:
-        if checksum(path) != expected:
-            raise ManifestError("does not have the checksum that the manifest gives", path=path)
-        records = np.lib.format.open_memmap(path, mode="r")
+        with open(path, "rb", buffering=0) as file:  # once: a shared filesystem takes milliseconds to open a file
+            if checksum_of(file) != expected:
+                raise ManifestError("does not have the checksum that the manifest gives", path=path)
+            records = _map_records(file)
     except ManifestError:
         raise
     except Exception as error:  # numpy has Python parse the file's header, which may end in any error
@@ -67,6 +70,14 @@ def open_index(folder: Path, manifest: Manifest) -> np.ndarray:
         )
     check_records(records, manifest, path)
     return records
+
+
+def _map_records(file: FileIO) -> np.ndarray:
+    """Map what `numpy.save` has written to an open file. Raises any error where it has not."""
+    file.seek(0)
+    read_header = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(file)]
+    shape, _, dtype = read_header(file)
+    return np.memmap(file, dtype, "r", offset=file.tell(), shape=shape)
 
 
 def check_records(records: np.ndarray, manifest: Manifest, path: Path) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -129,31 +130,40 @@ class LocalFirstReader(ShardReader):
         self._is_whole[shard], self._is_given_up[shard] = False, True
         logger.warning("%s: %s; it is read from %s", self._local / self._infos[shard].name, problem, self._paths[shard])
 
-    def read_block(self, shard: int, start: int, stop: int, block_bytes: int, into: memoryview) -> tuple[int, Data]:
-        """Read samples of a block, and add the block to the copy, where that lacks it and has such chunks.
+    def extent_to_read(self, shard: int, start: int, stop: int, block_bytes: int) -> tuple[int, int]:
+        """Say what to read, to have samples of a block: all of the block, if that is a chunk which the copy lacks.
 
         Args:
             shard: its number.
             start: their first byte in the shard's file.
             stop: the byte behind their last one.
             block_bytes: size of the cells in which the block's samples begin.
-            into: memory, as for `ShardReader.read_block`.
 
         Returns:
-            Where in the file the bytes begin that were read, and these bytes.
-
-        Raises:
-            ShardReadError: the bytes cannot be read from the source.
+            The first byte, and the one behind the last.
         """
         arriving, cell = self._arriving[shard], start // block_bytes * block_bytes
         cell_stop = min(cell + block_bytes, arriving.info.size_bytes)
         is_nearly_all = start - cell + max(0, cell_stop - stop) <= block_bytes // SLACK
         is_there = self._is_there(shard, start, stop - start)
         if is_there or not is_nearly_all or not arriving.wants(cell, cell_stop - cell):
-            return super().read_block(shard, start, stop, block_bytes, into)
-        data = super().read(shard, cell, max(stop, cell_stop) - cell, into)
-        arriving.add(cell, memoryview(data)[: cell_stop - cell])
-        return cell, data
+            return start, stop
+        return cell, max(stop, cell_stop)
+
+    def keep_block(self, shard: int, start: int, parts: Sequence[Data], block_bytes: int) -> None:
+        """Add a block to the copy, where that lacks it and has such chunks.
+
+        Args:
+            shard: its number.
+            start: the first byte in the shard's file, as `extent_to_read` gave it.
+            parts: the bytes, one part behind the other.
+            block_bytes: size of the cells in which the block's samples begin.
+        """
+        arriving = self._arriving[shard]
+        size = min(block_bytes, arriving.info.size_bytes - start)
+        if start % block_bytes == 0 and arriving.wants(start, size) and sum(map(len, parts)) >= size:
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            arriving.add(start, memoryview(data)[:size])
 
     def will_read(self, shard: int, offset: int, size: int) -> None:
         """Let the kernel read ahead, where the bytes will be read.

@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,23 +134,29 @@ class ShardReader:
         """
         return None
 
-    def read_block(self, shard: int, start: int, stop: int, block_bytes: int, into: memoryview) -> tuple[int, Data]:
-        """Read samples of a block.
+    def extent_to_read(self, shard: int, start: int, stop: int, block_bytes: int) -> tuple[int, int]:
+        """Say what to read, to have samples of a block.
 
         Args:
             shard: its number.
             start: their first byte in the shard's file.
             stop: the byte behind their last one.
             block_bytes: size of the cells in which the block's samples begin.
-            into: memory, page-aligned, of `room_for(stop - start + block_bytes // SLACK)` bytes.
 
         Returns:
-            Where in the file the bytes begin that were read, which may be more, and these bytes.
-
-        Raises:
-            ShardReadError: the bytes cannot be read.
+            The first byte, and the one behind the last: as given, or at most `block_bytes // SLACK` bytes more.
         """
-        return start, self.read(shard, start, stop - start, into)
+        return start, stop
+
+    def keep_block(self, shard: int, start: int, parts: Sequence[Data], block_bytes: int) -> None:
+        """Keep what was read, if it is of use.
+
+        Args:
+            shard: its number.
+            start: the first byte in the shard's file, as `extent_to_read` gave it.
+            parts: the bytes, one part behind the other.
+            block_bytes: size of the cells in which the block's samples begin.
+        """
 
     def oldest(self) -> Read | None:
         """Return the read that began first among those under way; None if there is none."""

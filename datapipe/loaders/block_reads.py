@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -14,13 +16,14 @@ from ..dataset.block_slots import BlockSlots
 from ..dataset.shard_files import Data
 from ..dataset.shard_reader import ShardReader
 from ..errors import ShardReadError
-from ..sampling.block_order import BlockOrder, Needs
+from ..sampling.block_order import NEVER, BlockOrder, Needs
 from ..sampling.cached_blocks import NextUses, choose_slot
 from .batch_memory import BatchMemory
 from .coalesced_reads import Extent
 from .threads import Pool
 
 READ_AHEAD = 8  # reads, beyond those that the batches under way need: for the times when many lanes begin one at once
+PIECE_BYTES = 1 << 18  # in the first step of an epoch: a few samples, so that not much is read before its turn
 
 
 class ReadFrom(NamedTuple):
@@ -50,22 +53,16 @@ class CachedBlock(NamedTuple):
 
 
 class BlockRead:
-    """A rank's part of a block: neighbouring samples that are read at once.
+    """Neighbouring samples of a block that are read at once.
 
     Args:
-        source: What it is read with.
-        samples: int64[N], in the order of the file.
-        last_step: The step that may need one of them last.
-        cached: Where else the block may be.
+        read: Returns where in the shard the bytes begin, and the bytes. Raises ShardReadError.
+        num_samples: How many they are; each is asked for once, by this rank or another.
     """
 
-    def __init__(
-        self, source: ReadFrom, samples: np.ndarray, last_step: int, cached: CachedBlock | None = None
-    ) -> None:
-        self.last_step, self._cached = last_step, cached
-        self._source, self._samples = source, samples
+    def __init__(self, read: Callable[[], tuple[int, Data]], num_samples: int) -> None:
+        self._read, self._left = read, num_samples
         self._start = 0  # of its bytes in the shard
-        self._left = len(samples)  # not asked for yet; some of them other ranks may ask for
         self._data: Data | ShardReadError | None = None
         self._lock = threading.Lock()
 
@@ -78,22 +75,6 @@ class BlockRead:
                 except ShardReadError as error:  # raised where the first sample is asked for
                     self._data = error
             return self._data
-
-    def _read(self) -> tuple[int, Data]:
-        """Return the bytes, and where they begin in the shard: those of the whole block, if the node's disk has it."""
-        reader, index, block_bytes, memory = self._source
-        into = memory.take().data
-        shard, start, stop = _find_extent(index[self._samples])
-        if self._cached is None:
-            return reader.read_block(shard, start, stop, block_bytes, into)
-        _, block_start, block_stop = _find_extent(index[self._cached.samples])
-        data: Data | None = self._cached.read(block_stop - block_start, into)
-        if data is not None:
-            return block_start, data
-        data = reader.read(shard, start, stop - start, into)
-        if (start, stop) == (block_start, block_stop):
-            self._cached.keep(data)
-        return start, data
 
     def take(self, offset: int, size: int) -> memoryview:
         """Return the bytes of one sample, which is asked for once. Raises ShardReadError."""
@@ -109,6 +90,85 @@ class BlockRead:
         return memoryview(data)[offset - self._start : offset - self._start + size]
 
 
+def read_whole(source: ReadFrom, samples: np.ndarray, cached: CachedBlock | None) -> tuple[int, Data]:
+    """Read neighbouring samples of a block, or the whole block if the node's disk has it.
+
+    Args:
+        source: What they are read with.
+        samples: int64[N], in the order of the file.
+        cached: Where else the block may be.
+
+    Returns:
+        Where in the shard the bytes begin, and the bytes.
+
+    Raises:
+        ShardReadError: They cannot be read.
+    """
+    reader, index, block_bytes, memory = source
+    into = memory.take().data
+    shard, start, stop = _find_extent(index[samples])
+    if cached is None:
+        start, stop = reader.extent_to_read(shard, start, stop, block_bytes)
+        data = reader.read(shard, start, stop - start, into)
+        reader.keep_block(shard, start, [data], block_bytes)
+        return start, data
+    _, block_start, block_stop = _find_extent(index[cached.samples])
+    kept = cached.read(block_stop - block_start, into)
+    if kept is not None:
+        return block_start, kept
+    data = reader.read(shard, start, stop - start, into)
+    if (start, stop) == (block_start, block_stop):
+        cached.keep(data)
+    return start, data
+
+
+class PiecewiseRead:
+    """Neighbouring samples of a block that are read in pieces, each when its turn comes.
+
+    Args:
+        source: What they are read with.
+        samples: int64[N], in the order of the file.
+
+    Attributes:
+        firsts: int64[pieces], which of `samples` each piece begins with.
+        pieces: What reads them.
+    """
+
+    def __init__(self, source: ReadFrom, samples: np.ndarray) -> None:
+        self._source, records = source, source.records[samples]
+        offsets = records["offset"].astype(np.int64)
+        self._shard, self._start, self._stop = _find_extent(records)
+        cells = (offsets - self._start) // PIECE_BYTES
+        self.firsts = np.flatnonzero(np.diff(cells, prepend=-1))
+        self._bounds: list[int] = offsets[self.firsts[1:]].tolist()  # where all pieces but the first begin
+        counts = np.diff(self.firsts, append=len(samples)).tolist()
+        self.pieces = [BlockRead(partial(self._read, number), count) for number, count in enumerate(counts)]
+        self._parts: list[Data | None] = [None] * len(counts)
+        self._extent: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def _read(self, number: int) -> tuple[int, Data]:
+        reader, _, block_bytes, _ = self._source
+        with self._lock:
+            if self._extent is None:
+                self._extent = reader.extent_to_read(self._shard, self._start, self._stop, block_bytes)
+        start, stop = self._extent
+        begin, end = [start, *self._bounds, stop][number : number + 2]
+        data = reader.read(self._shard, begin, end - begin)
+        with self._lock:
+            self._parts[number] = data
+            parts = [part for part in self._parts if part is not None]
+            is_whole = len(parts) == len(self._parts)
+        if is_whole:
+            reader.keep_block(self._shard, start, parts, block_bytes)
+            self._parts = []
+        return begin, data
+
+    def take(self, offset: int, size: int) -> memoryview:
+        """Return the bytes of one sample, which is asked for once. Raises ShardReadError."""
+        return self.pieces[bisect_right(self._bounds, offset)].take(offset, size)
+
+
 def _find_extent(records: np.ndarray) -> tuple[int, int, int]:
     """Return the shard of neighbouring samples, the first of their bytes in it, and the byte behind the last."""
     starts = records["offset"].astype(np.int64)
@@ -118,7 +178,7 @@ def _find_extent(records: np.ndarray) -> tuple[int, int, int]:
 class BlockedReads:
     """The reads of a chunk of samples, each a part of the block that was read with it."""
 
-    def __init__(self, reads: Sequence[BlockRead], extents: Sequence[Extent]) -> None:
+    def __init__(self, reads: Sequence[BlockRead | PiecewiseRead], extents: Sequence[Extent]) -> None:
         self._reads, self._extents = reads, extents
 
     def read(self, i: int) -> memoryview:
@@ -149,12 +209,16 @@ class RankReads:
     ) -> None:
         self._cache = cache
         self._source, self._order, self._needs, self._readers = source, order, needs, readers
-        self._reads: dict[int, BlockRead] = {}  # by their number: those begun, while they may still be needed
+        self._reads: dict[int, BlockRead | PiecewiseRead] = {}  # by their number: those begun, until their last step
+        self._last_steps: dict[int, int] = {}
         self._num_begun = 0
         self._futures: list[Future[Data | ShardReadError | None]] = []
 
-    def begin(self, step: int, numbers: list[int]) -> list[BlockRead]:
+    def begin(self, step: int, numbers: list[int]) -> list[BlockRead | PiecewiseRead]:
         """Begin to read what a step needs, and a few blocks more.
+
+        The first step needs a block of each lane. It would wait for all of their bytes, so these are read in pieces,
+        those first that are needed first.
 
         Args:
             step: Of the epoch; steps come in order.
@@ -163,20 +227,29 @@ class RankReads:
         Returns:
             The reads with these numbers.
         """
-        stop = int(np.searchsorted(self._needs.first, step, "right")) + READ_AHEAD
+        needs, is_first = self._needs, not self._num_begun
+        stop = int(np.searchsorted(needs.first, step, "right")) + READ_AHEAD
+        columns = (column[self._num_begun : stop].tolist() for column in needs)
+        turns: list[tuple[int, BlockRead]] = []
+        for number, first_step, last_step in zip(*columns, strict=True):
+            samples = self._order.samples_of(number)
+            if is_first and first_step <= step and self._cache is None:
+                pieces = self._reads[number] = PiecewiseRead(self._source, samples)
+                steps = self._order.steps_of(number)
+                first_steps = np.minimum.reduceat(np.where(steps < step, NEVER, steps), pieces.firsts)
+                turns += zip(first_steps.tolist(), pieces.pieces, strict=True)
+            else:
+                cached = CachedBlock(*self._cache, *self._order.block_of(number)) if self._cache else None
+                read = self._reads[number] = BlockRead(partial(read_whole, self._source, samples, cached), len(samples))
+                turns.append((first_step, read))
+            self._last_steps[number] = last_step
         self._futures = [future for future in self._futures if not future.done()]
-        columns = (column[self._num_begun : stop].tolist() for column in (self._needs.runs, self._needs.last))
-        for number, last_step in zip(*columns, strict=True):
-            samples, cached = self._order.samples_of(number), self._find_cached(number)
-            read = self._reads[number] = BlockRead(self._source, samples, last_step, cached)
-            self._futures.append(self._readers.submit(read.load))
+        self._futures += [self._readers.submit(read.load) for _, read in sorted(turns, key=itemgetter(0))]
         self._num_begun = max(self._num_begun, stop)
         reads = [self._reads[number] for number in numbers]
-        self._reads = {number: read for number, read in self._reads.items() if read.last_step > step}
+        for number in [number for number, last_step in self._last_steps.items() if last_step <= step]:
+            del self._reads[number], self._last_steps[number]
         return reads
-
-    def _find_cached(self, number: int) -> CachedBlock | None:
-        return CachedBlock(*self._cache, *self._order.block_of(number)) if self._cache else None
 
     def end(self) -> None:
         """Read nothing more ahead."""

@@ -29,17 +29,18 @@ from ..sampling.cached_blocks import HORIZON, NextUses
 from ..sampling.order import KeyedPermutation, epoch_order
 from .base import DataDescription, Loader, Place
 from .batch_memory import BatchMemory
-from .block_reads import BlockedReads, BlockRead, RankReads, ReadFrom
+from .block_reads import BlockedReads, BlockRead, PiecewiseRead, RankReads, ReadFrom
 from .coalesced_reads import CoalescedReads, Extent
 from .options import LoaderOptions
 from .prefetch import AHEAD, CHUNK, ChunkReport, PendingImage, PrefetchLoader, SlotsT, Threads
 from .threads import Pool, call_in_time
 
-BLOCK_READERS = 2  # threads that read blocks ahead: one can continue while the other's filesystem answers
+BLOCK_READERS = 4  # threads that read blocks ahead: the others continue while the filesystem answers one
 SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundredths
 
 
 LoaderT = TypeVar("LoaderT", bound=Loader)
+BlockReads = list[BlockRead | PiecewiseRead]
 
 
 def open_on(
@@ -216,7 +217,7 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         slots.samples[: len(samples)] = samples
         return slots, PlanOnce(partial(self._plan, epoch, slots))
 
-    def _start_filling(self, pool: Pool, slots: SlotsT, plan: PlanOnce, reads: list[BlockRead] | None) -> None:
+    def _start_filling(self, pool: Pool, slots: SlotsT, plan: PlanOnce, reads: BlockReads | None) -> None:
         for first in range(0, self.options.batch_size, CHUNK):
             slots.tasks.append(pool.submit(self._fill, slots, slice(first, first + CHUNK), plan, reads))
 
@@ -226,9 +227,7 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
 
     # --- in the threads ---
 
-    def _fill(
-        self, slots: SlotsT, chunk: slice, plan: PlanOnce, block_reads: list[BlockRead] | None
-    ) -> ChunkReport | None:
+    def _fill(self, slots: SlotsT, chunk: slice, plan: PlanOnce, block_reads: BlockReads | None) -> ChunkReport | None:
         """Fill the slots of a chunk."""
         clock, began = time.perf_counter, time.perf_counter()
         extents, sizes, boxes, scale, flips = plan.get().part(chunk)

@@ -191,6 +191,15 @@ class BlockOrder:
         shift = self._shift[run]
         return self._blocks.samples[self._run_starts[run] + shift : self._run_starts[run + 1] + shift]
 
+    def steps_of(self, run: int) -> np.ndarray:
+        """Return the step that needs each sample of a run, in the order of the file: int64[N]."""
+        window, start, stop = self._run_windows[run], *self._run_starts[run : run + 2]
+        places = self._shuffle(window)
+        turns = np.flatnonzero((start <= places) & (places < stop))
+        steps = np.empty(stop - start, np.int64)
+        steps[places[turns] - start] = turns + self._windows[window] - self._lane_starts[self._run_lanes[run]]
+        return steps // self._share
+
 
 class Needs(NamedTuple):
     """The runs that a rank needs: int64[runs] each."""
