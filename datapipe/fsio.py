@@ -46,7 +46,7 @@ NETWORK_FILESYSTEMS = (
     "glusterfs",
 )
 _warned: set[Path] = set()  # folders that cannot be locked, for which a warning has been logged
-BLOCK_BYTES = 4 << 20  # one read or write; large enough that a parallel filesystem streams
+BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
 
 
 def partial_path(path: Path, alone: bool = True) -> Path:
@@ -201,6 +201,12 @@ def open_plain(path: Path) -> tuple[int, bool]:
         os.close(fd)
         raise OSError(0, "is not a plain file")
     return fd, is_writable and info.st_uid == os.geteuid() and info.st_nlink == 1
+
+
+def read_plain(path: Path) -> bytes:
+    """Read a plain file, not a link, which another user could have planted. Raises OSError where there is none."""
+    with os.fdopen(open_plain(path)[0], "rb") as file:
+        return file.read()
 
 
 def sync_folder(folder: Path) -> None:

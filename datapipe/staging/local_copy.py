@@ -22,7 +22,7 @@ from pathlib import Path
 from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
 from ..errors import ManifestError, StagingError
-from ..fsio import atomic_write, boot_id, checksum, sync_folder
+from ..fsio import atomic_write, boot_id, checksum, read_plain, sync_folder
 from ..streams import Moved, work_on_files
 from .lock import find_holder
 from .origin import ORIGIN, Origin
@@ -248,7 +248,7 @@ class LocalCopy:
 
     def _read_checked(self) -> States:
         try:
-            checked = json.loads((self.target / CHECKED).read_bytes())
+            checked = json.loads(read_plain(self.target / CHECKED))
             return dict(checked["files"]) if checked["boot"] == boot_id() else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}

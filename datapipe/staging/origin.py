@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..dataset.arriving import PARTIAL, temporary_path
 from ..errors import StagingError
-from ..fsio import named
+from ..fsio import named, read_plain
 from .landing import make_own_name
 
 ORIGIN = ".origin.json"
@@ -46,7 +46,7 @@ class Origin:
     def read(cls, folder: Path) -> Origin:
         """Read what a copy says. Raises StagingError where that is not readable."""
         try:
-            return cls(**json.loads((folder / ORIGIN).read_bytes()))
+            return cls(**json.loads(read_plain(folder / ORIGIN)))
         except (OSError, ValueError, TypeError) as error:
             raise StagingError(f"cannot be read: {error}", path=folder / ORIGIN) from error
 

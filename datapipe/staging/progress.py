@@ -17,7 +17,7 @@ from ..dataset.arriving import LANDED
 from ..dataset.block_slots import BlockSlots
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
-from ..fsio import make_folder, open_plain
+from ..fsio import make_folder, read_plain
 from .landing import open_own
 from .lock import find_holder
 from .origin import ORIGIN, Origin
@@ -108,8 +108,7 @@ def _count(copy: Path) -> tuple[int, int]:
     for entry in os.scandir(copy):
         with suppress(OSError, ValueError):
             if entry.name.endswith(f".{LANDED}") and entry.name.startswith("."):
-                with open(open_plain(Path(entry.path))[0], "rb") as file:
-                    head, flags = file.read().split(b"\n", 1)
+                head, flags = read_plain(Path(entry.path)).split(b"\n", 1)
                 _, size, chunk = head.split()
                 landed += min(flags[:-1].count(1) * int(chunk), int(size))
             elif not entry.name.startswith(".") and entry.name != MANIFEST and entry.is_file(follow_symlinks=False):
@@ -235,7 +234,7 @@ def _count_landed(local: Path) -> int:
 
 def _last_words(local: Path) -> str:
     with suppress(OSError):
-        lines = (local / LOG).read_text(errors="replace").strip().splitlines()
+        lines = read_plain(local / LOG).decode(errors="replace").strip().splitlines()
         if lines:
             return f" ({local / LOG}: {lines[-1].removeprefix('error: ')})"
     return ""

@@ -356,6 +356,22 @@ def test_a_planted_link_is_not_followed(tmp_path):
     assert victim.read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", [".origin.json", ".checked.json"])
+def test_what_a_planted_link_says_does_not_count(tmp_path, name):
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [CHUNK])
+    run(source, local)
+    (local / name).rename(tmp_path / name)
+    (local / name).symlink_to(tmp_path / name)
+    (local / "shard-000000.tar").unlink()
+    before = (tmp_path / name).read_bytes()
+    if name == ".origin.json":
+        assert ".origin.json: cannot be read" in run("--status", local, code=1)
+    run(source, local)
+    assert same(source, local) and not (local / name).is_symlink()
+    assert (tmp_path / name).read_bytes() == before
+
+
 def test_ctrl_c_ends_what_was_begun(tmp_path):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK])
