@@ -72,7 +72,7 @@ def _chunks(data_bytes: float, nodes: int, way: str) -> Planned:
         sizes[-1] = int(data_bytes) - SHARD_BYTES * (shards - 1)
 
     def copy() -> dict[str, float]:
-        mine = stagger(cut(sizes, chunk_bytes), 0, nodes, options.streams)
+        mine = stagger(cut(sizes, chunk_bytes), 0, nodes, options.num_streams)
         size = needed_bytes(mine)
         return {"requests": len(mine), "shared_bytes": nodes * size, "read_bytes": size, "received_bytes": 0,
                 "sent_bytes": 0}  # fmt: skip

@@ -35,7 +35,9 @@ def stage(
     max_mbps: Annotated[
         float | None, typer.Option(metavar="MB/S", help="Read at most this much from DIR per node.")
     ] = None,
-    streams: Annotated[int, typer.Option(metavar="N", help="Chunks copied at a time.")] = 4,
+    streams: Annotated[
+        int | None, typer.Option(metavar="N", help="Chunks copied at a time (default: 4; in the background 2).")
+    ] = None,
     chunk_mib: Annotated[int, typer.Option(metavar="N", help="Size of a chunk in MiB.")] = 8,
     replace: Annotated[bool, typer.Option("--replace", help="Replace another data set in LOCAL.")] = False,
     node: Annotated[

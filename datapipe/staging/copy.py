@@ -234,9 +234,9 @@ def copy_missing(files: list[Transfer], source: Path, local: Path, options: Stag
         return counts
 
     copied = [0] * len(files)
-    chunks = stagger(chunks, options.placement.rank, options.placement.world_size, options.streams)
+    chunks = stagger(chunks, options.placement.rank, options.placement.world_size, options.num_streams)
     results = work_on_files(
-        copy, chunks, lambda chunk: files[chunk[0].file].source.path, options.timeout_s, options.streams
+        copy, chunks, lambda chunk: files[chunk[0].file].source.path, options.timeout_s, options.num_streams
     )
     with closing(results), Progress(f"staging {source}", needed_bytes(chunks), "B") as progress:
         for counts in results:

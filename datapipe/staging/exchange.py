@@ -109,9 +109,8 @@ class _Exchange:
     def run(self, source: Path) -> None:
         threading.Thread(target=self._send_and_receive, name="datapipe-exchange", daemon=True).start()
         writes = [(number, node) for number in range(len(self._rounds)) for node in range(len(self._crew))]
-        written = work_on_files(
-            self._write, writes, lambda _: self._files[0].landing.target, self._options.timeout_s, self._options.streams
-        )
+        target, options = self._files[0].landing.target, self._options
+        written = work_on_files(self._write, writes, lambda _: target, options.timeout_s, options.num_streams)
         total = needed_bytes([self._chunks[chunk] for chunks in self._rounds for chunk in chunks if chunk is not None])
         try:
             with closing(written), Progress(f"staging {source}", total, "B") as progress:

@@ -20,7 +20,7 @@ class StageOptions:
             exchange where there are several nodes; "slice", each node has room for a part, which its loaders fill.
         capacity_bytes: how much a node may hold, with "slice".
         max_mbps: the most megabytes (10⁶ bytes) that this node reads from the source in a second, above 0; None: any.
-        streams: chunks that are copied at a time, from 1.
+        streams: chunks that are copied at a time, from 1; None: 4, or 2 in the background, where loaders read, too.
         chunk_mib: size of a chunk in MiB, from 1.
         retries: how often a read that fails is tried again, from 0, after 0.1 s, 0.2 s, 0.4 s and so on.
         replace: whether a copy of another data set may be replaced. That of an earlier version of the same always is.
@@ -34,7 +34,7 @@ class StageOptions:
     mode: str = "auto"
     capacity_bytes: int | None = None
     max_mbps: float | None = None
-    streams: int = STREAMS
+    streams: int | None = None
     chunk_mib: int = 8
     retries: int = 6
     replace: bool = False
@@ -46,8 +46,9 @@ class StageOptions:
 
     def __post_init__(self) -> None:
         check_name("mode", self.mode, STAGE_MODES)
-        for name, lowest in (("streams", 1), ("chunk_mib", 1), ("retries", 0)):
-            checked_int(name, getattr(self, name), lowest)
+        settings = {"streams": (self.num_streams, 1), "chunk_mib": (self.chunk_mib, 1), "retries": (self.retries, 0)}
+        for name, (value, lowest) in settings.items():
+            checked_int(name, value, lowest)
         if self.mode == "slice" and self.capacity_bytes is None:
             raise SettingError("capacity: is missing; mode 'slice' needs it, such as 500GiB")
         if self.mode != "slice" and self.capacity_bytes is not None:
@@ -61,6 +62,12 @@ class StageOptions:
     @property
     def chunk_bytes(self) -> int:
         return self.chunk_mib << 20
+
+    @property
+    def num_streams(self) -> int:
+        if self.streams is not None:
+            return self.streams
+        return STREAMS // 2 if self.in_background else STREAMS
 
     def resolved_mode(self) -> str:
         """Return the mode, "auto" decided."""
