@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drawing, figures
+from benchmarks.bench_sharedfs import LOCAL
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,3 +115,21 @@ def test_the_five_figures_of_the_readme() -> None:
     kfac, soap, muon, lamb = (reached[name]["step"]["mean"] for name in ("K-FAC", "SOAP", "Muon", "LAMB"))
     assert f"| K-FAC {kfac:.0f}; SOAP {soap:.0f}, Muon {muon:.0f}; LAMB {lamb:.0f} (4 of 5 seeds) |" in readme
     assert reached["LAMB"]["reached"] == 4
+
+
+def test_the_table_of_the_readme() -> None:
+    """From a slow filesystem to training: it is what the record says."""
+    readme, result = (ROOT / "README.md").read_text(encoding="utf-8"), figures.record("sharedfs")
+
+    def seconds(*keys: str) -> str:
+        return f"{statistics.median(sum(run[key] for key in keys) for run in runs):.1f}"
+
+    for name, its in result["ways"].items():
+        runs = its["runs"]
+        calls, read = (
+            its[f"stage_{key}"]["median"] + its[f"epoch_1_{key}"]["median"] for key in ("metadata_calls", "read_bytes")
+        )
+        cells = [seconds("stage_s", "epoch_1_first_batch_s"), seconds("stage_s", "epoch_1_wall_s"), seconds("later_s")]
+        row = " | ".join([name, *cells, f"{calls:,.0f}", f"{read / 1e6:,.0f}"])
+        assert name == LOCAL or f"| {row} |" in readme, row
+    assert f"{result['floors']['decoder_later_s']:.1f} s" in readme
