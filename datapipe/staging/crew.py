@@ -37,6 +37,7 @@ LISTEN_S = 5 * BEAT_S  # how long to listen for that
 PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
 SAY_S = 10.0  # how often to say for whom this process waits
 LOOK_S = 0.1
+FIRST_LOOK_S = 0.005  # the others come to most questions at the same time; each pause is twice the last one
 CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
 _numbers = itertools.count()  # of crews in this process, whose keys differ
 
@@ -93,8 +94,10 @@ class Crew:
         keys = {rank: f"{name}/{rank}" for rank in ranks}
         beats: dict[int, bytes] = {}
         said, alive = time.monotonic(), dict.fromkeys(keys, time.monotonic())
+        pause = FIRST_LOOK_S
         while not self._ask(lambda: self._store.check([*keys.values()])):
-            time.sleep(LOOK_S)
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_S)
             now = time.monotonic()
             has_left = self._ask(lambda: self._store.check(["left"]))  # the store is not kept for long then
             if not has_left and now - said < min(SAY_S, self._timeout_s / 2):
@@ -218,7 +221,8 @@ class Crew:
         """
         assert self._group is not None, "connect first"
         try:
-            self._group.allgather([[*everyones]], [mine]).wait()  # type: ignore[attr-defined]
+            # As dist.all_gather_into_tensor does: the list of allgather() would be copied from memory of its own.
+            self._group._allgather_base(everyones.view(-1), mine).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise CrewError(self._explain(error)) from error
 

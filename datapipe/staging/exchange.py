@@ -101,6 +101,7 @@ class _Exchange:
         self._num_sent = 0  # of this node's chunks
         self._may_receive = threading.Semaphore(ROUNDS)
         self._received: dict[int, torch.Tensor] = {}  # by round: uint8[nodes, room]
+        self._spare: dict[int, list[torch.Tensor]] = {1: [], len(self._crew): []}  # by chunks: memory to use again
         self._to_write = [len(self._crew)] * len(self._rounds)  # chunks of a round that are not written yet
         self._num_writing = 0  # threads that are at work on this node's files
         self._error: BaseException | None = None
@@ -129,14 +130,21 @@ class _Exchange:
                 raise StagingError("a write does not end", path=self._files[0].landing.target.parent)
             time.sleep(LOOK_S)
 
+    def _take_room(self, num_chunks: int) -> torch.Tensor:
+        """Return memory for chunks: uint8[num_chunks, room]; only at first is it new, which the kernel must clear."""
+        try:
+            return self._spare[num_chunks].pop()
+        except IndexError:
+            return torch.empty((num_chunks, self._room_bytes), dtype=torch.uint8)
+
     # --- this node's reads, ahead of the rounds ---
 
     def _read_chunk(self, item: tuple[int, int], moved: Moved) -> torch.Tensor:
-        """Read a chunk for all: uint8[room]. `item`: its place among this node's, and its number."""
+        """Read a chunk for all: uint8[1, room]. `item`: its place among this node's, and its number."""
         place, number = item
         self._wait(lambda: place < self._num_sent + AHEAD, moved)
-        data = torch.empty(self._room_bytes, dtype=torch.uint8)
-        room, begin = memoryview(data.numpy().data), 0
+        data = self._take_room(1)
+        room, begin = memoryview(data[0].numpy().data), 0
         for extent in self._chunks[number]:
             moved(self._files[extent.file].source.path)
             self._count(extent.file, self._files[extent.file].read(extent, room[begin : begin + extent.size], moved))
@@ -160,15 +168,17 @@ class _Exchange:
     def _send_and_receive(self) -> None:
         try:
             with closing(self._read_ahead()) as reads:
-                nothing = torch.empty(self._room_bytes, dtype=torch.uint8)
+                nothing = self._take_room(1)
                 for number, chunks in enumerate(self._rounds):
                     gives = chunks[self._crew.index] is not None
                     mine = next(reads) if gives else nothing
                     self._wait(lambda: self._may_receive.acquire(timeout=LOOK_S), _ignore)
-                    received = torch.empty((len(self._crew), self._room_bytes), dtype=torch.uint8)
-                    self._crew.exchange(mine, received)
+                    received = self._take_room(len(self._crew))
+                    self._crew.exchange(mine[0], received)
                     self._received[number] = received
                     self._num_sent += gives
+                    if gives:
+                        self._spare[1].append(mine)
         except BaseException as error:
             self._error = error
 
@@ -202,7 +212,7 @@ class _Exchange:
         with self._lock:
             self._to_write[number] -= 1
             if not self._to_write[number]:
-                del self._received[number]
+                self._spare[len(self._crew)].append(self._received.pop(number))
                 self._may_receive.release()
         for file_number in complete:  # which takes long: the next round does not wait for it
             self._count(file_number, self._files[file_number].finish(moved))
