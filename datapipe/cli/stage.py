@@ -39,7 +39,7 @@ def stage(
         int | None, typer.Option(metavar="N", help="Chunks copied at a time (default: 4; in the background 2).")
     ] = None,
     chunk_mib: Annotated[int, typer.Option(metavar="N", help="Size of a chunk in MiB.")] = 8,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace another data set in LOCAL.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the copy of another data set in LOCAL.")] = False,
     node: Annotated[
         str | None,
         typer.Option(

@@ -31,7 +31,6 @@ from .network import find_address, find_unreachable
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 
-JOIN_S = 300.0  # how long to wait for the store
 BEAT_S = 1.0  # how often a process says that it lives
 LISTEN_S = 5 * BEAT_S  # how long to listen for that
 PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
@@ -279,7 +278,7 @@ def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
         raise SettingError(f"{message} not tell: give --master HOST, or set MASTER_ADDR")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its workers
     prefix = f"stage/{placement.job}/{placement.world_size}/{restart}/{next(_numbers)}"
-    store, beats = (dist.PrefixStore(prefix, _meet(placement, is_first)) for is_first in (True, False))
+    store, beats = (dist.PrefixStore(prefix, _meet(placement, is_first, timeout_s)) for is_first in (True, False))
     crew = Crew(store, beats, placement, timeout_s)
     try:
         crew.meet()
@@ -291,11 +290,11 @@ def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
         crew.close()
 
 
-def _meet(placement: Placement, is_first: bool) -> dist.Store:
+def _meet(placement: Placement, is_first: bool, timeout_s: float) -> dist.Store:
     """Connect to the store, which process 0 keeps from its first connection on, unless torchrun does."""
     is_keeper = is_first and placement.rank == 0 and not placement.has_store
     try:
-        place, limit = (placement.master, placement.port), timedelta(seconds=JOIN_S)
+        place, limit = (placement.master, placement.port), timedelta(seconds=timeout_s)
         return dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
         what = "cannot listen" if is_keeper else "process 0 does not answer"

@@ -93,14 +93,17 @@ class LocalCopy:
         return None if content == self.content or other == self.manifest else other
 
     def check_other(self, may_replace: bool) -> None:
-        """Raise StagingError where another data set is in place, unless it may be replaced.
+        """Raise StagingError where another data set is in place, unless it is a copy that may be replaced.
 
-        An earlier version of the same data set always may.
+        A copy of an earlier version of the same data set always may; what staging did not put there never.
         """
-        if may_replace or self.other_manifest() is None or self.is_of_same_source():
+        if self.other_manifest() is None or self.is_of_same_source():
             return
-        message = f"holds another data set than {self.source}; choose another folder, or replace it with --replace"
-        raise StagingError(message, path=self.target)
+        message = f"holds another data set than {self.source}"
+        if not (self.target / ORIGIN).exists():
+            raise StagingError(f"{message}, which staging has not put there; choose another folder", path=self.target)
+        if not may_replace:
+            raise StagingError(f"{message}; choose another folder, or replace it with --replace", path=self.target)
 
     def is_of_same_source(self) -> bool:
         """Return whether the folder says that it is a copy of the same data set, or of an earlier version of it."""

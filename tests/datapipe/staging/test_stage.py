@@ -243,6 +243,18 @@ def test_a_later_version_takes_the_place_of_a_copy(tmp_path, start):
     assert child.wait(60) == 0 and same(tmp_path / "other", local)
 
 
+def test_a_data_set_that_staging_has_not_put_there_is_never_replaced(tmp_path, start):
+    """Somebody may have packed it there."""
+    make_data_set(tmp_path / "source", [100])
+    make_data_set(tmp_path / "mine", [50], seed=1)
+    shutil.copytree(tmp_path / "mine", tmp_path / "before")
+    child = start(tmp_path / "source", tmp_path / "mine", "--replace")
+    errors = child.communicate(timeout=60)[1]
+    assert (
+        child.returncode == 1 and "staging has not put there" in errors and same(tmp_path / "before", tmp_path / "mine")
+    )
+
+
 def test_a_source_that_changes_meanwhile_is_named(tmp_path, start):
     source = tmp_path / "source"
     make_data_set(source, [8 * CHUNK])
