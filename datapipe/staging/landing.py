@@ -24,6 +24,8 @@ from ..errors import StagingError
 from ..fsio import checksum, named
 from ..streams import Moved
 
+# A longer write gets larger pieces of memory for the page cache, which a virtual machine may have to be given anew.
+WRITE_BYTES = 256 << 10
 OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a link is not ours
 
 
@@ -106,7 +108,7 @@ class Landing:
         with named(self._partial):
             done = 0
             while done < len(data):
-                done += os.pwrite(self._fd, data[done:], offset + done)
+                done += os.pwrite(self._fd, data[done : done + WRITE_BYTES], offset + done)
         number = offset // self.chunk_bytes
         with self._lock:
             was_missing = number in self._missing
