@@ -31,6 +31,7 @@ SLOTS, TAGS = ".slots", ".tags"
 TAG = np.dtype([("block", "<i8"), ("size", "<i8"), ("checksum", "<u8")])
 FREE, BUSY = -1, -2  # in place of a block: nothing; a process is writing
 LOCK_TRIES, LOCK_PAUSE_S = 50, 0.002
+MOMENT_S = 1.0  # who only looks at slots has let go of their lock by then
 
 
 class BlockSlots:
@@ -75,8 +76,17 @@ class BlockSlots:
             if self.is_writable:
                 for slot in np.flatnonzero(self._tags["block"] == BUSY).tolist():
                     _write_tag(tags, slot, FREE)
-        with suppress(OSError):
-            fcntl.flock(slots.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        deadline = time.monotonic() + MOMENT_S
+        while True:  # until another process has freed its own; some filesystems have no locks
+            try:
+                fcntl.flock(slots.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(MOMENT_S / 20)
+                    continue
+            except OSError:
+                pass
+            return
 
     def blocks(self) -> np.ndarray:
         """Return the block that each slot holds, or FREE or BUSY: int64[num_slots]."""

@@ -1,7 +1,6 @@
-"""The nodes that stage together: who they are, what each knows, and what has become of one that is silent.
+"""The processes that stage or train together: who they are, what each knows, what has become of one that is silent.
 
-They meet at a key-value store (torch's TCPStore), which process 0 keeps, or torchrun. Small things go through it; bytes
-through a process group of gloo's, over the interface by which a node reaches process 0. A training's group is not used.
+They meet at a key-value store (torch's TCPStore), which process 0 keeps, or torchrun. Small things go through it.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..cluster import Placement
-from ..errors import SettingError, StagingError
+from ..errors import SettingError
 from ..fsio import boot_id
 from .network import find_address, find_unreachable
+from .store import CrewError, connect_store
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -37,38 +35,44 @@ PARTING_S = 10.0  # how long process 0 keeps the store for others that are not d
 SAY_S = 10.0  # how often to say for whom this process waits
 LOOK_S = 0.1
 FIRST_LOOK_S = 0.005  # the others come to most questions at the same time; each pause is twice the last one
-CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
 _numbers = itertools.count()  # of crews in this process, whose keys differ
 
 
-class CrewError(StagingError):
-    """The nodes cannot continue together; each can alone."""
-
-
 class Crew:
-    """The nodes of a job, one process each. See `open_crew`.
+    """The processes of a job, and its nodes. See `open_crew`.
 
     Attributes:
         index: number of this node, from 0.
         hosts: names of all nodes, in order.
-        is_leader: whether this is the process that stages for its node.
+        is_leader: whether this is the process that speaks for its node, the first one there.
+        hosts_of_ranks: names of the nodes of all processes, in order.
+        local_ranks: the numbers of the processes of this node.
+        timeout_s: how long another process may give no sign of life, in seconds.
+        describe: returns what this process tells the others of itself each second; JSON must hold it.
     """
 
-    def __init__(self, store: dist.Store, beats: dist.Store, placement: Placement, timeout_s: float) -> None:
-        self._store, self._beats, self._placement, self._timeout_s = store, beats, placement, timeout_s
-        self._group: dist.ProcessGroupGloo | None = None
+    def __init__(
+        self, noun: str, prefix: str, stores: tuple[dist.Store, dist.Store], placement: Placement, timeout_s: float
+    ) -> None:
+        self._store, self._beats = stores
+        self._noun, self._prefix, self._placement, self.timeout_s = noun, prefix, placement, timeout_s
         self._ended = threading.Event()
         self.index, self.hosts, self.is_leader = -1, [placement.master], False
+        self.hosts_of_ranks: list[str] = []
+        self.local_ranks: list[int] = []
+        self.describe: Callable[[], Any] = lambda: None
         threading.Thread(target=self._beat, name="datapipe-beat", daemon=True).start()
 
     def meet(self) -> None:
         """Find out who the nodes are. Raises CrewError when a process does not come, and names it."""
         mine = [socket.gethostname(), boot_id()]
-        everyones = self._gather("host", mine, range(self._placement.world_size), self._placement.rank)
+        everyones = self.gather_from_ranks("host", mine)
         nodes = [host for number, host in enumerate(everyones) if host not in everyones[:number]]
         self._leaders = [everyones.index(host) for host in nodes]
         self.hosts, self.index = [name for name, _ in nodes], nodes.index(mine)
         self.is_leader = self._leaders[self.index] == self._placement.rank
+        self.hosts_of_ranks = [name for name, _ in everyones]
+        self.local_ranks = [rank for rank, host in enumerate(everyones) if host == mine]
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -91,7 +95,7 @@ class Crew:
         """Do what `gather` does, for some processes. One that lives may take as long as it needs."""
         self._ask(lambda: self._store.set(f"{name}/{mine}", json.dumps(value)))
         keys = {rank: f"{name}/{rank}" for rank in ranks}
-        beats: dict[int, bytes] = {}
+        beats: dict[int, str] = {}
         said, alive = time.monotonic(), dict.fromkeys(keys, time.monotonic())
         pause = FIRST_LOOK_S
         while not self._ask(lambda: self._store.check([*keys.values()])):
@@ -99,37 +103,72 @@ class Crew:
             pause = min(2 * pause, LOOK_S)
             now = time.monotonic()
             has_left = self._ask(lambda: self._store.check(["left"]))  # the store is not kept for long then
-            if not has_left and now - said < min(SAY_S, self._timeout_s / 2):
+            if not has_left and now - said < min(SAY_S, self.timeout_s / 2):
                 continue
             missing = self._ask(lambda: [rank for rank, key in keys.items() if not self._store.check([key])])
             self._check_left(missing)
-            if now - said < min(SAY_S, self._timeout_s / 2):
+            if now - said < min(SAY_S, self.timeout_s / 2):
                 continue
             said = now
             latest = self._ask(partial(self._latest_beats, missing))
-            alive |= {rank: now for rank in missing if latest[rank] != beats.get(rank, b"")}
+            alive |= {rank: now for rank in missing if latest[rank] != beats.get(rank, "")}
             beats |= latest
-            silent = [rank for rank in missing if now - alive[rank] > self._timeout_s]
+            silent = [rank for rank in missing if now - alive[rank] > self.timeout_s]
             if silent:
-                raise CrewError(f"{self._names(silent)} did not answer for {self._timeout_s:g} s (timeout_s)")
-            logger.info("waiting for %s", self._names(missing))
+                raise CrewError(f"{self.names(silent)} did not answer for {self.timeout_s:g} s (timeout_s)")
+            logger.info("waiting for %s", self.names(missing))
         return [json.loads(answer) for answer in self._ask(lambda: self._store.multi_get([*keys.values()]))]
 
-    def _latest_beats(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Return what each process said last of its life; b"" if it has not said anything."""
-        return {rank: self._store.get(key) if self._store.check([key := f"beat/{rank}"]) else b"" for rank in ranks}
+    def find_address(self, interface: str | None, option: str = "--interface") -> str:
+        """Find the address by which the other nodes reach this one; processes that lead a node call this together.
+
+        Args:
+            interface: the network interface; None: the one that leads to process 0.
+            option: by which a user chooses the interface, for the message.
+
+        Raises:
+            CrewError: a node does not reach another; names the addresses of both sides.
+        """
+        mine = find_address(self.gather, self.index, interface, self._placement.master)
+        problem = find_unreachable(self.gather, self.index, self.hosts, mine, self.timeout_s)
+        if problem:
+            raise CrewError(f"{problem}; choose the network by {option}")
+        return mine
+
+    def open_store(self, name: str) -> dist.Store:
+        """Return a store of the processes' own, by a connection that nothing else uses. Raises CrewError."""
+        return dist.PrefixStore(f"{self._prefix}/{name}", connect_store(self._placement, False, self.timeout_s))
+
+    def _latest_beats(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what each process said last of its life: see `_beat`; "" if it has not said anything."""
+        return {rank: self._read(f"beat/{rank}") for rank in ranks}
+
+    def read_beats(self, ranks: Iterable[int]) -> dict[int, list[Any]]:
+        """Return a number that rises, and what `describe` returned last, of each process. Raises CrewError."""
+        beats = self._ask(partial(self._latest_beats, ranks))
+        return {rank: json.loads(beat) for rank, beat in beats.items() if beat}
+
+    def announce(self, name: str, text: str) -> None:
+        """Tell all processes something. Raises CrewError."""
+        self._ask(partial(self._store.set, f"announced/{name}", text))
+
+    def read_announced(self, name: str) -> str:
+        """Return what a process has announced; "" if none has. Raises CrewError."""
+        return self._ask(partial(self._read, f"announced/{name}"))
+
+    def find_left(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return why processes have left, those that have. Raises CrewError."""
+        reasons = self._ask(lambda: {rank: self._read(f"left/{rank}") for rank in ranks})
+        return {rank: reason for rank, reason in reasons.items() if reason}
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _check_left(self, ranks: Iterable[int]) -> None:
         """Raise CrewError with the reason where one of these processes has left."""
-
-        def find() -> dict[int, str]:
-            return {
-                rank: self._store.get(f"left/{rank}").decode() for rank in ranks if self._store.check([f"left/{rank}"])
-            }
-
-        left = self._ask(find)
+        left = self.find_left(ranks)
         if left:
-            raise CrewError("; ".join(f"{self._names([rank])} has left: {why}" for rank, why in left.items()))
+            raise CrewError("; ".join(f"{self.names([rank])} has left: {why}" for rank, why in left.items()))
 
     def _ask(self, question: Callable[[], Answer], limit_s: float | None = None) -> Answer:
         """Call a function that asks the store, which may hang with the process that keeps it.
@@ -154,16 +193,20 @@ class Crew:
 
         threading.Thread(target=ask, name="datapipe-ask", daemon=True).start()
         try:
-            answer, error = answers.get(timeout=limit_s or self._timeout_s)
+            answer, error = answers.get(timeout=limit_s or self.timeout_s)
         except queue.Empty:
             error = RuntimeError("no answer")
         if error is not None:
-            raise CrewError(f"node 0 ({self.hosts[0]}) does not answer") from error
+            name = self.names([0]) if self.hosts_of_ranks else f"node 0 ({self.hosts[0]})"
+            raise CrewError(f"{name} does not answer") from error
         return answer
 
-    def _names(self, ranks: Iterable[int]) -> str:
+    def names(self, ranks: Iterable[int]) -> str:
+        """Name processes, with their hosts."""
         if self.index < 0:
             return ", ".join(f"process {rank}" for rank in ranks)
+        if self._noun == "rank":
+            return ", ".join(f"rank {rank} ({self.hosts_of_ranks[rank]})" for rank in ranks)
         return ", ".join(f"node {node} ({self.hosts[node]})" for node in map(self._leaders.index, ranks))
 
     def leave(self, reason: str) -> None:
@@ -171,6 +214,10 @@ class Crew:
         with suppress(CrewError):
             self._ask(lambda: self._store.set(f"left/{self._placement.rank}", reason), LISTEN_S)
             self._ask(lambda: self._store.set("left", ""), LISTEN_S)
+
+    def gather_from_ranks(self, name: str, value: Any) -> list[Any]:
+        """Do what `gather` does, for all processes."""
+        return self._gather(name, value, range(self._placement.world_size), self._placement.rank)
 
     def follow(self) -> None:
         """Wait for the process that stages for this node. Raises CrewError where that has left, or is silent."""
@@ -181,75 +228,33 @@ class Crew:
         with suppress(CrewError):
             self._ask(partial(self._store.set, f"done/{self._placement.rank}", '""'), LISTEN_S)
 
-    # --- bytes ---
+    # --- who is gone ---
 
-    def connect(self, interface: str | None) -> None:
-        """Connect to all other nodes.
-
-        Args:
-            interface: the network interface; None: the one that leads to process 0.
-
-        Raises:
-            CrewError: that is not possible; names the addresses of both sides.
-        """
-        mine = find_address(self.gather, self.index, interface, self._placement.master)
-        problem = find_unreachable(self.gather, self.index, self.hosts, mine, self._timeout_s)
-        if problem:
-            raise CrewError(f"{problem}; choose the network by --interface")
-        # torch's stubs lack these; it makes its own groups of them in the same way.
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=max(LISTEN_S, self._timeout_s / CONNECTS))
-        try:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=mine)]
-            store = dist.PrefixStore("gloo", self._store)
-            group = dist.ProcessGroupGloo(store, self.index, len(self), options)
-        except RuntimeError as error:
-            raise CrewError(f"{self._explain(error)}; this node's address is {mine}") from error
-        group._set_default_timeout(timedelta(seconds=self._timeout_s))
-        self._group = group
-
-    def exchange(self, mine: torch.Tensor, everyones: torch.Tensor) -> None:
-        """Send bytes to all nodes, and receive those of each.
-
-        Args:
-            mine: uint8[n].
-            everyones: uint8[nodes, n], is filled.
-
-        Raises:
-            CrewError: a node is gone, or has not taken part in time; names it.
-        """
-        assert self._group is not None, "connect first"
-        try:
-            # As dist.all_gather_into_tensor does: the list of allgather() would be copied from memory of its own.
-            self._group._allgather_base(everyones.view(-1), mine).wait()  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise CrewError(self._explain(error)) from error
-
-    def _explain(self, error: RuntimeError) -> str:
-        """Say which node is missing."""
-        others = [rank for rank in self._leaders if rank != self._placement.rank]
+    def explain(self, error: BaseException) -> str:
+        """Say which process is missing after an error of a connection to others; takes some seconds."""
+        others = [*(self._leaders if self._noun == "node" else range(self._placement.world_size))]
+        others.remove(self._placement.rank)
         try:
             time.sleep(BEAT_S)  # for its last words
             self._check_left(others)
-            before = self._ask(lambda: self._latest_beats(others), LISTEN_S)
+            before = self._ask(partial(self._latest_beats, others), LISTEN_S)
             time.sleep(LISTEN_S)
-            after = self._ask(lambda: self._latest_beats(others), LISTEN_S)
+            after = self._ask(partial(self._latest_beats, others), LISTEN_S)
         except CrewError as reason:
             return reason.message
         silent = [rank for rank in others if before[rank] == after[rank]]
-        return f"{self._names(silent)} does not answer" if silent else f"the connection to another node broke: {error}"
+        return f"{self.names(silent)} does not answer" if silent else f"the connection to another node broke: {error}"
 
     def _beat(self) -> None:
         with suppress(RuntimeError):
             for count in itertools.count():
-                self._beats.set(f"beat/{self._placement.rank}", str(count))
+                self._beats.set(f"beat/{self._placement.rank}", json.dumps([count, self.describe()]))
                 if self._ended.wait(BEAT_S):
                     return
 
     def close(self) -> None:
         """Part. Process 0, which may keep the store, waits a moment for the others."""
         self._ended.set()
-        self._group = None
 
         def part() -> None:
             self._store.set(f"bye/{self._placement.rank}", "")
@@ -262,24 +267,29 @@ class Crew:
 
 
 @contextmanager
-def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
+def open_crew(placement: Placement, timeout_s: float, noun: str = "node") -> Iterator[Crew]:
     """Meet the other processes of a job, and part from them at the end.
 
     Args:
         placement: of this process.
-        timeout_s: how long another process may give no sign of life, in seconds.
+        timeout_s: how long another may give no sign of life, in seconds.
+        noun: "node", where one process of each matters, or "rank", where all do.
+
+    Yields:
+        The processes.
 
     Raises:
         SettingError: process 0 cannot be found.
         CrewError: not all processes came.
     """
     if not placement.master:
-        message = f"mode: exchange needs the host of process 0, which {placement.launcher or 'the environment'} does"
-        raise SettingError(f"{message} not tell: give --master HOST, or set MASTER_ADDR")
+        message = f"the host of process 0 is needed, which {placement.launcher or 'the environment'} does not tell"
+        raise SettingError(f"mode: {message}: give --master HOST, or set MASTER_ADDR")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its workers
-    prefix = f"stage/{placement.job}/{placement.world_size}/{restart}/{next(_numbers)}"
-    store, beats = (dist.PrefixStore(prefix, _meet(placement, is_first, timeout_s)) for is_first in (True, False))
-    crew = Crew(store, beats, placement, timeout_s)
+    prefix = f"{noun}/{placement.job}/{placement.world_size}/{restart}/{next(_numbers)}"
+    store, beats = (connect_store(placement, is_first, timeout_s) for is_first in (True, False))
+    stores = dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, beats)
+    crew = Crew(noun, prefix, stores, placement, timeout_s)
     try:
         crew.meet()
         yield crew
@@ -288,14 +298,3 @@ def open_crew(placement: Placement, timeout_s: float) -> Iterator[Crew]:
         raise
     finally:
         crew.close()
-
-
-def _meet(placement: Placement, is_first: bool, timeout_s: float) -> dist.Store:
-    """Connect to the store, which process 0 keeps from its first connection on, unless torchrun does."""
-    is_keeper = is_first and placement.rank == 0 and not placement.has_store
-    try:
-        place, limit = (placement.master, placement.port), timedelta(seconds=timeout_s)
-        return dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False)
-    except RuntimeError as error:
-        what = "cannot listen" if is_keeper else "process 0 does not answer"
-        raise CrewError(f"{placement.master}:{placement.port}: {what}: {error}") from error

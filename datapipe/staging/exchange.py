@@ -22,6 +22,7 @@ from ..console import Progress
 from ..errors import StagingError
 from ..streams import Moved, work_on_files
 from .crew import Crew
+from .node_group import NodeGroup
 from .options import StageOptions
 from .plan import Chunk, cut, needed_bytes, share_reads
 from .transfer import Transfer
@@ -55,7 +56,7 @@ def exchange(
     Args:
         files: all of the data sets, the same on each node.
         chunk_bytes: size of a chunk, of `chunk_bytes_for`.
-        crew: the nodes, connected.
+        crew: the nodes, which this connects.
         source: the folder of the data sets, for messages.
         options: of the staging.
         copied: by file, to which the bytes are added that this node reads from the source.
@@ -64,11 +65,12 @@ def exchange(
         CrewError: Another node is gone. What has landed until then stays, and no thread is at work on it any more.
         DatapipeError, OSError: This node cannot read, or cannot write.
     """
+    group = NodeGroup(crew, options.interface, options.timeout_s)
     chunks = cut([file.source.info.size_bytes for file in files], chunk_bytes)
     mine = [any(files[extent.file].lacks(extent) for extent in chunk) for chunk in chunks]
     missing = np.array([_unpack(text, len(chunks)) for text in crew.gather("missing", _pack(mine))])
     shares = share_reads(missing, max(1, options.chunk_bytes // chunk_bytes))
-    _Exchange(files, chunks, shares, crew, options, copied).run(source)
+    _Exchange(files, chunks, shares, group, crew.index, options, copied).run(source)
 
 
 def _pack(flags: list[bool]) -> str:
@@ -89,27 +91,29 @@ class _Exchange:
         files: list[Transfer],
         chunks: list[Chunk],
         shares: list[list[int]],
-        crew: Crew,
+        group: NodeGroup,
+        index: int,
         options: StageOptions,
         copied: list[int],
     ) -> None:
-        self._files, self._chunks, self._crew, self._options, self._copied = files, chunks, crew, options, copied
+        self._files, self._chunks, self._options, self._copied = files, chunks, options, copied
+        self._group, self._index, self._num_nodes = group, index, len(shares)
         self._rounds: list[Round] = list(zip_longest(*shares))
-        self._mine = shares[crew.index]
+        self._mine = shares[index]
         self._room_bytes = max((sum(extent.size for extent in chunk) for chunk in chunks), default=0)
         self._lock = threading.Lock()
         self._num_sent = 0  # of this node's chunks
         self._may_receive = threading.Semaphore(ROUNDS)
         self._received: dict[int, torch.Tensor] = {}  # by round: uint8[nodes, room]
-        self._spare: dict[int, list[torch.Tensor]] = {1: [], len(self._crew): []}  # by chunks: memory to use again
-        self._to_write = [len(self._crew)] * len(self._rounds)  # chunks of a round that are not written yet
+        self._spare: dict[int, list[torch.Tensor]] = {1: [], self._num_nodes: []}  # by chunks: memory to use again
+        self._to_write = [self._num_nodes] * len(self._rounds)  # chunks of a round that are not written yet
         self._num_writing = 0  # threads that are at work on this node's files
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
     def run(self, source: Path) -> None:
         threading.Thread(target=self._send_and_receive, name="datapipe-exchange", daemon=True).start()
-        writes = [(number, node) for number in range(len(self._rounds)) for node in range(len(self._crew))]
+        writes = [(number, node) for number in range(len(self._rounds)) for node in range(self._num_nodes)]
         target, options = self._files[0].landing.target, self._options
         written = work_on_files(self._write, writes, lambda _: target, options.timeout_s, options.num_streams)
         total = needed_bytes([self._chunks[chunk] for chunks in self._rounds for chunk in chunks if chunk is not None])
@@ -170,11 +174,11 @@ class _Exchange:
             with closing(self._read_ahead()) as reads:
                 nothing = self._take_room(1)
                 for number, chunks in enumerate(self._rounds):
-                    gives = chunks[self._crew.index] is not None
+                    gives = chunks[self._index] is not None
                     mine = next(reads) if gives else nothing
                     self._wait(lambda: self._may_receive.acquire(timeout=LOOK_S), _ignore)
-                    received = self._take_room(len(self._crew))
-                    self._crew.exchange(mine[0], received)
+                    received = self._take_room(self._num_nodes)
+                    self._group.exchange(mine[0], received)
                     self._received[number] = received
                     self._num_sent += gives
                     if gives:
@@ -212,7 +216,7 @@ class _Exchange:
         with self._lock:
             self._to_write[number] -= 1
             if not self._to_write[number]:
-                self._spare[len(self._crew)].append(self._received.pop(number))
+                self._spare[self._num_nodes].append(self._received.pop(number))
                 self._may_receive.release()
         for file_number in complete:  # which takes long: the next round does not wait for it
             self._count(file_number, self._files[file_number].finish(moved))

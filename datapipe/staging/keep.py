@@ -135,8 +135,9 @@ class Keep:
             return None
 
     def is_valid(self) -> bool:
-        """Return whether the job may still run: its time is not over, and the node has not booted since."""
-        return self.boot == boot_id() and time.time() < self.until
+        """Return whether the job may still run: its time is not over, nor has this node booted since."""
+        is_of_this_boot = self.boot == boot_id() or self.host != socket.gethostname()
+        return is_of_this_boot and time.time() < self.until
 
 
 def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from ..errors import StagingError
 from ..fsio import checksum, named
 from ..streams import Moved
 
-# A longer write gets larger pieces of memory for the page cache, which a virtual machine may have to be given anew.
+# A longer write gets larger pieces of memory for the page cache, which a virtual machine may first have to be given.
 WRITE_BYTES = 256 << 10
 OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a link is not ours
 
@@ -141,7 +141,11 @@ class Landing:
         self._mark(self._num_chunks, b"\1")  # from here on, loaders add nothing
         moved(self._partial)
         with named(self._partial), self._without_loaders():
-            os.fsync(self._fd)
+            try:
+                os.fsync(self._fd)
+            except OSError:
+                self.forget()  # an error is told once: the next fsync would succeed, over what the disk does not hold
+                raise
             moved()
             actual = checksum(self._partial, moved)
             size = os.fstat(self._fd).st_size
@@ -211,6 +215,7 @@ def open_own(path: Path) -> int:
 
 
 def _read_own(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
-        return file.read() if os.fstat(fd).st_uid == os.geteuid() else b""
+        info = os.fstat(fd)
+        return file.read() if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() else b""

@@ -97,13 +97,19 @@ class LocalCopy:
 
         A copy of an earlier version of the same data set always may; what staging did not put there never.
         """
-        if self.other_manifest() is None or self.is_of_same_source():
+        if self.is_of_same_source() or (self.other_manifest() is None and not self._is_begun_by_another()):
             return
         message = f"holds another data set than {self.source}"
         if not (self.target / ORIGIN).exists():
             raise StagingError(f"{message}, which staging has not put there; choose another folder", path=self.target)
         if not may_replace:
             raise StagingError(f"{message}; choose another folder, or replace it with --replace", path=self.target)
+
+    def _is_begun_by_another(self) -> bool:
+        """Return whether the folder says that it is, or will be, a copy of something else."""
+        with suppress(StagingError):
+            return Origin.read(self.target).manifest not in ("", self._digest)
+        return False
 
     def is_of_same_source(self) -> bool:
         """Return whether the folder says that it is a copy of the same data set, or of an earlier version of it."""

@@ -31,7 +31,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
     Args:
         folder: is made if it is not there, or if another process, which makes room, removes it meanwhile.
         patience_s: how long nothing may change before the other process counts as stuck, in seconds.
-        waits: whether to wait at all.
+        waits: whether to wait for longer than a moment.
 
     Yields:
         whether it is locked: some filesystems have no locks.
@@ -40,7 +40,8 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
         BusyError: another process holds it, and `waits` is False, or that process does nothing.
         FileNotFoundError: the folder is removed again and again, or cannot be made.
     """
-    said, deadline, state = float("-inf"), time.monotonic() + patience_s, _state_of(folder)
+    begun, said, state = time.monotonic(), float("-inf"), _state_of(folder)
+    deadline = begun + patience_s
     with ExitStack() as stack:
         while True:
             try:
@@ -56,6 +57,9 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 holder = "another process"
                 with suppress(FileNotFoundError):
                     holder = lock_holder(folder) or holder
+            if not waits and time.monotonic() < begun + MOMENT_S:  # of who only looks
+                time.sleep(MOMENT_S / 20)
+                continue
             if not waits:
                 raise BusyError(f"{holder} is staging to it", path=folder)
             now = time.monotonic()

@@ -20,7 +20,7 @@ from .local_copy import LocalCopy
 from .lock import hold_lock
 from .options import StageOptions
 from .origin import ORIGIN, Origin
-from .space import make_space
+from .space import make_space, warn_of_place
 from .taking_over import check_place, names_there, remove_slots, sweep
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ def _make_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> S
     num_slots = min(capacity_bytes // slot_bytes, num_blocks)
     if not num_slots:
         raise SettingError(f"capacity: {capacity_bytes:,} bytes have no room for a block of {slot_bytes:,}")
+    warn_of_place(copy.source, copy.target)
     with hold_lock(copy.target, options.timeout_s):
         _check_folder(copy, options)
         kept_bytes = _find_kept_bytes(copy, (num_slots, slot_bytes, options.chunk_bytes))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import StagingError
 from ..fsio import NETWORK_FILESYSTEMS, free_bytes, mounted_as
+from ..memory import available_bytes
 from .cache import evict, evictable
 from .options import StageOptions
 from .transfer import Transfer
 
+IN_MEMORY = "tmpfs", "ramfs"
 logger = logging.getLogger(__name__)
 
 
@@ -26,7 +29,7 @@ def warn_of_place(source: Path, local: Path) -> None:
     kind = mounted_as(folder)
     if kind in NETWORK_FILESYSTEMS:
         logger.warning("LOCAL: %s is on a shared filesystem (%s): choose a folder on the node's own disk", local, kind)
-    elif kind in ("tmpfs", "ramfs"):
+    elif kind in IN_MEMORY:
         logger.info("LOCAL: %s is in memory (%s): what is staged there counts against the node's", local, kind)
     elif folder.stat().st_dev == source.stat().st_dev:
         logger.info("LOCAL: %s is on the same filesystem as %s", local, source)
@@ -60,15 +63,20 @@ def make_space(needed: int, spared: Collection[Path], local: Path, options: Stag
     Raises:
         StagingError: there is not enough space.
     """
-    if needed <= (free := free_bytes(local)):
+    if needed <= (free := _free_bytes(local)):
         return
     cache = local.absolute().parent
     if options.evict:
         evict(local, cache, needed, spared)
-        if needed <= (free := free_bytes(local)):
+        if needed <= (free := _free_bytes(local)):
             return
         hint = f", and in {cache} there is not enough that nobody uses, keeps or has pinned"
     else:
         unused = sum(copy.size_bytes for copy in evictable(cache, local.stat().st_dev, spared))
         hint = f"; with --evict, copies in {cache} that nobody uses make way: {unused:,} bytes" if unused else ""
     raise StagingError(f"needs {needed:,} bytes, {free:,} are free{hint}", path=local)
+
+
+def _free_bytes(local: Path) -> int:
+    """Return the bytes that are free there; in memory, no more than the node, and the job, have of that."""
+    return min(free_bytes(local), available_bytes() if mounted_as(local) in IN_MEMORY else sys.maxsize)

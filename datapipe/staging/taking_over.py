@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from ..dataset.arriving import KINDS, temporary_path
@@ -80,18 +81,20 @@ def remove_other(copy: LocalCopy) -> None:
     Raises StagingError where somebody uses it, or it is pinned.
     """
     other = copy.other_manifest()
-    if other is None:
+    names = [] if other is None else [file.name for file in other.all_files()]
+    with suppress(StagingError):  # of one that was begun and has no manifest yet
+        names += [os.path.basename(name) for name in Origin.read(copy.target).files]
+    extra = {*names} - {file.name for file in copy.manifest.all_files()}
+    if other is None and not extra:
         return
     if is_pinned(copy.target) or is_pinned(copy.target.parent):
         raise StagingError("is pinned: unpin it, or choose another folder", path=copy.target)
     with hold_unused(copy.target / MANIFEST):
         logger.info("%s holds another version of the data set, or another data set: replacing it", copy.target)
-        (copy.target / MANIFEST).unlink()
+        (copy.target / MANIFEST).unlink(missing_ok=True)
         sync_folder(copy.target)
-        mine = {file.name for file in copy.manifest.all_files()}
-        for file in other.all_files():
-            if file.name not in mine:
-                (copy.target / file.name).unlink(missing_ok=True)
+        for name in extra:
+            (copy.target / name).unlink(missing_ok=True)
 
 
 def remove_slots(copy: LocalCopy) -> None:

@@ -19,7 +19,7 @@ from .copy import (
     stage_copies,
     transfers,
 )
-from .crew import Crew, CrewError, open_crew
+from .crew import Crew, open_crew
 from .exchange import chunk_bytes_for, exchange
 from .keep import EvictedError
 from .local_copy import LocalCopy, list_copies
@@ -28,6 +28,7 @@ from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes
 from .space import check_space
+from .store import CrewError
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ def stage_together(source: Path, local: Path, options: StageOptions) -> list[Sta
     """
     with open_crew(options.placement, options.timeout_s) as crew:
         if not crew.is_leader:
-            crew.follow()
+            try:
+                crew.follow()
+            except CrewError as error:
+                logger.warning("%s: this process looks by itself whether its node is staged", error.message)
             copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
             return stage_copies(source, local, copies, options, trusts=True)
         results = _lead(source, local, options, crew)
@@ -127,7 +131,6 @@ def _get(files: list[Transfer], source: Path, local: Path, options: StageOptions
     copied = [0] * len(files)
     try:
         if len(crew) > 1 and any(crew.gather("lacks", bool(missing_chunks(files)))):
-            crew.connect(options.interface)
             exchange(files, files[0].landing.chunk_bytes, crew, source, options, copied)
     except CrewError as error:
         logger.warning("%s: this node reads by itself what it still lacks", error.message)

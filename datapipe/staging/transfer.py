@@ -71,7 +71,8 @@ class Transfer:
         Returns:
             The bytes that were read from the source.
         """
-        if not self.lacks(extent) and self.landing.read(extent.offset, into):
+        is_there = not self.lacks(extent) or self.landing.was_added(extent.offset)
+        if is_there and self.landing.read(extent.offset, into):
             moved()
             return 0
         self.source.read(extent.offset, into, moved)

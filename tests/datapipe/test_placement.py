@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from datapipe.cluster import Placement, ended_job, first_host, job_end, lonely, num_nodes, placement
+from datapipe.cluster import (
+    Placement,
+    ended_job,
+    first_host,
+    job_end,
+    lonely,
+    num_nodes,
+    placement,
+    rank_placement,
+)
 from datapipe.errors import SettingError
 
 SLURM = {
@@ -72,6 +81,48 @@ def test_all_processes_of_a_job_have_one_port_and_other_jobs_another():
     assert len(ports) == 1
     others = {placement(SLURM | {"SLURM_JOB_ID": str(job)}).port for job in range(50)}
     assert len(others) > 45
+
+
+PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "7000"}  # as Kubernetes sets them
+ON_ONE_HOST = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1, "", "")),
+        (PLAIN, (1, 2, "n0", "torchrun")),
+        (SLURM, (2, 4, "gpu03", "Slurm job step")),
+        (ON_ONE_HOST, (1, 2, "localhost", "Open MPI")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, (1, 2, "localhost", "MPICH/PMI")),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},
+         (0, 1, "gpu03", "Slurm job step")),  # srun -n1, on one of the job's nodes
+    ],
+)  # fmt: skip
+def test_the_rank_of_a_training(environ, expected):
+    place = rank_placement(environ)
+    assert (place.rank, place.world_size, place.master, place.launcher) == expected
+
+
+def test_training_and_staging_have_ports_of_their_own():
+    assert rank_placement(PLAIN).train_port == 7000 != rank_placement(PLAIN).port
+    store = rank_placement(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert store.train_port == store.port == 29500
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE: is 2 in the environment, and MASTER_ADDR is not set"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "RANK: is set in the environment, and WORLD_SIZE is not"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR: Open MPI does not tell the host of rank 0"),
+        ({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, "this job has 2 nodes"),
+        (OPENPBS, "this is node 1 of a job"),
+    ],
+)
+def test_nobody_trains_alone_by_mistake(environ, words):
+    with pytest.raises(SettingError, match=words):
+        rank_placement(environ)
 
 
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}

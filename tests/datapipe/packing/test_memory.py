@@ -117,8 +117,18 @@ def test_the_tightest_control_group_counts(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for folder, limit in (("", "900"), ("a", "500"), ("a/b", "max")):
         (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
-    assert min(memory._limits(tmp_path, "/a/b", "memory.max")) == 500
-    assert min(memory._limits(tmp_path, "/elsewhere/b", "memory.max")) == 900
+    assert min(memory._limit(group, "memory.max") for group in memory._folders(tmp_path, "/a/b")) == 500
+    assert min(memory._limit(group, "memory.max") for group in memory._folders(tmp_path, "/elsewhere/b")) == 900
+
+
+def test_what_a_control_group_uses_counts_without_files_that_make_way(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 200000\nfile 450000\nshmem 50000\n")
+    monkeypatch.setattr(memory, "_groups", lambda: [(tmp_path, "memory.max")])
+    assert memory.available_bytes() == 1000000 - (700000 - 450000 + 50000)
+    monkeypatch.setattr(memory, "_groups", list)
+    assert 0 < memory.available_bytes() <= memory.allowed_bytes()
 
 
 def test_a_real_control_group(tmp_path):

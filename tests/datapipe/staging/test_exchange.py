@@ -190,6 +190,23 @@ def test_two_processes_of_a_node_stage_once(nodes, start, port, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_that_waits_for_its_node_does_not_need_process_0(start, port, tmp_path):
+    """Which keeps the store by which the others hear that their node is staged."""
+    make_data_set(tmp_path / "source", [40 * CHUNK] * 2)
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words, children = ("--chunk-mib", 1, "--max-mbps", 8, "--timeout", 8, "--json"), []
+    for i in range(3):
+        line = (tmp_path / "source", tmp_path / f"local-{min(i, 1)}", "--node", f"{i}/3", *words)
+        children.append(start(*line, host=f"node{min(i, 1)}", env=env))
+    wait_for_chunks(tmp_path / "local-1", 3, children)
+    children.pop(0).kill()
+    _, said = results(children)
+    assert "this node reads by itself what it still lacks" in said[0]
+    assert "this process looks by itself whether its node is staged" in said[1]
+    assert same(tmp_path / "source", tmp_path / "local-1")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_node_that_dies_or_stops_is_named_and_not_needed(nodes, tmp_path, which, number):
@@ -333,7 +350,7 @@ module.{name} = end
 @pytest.mark.parametrize(
     ("module", "name", "first"),
     [
-        ("crew", "Crew.connect", "pass"),
+        ("node_group", "NodeGroup.__init__", "pass"),
         ("crew", "find_unreachable", "before(*arguments, **options)"),
         ("together", "exchange", "pass"),
     ],

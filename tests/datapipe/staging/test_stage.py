@@ -13,6 +13,7 @@ import tempfile
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -253,6 +254,88 @@ def test_a_data_set_that_staging_has_not_put_there_is_never_replaced(tmp_path, s
     assert (
         child.returncode == 1 and "staging has not put there" in errors and same(tmp_path / "before", tmp_path / "mine")
     )
+
+
+def test_a_copy_of_another_data_set_that_was_only_begun_is_not_taken_over(tmp_path):
+    make_data_set(tmp_path / "first", [CHUNK, 2 * CHUNK, 100])
+    make_data_set(tmp_path / "second", [50], seed=1)
+    stage(tmp_path / "first", tmp_path / "local")
+    (tmp_path / "local" / MANIFEST).unlink()  # which comes last
+    with pytest.raises(StagingError, match=r"holds another data set .*--replace"):
+        stage(tmp_path / "second", tmp_path / "local")
+    stage(tmp_path / "second", tmp_path / "local", StageOptions(replace=True))
+    assert same(tmp_path / "second", tmp_path / "local")
+
+
+def test_files_of_an_earlier_version_that_was_only_begun_are_removed(tmp_path):
+    source, local = tmp_path / "source", tmp_path / "local"
+    make_data_set(source, [100] * 5)
+    stage(source, local)
+    (local / MANIFEST).unlink()
+    shutil.rmtree(source)
+    make_data_set(source, [100, 300], seed=1)
+    stage(source, local)
+    assert same(source, local)
+
+
+def test_what_the_disk_could_not_keep_is_copied_again(tmp_path, monkeypatch):
+    """The kernel tells such an error once, and its page cache may still have the bytes."""
+    manifest = make_data_set(tmp_path / "source", [3 * CHUNK])
+    before, failed = os.fsync, []
+
+    def fail(fd: int) -> None:
+        if "shard" in os.readlink(f"/proc/self/fd/{fd}") and not failed:
+            failed.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        before(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    options = StageOptions(chunk_mib=1)
+    with pytest.raises(OSError, match="Input/output error"):
+        stage(tmp_path / "source", tmp_path / "local", options)
+    (staged,) = stage(tmp_path / "source", tmp_path / "local", options)
+    shard = next(file for file in manifest.all_files() if file.name.startswith("shard"))
+    assert failed and staged.copied_bytes >= shard.size_bytes and same(tmp_path / "source", tmp_path / "local")
+
+
+def test_a_pipe_in_place_of_a_map_does_not_hang(tmp_path, start):
+    """Another user may have planted it in a shared folder."""
+    make_data_set(tmp_path / "source", [3 * CHUNK])
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / ".shard-000000.tar.partial").write_bytes(bytes(3 * CHUNK))
+    os.mkfifo(tmp_path / "local" / ".shard-000000.tar.landed")
+    child = start(tmp_path / "source", tmp_path / "local", "--chunk-mib", 1)
+    errors = child.communicate(timeout=30)[1]
+    assert child.returncode == 1 and ".landed: is not a file that this user has made" in errors, errors
+
+
+def test_who_only_looks_at_a_folder_keeps_nobody_out(tmp_path):
+    done = Event()
+
+    def look() -> None:
+        with locked(tmp_path, wait=False, shared=True):
+            done.set()
+            time.sleep(0.3)
+
+    looking = Thread(target=look)
+    looking.start()
+    done.wait()
+    with hold_lock(tmp_path, 10, waits=False) as is_locked:
+        assert is_locked
+    looking.join()
+
+
+def test_memory_is_no_disk_where_there_is_too_little_of_it(tmp_path, monkeypatch):
+    make_data_set(tmp_path / "source", [3 * CHUNK])
+    for kind, available in (("tmpfs", 4 * CHUNK), ("ext4", CHUNK), ("tmpfs", CHUNK)):
+        monkeypatch.setattr("datapipe.staging.space.mounted_as", lambda _, kind=kind: kind)
+        monkeypatch.setattr("datapipe.staging.space.available_bytes", lambda available=available: available)
+        if kind == "ext4" or available > CHUNK:
+            stage(tmp_path / "source", tmp_path / "local")
+            shutil.rmtree(tmp_path / "local")
+        else:
+            with pytest.raises(StagingError, match=rf"needs .* bytes, {CHUNK:,} are free"):
+                stage(tmp_path / "source", tmp_path / "local")
 
 
 def test_a_source_that_changes_meanwhile_is_named(tmp_path, start):

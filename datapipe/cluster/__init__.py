@@ -1,0 +1,19 @@
+"""Which process of a job this is, and what its scheduler tells, from environment variables. Pure."""
+
+from .launchers import Task
+from .place import Placement, first_host, lonely, placement, rank_placement
+from .scheduler import ended_job, job_end, num_nodes
+from .tasks import detect
+
+__all__ = [
+    "Placement",
+    "Task",
+    "detect",
+    "ended_job",
+    "first_host",
+    "job_end",
+    "lonely",
+    "num_nodes",
+    "placement",
+    "rank_placement",
+]

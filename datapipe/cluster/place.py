@@ -1,0 +1,138 @@
+"""Where a process is in its job, and where the processes of the job can meet. Pure."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..errors import SettingError
+from .launchers import SLURM_STEP, innermost, is_on_one_host, launchers_job, number_of, parse_task
+from .scheduler import JOBS, NUM_NODES
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a process is in its job, and where the processes can meet.
+
+    Attributes:
+        rank: its number, from 0.
+        world_size: how many processes there are.
+        master: host name or address of process 0; "" where that is not known.
+        port: a TCP port there that this job may use, such as for staging.
+        has_store: whether the launcher keeps a store of torch's at that port.
+        launcher: what said so, for messages; empty where nothing did.
+        job: the scheduler's number of the job, or else the launcher's own name of it; "" without one.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    master: str = ""
+    port: int = 0
+    has_store: bool = False
+    launcher: str = ""
+    job: str = ""
+
+    @property
+    def train_port(self) -> int:
+        """Return the port for training: another one than for staging, unless the launcher keeps a store there."""
+        return self.port if self.has_store else self.port - 1
+
+
+def placement(environ: Mapping[str, str], explicit: str | None = None, master: str | None = None) -> Placement:
+    """Find out where this process is in its job.
+
+    Args:
+        environ: the environment variables.
+        explicit: "I/N" from the user; it overrides them.
+        master: host of process 0, from the user; it overrides them.
+
+    Returns:
+        A process alone where nothing says otherwise.
+
+    Raises:
+        SettingError: The numbers contradict each other, only some of a launcher's are set, or `explicit` is not I/N.
+    """
+    job = next((environ[name] for name in JOBS if name in environ), "")
+    place = Placement(job=job)
+    if explicit is not None:
+        node = parse_task(explicit, "--node")
+        place = replace(place, rank=node.index, world_size=node.count, launcher="--node")
+    else:
+        task = innermost(environ)
+        if task is not None:
+            place = replace(place, rank=task.index, world_size=task.count, launcher=task.launcher)
+    its_job = launchers_job(environ, place.launcher)
+    place = replace(place, job=job or its_job)
+    is_step = place.launcher == SLURM_STEP.name
+    has_store = place.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port = _port(job, environ.get("SLURM_STEP_ID", "") if is_step else its_job)
+    if "MASTER_PORT" in environ:  # which the training will use, unless torchrun keeps a store there
+        port = number_of(environ, "MASTER_PORT") + (0 if has_store else 1)
+    address = master or environ.get("MASTER_ADDR") or _first_host(environ, is_step)
+    if not address and is_on_one_host(environ, place.launcher):
+        address = "localhost"
+    return replace(place, master=address, port=port, has_store=has_store)
+
+
+def rank_placement(environ: Mapping[str, str]) -> Placement:
+    """Find out which rank of a training this process is, as `placement` does.
+
+    Args:
+        environ: the environment variables.
+
+    Returns:
+        A process alone only where nothing speaks against that.
+
+    Raises:
+        SettingError: as `placement`; or a process that would train alone is one of several, as it seems.
+    """
+    place = placement(environ)
+    if not place.launcher:
+        if environ.get("WORLD_SIZE", "1") != "1":
+            message = f"WORLD_SIZE: is {environ['WORLD_SIZE']} in the environment, and MASTER_ADDR is not set"
+            raise SettingError(f"{message}: set MASTER_ADDR and MASTER_PORT, or use torchrun")
+        problem = lonely(environ, place)
+        if problem:
+            raise SettingError(problem)
+    if place.world_size > 1 and not place.master:
+        raise SettingError(f"MASTER_ADDR: {place.launcher} does not tell the host of rank 0; set it, on all nodes")
+    return place
+
+
+def lonely(environ: Mapping[str, str], placement: Placement) -> str:
+    """Say so where a process that believes to be alone is in a job of several nodes; "" otherwise."""
+    if placement.world_size > 1 or placement.launcher == "--node":
+        return ""
+    for name in NUM_NODES:
+        nodes = environ.get(name, "1")
+        if nodes.isdecimal() and int(nodes) > 1:
+            return f"this job has {nodes} nodes ({name}), and this process knows of one: start it on each, as by srun"
+    node = environ.get("PBS_NODENUM", "0")
+    if node.isdecimal() and int(node) > 0:  # the first one's does not tell it from a job of one node
+        return f"this is node {node} of a job (PBS_NODENUM), and PBS does not tell how many there are: give --node I/N"
+    return ""
+
+
+def _port(*job: str) -> int:
+    """Return a port that two jobs on a node hardly ever share: 20000 to 29999, below those that Linux gives away."""
+    return 20000 + zlib.crc32("/".join(job).encode()) % 10000
+
+
+def _first_host(environ: Mapping[str, str], is_step: bool) -> str:
+    """Return the first host of Slurm's step, or else of its job: process 0 is there.
+
+    What mpirun starts on other nodes than its own inherits the variables of a step that has only these.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST" if is_step else "SLURM_JOB_NODELIST", "")
+    return first_host(nodes) if nodes else ""
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as Slurm writes it.
+
+    >>> first_host("gpu[007-009,12],login1"), first_host("a1,a2"), first_host("rack[1-2]node[3-4]-ib")
+    ('gpu007', 'a1', 'rack1node3-ib')
+    """
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
