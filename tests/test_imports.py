@@ -49,7 +49,8 @@ DATAPIPE = {
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
-RUNNING = ["checkpoint", "distributed", "evaluate", "job", "loop", "precision", "resume", "run", "state", "stop"]
+RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loop", "precision", "resume"]
+RUNNING += ["run", "state", "stop", "watch"]
 BELOW = (
     "errors config kfac models optim reporting "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
@@ -68,13 +69,14 @@ TRAINER = {
     # 3: the trainer itself, whose files import each other
     **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
     # 4
-    "cli": "datapipe (config) (distributed) (errors) (reporting) (run)",
+    "cli": "datapipe (config) (connection) (errors) (reporting) (run)",
     "__main__": "cli",
     "__init__": "",
 }
+TORCH_IN_STAGING = ["crew", "exchange", "node_group", "store"]
 # Optional or heavy packages, and the only files that may import them.
 PACKAGES = {
-    "torch": ["datapipe/loaders/", "datapipe/staging/crew.py", "datapipe/staging/exchange.py", "trainer/"],
+    "torch": ["datapipe/loaders/", *(f"datapipe/staging/{name}.py" for name in TORCH_IN_STAGING), "trainer/"],
     "h5py": ["datapipe/formats/hdf5.py"],
     "lmdb": ["datapipe/formats/lmdb.py"],
     "crc32c": ["datapipe/formats/tfrecord.py"],

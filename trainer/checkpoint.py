@@ -1,31 +1,42 @@
-"""Checkpoints: one file that holds everything a run needs to continue as if it had never stopped."""
+"""Checkpoints: files that each hold everything a run needs to continue as if it had never stopped.
+
+`checkpoint.pt` is the last one, `checkpoint-1.pt` the one before it, `best.pt` that of the best epoch.
+"""
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
+import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from datapipe.fsio import atomic_write, named
+from datapipe.fsio import atomic_write, named, partial_path
 
 from .errors import CheckpointError
 
 FORMAT = 1
 NAME = "checkpoint.pt"
+BEST = "best.pt"
 # Errors that zipfile and torch raise for bytes that are not a checkpoint.
 UNREADABLE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
 
 
-def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` (tensors, numbers, text, and lists and dicts of them) to `path`, whole or not at all.
+def save_checkpoint(path: Path, content: dict[str, Any], keep: int = 1) -> None:
+    """Write a checkpoint, whole or not at all.
 
-    Adds "format" and the state of torch's random numbers.
+    Args:
+        path: Where to.
+        content: Tensors, numbers, text, and lists and dicts of them. Added are "format" and the state of torch's random
+            numbers.
+        keep: How many of the last checkpoints there are to be, with this one.
 
     Raises:
         OSError: It cannot be written; the file that was there before stays.
@@ -42,6 +53,41 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
             if writer.error is not None:
                 raise writer.error from None
             raise
+        file.flush()
+        os.fsync(file.fileno())  # an error comes before the earlier ones are moved
+        _move_earlier(path, keep)
+
+
+def _earlier_path(path: Path, number: int) -> Path:
+    return path.with_stem(f"{path.stem}-{number}") if number else path
+
+
+def _move_earlier(path: Path, keep: int) -> None:
+    """Give each checkpoint the name of the one before it. The last one keeps its own, too, until it is replaced."""
+    for number in range(keep - 1, 1, -1):
+        with suppress(FileNotFoundError):
+            os.replace(_earlier_path(path, number - 1), _earlier_path(path, number))
+    if keep > 1 and path.exists():
+        keep_as(path, _earlier_path(path, 1))
+
+
+def keep_as(path: Path, name: Path) -> None:
+    """Give a file a second name, whatever had that before; where the filesystem has no links, copy it."""
+    partial = partial_path(name)
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(path, partial)
+    except OSError:
+        shutil.copyfile(path, partial)
+    os.replace(partial, name)
+    partial.unlink(missing_ok=True)  # rename(2) does nothing where both are names of one file
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """List the last checkpoints of a run that are there, the newest first."""
+    numbers = [re.fullmatch(r"checkpoint-(\d+)\.pt", path.name) for path in run.glob("checkpoint-*.pt")]
+    paths = [_earlier_path(run / NAME, number) for number in sorted(int(match[1]) for match in numbers if match)]
+    return [path for path in (run / NAME, *paths) if path.exists()]
 
 
 class _Writer:

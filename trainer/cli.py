@@ -52,11 +52,18 @@ def train(
     stage: Annotated[
         Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
     ] = None,
+    rank_timeout: Annotated[
+        float, typer.Option(metavar="S", help="End the run when a rank does nothing for so many seconds.")
+    ] = 120,
+    stop_signals: Annotated[
+        str, typer.Option(metavar="NAMES", help="Signals after which the run saves a checkpoint and stops.")
+    ] = "TERM,INT,USR1,USR2",
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
-    Exit code 0: target reached (or none set); 1: target missed, or training failed; 2: wrong use; 143 or 130:
-    stopped by SIGTERM or Ctrl-C after saving a checkpoint, from which --resume continues.
+    Exit code 0: target reached (or none set); 1: target missed, or training failed; 2: wrong use; 128 +
+    number: stopped by a signal (SIGTERM 143, Ctrl-C 130, SIGUSR1 138) after saving a checkpoint, from which --resume
+    continues.
 
     \b
     Example:
@@ -69,7 +76,9 @@ def train(
     from .config.recipe import load_recipe
     from .run import run
 
-    raise typer.Exit(run(load_recipe(recipe, changes or []), data, out, resume, device, stage))
+    raise typer.Exit(
+        run(load_recipe(recipe, changes or []), data, out, resume, device, stage, rank_timeout, stop_signals.split(","))
+    )
 
 
 @app.command()
@@ -132,8 +141,8 @@ def main() -> int:
 
 
 def _leave(code: int, error: BaseException | None = None) -> None:
-    if "trainer.distributed" in sys.modules:  # otherwise there is nothing to leave, and torch need not be loaded
-        from .distributed import leave
+    if "trainer.connection" in sys.modules:  # otherwise there is nothing to leave, and torch need not be loaded
+        from .connection import leave
 
         leave(code, error)
 

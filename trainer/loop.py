@@ -15,6 +15,8 @@ from torch import Tensor
 from datapipe.console import Progress
 from datapipe.loaders import Batch
 
+from .checkpoint import BEST, keep_as
+from .checkpoint import NAME as CHECKPOINT
 from .distributed import average_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_loss
@@ -22,7 +24,7 @@ from .optim import set_lr
 from .optim.kfac import set_for_step
 from .resume import save
 from .state import State
-from .stop import StopSignal
+from .stop import StoppedWaiting, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -52,30 +54,58 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
             save(job, state)  # the epoch's steps are done: a resumed run continues with its evaluation
             return "interrupted"
         _end_epoch(job, state, evaluation)
-        save(job, state)
+        is_last = state.status(settings.target_accuracy, settings.epochs) is not None
+        save(job, state, may_fail=not is_last)
+        if evaluation is not None and job.world.is_main and state.saved == (state.epoch, state.step):
+            _keep_best(job, state)
     return status
+
+
+def _keep_best(job: Job, state: State) -> None:
+    """Keep the checkpoint of the best epoch under a name of its own."""
+    if state.accuracy == state.best_accuracy:
+        try:
+            keep_as(job.run / CHECKPOINT, job.run / BEST)
+        except OSError as error:
+            logger.error("%s", error)
+
+
+def _is_due(job: Job, state: State) -> bool:
+    """Return whether the first rank wants a checkpoint, by the time since the last."""
+    minutes = job.recipe.train.checkpoint_every_minutes
+    return job.world.is_main and minutes is not None and time.monotonic() - state.saved_at > 60 * minutes
 
 
 def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
     """Do the rest of the epoch's steps; return False if it was stopped before its end."""
-    settings, clock = job.recipe.train, job.clock
+    settings, clock, watch = job.recipe.train, job.clock, job.world.watch
     last_step = (state.epoch + 1) * job.steps_per_epoch
     if state.step == last_step:
         return True
-    line_step, line_s = state.step, clock.training_s
+    line_step, line_s, first_step = state.step, clock.training_s, state.step
     job.model.train()
     batches = iter(job.train_loader)  # a generator, although the loader promises only an iterator
     with closing(batches), _progress(job, state) as progress:  # type: ignore[type-var]
         while state.step < last_step:
+            is_first = state.step == first_step  # the loader fills its buffers, kernels are chosen
+            watch.doing(f"waiting for the batch of step {state.step + 1}", is_long=is_first)
             asked = time.perf_counter()
-            batch = next(batches)
+            try:
+                with stop.waiting():
+                    batch = next(batches)
+            except StoppedWaiting:
+                stop.agreed()
+                return False
+            watch.doing(f"forward pass of step {state.step + 1}", is_long=is_first)
             waited_s = time.perf_counter() - asked
 
             begin = clock.mark()
             lr = job.learning_rate(state.step)
             loss = _loss(job, batch)
+            watch.doing(f"backward pass of step {state.step + 1}", is_long=is_first)
             job.scaler.scale(loss).backward()
             middle = clock.mark()
+            watch.doing(f"update of step {state.step + 1}", is_long=is_first)
             _update(job, state.step, lr, batch, loss)
             clock.add_step(waited_s, begin, middle, clock.mark())
 
@@ -89,11 +119,11 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
                 _log_line(job, state, lr, images / (clock.training_s - line_s))
                 _log_preconditioner(job, state)
                 line_step, line_s = state.step, clock.training_s
-            if stop.agreed(state.step):
+            if stop.agreed(_is_due(job, state)):
                 return False
             every = settings.checkpoint_every_steps
-            if every and state.step % every == 0 and state.step < last_step:
-                save(job, state)
+            if (stop.is_due or (every and state.step % every == 0)) and state.step < last_step:
+                save(job, state, may_fail=True)
     return True
 
 
@@ -126,6 +156,13 @@ def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
 def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | None, bool]:
     """Evaluate if this epoch is due; return (the evaluation or None, whether it was not stopped)."""
     settings, batches = job.recipe.train, iter(range(1, len(job.val_loader) + 1))
+
+    def is_stopped() -> bool:
+        number = next(batches)
+        job.world.watch.doing(f"evaluating, batch {number}")
+        return stop.agreed()
+
+    job.world.watch.doing("evaluating", is_long=True)
     read_loss(job, state)
     job.clock.drain()
     epoch = state.epoch + 1
@@ -142,7 +179,7 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
             num_samples=job.val_loader.num_samples,
             world=job.world,
             precision=job.precision,
-            stopped=lambda: stop.agreed(next(batches)),
+            stopped=is_stopped,
         )
     return evaluation, evaluation is not None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +12,32 @@ import torch
 from datapipe.errors import SettingError
 
 from .checkpoint import NAME as CHECKPOINT
-from .checkpoint import load_checkpoint, restore_random, save_checkpoint
+from .checkpoint import list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from .config.recipe import Recipe, check_resumable, parse
 from .distributed import average_buffers, gather, together
-from .errors import CheckpointError
+from .errors import CheckpointError, TrainingError
 from .job import Job, check_finite, is_finite, read_loss
 from .state import State
+
+logger = logging.getLogger(__name__)
 
 # Errors that loading a state raises where something is missing, or has another shape.
 UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-def save(job: Job, state: State) -> None:
+def save(job: Job, state: State, may_fail: bool = False) -> None:
     """Write a checkpoint; all ranks must call this. If it fails, the previous checkpoint stays as it is.
+
+    Args:
+        job: The run.
+        state: Its progress.
+        may_fail: Whether training continues where it cannot be written, as often as the recipe allows.
 
     Raises:
         DivergedError: The loss or the network is not finite; all ranks raise this.
         OSError: The first rank could not write; the others raise TrainingError.
     """
+    job.world.watch.doing(f"writing the checkpoint of step {state.step}", is_long=True)
     read_loss(job, state)
     job.clock.drain()
     with job.clock.section("checkpoint"):
@@ -35,10 +45,25 @@ def save(job: Job, state: State) -> None:
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update
         own_layers = job.preconditioner and job.preconditioner.state_dict()
         states = gather(job.world, _on_cpu(own_layers))
-        with together(job.world):
+        try:
+            with together(job.world):
+                if job.world.is_main:
+                    content = _content(job, state) | {"preconditioner": states}
+                    save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
+        except (OSError, TrainingError) as error:
+            state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
+            if not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints:
+                raise
             if job.world.is_main:
-                save_checkpoint(job.run / CHECKPOINT, _content(job, state) | {"preconditioner": states})
-    state.saved = state.epoch, state.step
+                logger.error("no checkpoint of step %d: %s. %s", state.step, error, _what_stays(job, state))
+            return
+    state.saved, state.saved_at, state.failed_saves = (state.epoch, state.step), time.monotonic(), 0
+
+
+def _what_stays(job: Job, state: State) -> str:
+    kept = "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
+    allowed = job.recipe.train.failed_checkpoints
+    return f"{kept}; training continues ({state.failed_saves} of {allowed} failures in a row that are allowed)"
 
 
 def _on_cpu(value: object) -> object:
@@ -75,16 +100,32 @@ def read_checkpoint(run: Path, recipe: Recipe) -> dict[str, Any] | None:
         CheckpointError: It cannot be read.
         SettingError: Its recipe learns something else than `recipe`.
     """
-    path = run / CHECKPOINT
-    if not path.exists():
+    paths = list_checkpoints(run)
+    if not paths:
         return None
-    content = load_checkpoint(path)
+    path, content = _load_newest(paths)
     try:
         old = parse(content["recipe"])
     except (SettingError, KeyError) as error:
         raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
     check_resumable(old, recipe)
     return content
+
+
+def _load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint that can be read. Raises CheckpointError where none can."""
+    first: CheckpointError | None = None
+    for path in paths:
+        try:
+            content = load_checkpoint(path)
+        except CheckpointError as error:
+            first = first or error
+        else:
+            if first is not None:
+                logger.warning("%s; continuing from the one before it, %s", first, path.name)
+            return path, content
+    assert first is not None
+    raise first
 
 
 def restore(job: Job, state: State, content: dict[str, Any]) -> int:

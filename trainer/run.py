@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from datapipe.cluster import placement
+from datapipe.cluster import rank_placement
 from datapipe.console import format_count
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.fsio import locked, make_folder
@@ -20,7 +21,9 @@ from datapipe.staging import StageOptions, stage
 
 from .checkpoint import NAME as CHECKPOINT
 from .config.recipe import Recipe
-from .distributed import World, broadcast, connected, set_threads, together, world_from_environment
+from .connection import connected, ended_by_signals, set_threads
+from .consistency import check_start
+from .distributed import World, broadcast, together
 from .errors import DivergedError, TrainingError
 from .job import Job, open_job
 from .loop import train
@@ -31,12 +34,22 @@ from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
 from .resume import read_checkpoint, restore
 from .state import MeanLoss, State
-from .stop import StopSignal
+from .stop import SIGNALS, StopSignal
+from .watch import RANK_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
 
-def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto", local: Path | None = None) -> int:
+def run(
+    recipe: Recipe,
+    data: Path,
+    out: Path,
+    resume: bool,
+    device: str = "auto",
+    local: Path | None = None,
+    rank_timeout_s: float = RANK_TIMEOUT_S,
+    stop_signals: Sequence[str] = SIGNALS,
+) -> int:
     """Train a recipe on a data set.
 
     Args:
@@ -46,6 +59,8 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto
         resume: Continue the run in `out`, from its checkpoint.
         device: auto, cpu or cuda.
         local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+        rank_timeout_s: How long a rank may do nothing before the run ends, in seconds.
+        stop_signals: Names of the signals after which a checkpoint is saved and the run stops.
 
     Returns:
         The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end
@@ -56,14 +71,17 @@ def run(recipe: Recipe, data: Path, out: Path, resume: bool, device: str = "auto
         SettingError: A setting is wrong; with several ranks, on all of them.
         DatapipeError: Training failed; with several ranks, on all of them.
     """
-    world = world_from_environment(device=device)
-    world.batch_size(recipe.train.batch_size)
-    precision = choose_precision(recipe.train.precision, world.device)
-    set_threads(world)
+    if not rank_timeout_s > 0:
+        raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
+    place = rank_placement(os.environ)
+    World(world_size=place.world_size).batch_size(recipe.train.batch_size)
     if local is not None:
-        stage(data, local, StageOptions(placement=placement(os.environ)))
+        stage(data, local, StageOptions(placement=place))
         data = local
-    with connected(world), StopSignal(world) as stop:
+    with connected(place, device, rank_timeout_s) as world:
+        set_threads(world)
+        precision = choose_precision(recipe.train.precision, world.device)
+        stop = StopSignal(world, stop_signals)
         end = _run(recipe, data, out, resume, world, precision, stop)
     if world.is_main:
         report = None if end["status"] == "interrupted" else _write_report(out)
@@ -78,19 +96,22 @@ def _run(
 ) -> dict[str, Any]:
     """Train; return the "end" line. The job is closed here, while the ranks are still connected."""
     with ExitStack() as stack:
-        checkpoint = _open_run(recipe, data, out, resume, world, stack)
-        job = open_job(recipe, data, out, world, precision, stack)
-        state, metrics_bytes = State(MeanLoss(world.device)), 0
-        with together(world):
-            if checkpoint is not None:
-                metrics_bytes = restore(job, state, checkpoint)
-        with together(world):  # only once all ranks agree: a run that is refused stays as it is
-            job.metrics.open(metrics_bytes)
-        ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
-        if ended and world.is_main:
-            logger.info("the run in %s is complete", out)
-        _write_start(job, state, resumed=checkpoint is not None and not ended)
-        return _train_and_record(job, state, stop)
+        with ended_by_signals() if world.world_size > 1 else nullcontext():  # Python's handlers wait for other ranks
+            checkpoint = _open_run(recipe, data, out, resume, world, stack)
+            job = open_job(recipe, data, out, world, precision, stack)
+            check_start(job)
+            state, metrics_bytes = State(MeanLoss(world.device)), 0
+            with together(world):
+                if checkpoint is not None:
+                    metrics_bytes = restore(job, state, checkpoint)
+            with together(world):  # only once all ranks agree: a run that is refused stays as it is
+                job.metrics.open(metrics_bytes)
+            ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
+            if ended and world.is_main:
+                logger.info("the run in %s is complete", out)
+            _write_start(job, state, resumed=checkpoint is not None and not ended)
+        with stop:
+            return _train_and_record(job, state, stop)
 
 
 def _open_run(
@@ -197,6 +218,8 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
     except BaseException:
         _write_end(job, state, "failed")
         raise
+    stop.settle()
+    job.world.watch.doing("finishing", is_long=True)
     end = _write_end(job, state, status)
     with together(job.world):
         job.metrics.sync()

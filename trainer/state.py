@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,10 @@ class State:
     """All so far, in order: epoch, elapsed_s, accuracy, loss."""
     saved: tuple[int, int] | None = None
     """Epoch and step of the run's checkpoint, if there is one."""
+    saved_at: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was, or the first would have been: `time.monotonic()`."""
+    failed_saves: int = 0
+    """Checkpoints in a row that could not be written."""
 
     @property
     def accuracy(self) -> float | None:

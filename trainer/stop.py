@@ -4,30 +4,52 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from .distributed import World, max_over_ranks
+import torch
+import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-AGREE_EVERY = 10  # steps: agreeing costs a message, and schedulers wait 30 s or more before they kill
+from datapipe.errors import SettingError
+
+from .distributed import World
+
+SIGNALS = "TERM", "INT", "USR1", "USR2"
 # Launchers pass on the Ctrl-C that the terminal has already sent: that is not a second one.
 IMPATIENT_AFTER_S = 3.0
 
 
+class StoppedWaiting(Exception):
+    """A signal came while this rank, the only one, waited for a batch."""
+
+
 class StopSignal:
-    """A context in which SIGTERM and Ctrl-C only set a flag, of which `agreed` informs all ranks at the same step.
+    """A context in which signals only set a flag, of which `agreed` informs all ranks at the same step.
 
     The handler saves nothing, as it may run in the middle of anything. A second Ctrl-C, seconds after the first,
-    interrupts at once. `number` is the signal that was agreed on, 0 if none.
+    interrupts at once. `number` is the signal that was agreed on, 0 if none; `is_due` whether a checkpoint is due.
+
+    Args:
+        world: This process's place among the ranks.
+        names: The signals, without their SIG.
+
+    Raises:
+        SettingError: There is no such signal.
     """
 
-    def __init__(self, world: World) -> None:
-        self.number = 0
+    def __init__(self, world: World, names: Sequence[str] = SIGNALS) -> None:
+        self.number, self.is_due = 0, False
         self._world = world
+        self._signals = [_signal_of(name) for name in names]
         self._received = 0
         self._received_at = 0.0
+        self._is_waiting = False
+        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._sent: Any = None
 
     def __enter__(self) -> StopSignal:
-        self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._previous = {number: signal.signal(number, self._receive) for number in self._signals}
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -40,9 +62,49 @@ class StopSignal:
             raise KeyboardInterrupt
         if not self._received:
             self._received, self._received_at = number, now
+        if self._is_waiting:
+            raise StoppedWaiting
 
-    def agreed(self, step: int) -> bool:
-        """Return whether any rank received a signal. All ranks must call this, with the same rising `step`."""
-        if not self.number and (self._world.world_size == 1 or step % AGREE_EVERY == 0):
-            self.number = max_over_ranks(self._world, self._received)
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let a signal raise StoppedWaiting in the block, where this is the only rank: others would wait for it."""
+        self._is_waiting = self._world.world_size == 1
+        try:
+            if self._is_waiting and self._received:
+                raise StoppedWaiting
+            yield
+        finally:
+            self._is_waiting = False
+
+    def agreed(self, is_due: bool = False) -> bool:
+        """Return whether any rank received a signal before its last call; all ranks must call this equally often.
+
+        What the ranks say in this call is sent meanwhile, so that no step waits for it.
+
+        Args:
+            is_due: Whether this rank wants a checkpoint to be saved.
+        """
+        if self._world.world_size == 1:
+            self.number, self.is_due = self._received, is_due
+            return self.number != 0
+        self.settle()
+        if not self.number:
+            self._flags[0], self._flags[1] = self._received, is_due and not self.is_due
+            self._sent = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
         return self.number != 0
+
+    def settle(self) -> None:
+        """Wait for what was sent; all ranks must call this before their connections end."""
+        self.is_due = False
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
+            number, is_due = self._flags.tolist()
+            self.number, self.is_due = self.number or number, bool(is_due)
+
+
+def _signal_of(name: str) -> signal.Signals:
+    try:
+        return signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise SettingError(f"--stop-signals {name}: no such signal; such as {','.join(SIGNALS)}") from None

@@ -4,6 +4,7 @@ Arguments: packed data set, global batch size, file to write.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from datapipe.cluster import rank_placement
 from datapipe.loaders import normalise, open_loader
-from trainer.distributed import connected, world_from_environment, wrap
+from trainer.connection import connected
+from trainer.distributed import wrap
 from trainer.evaluate import evaluate
 from trainer.precision import choose_precision
 
@@ -47,7 +50,6 @@ def main(data: Path, global_batch_size: int, out: Path) -> None:
         out.with_suffix(".json").write_text(json.dumps([result.accuracy, result.loss]))
 
 
-world = world_from_environment()
 torch.set_num_threads(1)
-with connected(world):
+with connected(rank_placement(os.environ)) as world:
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -6,7 +6,7 @@ import zipfile
 import pytest
 import torch
 
-from trainer.checkpoint import load_checkpoint, restore_random, save_checkpoint
+from trainer.checkpoint import keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from trainer.errors import CheckpointError
 
 
@@ -96,3 +96,27 @@ def test_a_failed_write_leaves_the_old_one(path, monkeypatch, tmp_path):
         save_checkpoint(path, {"weights": torch.zeros(10)})
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+def steps(folder):
+    return [load_checkpoint(path)["step"] for path in list_checkpoints(folder)]
+
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    for step in range(5):
+        save_checkpoint(path, {"step": step}, keep=3)
+        assert steps(tmp_path) == [*range(step, max(-1, step - 3), -1)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-1.pt", "checkpoint-2.pt", "checkpoint.pt"]
+
+
+def test_a_second_name_stays_when_the_first_is_another_file(path, tmp_path, monkeypatch):
+    first = path.read_bytes()
+    for link in (os.link, lambda *_: (_ for _ in ()).throw(OSError(1, "not permitted"))):
+        monkeypatch.setattr(os, "link", link)
+        keep_as(path, tmp_path / "best.pt")
+        keep_as(path, tmp_path / "best.pt")
+        save_checkpoint(path, {"step": 1})
+        assert (tmp_path / "best.pt").read_bytes() == first != path.read_bytes()
+        path.write_bytes(first)
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["best.pt", "checkpoint.pt"]

@@ -12,7 +12,7 @@ import torch
 from datapipe.errors import SettingError
 from datapipe.loaders import device
 from datapipe.loaders.device import Driver, explain_unseen_gpus, read_driver
-from trainer.distributed import world_from_environment
+from trainer.connection import check_own_gpus, choose_device
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_CUDA = torch.version.cuda is None
@@ -104,16 +104,42 @@ def test_gpus_that_were_hidden_are_none(tmp_path, no_gpu):
 
 def test_devices_that_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert world_from_environment({}, "cpu").device.type == "cpu"
+    assert choose_device("cpu").type == "cpu"
     with pytest.raises(SettingError, match="--device gpu: allowed: auto, cpu, cuda"):
-        world_from_environment({}, "gpu")
+        choose_device("gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert world_from_environment({}).device.type == "cpu"
+    assert choose_device("auto").type == "cpu"
     with pytest.raises(SettingError, match="--device cuda: there is no GPU"):
-        world_from_environment({}, "cuda")
+        choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert world_from_environment({}).device == world_from_environment({}, "cuda").device == torch.device("cuda", 0)
-    assert world_from_environment({}, "cpu").device.type == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
+    assert choose_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "gpus"),
+    [
+        (4, 4, [0, 1, 2, 3]),  # each rank sees all GPUs of its node
+        (1, 4, [0, 0, 0, 0]),  # each sees its own
+        (2, 4, [0, 1, 0, 1]),  # those of its socket
+        (8, 2, [0, 1]),
+    ],
+)
+def test_each_rank_has_a_gpu(monkeypatch, count, ranks, gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert [choose_device("auto", rank, ranks).index for rank in range(ranks)] == gpus
+
+
+def test_two_ranks_with_one_gpu_are_refused(monkeypatch):
+    check_own_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("b", ""), ("b", "")])
+    with pytest.raises(SettingError, match="ranks 1 and 3 would share a GPU of b"):
+        check_own_gpus([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(SettingError, match="3 GPUs for 4 ranks"):
+        choose_device("auto", 0, 4)
 
 
 @pytest.fixture

@@ -83,13 +83,21 @@ def said(err: str, name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks)])
 def test_a_checkpoint(train, tmp_path, metrics, ranks):
+    """The run goes on as far as it can without a new one; its last one must be written."""
     # A checkpoint of this network has 630 kB: there is no room for the second beside the first.
     code, _, err = train(ranks=ranks, size="1m")
     assert code == 1
     said(err, ".checkpoint.pt.partial", ranks)
+    (line,) = (line for line in err.splitlines() if "no checkpoint of step" in line)
+    assert "that of step 10 stays; training continues (1 of 3 failures in a row that are allowed)" in line
     assert load_checkpoint(tmp_path / "kept" / "checkpoint.pt")["state"]["epoch"] == 1
-    assert metrics(tmp_path / "kept")[-1]["status"] == "failed"
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["checkpoint.pt", "metrics.jsonl"]
+    lines = metrics(tmp_path / "kept")
+    assert lines[-1]["status"] == "failed" and [line["epoch"] for line in lines if line["event"] == "epoch"] == [
+        1,
+        2,
+        3,
+    ]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["best.pt", "checkpoint.pt", "metrics.jsonl"]
     code, _, err = train("--resume", out="kept")  # where there is room
     assert code == 0, err
 

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import torch
 
 import datapipe
 from datapipe.dataset.verify import verify
+from datapipe.packing import PackOptions, pack
 from trainer.checkpoint import load_checkpoint
 
 CHILD = Path(__file__).with_name("ranks_child.py")
@@ -115,7 +117,7 @@ def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 1, 2]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_a_signal_saves_and_stops(train, tmp_path, metrics, number, code):
     child = train("run")
     wait_for_step(child, tmp_path / "run", 4)
@@ -259,6 +261,30 @@ def test_what_one_rank_lacks_ends_both(train, packed, port, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("data", "rank 1 ({host}) has another data set than rank 0 ({host}): train "),
+        ("recipe", "rank 1 ({host}) has another recipe than rank 0 ({host}): optimizer.lr 0.5, not 0.05"),
+    ],
+)
+def test_ranks_that_begin_with_something_else_are_refused(train, packed, port, tmp_path, other, words):
+    """As with an old copy of the data set on one node."""
+    data, changes = packed, ()
+    if other == "data":
+        data = tmp_path / "packed"
+        pack(packed.parent / "raw", data, PackOptions(workers=1, seed=1))
+    else:
+        changes = ("--set", "optimizer.lr=0.5")
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    children = [train("run", env=env | {"RANK": "0"}), train("run", *changes, data=data, env=env | {"RANK": "1"})]
+    ends = [finish(child) for child in children]
+    assert [code for code, _, _ in ends] == [1, 1], ends
+    assert all(words.format(host=os.uname().nodename) in err.splitlines()[-1] for _, _, err in ends), ends
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ranks
 def test_a_rank_that_dies_ends_the_other(train, port, tmp_path):
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     arguments = ["--set", "train.epochs=1000"]
@@ -267,7 +293,43 @@ def test_a_rank_that_dies_ends_the_other(train, port, tmp_path):
     children[1].kill()
     code, _, err = finish(children[0])
     assert code == 1
-    assert "lost contact with another rank" in err
+    assert f"lost contact with another rank: rank 1 ({os.uname().nodename}) does not answer" in err
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoints_by_time(train, tmp_path, ranks):
+    """Within an epoch, of all ranks at the same step; a run that is killed continues from there."""
+    words = ["--set", "train.checkpoint_every_minutes=0.0005", "--set", "train.batch_size=4"]
+    child = train("run", *words, ranks=ranks)
+    wait_for_step(child, tmp_path / "run", 60)
+    child.send_signal(signal.SIGTERM if ranks > 1 else signal.SIGKILL)  # torchrun would leave its ranks behind
+    finish(child)
+    kept = [load_checkpoint(tmp_path / "run" / f"checkpoint{end}.pt")["state"]["step"] for end in ("", "-1")]
+    assert 82 > kept[0] > kept[1] > 0 and not (tmp_path / "run" / "best.pt").exists()
+    code, _, err = finish(train("run", "--resume", *words, "--set", "train.epochs=1", ranks=ranks))
+    assert code == 0, err
+    assert load_checkpoint(tmp_path / "run" / "best.pt")["state"]["step"] == 82
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_a_batch_does_not_come(train, packed, tmp_path, number):
+    """The only rank saves and ends at once."""
+    data = shutil.copytree(packed, tmp_path / "data")
+    shard = data / "train" / "shard-000000.tar"
+    shard.unlink()
+    os.mkfifo(shard)  # who opens it hangs
+    child = train("run", "--set", "data.timeout_s=100", data=data)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or '"event": "run"' not in metrics.read_text():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.05)
+    time.sleep(1)
+    began = time.monotonic()
+    child.send_signal(number)
+    code, _, err = finish(child)
+    assert time.monotonic() - began < 10, err
+    assert code == 128 + number and load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"] == 0, err
 
 
 @pytest.mark.ranks

@@ -245,6 +245,24 @@ def test_damaged_checkpoint(go, tmp_path, no_report):
         go("train.epochs=2", resume=True)
 
 
+def test_a_damaged_checkpoint_has_one_before_it(go, tmp_path, metrics, no_report, caplog):
+    run = tmp_path / "run"
+    assert go("train.epochs=3") == 0
+    before = load_checkpoint(run / "checkpoint.pt")
+    content = bytearray((run / "checkpoint.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / "checkpoint.pt").unlink()  # best.pt may be another name of it
+    (run / "checkpoint.pt").write_bytes(content)
+    assert go("train.epochs=3", resume=True) == 0
+    assert "damaged: wrong checksum" in caplog.text
+    assert "continuing from the one before it, checkpoint-1.pt" in caplog.text
+    after = load_checkpoint(run / "checkpoint.pt")
+    assert all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
+    assert [line["step"] for line in metrics(run) if line["event"] == "train"] == [
+        *range(1, after["state"]["step"] + 1)
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

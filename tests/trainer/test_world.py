@@ -4,18 +4,8 @@ import pytest
 import torch
 
 from datapipe.errors import SettingError
-from trainer.distributed import World, set_threads, together, world_from_environment
-
-
-def test_world():
-    assert world_from_environment({}).world_size == 1
-    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    world = world_from_environment(env)
-    assert (world.rank, world.world_size, world.local_world_size, world.is_main) == (5, 8, 4, False)
-    with pytest.raises(SettingError, match="WORLD_SIZE not set"):
-        world_from_environment({"RANK": "0", "LOCAL_RANK": "0"})
-    with pytest.raises(SettingError, match="not a number"):
-        world_from_environment(env | {"RANK": "x"})
+from trainer.connection import set_threads
+from trainer.distributed import World, together
 
 
 def test_global_batch_is_shared_equally_or_refused():

@@ -119,7 +119,13 @@ class Train(Section):
     evaluate_every: Count = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
     checkpoint_every_steps: Annotated[Count | None, or_none()] = None
-    """Steps between checkpoints within an epoch; "none": at the ends of epochs only."""
+    """Steps between checkpoints within an epoch, beside those by time; "none": none."""
+    checkpoint_every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, or_none()] = 10.0
+    """Minutes between checkpoints within an epoch; "none": at the ends of epochs, and by steps."""
+    keep_checkpoints: Count = 2
+    """How many of the last checkpoints are kept, in case the last one is damaged. That of the best epoch is, too."""
+    failed_checkpoints: Annotated[int, Field(ge=0)] = 3
+    """How many checkpoints in a row may fail, as on a full disk, before the run ends."""
     log_every: Count = 50
     """Steps between lines of metrics.jsonl."""
 
@@ -216,6 +222,9 @@ MAY_CHANGE = {
     "train.target_accuracy",
     "train.evaluate_every",
     "train.checkpoint_every_steps",
+    "train.checkpoint_every_minutes",
+    "train.keep_checkpoints",
+    "train.failed_checkpoints",
     "train.log_every",
     "train.compile",
     "train.channels_last",

@@ -4,6 +4,7 @@ Arguments: file to write, of {way: {"weights": …, "cosines": …, "memory": �
 file that was written alone. A way's first word says which training it is, whoever does what: all of one are the same.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed import connected, world_from_environment
+from datapipe.cluster import rank_placement
+from trainer.connection import connected
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, communication, reduce_to_owners
 
 BATCH, STEPS, SAVED_AT, BROKEN_AT = 24, 7, 4, 2
@@ -164,10 +166,9 @@ def ways(P: int, alone: dict | None) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    world = world_from_environment()
     torch.set_num_threads(1)
     found = {}
-    with connected(world):
+    with connected(rank_placement(os.environ)) as world:
         P = world.world_size
         alone = torch.load(sys.argv[2], weights_only=True) if P > 1 else None
         for way, options in ways(P, alone).items():

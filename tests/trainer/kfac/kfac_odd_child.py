@@ -3,6 +3,7 @@
 Arguments: file to write.
 """
 
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.distributed import connected, world_from_environment
+from datapipe.cluster import rank_placement
+from trainer.connection import connected
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 
 
@@ -200,9 +202,8 @@ def refused(kind: type[KFAC] = KFAC, **settings: object) -> str:
     return "nothing"
 
 
-world = world_from_environment()
 torch.set_num_threads(1)
-with connected(world):
+with connected(rank_placement(os.environ)) as world:
     rank = world.rank
     found = {
         "1.0": different_layers(rank, 1.0, False),

@@ -1,0 +1,95 @@
+"""A rank that is dead, stopped or hangs ends the run in time, and is named. Real processes, as launchers start them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 8
+ROOT = Path(__file__).parents[2]
+
+# In the place of rank 1: stands still for ever in its 20th step.
+HANGS = """
+import os, sys, time
+if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
+    import trainer.loop as loop
+    before, calls = loop._loss, []
+    def hang(job, batch):
+        calls.append(1)
+        while len(calls) > 20:
+            time.sleep(1)
+        return before(job, batch)
+    loop._loss = hang
+"""
+
+
+@pytest.fixture
+def ranks(start, packed, recipe_file, port, tmp_path):
+    """ranks(2, env={}) -> processes that train together, each started by itself; each says it is a host of its own."""
+
+    def _ranks(count: int, *arguments: object, env: dict[str, str] | None = None) -> list[subprocess.Popen]:
+        command = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", *arguments]
+        command += ["--set", "train.epochs=200", "--set", "train.batch_size=30", "--rank-timeout", LIMIT_S]
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (env or {})
+        return [start(*command, env=shared | {"RANK": str(rank)}) for rank in range(count)]
+
+    return _ranks
+
+
+def wait_for_step(run: Path, step: int, children: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + 120
+    while f'"step": {step},' not in (run.read_text() if run.exists() else ""):
+        assert all(child.poll() is None for child in children), [child.communicate() for child in children]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("number", "which", "words"),
+    [
+        (signal.SIGKILL, 1, "rank 1 ({host}) does not answer"),
+        (signal.SIGKILL, 0, "rank 0 ({host}) does not answer"),
+        (signal.SIGSTOP, 1, "rank 1 ({host}) has given no sign of life for"),
+        (signal.SIGSTOP, 0, "does not answer"),
+    ],
+)
+def test_a_rank_that_dies_or_stops_ends_the_others_in_time(ranks, tmp_path, number, which, words):
+    children = ranks(3)
+    wait_for_step(tmp_path / "run" / "metrics.jsonl", 12, children)
+    children[which].send_signal(number)
+    began = time.monotonic()
+    others = [child for child in children if child is not children[which]]
+    said = [child.communicate(timeout=8 * LIMIT_S)[1] for child in others]
+    assert time.monotonic() - began < 3 * LIMIT_S
+    assert [child.returncode for child in others] == [1, 1], said
+    host = os.uname().nodename
+    assert all(words.format(host=host) in errors.splitlines()[-1] for errors in said), said
+    assert not any("Traceback" in errors for errors in said), said
+
+
+@pytest.mark.ranks
+def test_a_rank_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
+    (tmp_path / "hangs").mkdir()
+    (tmp_path / "hangs" / "sitecustomize.py").write_text(HANGS)
+    children = ranks(2, env={"PYTHONPATH": f"{tmp_path / 'hangs'}:{ROOT}"})
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [1, 1], said
+    for errors in said:
+        assert f"because rank 1 ({os.uname().nodename}): no progress for" in errors.splitlines()[-1], said
+        assert "in: forward pass of step 21 (--rank-timeout 8)" in errors.splitlines()[-1], said
+    assert "waiting: rank 1" in said[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed")
+def test_mpirun_starts_one_world(packed, recipe_file, tmp_path):
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-m", "trainer", "train"]
+    command += [recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=1"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "2 ranks" in done.stderr, done.stderr

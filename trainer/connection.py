@@ -1,0 +1,226 @@
+"""The start and the end of a rank: which one this process is, its device, and its connections to the others."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Import this now, while no process group exists: its functions capture the default group as a default argument, and DDP
+# would import it after init_process_group. The group, and gloo's threads, would then live until the interpreter shuts
+# down, where a thread that frees a tensor aborts a process that has finished its work.
+import torch.distributed.nn
+
+from datapipe.cluster import Placement
+from datapipe.errors import SettingError
+from datapipe.loaders.device import explain_unseen_gpus
+from datapipe.staging.crew import Crew, open_crew
+from datapipe.staging.network import interface_addresses
+
+from .distributed import World
+from .errors import TrainingError
+from .watch import RANK_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
+
+# Longer than a checkpoint takes on a loaded filesystem; the watch notices sooner that a rank does nothing.
+TIMEOUT = timedelta(minutes=30)
+START_S = 300.0  # how long to wait for the other ranks at the start
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+DEVICES = "auto", "cpu", "cuda"
+
+
+def choose_device(device: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+    """Choose the device of a rank.
+
+    A scheduler may show all GPUs of a node to each of its ranks, or to each its own alone.
+
+    Args:
+        device: "cuda" is a GPU, "cpu" the processor, "auto" a GPU where there are any.
+        local_rank: The rank's number on its node.
+        local_world_size: The number of ranks there.
+
+    Returns:
+        The device.
+
+    Raises:
+        SettingError: There is no GPU for "cuda", or the driver has GPUs that torch does not see for "auto": the run
+            would train on the processor, for hours and unasked.
+    """
+    kind = _device_type(device)
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if 1 < count < local_world_size and local_world_size % count:
+        raise SettingError(f"this node has {count} GPUs for {local_world_size} ranks; a rank needs one")
+    return torch.device("cuda", local_rank % count)
+
+
+def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
+    """Raise SettingError where two ranks would share a GPU.
+
+    Args:
+        gpus: By rank, the name of its host and what identifies its GPU; "" on the processor.
+    """
+    for rank, (host, gpu) in enumerate(gpus):
+        first = gpus.index((host, gpu))
+        if gpu and first < rank:
+            raise SettingError(f"ranks {first} and {rank} would share a GPU of {host}; a rank needs one of its own")
+
+
+def _device_type(device: str) -> str:
+    if device not in DEVICES:
+        raise SettingError(f"--device {device}: allowed: {', '.join(DEVICES)}")
+    if device == "cpu":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    unseen = explain_unseen_gpus()
+    if unseen is not None:
+        raise SettingError(f"--device {device}: {unseen}. Use --device cpu to train on the processor")
+    if device == "cuda":
+        raise SettingError("--device cuda: there is no GPU here; allowed: auto, cpu")
+    return "cpu"
+
+
+def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
+    """Divide the node's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
+    chosen = environ.get("OMP_NUM_THREADS")
+    # With several ranks, torchrun itself sets 1 where nothing was chosen: too few on most nodes.
+    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ and world.local_world_size > 1):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // world.local_world_size))
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end the process at once: Python's handlers run only when torch no longer waits."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def connected(place: Placement, device: str = "auto", rank_timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
+    """Connect the ranks for as long as the block runs. Alone, there is nothing to do.
+
+    When the block fails, the ranks stay connected: under NCCL, closing the connections waits for the other ranks, which
+    wait in a collective for this one. The command says what went wrong and then calls `leave`.
+
+    A model that `wrap` wrapped keeps the connections' threads; nothing outside the block may refer to it.
+
+    Args:
+        place: Which rank this process is.
+        device: auto, cpu or cuda; see `choose_device`.
+        rank_timeout_s: How long a rank may do nothing, in seconds; see `Watch`.
+
+    Yields:
+        This process's place among the ranks.
+
+    Raises:
+        SettingError: A rank has no device; on all ranks.
+        TrainingError: A rank did not come.
+    """
+    if place.world_size == 1:
+        world = World(device=choose_device(device))
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        yield world
+        return
+    logger.info("waiting for %d ranks, at %s, port %d", place.world_size, place.master, place.train_port)
+    with ExitStack() as stack:
+        with ended_by_signals():
+            crew = stack.enter_context(open_crew(replace(place, port=place.train_port), START_S, "rank"))
+            world = _meet(crew, place, device)
+        crew.timeout_s = rank_timeout_s
+        world.watch.start(crew, world.rank, world.world_size, rank_timeout_s)
+        stack.callback(world.watch.stop)
+        try:
+            yield world
+        except RuntimeError as error:
+            # A rank that ends closes its connections; its own message says why it ended.
+            if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
+                raise TrainingError(f"lost contact with another rank: {crew.explain(error)}") from error
+            raise
+        gc.collect()  # cycles that refer to DDP
+        dist.destroy_process_group()
+
+
+def _meet(crew: Crew, place: Placement, device: str) -> World:
+    """Connect the ranks of a crew. Raises what `connected` does."""
+    local_rank, local_world_size = crew.local_ranks.index(place.rank), len(crew.local_ranks)
+    chosen, gpu, problem = torch.device("cpu"), "", ""
+    try:
+        chosen = choose_device(device, local_rank, local_world_size)
+        if chosen.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(chosen).uuid)
+    except SettingError as error:
+        problem = str(error)
+    answers = crew.gather_from_ranks("device", [chosen.type, gpu, problem])
+    hosts = crew.hosts_of_ranks
+    for rank, (kind, _, its_problem) in enumerate(answers):
+        if its_problem:
+            raise SettingError(its_problem if rank == place.rank else f"{crew.names([rank])}: {its_problem}")
+        if kind != answers[0][0]:
+            raise SettingError(f"{crew.names([rank])} would train on {kind}, and rank 0 on {answers[0][0]}")
+    check_own_gpus([(host, gpu) for host, (_, gpu, _) in zip(hosts, answers, strict=True)])
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if len(crew) > 1:
+        _choose_interface(crew)
+    # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    store = crew.open_store("group")
+    try:
+        dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
+    except (dist.DistError, ValueError) as error:
+        raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
+    return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts))
+
+
+def _choose_interface(crew: Crew) -> None:
+    """Let gloo use the network that leads to the other nodes; it would use that of the host's name, which may be none.
+
+    Raises CrewError where a node does not reach another; names the addresses of both sides.
+    """
+    chosen = os.environ.get(GLOO_INTERFACE)
+    address = crew.find_address(chosen, GLOO_INTERFACE) if crew.is_leader else ""
+    address = crew.gather_from_ranks("interface", address)[crew.local_ranks[0]]
+    names = [name for name, its_address in interface_addresses().items() if its_address == address]
+    if names and not chosen:
+        os.environ[GLOO_INTERFACE] = names[0]
+
+
+def leave(code: int, error: BaseException | None = None) -> None:
+    """End this process at once if its ranks are still connected, as they are after a failure; else do nothing.
+
+    Skips destructors and does not wait for other threads: those of the connections would wait for ranks that wait for
+    this one.
+
+    Args:
+        code: Exit code of the process.
+        error: An error whose message has not been written yet; it is written as Python would.
+    """
+    if not dist.is_initialized():
+        return
+    if error is not None and not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader has ended
+            stream.flush()
+    os._exit(code)

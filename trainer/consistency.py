@@ -1,0 +1,65 @@
+"""Whether all ranks have the same before them: at the start, and while they train."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from .distributed import gather_everywhere
+from .errors import TrainingError
+from .job import Job
+from .reporting.metrics import versions
+
+
+def check_start(job: Job) -> None:
+    """Compare what the ranks begin with; all ranks must call this.
+
+    Raises:
+        TrainingError: A rank has another data set, such as an old copy on its node, other versions of the software,
+            another recipe or other parameters than the first one; names it, and its host. All ranks raise this.
+    """
+    world = job.world
+    if world.world_size == 1:
+        return
+    mine = {
+        "data set": _data_sets(job),
+        "versions": versions(),
+        "recipe": job.recipe.model_dump(mode="json"),
+        "initial parameters": parameter_digest(job.module),
+    }
+    first, *others = gather_everywhere(world, mine)
+    for rank, its in enumerate(others, start=1):
+        for name, value in first.items():
+            if its[name] != value:
+                theirs, ours = _where_different(its[name], value)
+                hosts = world.host_of[rank], world.host_of[0]
+                message = f"rank {rank} ({hosts[0]}) has another {name} than rank 0 ({hosts[1]}): {theirs}, not {ours}"
+                raise TrainingError(message.replace("another versions", "other versions"))
+
+
+def _data_sets(job: Job) -> dict[str, str]:
+    """Return what identifies each data set, and where this rank reads it."""
+    loaders = {"train": job.train_loader, "val": job.val_loader}
+    return {name: str(loader.identity()["data_set"]) for name, loader in loaders.items()}
+
+
+def _where_different(theirs: Any, ours: Any, path: str = "") -> tuple[str, str]:
+    """Return the first parts in which two values differ, in words."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in {**ours, **theirs}:
+            if theirs.get(key) != ours.get(key):
+                return _where_different(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
+    return f"{path} {theirs}".strip(), str(ours)
+
+
+@torch.no_grad()
+def parameter_digest(module: nn.Module) -> str:
+    """Return a digest of all parameters and buffers, to the bit."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

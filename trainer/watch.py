@@ -1,0 +1,130 @@
+"""Who watches that all ranks do something: a rank that is dead, stopped or hangs ends the run in time, and is named.
+
+Apart from the collectives, in which the other ranks would wait for it. Each rank says every second what it is doing;
+the first rank reads that, and tells all when the run must end. Each ends then by itself, and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+from datapipe.staging.crew import BEAT_S, Crew
+from datapipe.staging.store import CrewError
+
+logger = logging.getLogger(__name__)
+
+RANK_TIMEOUT_S = 120.0  # how long a rank may do nothing, unless a setting says otherwise
+SAY_S = 10.0  # how often to log for which rank the others wait; or half as long as they may
+PARTING_S = 3 * BEAT_S  # how long the first rank, which may keep the store, stays for others to read why it ends
+LEFT_S = 3 * BEAT_S  # how long a rank that has left may be waited for: most errors are told to all ranks anyway
+NAMED = 8  # of the ranks that are behind
+EXIT_CODE = 1
+VERDICT = "verdict"
+
+
+class Watch:
+    """What this rank is doing; and, while it runs, whether all ranks do something."""
+
+    def __init__(self) -> None:
+        self._doing: tuple[int, str, bool, float] = 0, "starting", True, time.monotonic()
+        self._ended = threading.Event()
+
+    def doing(self, what: str, is_long: bool = False) -> None:
+        """Note what this rank begins to do. All ranks do the same in the same order, so that the last one is behind.
+
+        Args:
+            what: words for a message.
+            is_long: whether it may take longer than other ranks would wait.
+        """
+        self._doing = self._doing[0] + 1, what, is_long, time.monotonic()
+
+    def start(self, crew: Crew, rank: int, world_size: int, timeout_s: float) -> None:
+        """Watch the ranks of a crew, in a thread, until `stop`.
+
+        Args:
+            crew: The ranks.
+            rank: The number of this one.
+            world_size: How many there are.
+            timeout_s: How long one may do nothing, in seconds.
+        """
+        self._crew, self._rank, self._world_size, self._timeout_s = crew, rank, world_size, timeout_s
+        self._changed: dict[int, tuple[Any, float]] = {}  # by rank: the last beat, and when it came
+        self._left: dict[int, float] = {}  # by rank: when it was seen that it had left
+        self._said, self._patience_s = time.monotonic(), min(SAY_S, timeout_s / 2)
+        crew.describe = self._describe
+        threading.Thread(target=self._run, name="trainer-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no longer: the ranks part."""
+        self._ended.set()
+
+    def _describe(self) -> list[Any]:
+        number, what, is_long, since = self._doing
+        return [number, what, is_long, time.monotonic() - since]
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                reason = self._crew.read_announced(VERDICT) or self._judge()
+            except CrewError as error:
+                reason = error.message
+            if reason and not self._ended.is_set():
+                self._end(reason)
+
+    def _judge(self) -> str:
+        """Return why the run must end; "" if it need not. The first rank looks at all others, and they at it."""
+        ranks = [rank for rank in (range(self._world_size) if self._rank == 0 else (0,)) if rank != self._rank]
+        now = time.monotonic()
+        for rank, beat in self._crew.read_beats(ranks).items():
+            if rank not in self._changed or self._changed[rank][0] != beat:
+                self._changed[rank] = beat, now
+        silent = {rank: now - self._changed.setdefault(rank, (None, now))[1] for rank in ranks}
+        for rank, why in self._crew.find_left(ranks).items():
+            if now - self._left.setdefault(rank, now) > LEFT_S:
+                return f"{self._crew.names([rank])} has left: {why}"
+        rank = max(silent, key=silent.__getitem__)
+        if silent[rank] > self._patience_s:
+            beat = self._changed[rank][0]
+            last = f"; the last was: {beat[1][1]}" if beat and beat[1] else ""
+            message = f"{self._crew.names([rank])} has given no sign of life for {silent[rank]:.0f} s{last}"
+            return self._say(message, silent[rank])
+        return self._judge_progress(ranks) if self._rank == 0 else ""
+
+    def _judge_progress(self, ranks: list[int]) -> str:
+        """Do what `_judge` does where all are alive: has none of them begun anything for long?"""
+        doing = {rank: self._changed[rank][0][1] for rank in ranks if self._changed[rank][0]} | {0: self._describe()}
+        if any(beat is None or beat[2] for beat in doing.values()):
+            return ""
+        last = min(doing.values())[0]  # the others wait for those that are behind
+        behind = [rank for rank, beat in doing.items() if beat[0] == last]
+        what, seconds = doing[behind[0]][1], min(doing[rank][3] for rank in behind)
+        if seconds < self._patience_s:
+            return ""
+        names = self._crew.names(behind[:NAMED]) + (", …" if len(behind) > NAMED else "")
+        return self._say(f"{names}: no progress for {seconds:.0f} s in: {what}", seconds)
+
+    def _say(self, message: str, seconds: float) -> str:
+        """Log for whom all wait; return the message once they have waited long enough."""
+        if seconds > self._timeout_s:
+            return f"{message} (--rank-timeout {self._timeout_s:g})"
+        if time.monotonic() - self._said > self._patience_s:
+            self._said = time.monotonic()
+            logger.warning("waiting: %s", message)
+        return ""
+
+    def _end(self, reason: str) -> None:
+        """End this process at once, whatever its other threads are in."""
+        _, what, _, seconds = self._describe()
+        line = f"error: rank {self._rank}: the run ends, because {reason}. This rank: {what}, for {seconds:.0f} s\n"
+        os.write(2, line.encode())  # not by logging, whose lock a thread that hangs may hold
+        if self._rank == 0:
+            try:
+                self._crew.announce(VERDICT, reason)
+                time.sleep(PARTING_S)
+            except CrewError:
+                pass
+        os._exit(EXIT_CODE)
