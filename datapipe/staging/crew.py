@@ -24,7 +24,7 @@ from ..cluster import Placement
 from ..errors import SettingError
 from ..fsio import boot_id
 from .network import find_address, find_unreachable
-from .store import CrewError, connect_store
+from .store import CrewError, LeftError, connect_store
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Crew:
         """Raise CrewError with the reason where one of these processes has left."""
         left = self.find_left(ranks)
         if left:
-            raise CrewError("; ".join(f"{self.names([rank])} has left: {why}" for rank, why in left.items()))
+            raise LeftError("; ".join(f"{self.names([rank])} has left: {why}" for rank, why in left.items()))
 
     def _ask(self, question: Callable[[], Answer], limit_s: float | None = None) -> Answer:
         """Call a function that asks the store, which may hang with the process that keeps it.

@@ -57,7 +57,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 holder = "another process"
                 with suppress(FileNotFoundError):
                     holder = lock_holder(folder) or holder
-            if not waits and time.monotonic() < begun + MOMENT_S:  # of who only looks
+            if not waits and time.monotonic() < begun + LOOK_S / 2:  # of who only looks
                 time.sleep(MOMENT_S / 20)
                 continue
             if not waits:

@@ -14,6 +14,10 @@ class CrewError(StagingError):
     """The nodes cannot continue together; each can alone."""
 
 
+class LeftError(CrewError):
+    """Another process has left, and says why."""
+
+
 def connect_store(placement: Placement, is_first: bool, timeout_s: float) -> dist.Store:
     """Connect to the store, which process 0 keeps from its first connection on, unless torchrun does.
 

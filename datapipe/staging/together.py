@@ -28,7 +28,7 @@ from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes
 from .space import check_space
-from .store import CrewError
+from .store import CrewError, LeftError
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ def stage_together(source: Path, local: Path, options: StageOptions) -> list[Sta
         if not crew.is_leader:
             try:
                 crew.follow()
+            except LeftError:  # the one that stages for this node, and for a reason that concerns it
+                raise
             except CrewError as error:
                 logger.warning("%s: this process looks by itself whether its node is staged", error.message)
             copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)

@@ -291,7 +291,7 @@ def test_what_the_disk_could_not_keep_is_copied_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     options = StageOptions(chunk_mib=1)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(StagingError, match="Input/output error"):
         stage(tmp_path / "source", tmp_path / "local", options)
     (staged,) = stage(tmp_path / "source", tmp_path / "local", options)
     shard = next(file for file in manifest.all_files() if file.name.startswith("shard"))
@@ -315,7 +315,7 @@ def test_who_only_looks_at_a_folder_keeps_nobody_out(tmp_path):
     def look() -> None:
         with locked(tmp_path, wait=False, shared=True):
             done.set()
-            time.sleep(0.3)
+            time.sleep(0.1)
 
     looking = Thread(target=look)
     looking.start()
