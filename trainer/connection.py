@@ -197,7 +197,7 @@ def _choose_interface(crew: Crew) -> None:
 
     Raises CrewError where a node does not reach another; names the addresses of both sides.
     """
-    chosen = os.environ.get(GLOO_INTERFACE)
+    chosen = os.environ.get(GLOO_INTERFACE, "").split(",")[0] or None  # gloo takes several; the first must reach
     address = crew.find_address(chosen, GLOO_INTERFACE) if crew.is_leader else ""
     address = crew.gather_from_ranks("interface", address)[crew.local_ranks[0]]
     names = [name for name, its_address in interface_addresses().items() if its_address == address]

@@ -41,7 +41,7 @@ def check_start(job: Job) -> None:
 
 
 def _data_sets(job: Job) -> dict[str, str]:
-    """Return what identifies each data set, and where this rank reads it."""
+    """Return what identifies each data set."""
     loaders = {"train": job.train_loader, "val": job.val_loader}
     return {name: str(loader.identity()["data_set"]) for name, loader in loaders.items()}
 

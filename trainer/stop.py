@@ -35,7 +35,7 @@ class StopSignal:
         names: The signals, without their SIG.
 
     Raises:
-        SettingError: There is no such signal.
+        SettingError: A name is not that of a signal.
     """
 
     def __init__(self, world: World, names: Sequence[str] = SIGNALS) -> None:
