@@ -7,6 +7,8 @@ from numbers import Integral, Real
 
 from .errors import SettingError
 
+MAX_SECONDS = 1_000_000  # of time limits: the system's own take no more than some weeks
+
 
 def checked_int(name: str, value: object, lowest: int) -> int:
     """Return a whole number of any type as Python's.
@@ -31,8 +33,8 @@ def is_number(value: object) -> bool:
 
 def check_seconds(name: str, value: object) -> None:
     """Raise SettingError when a time limit is not a number above 0."""
-    if not (is_number(value) and value > 0):  # type: ignore[operator]
-        raise SettingError(f"{name}: {value!r} is out of range; allowed: seconds, above 0")
+    if not (is_number(value) and 0 < value <= MAX_SECONDS):  # type: ignore[operator]
+        raise SettingError(f"{name}: {value!r} is out of range; allowed: seconds, above 0, up to {MAX_SECONDS:,}")
 
 
 def check_bool(name: str, value: object) -> None:

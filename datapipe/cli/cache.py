@@ -23,6 +23,7 @@ ACTIONS = {
     "pin": "--pin",
     "unpin": "--unpin",
 }
+NAMES = {"folder": "DIR", "local": "LOCAL", "as_json": "--json"}  # of arguments that have another one
 BESIDE = {
     "status": {"as_json"},
     "wait": {"as_json"},
@@ -33,11 +34,12 @@ BESIDE = {
 }
 
 
-def check_combination(given: Mapping[str, Any]) -> str:
+def check_combination(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """Find out what to do, from the arguments of `stage`.
 
     Args:
         given: by name.
+        defaults: what they are where nothing is given.
 
     Returns:
         A key of ACTIONS; "" to stage.
@@ -48,17 +50,15 @@ def check_combination(given: Mapping[str, Any]) -> str:
     actions = [name for name in ACTIONS if given[name] is not None]
     if not actions:
         if given["folder"] is None or given["local"] is None:
-            others = ", ".join(ACTIONS.values())
-            raise SettingError(f"DIR and LOCAL: both are needed to stage; without them, give one of {others}")
+            known = ", ".join(ACTIONS.values())
+            raise SettingError(f"DIR and LOCAL: both are needed to stage; without them, give one of {known}")
         if given["free"] is not None:
             raise SettingError("--free: has no meaning without --clean; to make room for LOCAL, give --evict")
         return ""
     action, *rest = actions
-    names = {"folder": "DIR", "local": "LOCAL", "evict": "--evict", "replace": "--replace", "as_json": "--json"}
-    names |= {"free": "--free", "node": "--node", "master": "--master", "interface": "--interface"}
-    names |= {"max_mbps": "--max-mbps", "capacity": "--capacity", "background": "--background"}
     unfit = [ACTIONS[name] for name in rest]
-    unfit += [names[name] for name in names.keys() - BESIDE[action] if given[name] not in (None, False)]
+    others = given.keys() - ACTIONS.keys() - BESIDE[action]
+    unfit += [NAMES.get(name, f"--{name.replace('_', '-')}") for name in others if given[name] != defaults[name]]
     if unfit:
         raise SettingError(f"{ACTIONS[action]}: stands by itself, and not beside {', '.join(sorted(unfit))}")
     return action

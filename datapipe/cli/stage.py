@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -85,19 +86,19 @@ def stage(
 ) -> None:
     """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""
     given = locals().copy()
+    from .. import staging
     from ..cluster import lonely, placement
-    from ..staging import StageOptions, stage
     from ..staging.progress import continue_in_background
     from .cache import care_for_cache, check_combination
     from .summaries import format_staged
 
-    action = check_combination(given)
+    action = check_combination(given, {name: its.default for name, its in inspect.signature(stage).parameters.items()})
     if action:
         return care_for_cache(action, given)
     assert folder is not None and local is not None  # check_combination's work
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of hosts that have no name
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what goes wrong is said by this software
     place = placement(os.environ, node, master)
-    options = StageOptions(
+    options = staging.StageOptions(
         mode=mode,
         capacity_bytes=parse_bytes("capacity", capacity) if capacity is not None else None,
         max_mbps=max_mbps,
@@ -121,7 +122,7 @@ def stage(
         print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
         return
     started = time.perf_counter()
-    results = stage(folder, local, options)
+    results = staging.stage(folder, local, options)
     if as_json:
         rows = [{**vars(result), "folder": str(result.folder)} for result in results]
         print(json.dumps({"seconds": time.perf_counter() - started, "data_sets": rows}))

@@ -87,7 +87,9 @@ def format_packed(out: Path, manifests: Mapping[str, Manifest], seconds: float, 
 def format_staged(result: Staged) -> str:
     """Return the line on a data set that `stage` copied."""
     copied, kept = _format_mib(result.copied_bytes), _format_mib(result.kept_bytes)
-    return f"{result.folder}: {format_count(result.num_samples, 'image')}, {copied} copied, {kept} there already"
+    received = f", {_format_mib(result.received_bytes)} from other nodes" if result.received_bytes else ""
+    images = format_count(result.num_samples, "image")
+    return f"{result.folder}: {images}, {copied} copied{received}, {kept} there already"
 
 
 def _format_mib(num_bytes: int) -> str:

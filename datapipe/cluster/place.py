@@ -11,6 +11,8 @@ from ..errors import SettingError
 from .launchers import SLURM_STEP, innermost, is_on_one_host, launchers_job, number_of, parse_task
 from .scheduler import JOBS, NUM_NODES
 
+MAX_PORT = 65535
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -70,6 +72,9 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
     port = _port(job, environ.get("SLURM_STEP_ID", "") if is_step else its_job)
     if "MASTER_PORT" in environ:  # which the training will use, unless torchrun keeps a store there
         port = number_of(environ, "MASTER_PORT") + (0 if has_store else 1)
+        if not 1 < port <= MAX_PORT:
+            allowed = f"1 to {MAX_PORT - 1}, as staging takes the next"
+            raise SettingError(f"MASTER_PORT: {environ['MASTER_PORT']} is out of range; allowed: {allowed}")
     address = master or environ.get("MASTER_ADDR") or _first_host(environ, is_step)
     if not address and is_on_one_host(environ, place.launcher):
         address = "localhost"
@@ -90,9 +95,6 @@ def rank_placement(environ: Mapping[str, str]) -> Placement:
     """
     place = placement(environ)
     if not place.launcher:
-        if environ.get("WORLD_SIZE", "1") != "1":
-            message = f"WORLD_SIZE: is {environ['WORLD_SIZE']} in the environment, and MASTER_ADDR is not set"
-            raise SettingError(f"{message}: set MASTER_ADDR and MASTER_PORT, or use torchrun")
         problem = lonely(environ, place)
         if problem:
             raise SettingError(problem)
@@ -109,6 +111,10 @@ def lonely(environ: Mapping[str, str], placement: Placement) -> str:
         nodes = environ.get(name, "1")
         if nodes.isdecimal() and int(nodes) > 1:
             return f"this job has {nodes} nodes ({name}), and this process knows of one: start it on each, as by srun"
+    processes = environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        message = f"WORLD_SIZE: is {processes} in the environment, and MASTER_ADDR is not set"
+        return f"{message}: set RANK, MASTER_ADDR and MASTER_PORT as well, or use torchrun"
     node = environ.get("PBS_NODENUM", "0")
     if node.isdecimal() and int(node) > 0:  # the first one's does not tell it from a job of one node
         return f"this is node {node} of a job (PBS_NODENUM), and PBS does not tell how many there are: give --node I/N"

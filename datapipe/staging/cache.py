@@ -130,12 +130,13 @@ def subfolders(folder: Path) -> list[Path]:
     return []
 
 
-def claim(copy: CachedCopy, stack: ExitStack) -> int | None:
+def claim(copy: CachedCopy, stack: ExitStack, also_kept: bool = False) -> int | None:
     """Lock a copy in order to remove it.
 
     Args:
         copy: of any user.
         stack: unlocks it.
+        also_kept: whether a copy may be removed that is kept for a job.
 
     Returns:
         A descriptor of its folder, which `stack` closes; None where the copy is another user's, is in use, kept or
@@ -157,21 +158,23 @@ def claim(copy: CachedCopy, stack: ExitStack) -> int | None:
         is_there = os.path.samestat(os.fstat(fd), os.lstat(copy.folder))
     except OSError:
         return None
-    return fd if is_mine and is_there and not copy.keeps() and not copy.is_pinned() else None
+    is_kept = copy.is_pinned() or (bool(copy.keeps()) and not also_kept)
+    return fd if is_mine and is_there and not is_kept else None
 
 
-def remove(copy: CachedCopy, why: str) -> bool:
+def remove(copy: CachedCopy, why: str, also_kept: bool = False) -> bool:
     """Remove a copy, its manifest first, and its folder if that is empty then.
 
     Args:
         copy: of any user.
         why: for the log.
+        also_kept: whether a copy is removed that is kept for a job.
 
     Returns:
         Whether it was removed; False where `claim` says that it may not, or something cannot be removed.
     """
     with ExitStack() as stack:
-        fd = claim(copy, stack)
+        fd = claim(copy, stack, also_kept)
         if fd is None:
             return False
         names = [name for name in os.listdir(fd) if name in copy.files or is_note(name)]

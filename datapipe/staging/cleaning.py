@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from typing import Any
 
 from ..dataset.block_slots import SLOTS
 from ..dataset.manifest import MANIFEST, read_content
-from ..errors import DatapipeError, StagingError
+from ..errors import DatapipeError, ManifestError, StagingError
 from ..fsio import free_bytes, lock_holders
 from ..streams import TIMEOUT_S, in_time
 from .cache import CachedCopy, claim, evict, find_copies, remove, subfolders
 from .keep import keeps_in, user_name
 from .local_copy import compute_digest
+
+logger = logging.getLogger(__name__)
 
 
 def describe(cache: Path) -> list[dict[str, Any]]:
@@ -105,9 +108,14 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
                     done.leases.append(keep.path)
     copies = find_copies(cache)
     sources = {copy.source for copy in copies}
+    hanging = False  # then no other source is asked: an epilog has little time
     for copy in copies:
-        if copy.owner == os.geteuid() and str(copy.folder) not in sources:
-            why = _why_useless(copy, timeout_s)
+        if copy.owner == os.geteuid() and str(copy.folder) not in sources and not hanging:
+            try:
+                why = _why_useless(copy, timeout_s)
+            except DatapipeError as error:
+                hanging, why = True, ""
+                logger.warning("%s: what has become useless is not known", error)
             if why and remove(copy, why):
                 done.removed.append((copy, why))
     done.removed += [(copy, "to make room") for copy in evict(cache, cache, free, in_part=True)]
@@ -116,19 +124,20 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
 
 
 def _why_useless(copy: CachedCopy, timeout_s: float) -> str:
-    """Say why nobody will use a copy again; "" where that is not known."""
+    """Say why nobody will use a copy again; "" where that is not known. Raises DatapipeError where its source hangs."""
     source = Path(copy.source)
 
-    def read() -> str:
-        """Return the digest of the source; "" where it is gone. Raises OSError where that is not known."""
-        beside = os.listdir(source.parent)
-        if beside and source.name not in beside:  # an empty folder is where a filesystem was mounted
-            return ""
-        return compute_digest(read_content(source))
+    def read() -> str | None:
+        """Return the digest of the source; "" where it is gone, None where that is not known."""
+        with suppress(ManifestError, OSError):  # it is not mounted
+            beside = os.listdir(source.parent)
+            if beside and source.name not in beside:  # an empty folder is where a filesystem was mounted
+                return ""
+            return compute_digest(read_content(source))
+        return None
 
-    try:
-        digest = in_time(read, source, timeout_s)
-    except (DatapipeError, OSError):  # its filesystem does not answer, or is not mounted
+    digest = in_time(read, source, timeout_s)
+    if digest is None:
         return ""
     if not digest:
         return "" if copy.is_whole else "it is unfinished, and its source is gone"

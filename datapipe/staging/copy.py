@@ -5,23 +5,33 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..console import Progress
 from ..dataset.manifest import INDEX
-from ..streams import Moved, work_on_files
+from ..streams import Moved, in_time, work_on_files
 from .keep import EvictedError, hold_copy, keep_for_job
 from .landing import Landing, make_own_name
 from .local_copy import LocalCopy, States
 from .lock import hold_lock
 from .options import StageOptions
 from .origin import ORIGIN
-from .plan import Chunk, cut, needed_bytes, stagger
+from .plan import Chunk, needed_bytes, stagger
 from .source_files import SourceFile, Throttle
 from .space import check_space, warn_of_place
-from .taking_over import check_handmade, check_place, check_slice, is_handmade, remove_other, remove_slots, sweep
-from .transfer import Transfer
+from .taking_over import (
+    check_handmade,
+    check_slice,
+    check_writable,
+    is_handmade,
+    remove_other,
+    remove_slots,
+    sweep,
+    take_place,
+)
+from .transfer import Transfer, missing_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +47,14 @@ class Staged:
         num_samples: of the data set.
         copied_bytes: read from the source by this call.
         kept_bytes: of files that were there already.
+        received_bytes: from other nodes.
     """
 
     folder: Path
     num_samples: int
     copied_bytes: int
     kept_bytes: int
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,9 +159,9 @@ def prepare(
         BusyError: another process is staging, and `waits` is False.
         StagingError, SettingError: as `stage`.
     """
-    check_place(source, local)
+    if options.mode != "slice":  # which has done it, for all data sets
+        take_place(source, local, copies, options)
     for copy in copies:
-        check_place(source, copy.target)
         copy.check_other(options.replace)
         if options.mode != "slice" and not options.replace:
             check_slice(copy)
@@ -160,7 +172,7 @@ def prepare(
         is_locked, own_name = False, ""
         if len(present) < copy.num_files:
             with suppress(FileNotFoundError):  # it is removed at this moment
-                warn_of_place(copy.source, copy.target)
+                in_time(partial(warn_of_place, copy.source, copy.target), copy.source, options.timeout_s)
             is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))
             if not is_locked:
                 own_name = make_own_name()
@@ -168,6 +180,7 @@ def prepare(
             is_theirs, was_begun = is_handmade(copy), (copy.target / ORIGIN).exists()
             remove_other(copy)
             present = copy.find_present(options.timeout_s, trusts, is_locked)
+            check_writable(copy, present)
             if is_theirs and not options.replace:
                 check_handmade(copy, present)
             if was_begun:
@@ -200,15 +213,6 @@ def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int)
                 landing.close()
             files.append(Transfer(number, source, landing))
     return files
-
-
-def opened_again(files: list[Transfer]) -> list[Transfer]:
-    """Return the same files, on their way from where they are now. No thread may be at work on them."""
-    again = []
-    for file in files:
-        file.landing.close()
-        again.append(replace(file, landing=file.landing.again()))
-    return again
 
 
 def copy_missing(files: list[Transfer], source: Path, local: Path, options: StageOptions) -> list[int]:
@@ -246,28 +250,31 @@ def copy_missing(files: list[Transfer], source: Path, local: Path, options: Stag
     return copied
 
 
-def missing_chunks(files: list[Transfer]) -> list[Chunk]:
-    """List the chunks of some files that have not landed; of small files, only those that are missing."""
-    sizes, chunk_bytes = [file.source.info.size_bytes for file in files], files[0].landing.chunk_bytes
-    chunks = (tuple(e for e in chunk if files[e.file].lacks(e)) for chunk in cut(sizes, chunk_bytes))
-    return [chunk for chunk in chunks if chunk]
-
-
-def report(prepared: list[Prepared], files: list[Transfer], copied: list[int]) -> list[Staged]:
+def report(
+    prepared: list[Prepared], files: list[Transfer], copied: list[int], lacked: list[int] | None = None
+) -> list[Staged]:
     """Sum up by data set.
 
     Args:
         prepared: copies of the data sets.
         files: of all data sets.
         copied: by file, the bytes that were read from the source.
+        lacked: by file, the bytes that were missing; None: other nodes have sent nothing.
 
     Returns:
         One result per data set.
     """
-    sums = [0] * len(prepared)
-    for file, num_bytes in zip(files, copied, strict=True):
+    sums, received = [0] * len(prepared), [0] * len(prepared)
+    for file, num_bytes, its_lacked in zip(files, copied, lacked or copied, strict=True):
         sums[file.number] += num_bytes
+        received[file.number] += max(0, its_lacked - num_bytes)
     return [
-        Staged(its.copy.target, its.copy.manifest.num_samples, num_bytes, its.copy.bytes_of(its.present))
-        for its, num_bytes in zip(prepared, sums, strict=True)
+        Staged(
+            its.copy.target,
+            its.copy.manifest.num_samples,
+            sums[number],
+            its.copy.bytes_of(its.present),
+            received[number],
+        )
+        for number, its in enumerate(prepared)
     ]

@@ -7,7 +7,9 @@ and nothing of another process's is continued.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import re
 import socket
@@ -23,6 +25,8 @@ from ..dataset.manifest import FileInfo
 from ..errors import StagingError
 from ..fsio import checksum, named
 from ..streams import Moved
+
+logger = logging.getLogger(__name__)
 
 # A longer write gets larger pieces of memory for the page cache, which a virtual machine may first have to be given.
 WRITE_BYTES = 256 << 10
@@ -79,6 +83,8 @@ class Landing:
             if self._fd >= 0 or self.is_whole:
                 return
             is_new = self._read_map() is None
+            if is_new and os.path.lexists(self._landed):
+                logger.info("%s: what has landed has other chunks, or is damaged: beginning it again", self.target)
             with named(self._partial):
                 self._fd = open_own(self._partial)
                 if is_new:
@@ -201,12 +207,26 @@ def is_of_dead_process(path: Path) -> bool:
     return bool(match and f".{socket.gethostname()}." in path.name and not Path("/proc", match[1]).exists())
 
 
-def open_own(path: Path) -> int:
+def open_own(path: Path, flags: int = 0) -> int:
     """Open a file of this user's for reading and writing, and make it if it is not there.
 
-    Raises StagingError for another user's, which could be changed by that user, and for what is not a plain file.
+    Args:
+        path: of the file.
+        flags: more of them, of open(2).
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        StagingError: it is another user's, who could change it, or not a plain file.
+        OSError: it cannot be opened.
     """
-    fd = os.open(path, OPEN, 0o644)
+    try:
+        fd = os.open(path, OPEN | flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link: remove it, or choose another folder", str(path)) from error
+        raise
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:
         os.close(fd)

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Collection
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -41,15 +41,19 @@ class LocalCopy:
 
     Attributes:
         source: The data set's folder.
+        resolved: The same, without links.
         target: The copy's.
         content: Of the manifest's file: read once, and written to the target unchanged.
         manifest: The same, parsed.
+        splits: Names of all data sets that are staged to the folder above the target; none for one by itself.
     """
 
     source: Path
+    resolved: Path
     target: Path
     content: bytes
     manifest: Manifest
+    splits: tuple[str, ...] = ()
 
     @classmethod
     def of_content(cls, source: Path, target: Path, content: bytes) -> LocalCopy:
@@ -66,7 +70,7 @@ class LocalCopy:
         Raises:
             ManifestError: it cannot be read.
         """
-        return cls(source, target, content, Manifest.parse(content, source / MANIFEST))
+        return cls(source, source.resolve(), target, content, Manifest.parse(content, source / MANIFEST))
 
     @property
     def num_files(self) -> int:
@@ -114,7 +118,7 @@ class LocalCopy:
     def is_of_same_source(self) -> bool:
         """Return whether the folder says that it is a copy of the same data set, or of an earlier version of it."""
         with suppress(StagingError):
-            return Origin.read(self.target).source == str(self.source.resolve())
+            return Origin.read(self.target).source == str(self.resolved)
         return False
 
     def is_named(self) -> bool:
@@ -130,7 +134,8 @@ class LocalCopy:
     def _is_complete(self) -> bool:
         with suppress(StagingError):
             origin = Origin.read(self.target)
-            return origin.is_complete and origin.manifest == self._digest and not origin.capacity_bytes
+            is_this = origin.manifest == self._digest and origin.splits == [*self.splits]
+            return origin.is_complete and is_this and not origin.capacity_bytes
         return False
 
     def may_be_used(self) -> bool:
@@ -167,7 +172,7 @@ class LocalCopy:
             capacity_bytes: of its slots, if it has these.
         """
         Origin(
-            str(self.source.resolve()),
+            str(self.resolved),
             self._digest,
             [file.name for file in self.manifest.all_files()],
             is_complete,
@@ -176,6 +181,7 @@ class LocalCopy:
             time.time(),
             self.bytes_of(present),
             capacity_bytes,
+            [*self.splits],
         ).write(self.target)
 
     def touch(self) -> None:
@@ -277,5 +283,8 @@ def list_copies(source: Path, local: Path) -> list[LocalCopy]:
 
     Raises ManifestError when there is none.
     """
-    folders = {path: local if path == source else local / path.name for path in find_data_sets(source)}
-    return [LocalCopy.of_content(path, target, read_content(path)) for path, target in folders.items()]
+    folders = find_data_sets(source)
+    if folders == [source]:
+        return [LocalCopy.of_content(source, local, read_content(source))]
+    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
+    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]

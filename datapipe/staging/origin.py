@@ -30,6 +30,7 @@ class Origin:
         began: when the copying began, in seconds since 1970.
         began_bytes: that were in place then.
         capacity_bytes: of the slots that the folder has for blocks; 0 where it is for all of the data set.
+        splits: names of the copies that were staged together with this one, its own included; none for one by itself.
     """
 
     source: str
@@ -41,6 +42,7 @@ class Origin:
     began: float = field(default_factory=time.time)
     began_bytes: int = 0
     capacity_bytes: int = 0
+    splits: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Origin:
@@ -54,9 +56,13 @@ class Origin:
         """Write it into the copy's folder."""
         path = folder / ORIGIN
         partial = temporary_path(path, PARTIAL, make_own_name())  # which `sweep` finds where there are no locks
-        with named(partial):
-            with open(partial, "xb") as file:
-                file.write(json.dumps(asdict(self)).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
+        try:
+            with named(partial):
+                with open(partial, "xb") as file:
+                    file.write(json.dumps(asdict(self)).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)  # of a full disk
+            raise

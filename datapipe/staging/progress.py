@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,7 +61,7 @@ class StageProgress:
         if self.state != "running":
             return f"{self.state}, {share}"
         left = "" if self.seconds_left is None else f", {self.seconds_left:,.0f} s left"
-        return f"{share}{left}" + (f" ({self.holder})" if self.holder else "")
+        return f"running, {share}{left}" + (f" ({self.holder})" if self.holder else "")
 
 
 def find_progress(local: Path) -> StageProgress:
@@ -83,10 +85,12 @@ def _find_progress(local: Path) -> StageProgress:
         raise StagingError("nothing was staged there", path=local)
     holder = next(filter(None, map(find_holder, copies)), "")
     origins = [Origin.read(copy) for copy in copies]  # after that: a process completes them before it leaves
-    landed, whole = zip(*(_count(copy) for copy in copies), strict=True)
+    counts = [_count(copy, {*origin.files}) for copy, origin in zip(copies, origins, strict=True)]
+    landed, whole = zip(*counts, strict=True)
     is_slice = any(origin.capacity_bytes for origin in origins)
-    is_whole = all(origin.is_complete for origin in origins)
-    is_whole &= is_slice or all((copy / MANIFEST).exists() for copy in copies)
+    is_whole = all(map(_is_whole, copies, origins, landed))
+    if local not in copies:  # one of several splits may have been removed
+        is_whole &= {name for origin in origins for name in origin.splits} <= {copy.name for copy in copies}
     state, seconds_left = ("slice" if is_slice else "whole") if is_whole else "running" if holder else "stopped", None
     if state == "running":
         passed = time.time() - min(origin.began for origin in origins)
@@ -98,8 +102,14 @@ def _find_progress(local: Path) -> StageProgress:
     )
 
 
-def _count(copy: Path) -> tuple[int, int]:
-    """Return the bytes that are in a folder, and the number of whole files."""
+def _is_whole(copy: Path, origin: Origin, landed: int) -> bool:
+    return origin.is_complete and (
+        origin.capacity_bytes > 0 or ((copy / MANIFEST).exists() and (landed >= origin.total_bytes or not origin.files))
+    )
+
+
+def _count(copy: Path, names: Collection[str] = ()) -> tuple[int, int]:
+    """Return the bytes that are in a folder, and the number of whole files; of all, unless `names` gives some."""
     landed = whole = 0
     with suppress(StagingError):
         slots = BlockSlots(copy)
@@ -111,7 +121,9 @@ def _count(copy: Path) -> tuple[int, int]:
                 head, flags = read_plain(Path(entry.path)).split(b"\n", 1)
                 _, size, chunk = head.split()
                 landed += min(flags[:-1].count(1) * int(chunk), int(size))
-            elif not entry.name.startswith(".") and entry.name != MANIFEST and entry.is_file(follow_symlinks=False):
+            elif entry.name.startswith(".") or entry.name == MANIFEST or (names and entry.name not in names):
+                continue
+            elif entry.is_file(follow_symlinks=False):
                 landed, whole = landed + entry.stat().st_size, whole + 1
     return landed, whole
 
@@ -154,7 +166,7 @@ def continue_in_background(source: Path, local: Path) -> Background | None:
     before = _count_landed(local)
     try:
         make_folder(local)
-        log = open_own(local / LOG)
+        log = open_own(local / LOG, os.O_APPEND)
     except (OSError, StagingError) as error:
         if not isinstance(error, StagingError) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
@@ -168,7 +180,11 @@ def continue_in_background(source: Path, local: Path) -> Background | None:
         return Background(local, child, before)
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    os.ftruncate(log, 0)
+    with suppress(OSError):  # another process may be writing to it, or there are no locks
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(log, 0)
+    with suppress(OSError):
+        fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for opened, number in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(opened, number)

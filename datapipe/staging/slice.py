@@ -21,7 +21,7 @@ from .lock import hold_lock
 from .options import StageOptions
 from .origin import ORIGIN, Origin
 from .space import make_space, warn_of_place
-from .taking_over import check_place, names_there, remove_slots, sweep
+from .taking_over import names_there, remove_slots, sweep, take_place
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         DatapipeError, OSError: as `stage`.
     """
     assert options.capacity_bytes is not None
+    take_place(source, local, copies, options)
     *smaller, largest = sorted(copies, key=lambda copy: copy.manifest.size_bytes)
     left = options.capacity_bytes - sum(copy.manifest.size_bytes for copy in smaller)
     if left >= largest.manifest.size_bytes:
@@ -50,7 +51,6 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
     if left <= 0:
         names = ", ".join(copy.source.name for copy in smaller)
         raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
-    check_place(source, local)
     _check_folder(largest, options)
     results = stage_copies(source, local, smaller, options) if smaller else []
     keep_for_job(local, options.placement.job, os.environ)

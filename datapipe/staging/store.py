@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..cluster import Placement
 from ..errors import StagingError
+
+LOOK_S = 0.1
 
 
 class CrewError(StagingError):
@@ -33,9 +37,28 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float) -> dis
         CrewError: it does not come, or cannot listen there.
     """
     is_keeper = is_first and placement.rank == 0 and not placement.has_store
+    place, limit = (placement.master, placement.port), timedelta(seconds=timeout_s)
+    if not is_keeper:
+        _wait_for(place, timeout_s)
     try:
-        place, limit = (placement.master, placement.port), timedelta(seconds=timeout_s)
         return dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
         what = "cannot listen" if is_keeper else "process 0 does not answer"
         raise CrewError(f"{placement.master}:{placement.port}: {what}: {error}") from error
+
+
+def _wait_for(place: tuple[str, int], timeout_s: float) -> None:
+    """Wait until somebody listens at a host's port. The store would do that, too, for twice as long, and less clearly.
+
+    Raises CrewError.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(place, timeout=max(LOOK_S, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline - LOOK_S:
+                what = f"process 0 does not answer within {timeout_s:g} s (timeout_s): {error.strerror or error}"
+                raise CrewError(f"{place[0]}:{place[1]}: {what}") from error
+            time.sleep(LOOK_S)

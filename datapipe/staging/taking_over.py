@@ -8,18 +8,45 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from ..console import format_count
 from ..dataset.arriving import KINDS, temporary_path
 from ..dataset.block_slots import SLOTS, TAGS
-from ..dataset.manifest import MANIFEST
-from ..errors import SettingError, StagingError
+from ..dataset.manifest import MANIFEST, Manifest, read_content
+from ..errors import ManifestError, SettingError, StagingError
 from ..fsio import sync_folder
-from .keep import is_pinned
+from ..streams import in_time
+from .cache import CachedCopy, remove, subfolders
+from .keep import is_pinned, user_name
 from .landing import is_of_dead_process
 from .local_copy import LocalCopy
 from .lock import hold_unused
+from .options import StageOptions
 from .origin import ORIGIN, Origin
 
 logger = logging.getLogger(__name__)
+
+
+def take_place(source: Path, local: Path, copies: list[LocalCopy], options: StageOptions) -> None:
+    """Check that copies can go to a folder, and remove what stands in their way, as far as that is allowed.
+
+    Args:
+        source: the folder that the data sets are in.
+        local: the folder that the copies go to.
+        copies: of all data sets there.
+        options: how to copy.
+
+    Raises:
+        StagingError, SettingError: as `stage`.
+    """
+
+    def check() -> Path:
+        check_place(source, local)
+        for copy in copies:
+            check_place(copy.source, copy.target)
+        return source.resolve()
+
+    resolved = in_time(check, source, options.timeout_s)
+    remove_beside(resolved, local, copies, options.replace)
 
 
 def check_place(source: Path, local: Path) -> None:
@@ -37,6 +64,45 @@ def check_place(source: Path, local: Path) -> None:
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
 
 
+def remove_beside(source: Path, local: Path, copies: list[LocalCopy], may_replace: bool) -> None:
+    """Remove what stands in the way of data sets: other ones, which who reads the folder would take for their splits.
+
+    Args:
+        source: the folder that the data sets are in, without links.
+        local: the folder that their copies go to.
+        copies: of all of them.
+        may_replace: whether copies of other data sets may be removed; of splits that `source` has no more, always.
+
+    Raises:
+        StagingError: they may not be removed, or cannot be.
+    """
+    targets = {copy.target for copy in copies}
+    folders = {local, *(target.parent for target in targets)}
+    folders |= {folder for path in targets | {local} for folder in subfolders(path)}
+    for folder in sorted(folders - targets):
+        other = CachedCopy.read(folder, folder.parent)
+        if other is None and not _is_data_set(folder):
+            continue
+        if other is None or not folder.is_relative_to(local):
+            raise StagingError(f"is a data set: {local} cannot be a copy as well; choose another", path=folder)
+        is_earlier = source in (Path(other.source), Path(other.source).parent)
+        if not is_earlier and not may_replace:
+            message = f"is a copy of {other.source}, and not a part of {source}"
+            raise StagingError(f"{message}; choose another folder, or remove it with --replace", path=folder)
+        if not remove(other, f"it is not a part of {source}", also_kept=True):
+            raise StagingError(
+                "is in the way, and in use, pinned, or another user's; choose another folder", path=folder
+            )
+
+
+def _is_data_set(folder: Path) -> bool:
+    try:
+        Manifest.parse(read_content(folder), folder / MANIFEST)
+    except ManifestError:
+        return False
+    return True
+
+
 def check_slice(copy: LocalCopy) -> None:
     """Raise StagingError where a folder has room for a part only: all of the data set may be more than its disk."""
     try:
@@ -46,6 +112,20 @@ def check_slice(copy: LocalCopy) -> None:
     if is_slice:
         message = "has room for a part of a data set: give --mode slice, or --replace to copy all of it"
         raise StagingError(message, path=copy.target)
+
+
+def check_writable(copy: LocalCopy, present: Collection[str]) -> None:
+    """Raise StagingError where files are missing in a folder that this user may not write to.
+
+    Args:
+        copy: of the data set.
+        present: names of the files that are in place.
+    """
+    if len(present) < copy.num_files and not os.access(copy.target, os.W_OK):
+        missing = [file.name for file in copy.manifest.all_files() if file.name not in present]
+        message = f"is user {user_name(copy.target.stat().st_uid)}'s, which this user cannot write to"
+        example = f"{format_count(len(missing), 'file is', 'files are')} missing or damaged there, such as {missing[0]}"
+        raise StagingError(f"{message}, and {example}; choose another folder", path=copy.target)
 
 
 def names_there(copy: LocalCopy) -> list[str]:
@@ -71,8 +151,9 @@ def check_handmade(copy: LocalCopy, present: Collection[str]) -> None:
     """
     for name in names_there(copy):
         if not (copy.has_manifest() if name == MANIFEST else name in present):
-            message = "is not the data set's, and not staging's; choose another folder, or replace it with --replace"
-            raise StagingError(message, path=copy.target / name)
+            message = "is not the data set's, and not staging's; choose another folder"
+            is_file = not (copy.target / name).is_dir()
+            raise StagingError(message + (", or replace it with --replace" if is_file else ""), path=copy.target / name)
 
 
 def remove_other(copy: LocalCopy) -> None:

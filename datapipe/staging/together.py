@@ -12,8 +12,6 @@ from ..streams import in_time
 from .copy import (
     Staged,
     copy_missing,
-    missing_chunks,
-    opened_again,
     prepare,
     report,
     stage_copies,
@@ -29,7 +27,7 @@ from .options import StageOptions
 from .plan import needed_bytes
 from .space import check_space
 from .store import CrewError, LeftError
-from .transfer import Transfer
+from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +76,13 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
         except (DatapipeError, SettingError, OSError) as error:
             problem = error
         if not _agree(crew, copies, options, problem, busy):
+            lacked = lacking_bytes(files)
             copied = _get(files, source, local, options, crew)
             try:
                 with ExitStack() as holds:
                     for its in prepared:
                         its.complete(holds, options.timeout_s)
-                return report(prepared, files, copied)
+                return report(prepared, files, copied, lacked)
             except EvictedError as error:
                 logger.info("%s: this node stages it again by itself", error)
     return stage_copies(source, local, copies, options)  # without the locks, for which another job may wait

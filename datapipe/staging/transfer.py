@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-from ..errors import ShardCorruptError
+import xxhash
+
+from ..errors import ShardCorruptError, StagingError
 from ..streams import Moved
 from .landing import Landing, WrongBytes
-from .plan import Extent
+from .plan import Chunk, Extent, cut
 from .source_files import SourceFile
 
 logger = logging.getLogger(__name__)
@@ -98,7 +101,7 @@ class Transfer:
 
         Raises:
             ShardCorruptError: The source does not have its checksum either.
-            StagingError: The source was changed since it was first read.
+            StagingError: The source was changed since it was first read, or LOCAL's disk is damaged.
         """
         source, landing, copied = self.source, self.landing, 0
         try:
@@ -106,15 +109,20 @@ class Transfer:
         except WrongBytes as wrong:
             logger.warning("%s: %s; copying it again", landing.target, wrong)
             source.check_unchanged()
+            as_read = xxhash.xxh3_128()
             for offset in range(0, source.info.size_bytes, landing.chunk_bytes):
                 data = thread_buffer(min(landing.chunk_bytes, source.info.size_bytes - offset))
                 source.read(offset, data, moved)
+                as_read.update(data)
                 landing.write(offset, data)
                 copied += len(data)
             try:
                 landing.finish(moved)
             except WrongBytes as error:
                 source.check_unchanged()
+                if as_read.hexdigest() == source.info.xxh3_128:
+                    message = f"the disk does not keep what is written to it: {error}, twice; the source is good"
+                    raise StagingError(message, path=landing.target) from error
                 raise ShardCorruptError(str(error), path=source.path.parent, shard=source.path.name) from error
         finally:
             source.close()
@@ -126,3 +134,27 @@ def thread_buffer(size: int) -> memoryview:
     if size > len(getattr(_memory, "buffer", b"")) or not hasattr(_memory, "buffer"):
         _memory.buffer = mmap.mmap(-1, max(size, 1))
     return memoryview(_memory.buffer)[:size]
+
+
+def opened_again(files: list[Transfer]) -> list[Transfer]:
+    """Return the same files, on their way from where they are now. No thread may be at work on them."""
+    again = []
+    for file in files:
+        file.landing.close()
+        again.append(replace(file, landing=file.landing.again()))
+    return again
+
+
+def missing_chunks(files: list[Transfer]) -> list[Chunk]:
+    """List the chunks of some files that have not landed; of small files, only those that are missing."""
+    sizes, chunk_bytes = [file.source.info.size_bytes for file in files], files[0].landing.chunk_bytes
+    chunks = (tuple(e for e in chunk if files[e.file].lacks(e)) for chunk in cut(sizes, chunk_bytes))
+    return [chunk for chunk in chunks if chunk]
+
+
+def lacking_bytes(files: list[Transfer]) -> list[int]:
+    """Return how many bytes have not landed, by file."""
+    sums = [0] * len(files)
+    for extent in chain.from_iterable(missing_chunks(files)):
+        sums[extent.file] += extent.size
+    return sums

@@ -362,15 +362,15 @@ def test_what_a_planted_link_says_does_not_count(tmp_path, name):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [CHUNK])
     run(source, local)
-    (local / name).rename(tmp_path / name)
-    (local / name).symlink_to(tmp_path / name)
+    (local / name).rename(tmp_path / f"its{name}")
+    (local / name).symlink_to(tmp_path / f"its{name}")
     (local / "shard-000000.tar").unlink()
-    before = (tmp_path / name).read_bytes()
+    before = (tmp_path / f"its{name}").read_bytes()
     if name == ".origin.json":
         assert ".origin.json: cannot be read" in run("--status", local, code=1)
     run(source, local)
     assert same(source, local) and not (local / name).is_symlink()
-    assert (tmp_path / name).read_bytes() == before
+    assert (tmp_path / f"its{name}").read_bytes() == before
 
 
 def test_ctrl_c_ends_what_was_begun(tmp_path):
