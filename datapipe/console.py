@@ -96,14 +96,15 @@ class Progress:
         what: is done, for the reader.
         total: number of units.
         unit: what is counted.
+        is_shown: whether this process shows it; of several at the same work, one does.
     """
 
-    def __init__(self, what: str, total: int, unit: str = "images") -> None:
-        self.what, self.total, self.unit = what, total, unit
+    def __init__(self, what: str, total: int, unit: str = "images", is_shown: bool = True) -> None:
+        self.what, self.total, self.unit, self._is_shown = what, total, unit, is_shown
         self.done = 0
         self._started = self._logged = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty():
+        if is_shown and sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
 
@@ -133,7 +134,7 @@ class Progress:
         rate = f"{_short(self.done / max(now - self._started, 1e-9))} {self.unit}/s"
         if self._bar:
             self._bar.update(self._task, advance=count, rate=rate)
-        elif now - self._logged > LOG_EVERY_S:
+        elif self._is_shown and now - self._logged > LOG_EVERY_S:
             self._logged = now
             logger.info("%s: %s of %s %s, %s", self.what, _short(self.done), _short(self.total), self.unit, rate)
 

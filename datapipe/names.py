@@ -29,6 +29,7 @@ KINDS = {
 CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
 # How nodes stage (see `staging`).
 STAGE_MODES = ("auto", "copy", "exchange", "slice")
+TRANSPORTS = ("gloo", "mpi")
 # Of a loader: each backend is a module in `loaders`.
 BACKENDS = ("cpu", "dali", "webdataset")
 ORDERS = ("full", "blocks")

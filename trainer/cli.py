@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -58,12 +60,16 @@ def train(
     stop_signals: Annotated[
         str, typer.Option(metavar="NAMES", help="Signals after which the run saves a checkpoint and stops.")
     ] = "TERM,INT,USR1,USR2",
+    max_time: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Save a checkpoint and stop in time, e.g. 4:00:00 (default: the job's end)."),
+    ] = None,
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
-    Exit code 0: target reached (or none set); 1: target missed, or training failed; 2: wrong use; 128 +
-    number: stopped by a signal (SIGTERM 143, Ctrl-C 130, SIGUSR1 138) after saving a checkpoint, from which --resume
-    continues.
+    Exit code 0: target reached (or none set); 1: target missed, or training failed; 2: wrong use; 75: the time was
+    over; 128 + number: stopped by a signal (SIGTERM 143, Ctrl-C 130, SIGUSR1 138). After these a checkpoint is saved,
+    from which --resume continues.
 
     \b
     Example:
@@ -73,12 +79,75 @@ def train(
       torchrun --nproc-per-node 2 -m trainer train imagenet-resnet50 \\
           --data data/imagenet --out runs/imagenet
     """
+    from datapipe.cluster import job_end, parse_time_limit
+
     from .config.recipe import load_recipe
     from .run import run
 
-    raise typer.Exit(
-        run(load_recipe(recipe, changes or []), data, out, resume, device, stage, rank_timeout, stop_signals.split(","))
+    now = time.time()
+    ends = [job_end(os.environ, now), None if max_time is None else now + parse_time_limit(max_time)]
+    ends_at = min((end for end in ends if end is not None), default=None)
+    checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
+    raise typer.Exit(run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at))
+
+
+@app.command()
+def launch(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Built-in recipe, or path of a .toml file.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set, on a filesystem that all nodes share.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, which the script is written to.")],
+    scheduler: Annotated[str, typer.Option(metavar="NAME", help="slurm, pbs, mpi (mpirun), or local (this host).")],
+    nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes.")] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option(metavar="G", help="As many ranks run on each; 0: one, on the processor.")
+    ] = 0,
+    stage: Annotated[
+        Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
+    ] = None,
+    limit: Annotated[str | None, typer.Option("--time", metavar="TIME", help="Of a job, such as 4:00:00.")] = None,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", help="How often to go on by itself when the time is over.")
+    ] = 20,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="section.key=value", help="Change one setting of the recipe; repeatable."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORD", help="Of sbatch or qsub, such as --option=--account=abc; repeatable."),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script, or run it where that is local.")] = False,
+) -> None:
+    """Write a batch script that stages a data set, trains a recipe, and goes on after whatever stops it.
+
+    It is RUN/launch.sbatch, launch.pbs or launch.sh: short, to be read and edited.
+
+    \b
+    Example:
+      trainer launch imagenet-resnet50 --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 \\
+          --data /shared/packed/imagenet --stage /local/imagenet --out runs/imagenet --submit
+    """
+    from .config.recipe import load_recipe
+    from .launching import Launch
+
+    load_recipe(recipe, changes or [])  # so that what is wrong with it is said now
+    plan = Launch(
+        str(Path(recipe).absolute()) if recipe.endswith(".toml") else recipe,
+        data.absolute(),
+        out.absolute(),
+        scheduler,
+        nodes,
+        gpus_per_node,
+        stage,
+        limit,
+        max_restarts,
+        tuple(word for change in changes or [] for word in ("--set", change)),
+        tuple(option or ()),
+        Path(sys.executable).parent,
     )
+    print(plan.write(), flush=True)
+    if submit:
+        raise typer.Exit(plan.submit())
 
 
 @app.command()

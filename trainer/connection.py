@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # Longer than a checkpoint takes on a loaded filesystem; the watch notices sooner that a rank does nothing.
 TIMEOUT = timedelta(minutes=30)
 START_S = 300.0  # how long to wait for the other ranks at the start
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 DEVICES = "auto", "cpu", "cuda"
 
@@ -193,7 +193,7 @@ def _meet(crew: Crew, place: Placement, device: str) -> World:
 
 
 def _choose_interface(crew: Crew) -> None:
-    """Let gloo use the network that leads to the other nodes; it would use that of the host's name, which may be none.
+    """Let gloo and NCCL use the network that leads to the other nodes; else gloo would use that of the host's name.
 
     Raises CrewError where a node does not reach another; names the addresses of both sides.
     """
@@ -203,6 +203,7 @@ def _choose_interface(crew: Crew) -> None:
     names = [name for name, its_address in interface_addresses().items() if its_address == address]
     if names and not chosen:
         os.environ[GLOO_INTERFACE] = names[0]
+        os.environ.setdefault(NCCL_INTERFACE, names[0])
 
 
 def leave(code: int, error: BaseException | None = None) -> None:

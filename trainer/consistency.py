@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -53,6 +54,40 @@ def _where_different(theirs: Any, ours: Any, path: str = "") -> tuple[str, str]:
             if theirs.get(key) != ours.get(key):
                 return _where_different(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
     return f"{path} {theirs}".strip(), str(ours)
+
+
+@torch.no_grad()
+def check_replicas(job: Job, step: int) -> None:
+    """Compare the parameters of all ranks, to the bit; all ranks must call this.
+
+    Args:
+        job: The run.
+        step: Number of the last step, for the message.
+
+    Raises:
+        TrainingError: They differ, as where a rank's memory has lost a bit; names the rank. All ranks raise this.
+    """
+    world = job.world
+    if world.world_size == 1:
+        return
+    names, parameters = zip(*job.module.named_parameters(), strict=True)
+    sums = gather_everywhere(world, torch.stack([*map(_sum_bits, parameters)]).tolist())
+    (common, count), *_ = Counter(map(tuple, sums)).most_common(1)
+    wrong = [rank for rank, its in enumerate(sums) if tuple(its) != common]
+    if not wrong:
+        return
+    if 2 * count <= world.world_size:  # which of them are right is not known
+        wrong = [*range(world.world_size)]
+    name = next(name for name, *its in zip(names, *sums, strict=True) if len({*its}) > 1)
+    who = ", ".join(f"rank {rank} ({world.host_of[rank]})" for rank in wrong)
+    message = f"{who}: other parameters than the other ranks after step {step}, first in {name}"
+    raise TrainingError(f"{message}. Its memory or GPU may be damaged; --resume continues from before, on other nodes")
+
+
+def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's elements, taken for whole numbers, modulo 2⁶⁴: no changed bit leaves it as it is."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().flatten().view(whole).sum(dtype=torch.int64)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from datapipe.loaders import Batch
 
 from .checkpoint import BEST, keep_as
 from .checkpoint import NAME as CHECKPOINT
+from .consistency import check_replicas
 from .distributed import average_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_loss
@@ -88,7 +89,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
     with closing(batches), _progress(job, state) as progress:  # type: ignore[type-var]
         while state.step < last_step:
             is_first = state.step == first_step  # the loader fills its buffers, kernels are chosen
-            watch.doing(f"waiting for the batch of step {state.step + 1}", is_long=is_first)
+            watch.doing(f"waiting for the batch of step {state.step + 1}", is_long=is_first, section=0)
             asked = time.perf_counter()
             try:
                 with stop.waiting():
@@ -96,7 +97,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             except StoppedWaiting:
                 stop.agreed()
                 return False
-            watch.doing(f"forward pass of step {state.step + 1}", is_long=is_first)
+            watch.doing(f"forward pass of step {state.step + 1}", is_long=is_first, section=1)
             waited_s = time.perf_counter() - asked
 
             begin = clock.mark()
@@ -119,6 +120,9 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
                 _log_line(job, state, lr, images / (clock.training_s - line_s))
                 _log_preconditioner(job, state)
                 line_step, line_s = state.step, clock.training_s
+            replicas = settings.check_replicas_every_steps
+            if replicas and state.step % replicas == 0:
+                check_replicas(job, state.step)
             if stop.agreed(_is_due(job, state)):
                 return False
             every = settings.checkpoint_every_steps
@@ -252,4 +256,5 @@ def _log_preconditioner(job: Job, state: State) -> None:
 def _progress(job: Job, state: State) -> Progress:
     batch_size = job.recipe.train.batch_size
     steps_left = (state.epoch + 1) * job.steps_per_epoch - state.step
-    return Progress(f"epoch {state.epoch + 1} of {job.recipe.train.epochs}", steps_left * batch_size)
+    what = f"epoch {state.epoch + 1} of {job.recipe.train.epochs}"
+    return Progress(what, steps_left * batch_size, is_shown=job.world.is_main)

@@ -49,6 +49,7 @@ def run(
     local: Path | None = None,
     rank_timeout_s: float = RANK_TIMEOUT_S,
     stop_signals: Sequence[str] = SIGNALS,
+    ends_at: float | None = None,
 ) -> int:
     """Train a recipe on a data set.
 
@@ -61,11 +62,12 @@ def run(
         local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
         rank_timeout_s: How long a rank may do nothing before the run ends, in seconds.
         stop_signals: Names of the signals after which a checkpoint is saved and the run stops.
+        ends_at: When the process is to have ended, after a checkpoint, in seconds since 1970; None: when it is done.
 
     Returns:
         The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end
-        it while it writes the report, if another rank failed before); 128 + number: stopped by that signal, after a
-        checkpoint.
+        it while it writes the report, if another rank failed before); 75: stopped before the time was over, 128 +
+        number: by that signal; both after a checkpoint.
 
     Raises:
         SettingError: A setting is wrong; with several ranks, on all of them.
@@ -81,13 +83,13 @@ def run(
     with connected(place, device, rank_timeout_s) as world:
         set_threads(world)
         precision = choose_precision(recipe.train.precision, world.device)
-        stop = StopSignal(world, stop_signals)
+        stop = StopSignal(world, stop_signals, ends_at)
         end = _run(recipe, data, out, resume, world, precision, stop)
     if world.is_main:
         report = None if end["status"] == "interrupted" else _write_report(out)
         print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
     if stop.number and end["status"] == "interrupted":
-        return 128 + stop.number
+        return stop.exit_code
     return int(end["status"] == "target_missed" and world.is_main)
 
 
@@ -194,6 +196,8 @@ def _write_start(job: Job, state: State, resumed: bool) -> None:
             step=state.step,
             elapsed_s=job.clock.elapsed_s,
             world_size=world.world_size,
+            waited_s=job.metrics.waited_s,
+            repeated_steps=max(0, job.metrics.cut_step - state.step),
         )
     logger.info(
         "%s on %s, %s, precision %s",

@@ -1,4 +1,4 @@
-"""Stopping on a signal, at a step that all ranks agree on."""
+"""Stopping on a signal, or before the time is over, at a step that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ SIGNALS = "TERM", "INT", "USR1", "USR2"
 IMPATIENT_AFTER_S = 3.0
 
 
+TIME_IS_OVER = 128  # as a signal's number: above all of them
+TEMPORARY_FAILURE = 75  # sysexits(3): try again
+RESERVE_S = 30.0  # for the checkpoint and the end, besides twice the longest step
+
+
 class StoppedWaiting(Exception):
     """A signal came while this rank, the only one, waited for a batch."""
 
@@ -28,18 +33,22 @@ class StopSignal:
     """A context in which signals only set a flag, of which `agreed` informs all ranks at the same step.
 
     The handler saves nothing, as it may run in the middle of anything. A second Ctrl-C, seconds after the first,
-    interrupts at once. `number` is the signal that was agreed on, 0 if none; `is_due` whether a checkpoint is due.
+    interrupts at once. `number` is the signal that was agreed on, TIME_IS_OVER, or 0; `is_due` whether a checkpoint is
+    due.
 
     Args:
         world: This process's place among the ranks.
         names: The signals, without their SIG.
+        ends_at: When this process is to have ended, in seconds since 1970; None: whenever it is done.
 
     Raises:
         SettingError: A name is not that of a signal.
     """
 
-    def __init__(self, world: World, names: Sequence[str] = SIGNALS) -> None:
+    def __init__(self, world: World, names: Sequence[str] = SIGNALS, ends_at: float | None = None) -> None:
         self.number, self.is_due = 0, False
+        self._ends_at = ends_at
+        self._called_at, self._longest_s = 0.0, 0.0  # the last call of `agreed`, and the longest time between two
         self._world = world
         self._signals = [_signal_of(name) for name in names]
         self._received = 0
@@ -84,6 +93,7 @@ class StopSignal:
         Args:
             is_due: Whether this rank wants a checkpoint to be saved.
         """
+        self._look_at_clock()
         if self._world.world_size == 1:
             self.number, self.is_due = self._received, is_due
             return self.number != 0
@@ -92,6 +102,19 @@ class StopSignal:
             self._flags[0], self._flags[1] = self._received, is_due and not self.is_due
             self._sent = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
         return self.number != 0
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that has stopped: 128 + the signal's number; 75, where the time was over."""
+        return TEMPORARY_FAILURE if self.number == TIME_IS_OVER else 128 + self.number
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if self._called_at:
+            self._longest_s = max(self._longest_s, now - self._called_at)
+        self._called_at = now
+        if self._ends_at is not None and time.time() + RESERVE_S + 2 * self._longest_s > self._ends_at:
+            self._received = self._received or TIME_IS_OVER
 
     def settle(self) -> None:
         """Wait for what was sent; all ranks must call this before their connections end."""

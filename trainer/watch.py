@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from statistics import median_low
 from typing import Any
 
 from datapipe.staging.crew import BEAT_S, Crew
@@ -23,6 +24,9 @@ PARTING_S = 3 * BEAT_S  # how long the first rank, which may keep the store, sta
 LEFT_S = 3 * BEAT_S  # how long a rank that has left may be waited for: most errors are told to all ranks anyway
 NAMED = 8  # of the ranks that are behind
 EXIT_CODE = 1
+COMPARE_S = 60.0  # how often to compare how long the ranks take for what they do without the others
+SLOW_SHARE = 0.1  # of that time: a rank that takes so much longer than most makes all of them slower
+SECTIONS = "waiting for data", "forward passes"
 VERDICT = "verdict"
 
 
@@ -31,16 +35,22 @@ class Watch:
 
     def __init__(self) -> None:
         self._doing: tuple[int, str, bool, float] = 0, "starting", True, time.monotonic()
+        self._section, self._spent_s = -1, [0.0] * len(SECTIONS)
         self._ended = threading.Event()
 
-    def doing(self, what: str, is_long: bool = False) -> None:
+    def doing(self, what: str, is_long: bool = False, section: int = -1) -> None:
         """Note what this rank begins to do. All ranks do the same in the same order, so that the last one is behind.
 
         Args:
             what: words for a message.
             is_long: whether it may take longer than other ranks would wait.
+            section: of SECTIONS, where it needs no other rank; -1: it may wait for others.
         """
-        self._doing = self._doing[0] + 1, what, is_long, time.monotonic()
+        number, _, was_long, since = self._doing
+        now = time.monotonic()
+        if self._section >= 0 and not was_long:
+            self._spent_s[self._section] += now - since
+        self._doing, self._section = (number + 1, what, is_long, now), section
 
     def start(self, crew: Crew, rank: int, world_size: int, timeout_s: float) -> None:
         """Watch the ranks of a crew, in a thread, until `stop`.
@@ -54,6 +64,7 @@ class Watch:
         self._crew, self._rank, self._world_size, self._timeout_s = crew, rank, world_size, timeout_s
         self._changed: dict[int, tuple[Any, float]] = {}  # by rank: the last beat, and when it came
         self._left: dict[int, float] = {}  # by rank: when it was seen that it had left
+        self._compared: tuple[float, dict[int, list[float]]] = time.monotonic(), {}
         self._said, self._patience_s = time.monotonic(), min(SAY_S, timeout_s / 2)
         crew.describe = self._describe
         threading.Thread(target=self._run, name="trainer-watch", daemon=True).start()
@@ -64,7 +75,7 @@ class Watch:
 
     def _describe(self) -> list[Any]:
         number, what, is_long, since = self._doing
-        return [number, what, is_long, time.monotonic() - since]
+        return [number, what, is_long, time.monotonic() - since, [*self._spent_s]]
 
     def _run(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -99,6 +110,8 @@ class Watch:
         doing = {rank: self._changed[rank][0][1] for rank in ranks if self._changed[rank][0]} | {0: self._describe()}
         if any(beat is None or beat[2] for beat in doing.values()):
             return ""
+        if time.monotonic() - self._compared[0] > COMPARE_S:
+            self._compare_speed({rank: beat[4] for rank, beat in doing.items()})
         last = min(doing.values())[0]  # the others wait for those that are behind
         behind = [rank for rank, beat in doing.items() if beat[0] == last]
         what, seconds = doing[behind[0]][1], min(doing[rank][3] for rank in behind)
@@ -106,6 +119,25 @@ class Watch:
             return ""
         names = self._crew.names(behind[:NAMED]) + (", …" if len(behind) > NAMED else "")
         return self._say(f"{names}: no progress for {seconds:.0f} s in: {what}", seconds)
+
+    def _compare_speed(self, spent_s: dict[int, list[float]]) -> None:
+        """Log which rank is slower than most, and at what. `spent_s`: by rank, the seconds in each of SECTIONS."""
+        begun, before = self._compared
+        self._compared = time.monotonic(), spent_s
+        if before.keys() != spent_s.keys():
+            return
+        took_s = {
+            rank: [now - was for now, was in zip(its, before[rank], strict=True)] for rank, its in spent_s.items()
+        }
+        usual_s = [median_low(its) for its in zip(*took_s.values(), strict=True)]
+        rank = max(took_s, key=lambda rank: sum(took_s[rank]))
+        more_s = [its - usual for its, usual in zip(took_s[rank], usual_s, strict=True)]
+        passed_s = self._compared[0] - begun
+        if sum(more_s) > SLOW_SHARE * passed_s:
+            worst = more_s.index(max(more_s))
+            its_s, most_s = took_s[rank][worst], usual_s[worst]
+            name, what = self._crew.names([rank]), SECTIONS[worst]
+            logger.warning("slow: %s spent %.1f of %.0f s in %s, most ranks %.1f", name, its_s, passed_s, what, most_s)
 
     def _say(self, message: str, seconds: float) -> str:
         """Log for whom all wait; return the message once they have waited long enough."""
@@ -118,7 +150,7 @@ class Watch:
 
     def _end(self, reason: str) -> None:
         """End this process at once, whatever its other threads are in."""
-        _, what, _, seconds = self._describe()
+        _, what, _, seconds, _ = self._describe()
         line = f"error: rank {self._rank}: the run ends, because {reason}. This rank: {what}, for {seconds:.0f} s\n"
         os.write(2, line.encode())  # not by logging, whose lock a thread that hangs may hold
         if self._rank == 0:

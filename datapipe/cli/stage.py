@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ..memory import parse_bytes
-from ..names import STAGE_MODES
+from ..names import STAGE_MODES, TRANSPORTS
 from ..streams import TIMEOUT_S
 from .parameters import AsJson, Timeout, folder_named, folder_option, one_of
 
@@ -54,6 +54,9 @@ def stage(
         str | None,
         typer.Option(metavar="NAME", help="Network for exchange (default: the one that leads to process 0)."),
     ] = None,
+    transport: Annotated[
+        str, typer.Option(help="By what nodes exchange: gloo, or mpi (needs mpi4py, and mpirun).", **one_of(TRANSPORTS))
+    ] = "gloo",
     timeout: Timeout = TIMEOUT_S,
     background: Annotated[
         bool, typer.Option("--background", help="Return when the first files are there; loaders use them meanwhile.")
@@ -109,6 +112,7 @@ def stage(
         timeout_s=timeout,
         placement=place,
         interface=interface,
+        transport=transport,
         in_background=background,
     )
     if warning := lonely(os.environ, place):

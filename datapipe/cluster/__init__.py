@@ -2,7 +2,7 @@
 
 from .launchers import Task
 from .place import Placement, first_host, lonely, placement, rank_placement
-from .scheduler import ended_job, job_end, num_nodes
+from .scheduler import ended_job, job_end, num_nodes, parse_time_limit
 from .tasks import detect
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "job_end",
     "lonely",
     "num_nodes",
+    "parse_time_limit",
     "placement",
     "rank_placement",
 ]

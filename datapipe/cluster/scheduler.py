@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ..errors import SettingError
+
 NUM_NODES = "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "PBS_NUM_NODES"  # of a job, as schedulers tell
 JOBS = "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"  # of schedulers
 
@@ -22,6 +24,25 @@ def job_end(environ: Mapping[str, str], now: float) -> float | None:
         if re.fullmatch("[0-9]{1,12}", value) and value != "0":
             return begin + int(value)
     return None
+
+
+def parse_time_limit(text: str) -> int:
+    """Return the seconds of a time limit, written as Slurm's --time. Raises SettingError.
+
+    >>> [parse_time_limit(text) for text in ("90", "1:30", "4:00:00", "1-12", "1-12:30", "1-0:0:5")]
+    [5400, 90, 14400, 129600, 131400, 86405]
+    """
+    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,7})(?::(\d{1,7}))?(?::(\d{1,7}))?", text.strip())
+    seconds = 0
+    if match:
+        days, *parts = match.groups()
+        given = [int(part) for part in parts if part is not None]
+        # With days, hours come first; else one number is minutes, two are minutes and seconds.
+        units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+        seconds = 86400 * int(days or 0) + sum(n * unit for n, unit in zip(given, units, strict=False))
+    if not seconds:
+        raise SettingError(f"time limit {text!r}: not a time; such as 90 (minutes), 4:00:00 or 1-12:00:00 (days-h:m:s)")
+    return seconds
 
 
 def ended_job(environ: Mapping[str, str]) -> str:

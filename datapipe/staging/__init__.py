@@ -43,6 +43,10 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
         if options.resolved_mode() == "exchange":
             from .together import stage_together
 
+            if options.transport == "mpi":
+                from .mpi import check_mpi
+
+                check_mpi(options.placement)  # in the thread that MPI belongs to
             return apart(lambda: stage_together(source, local, options))
         copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
         if options.mode == "slice":

@@ -47,6 +47,7 @@ class Crew:
         is_leader: whether this is the process that speaks for its node, the first one there.
         hosts_of_ranks: names of the nodes of all processes, in order.
         local_ranks: the numbers of the processes of this node.
+        leaders: those of the first process of each node.
         timeout_s: how long another process may give no sign of life, in seconds.
         describe: returns what this process tells the others of itself each second; JSON must hold it.
     """
@@ -68,16 +69,14 @@ class Crew:
         mine = [socket.gethostname(), boot_id()]
         everyones = self.gather_from_ranks("host", mine)
         nodes = [host for number, host in enumerate(everyones) if host not in everyones[:number]]
-        self._leaders = [everyones.index(host) for host in nodes]
+        self.leaders = [everyones.index(host) for host in nodes]
         self.hosts, self.index = [name for name, _ in nodes], nodes.index(mine)
-        self.is_leader = self._leaders[self.index] == self._placement.rank
+        self.is_leader = self.leaders[self.index] == self._placement.rank
         self.hosts_of_ranks = [name for name, _ in everyones]
         self.local_ranks = [rank for rank, host in enumerate(everyones) if host == mine]
 
     def __len__(self) -> int:
         return len(self.hosts)
-
-    # --- small things ---
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Tell the other nodes something, and return what each told, by node.
@@ -89,7 +88,7 @@ class Crew:
         Raises:
             CrewError: a node has left, or does not answer; names it.
         """
-        return self._gather(name, value, self._leaders, self._placement.rank)
+        return self._gather(name, value, self.leaders, self._placement.rank)
 
     def _gather(self, name: str, value: Any, ranks: Iterable[int], mine: int) -> list[Any]:
         """Do what `gather` does, for some processes. One that lives may take as long as it needs."""
@@ -207,7 +206,7 @@ class Crew:
             return ", ".join(f"process {rank}" for rank in ranks)
         if self._noun == "rank":
             return ", ".join(f"rank {rank} ({self.hosts_of_ranks[rank]})" for rank in ranks)
-        return ", ".join(f"node {node} ({self.hosts[node]})" for node in map(self._leaders.index, ranks))
+        return ", ".join(f"node {node} ({self.hosts[node]})" for node in map(self.leaders.index, ranks))
 
     def leave(self, reason: str) -> None:
         """Tell the others why this process stops: they continue without it."""
@@ -221,7 +220,7 @@ class Crew:
 
     def follow(self) -> None:
         """Wait for the process that stages for this node. Raises CrewError where that has left, or is silent."""
-        self._gather("done", "", [self._leaders[self.index]], self._placement.rank)
+        self._gather("done", "", [self.leaders[self.index]], self._placement.rank)
 
     def done(self) -> None:
         """Tell the other processes of this node that it is staged."""
@@ -232,7 +231,7 @@ class Crew:
 
     def explain(self, error: BaseException) -> str:
         """Say which process is missing after an error of a connection to others; takes some seconds."""
-        others = [*(self._leaders if self._noun == "node" else range(self._placement.world_size))]
+        others = [*(self.leaders if self._noun == "node" else range(self._placement.world_size))]
         others.remove(self._placement.rank)
         try:
             time.sleep(BEAT_S)  # for its last words

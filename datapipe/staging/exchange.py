@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,6 +34,14 @@ ROUNDS = 2  # rounds in memory: one is received while the other is written
 ROUND_BYTES = 512 << 20  # the most that a round takes: with more than 64 nodes, chunks are smaller
 LEAST_BYTES = 256 << 10  # but not smaller than this
 LOOK_S = 0.2
+
+
+class Group(Protocol):
+    """Connections between all nodes."""
+
+    def exchange(self, mine: torch.Tensor, everyones: torch.Tensor) -> None:
+        """Send bytes, uint8[n], to all nodes, and receive those of each, uint8[nodes, n]. Raises CrewError."""
+
 
 Round = tuple[int | None, ...]  # by node, the number of the chunk that it gives
 
@@ -65,7 +74,13 @@ def exchange(
         CrewError: Another node is gone. What has landed until then stays, and no thread is at work on it any more.
         DatapipeError, OSError: This node cannot read, or cannot write.
     """
-    group = NodeGroup(crew, options.interface, options.timeout_s)
+    group: Group
+    if options.transport == "mpi":
+        from .mpi import MpiGroup
+
+        group = MpiGroup(crew, options.timeout_s)
+    else:
+        group = NodeGroup(crew, options.interface, options.timeout_s)
     chunks = cut([file.source.info.size_bytes for file in files], chunk_bytes)
     mine = [any(files[extent.file].lacks(extent) for extent in chunk) for chunk in chunks]
     missing = np.array([_unpack(text, len(chunks)) for text in crew.gather("missing", _pack(mine))])
@@ -91,7 +106,7 @@ class _Exchange:
         files: list[Transfer],
         chunks: list[Chunk],
         shares: list[list[int]],
-        group: NodeGroup,
+        group: Group,
         index: int,
         options: StageOptions,
         copied: list[int],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..checks import check_name, check_seconds, checked_int, is_number
 from ..cluster import Placement
 from ..errors import SettingError
-from ..names import STAGE_MODES
+from ..names import STAGE_MODES, TRANSPORTS
 from ..streams import STREAMS, TIMEOUT_S
 
 
@@ -28,6 +28,7 @@ class StageOptions:
         timeout_s: how long a read, a write or another process may make no progress, in seconds, above 0.
         placement: where this process is in its job.
         interface: the network interface for exchange, such as eth0; None: the one that leads to process 0.
+        transport: by what nodes exchange bytes: "gloo", which is a part of torch, or "mpi", by mpi4py.
         in_background: whether loaders may use what has landed while this process is still at work.
     """
 
@@ -42,10 +43,12 @@ class StageOptions:
     timeout_s: float = TIMEOUT_S
     placement: Placement = field(default_factory=Placement)
     interface: str | None = None
+    transport: str = "gloo"
     in_background: bool = False
 
     def __post_init__(self) -> None:
         check_name("mode", self.mode, STAGE_MODES)
+        check_name("transport", self.transport, TRANSPORTS)
         settings = {"streams": (self.num_streams, 1), "chunk_mib": (self.chunk_mib, 1), "retries": (self.retries, 0)}
         for name, (value, lowest) in settings.items():
             checked_int(name, value, lowest)

@@ -87,14 +87,13 @@ def _state(process: int) -> str:
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory) -> dict[str, str]:
-    """Ours, without what may have launched the tests; first on PATH, this checkout's `datapipe`, and a torchrun."""
+    """Ours, without what may have launched the tests; first on PATH, this checkout's commands, and a torchrun."""
     bin = tmp_path_factory.mktemp("bin")
     script = f"#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH "
     script += f'exec {shlex.quote(sys.executable)} -m datapipe "$@"\n'
-    (bin / "datapipe").write_text(script)
-    (bin / "datapipe").chmod(0o755)
-    (bin / "torchrun").write_text(script.replace("-m datapipe", "-m torch.distributed.run"))
-    (bin / "torchrun").chmod(0o755)
+    for name, module in {"datapipe": "datapipe", "trainer": "trainer", "torchrun": "torch.distributed.run"}.items():
+        (bin / name).write_text(script.replace("-m datapipe", f"-m {module}"))
+        (bin / name).chmod(0o755)
     foreign = ("SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | {
         "PATH": f"{bin}:{os.environ['PATH']}"

@@ -137,6 +137,25 @@ def test_a_signal_saves_and_stops(train, tmp_path, metrics, number, code):
     assert [line["status"] for line in lines if line["event"] == "end"] == ["completed"]
 
 
+@pytest.mark.parametrize("limit", ["option", "job"])
+def test_it_stops_before_the_time_is_over(train, tmp_path, metrics, limit):
+    """Half a minute before; with less than that left, after one step, so that a requeued job always comes further."""
+    if limit == "option":
+        child = train("run", "--max-time", "0:31")
+    else:
+        child = train("run", env={"SLURM_JOB_END_TIME": str(int(time.time()) + 20)})
+    code, out, err = finish(child)
+    assert code == 75 and "--resume" in out, err
+    assert metrics(tmp_path / "run")[-1]["status"] == "interrupted"
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"] == 1
+    code, _, err = finish(train("run", "--resume", "--max-time", "1-0"))
+    assert code == 0, err
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+    (resumed,) = [line for line in lines if line["event"] == "resume"]
+    assert resumed["waited_s"] > 0 and resumed["repeated_steps"] == 0
+
+
 @pytest.mark.ranks
 def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
     child = train("run", ranks=2)

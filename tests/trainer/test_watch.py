@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,36 @@ if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
             time.sleep(1)
         return before(job, batch)
     loop._loss = hang
+"""
+
+# In the place of rank 1: a bit of its parameters changes in its 20th step.
+FLIPS = """
+import os, sys
+if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
+    import torch
+    import trainer.loop as loop
+    before, calls = loop._update, []
+    def flip(job, *rest):
+        before(job, *rest)
+        calls.append(1)
+        if len(calls) == 20:
+            weight = next(parameter for name, parameter in job.module.named_parameters() if "fc" in name)
+            weight.data.flatten()[:1].view(torch.int32).bitwise_xor_(1 << 3)
+    loop._update = flip
+"""
+
+# In the place of rank 1: each forward pass takes a tenth of a second longer.
+SLOW = """
+import os, sys, time
+if "trainer" in sys.orig_argv:
+    import trainer.loop as loop
+    import trainer.watch as watch
+    watch.COMPARE_S = 4
+    before = loop._loss
+    def slow(job, batch):
+        time.sleep(0.1 * (os.environ.get("RANK") == "1"))
+        return before(job, batch)
+    loop._loss = slow
 """
 
 
@@ -93,3 +124,31 @@ def test_mpirun_starts_one_world(packed, recipe_file, tmp_path):
     command += [recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=1"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "2 ranks" in done.stderr, done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_flipped_bit_is_found_and_its_rank_named(ranks, tmp_path, count):
+    """With two ranks it is not known which of them is right, so both are named."""
+    (tmp_path / "sitecustomize.py").write_text(FLIPS)
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    children = ranks(count, "--set", "train.check_replicas_every_steps=5", env=env)
+    said = [child.communicate(timeout=180)[1] for child in children]
+    assert all(child.returncode == 1 for child in children), said
+    host = socket.gethostname()
+    who = f"rank 1 ({host})" if count == 3 else f"rank 0 ({host}), rank 1 ({host})"
+    assert all(
+        f"error: {who}: other parameters than the other ranks after step 20, first in fc" in text for text in said
+    )
+
+
+@pytest.mark.ranks
+def test_a_slow_rank_is_named(ranks, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    children = ranks(3, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    wait_for_step(tmp_path / "run" / "metrics.jsonl", 150, children)
+    children[0].terminate()
+    said = [child.communicate(timeout=120)[1] for child in children]
+    lines = [line for line in said[0].splitlines() if "slow:" in line]
+    assert lines and all(f"slow: rank 1 ({socket.gethostname()}) spent" in line for line in lines), said[0]
+    assert all("in forward passes" in line for line in lines)

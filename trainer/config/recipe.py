@@ -126,6 +126,8 @@ class Train(Section):
     """How many of the last checkpoints are kept, in case the last one is damaged. That of the best epoch is, too."""
     failed_checkpoints: Annotated[int, Field(ge=0)] = 3
     """How many checkpoints in a row may fail, as on a full disk, before the run ends."""
+    check_replicas_every_steps: Annotated[Count | None, or_none()] = 1000
+    """Steps between comparisons of all ranks' parameters, which find bits that memory has changed; "none": none."""
     log_every: Count = 50
     """Steps between lines of metrics.jsonl."""
 
@@ -225,6 +227,7 @@ MAY_CHANGE = {
     "train.checkpoint_every_minutes",
     "train.keep_checkpoints",
     "train.failed_checkpoints",
+    "train.check_replicas_every_steps",
     "train.log_every",
     "train.compile",
     "train.channels_last",

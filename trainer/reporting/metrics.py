@@ -7,7 +7,9 @@ import logging
 import math
 import os
 import platform
+import re
 import subprocess
+import time
 from contextlib import suppress
 from importlib import metadata
 from io import FileIO
@@ -19,6 +21,7 @@ import torch
 from datapipe.fsio import named
 
 logger = logging.getLogger(__name__)
+STEP = re.compile(rb'"step": ([0-9]{1,18})')  # in a line
 
 
 class MetricsFile:
@@ -26,12 +29,15 @@ class MetricsFile:
 
     Where `path` is None, nothing is written. `error` is the first error of a write. `write` does not raise it, as the
     other ranks would wait for this one; nothing is written after it, and `sync`, for which all ranks wait, raises it.
+    `waited_s` is how long nothing was written before it was opened, in seconds; `cut_step` the last step that stood in
+    what was cut off then, 0 if none did.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._file: FileIO | None = None
         self.error: OSError | None = None
+        self.waited_s, self.cut_step = 0.0, 0
 
     def open(self, keep_bytes: int = 0) -> None:
         """Open the file after its first `keep_bytes`, which the checkpoint knows; the rest is cut off.
@@ -45,6 +51,9 @@ class MetricsFile:
         if size and not 0 < keep_bytes <= size:
             _put_aside(self._path)
             size = 0
+        if size:
+            self.waited_s = max(0.0, time.time() - self._path.stat().st_mtime)
+            self.cut_step = max((int(step) for step in STEP.findall(self._path.read_bytes()[keep_bytes:])), default=0)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - stays open
         if size > keep_bytes:
             self._file.truncate(keep_bytes)

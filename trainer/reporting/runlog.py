@@ -80,7 +80,16 @@ class Run:
         if not self.epochs:
             notes.append("No epoch has finished.")
         for line in self.resumes:
-            notes.append(f"Resumed at step {line.get('step')}, world size {line.get('world_size')}.")
+            note = f"Resumed at step {line.get('step')}, world size {line.get('world_size')}"
+            if "waited_s" in line:
+                repeated = number(line.get("repeated_steps"), 0.0)
+                note += f", {number(line['waited_s']):,.0f} s after it stopped; {repeated:,.0f} steps were done twice"
+            notes.append(f"{note}.")
+        if len(self.resumes) > 1:
+            waited, repeated = (sum(number(line.get(name), 0.0) for line in self.resumes)
+                                for name in ("waited_s", "repeated_steps"))  # fmt: skip
+            total = f"{waited:,.0f} s passed in between, and {repeated:,.0f} steps were done twice"
+            notes.append(f"It was resumed {len(self.resumes)} times: {total}.")
         diverged = [line for line in self.train if math.isnan(number(line.get("loss")))]
         if diverged:
             notes.append(f"The training loss was no longer finite at step {diverged[0].get('step')}.")

@@ -107,3 +107,30 @@ def test_a_prolog_and_an_epilog(cluster, source, site):
         else:
             wait_until(lambda: not any(copy.exists() for copy in copies))
         assert all((node / "datapipe/root").is_dir() for node in nodes)
+
+
+def test_what_launch_writes_trains_and_goes_on(cluster, run, sample_dir):
+    """Two nodes; after SIGUSR1, as before a time limit, the script requeues its job, which continues the run."""
+    pytest.importorskip("torch")
+    from trainer.launching import Launch
+
+    out, local = cluster.shared / "launched", cluster.folder / "local" / "launched"
+    run("datapipe", "pack", sample_dir, cluster.backing / "to-launch", "--shard-mib", 1)
+    changes = "train.epochs=6", "train.target_accuracy=none", "data.threads=1", "train.log_every=1"
+    words = tuple(word for change in changes for word in ("--set", change))
+    script = Launch(
+        "fashion-mnist-resnet8", cluster.shared / "to-launch", out, nodes=2, stage=local, time="5", train=words
+    ).write()
+    job = cluster.submit(script)
+    metrics = cluster.backing / "launched" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"train"' in metrics.read_text(), 180, lambda: cluster.run("squeue"))
+    cluster.run("scancel", "--signal=USR1", job)
+    cluster.start_again(job)
+    log = "".join(path.read_text() for path in out.glob("slurm-*.log"))
+    assert "resuming at step" in log and "2 ranks" in log, log
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["event"] == "train"]
+    assert steps == list(range(1, steps[-1] + 1)) and lines[-1]["status"] == "completed"
+    (resumed,) = [line for line in lines if line["event"] == "resume"]
+    assert resumed["waited_s"] > 0 and resumed["world_size"] == 2
+    assert (cluster.backing / "launched" / "report.html").exists()

@@ -1,0 +1,90 @@
+"""`trainer launch`: what it writes is short and runs; the scripts under tools are what it writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from datapipe.cluster import parse_time_limit
+from datapipe.errors import SettingError
+from tests.datapipe.slurm import ROOT
+from trainer.launching import SCHEDULERS, Launch
+
+EXAMPLE = {
+    "recipe": "imagenet-resnet50",
+    "data": Path("/shared/packed/imagenet"),
+    "stage": Path("/local/imagenet"),
+    "out": Path("/shared/runs/imagenet"),
+    "nodes": 2,
+    "gpus_per_node": 4,
+    "time": "4:00:00",
+}
+SHOWN = {"slurm": "tools/slurm/train.sbatch", "pbs": "tools/pbs/train.pbs", "mpi": "tools/mpi/train.sh"}
+SETTINGS = ["--set", "train.epochs=1", "--set", "train.target_accuracy=none", "--set", "data.threads=1"]
+
+
+@pytest.mark.parametrize("scheduler", SHOWN)
+def test_the_scripts_under_tools_are_what_it_writes(scheduler):
+    text = Launch(**EXAMPLE, scheduler=scheduler).render()
+    path = ROOT / SHOWN[scheduler]
+    if "WRITE_SCRIPTS" in os.environ:  # after a template was changed
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize(
+    "more", [{}, {"time": None, "stage": None}, {"train": ("--set", "a.b=c d"), "path": Path("/x y")}]
+)
+def test_bash_can_read_what_it_writes(tmp_path, scheduler, gpus, more):
+    nodes = 1 if scheduler == "local" else 3
+    launch = Launch(
+        **(EXAMPLE | {"nodes": nodes, "gpus_per_node": gpus, "out": tmp_path / "a run"} | more), scheduler=scheduler
+    )
+    path = launch.write()
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    text = path.read_text()
+    assert "\n\n\n" not in text and not any(line.endswith(" ") for line in text.splitlines())
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"scheduler": "lsf"}, "--scheduler"),
+        ({"nodes": 0}, "--nodes"),
+        ({"gpus_per_node": -1}, "--gpus-per-node"),
+        ({"time": "soon"}, "time limit 'soon'"),
+        ({"scheduler": "local"}, "--nodes 2"),
+        ({"scheduler": "mpi", "options": ("-A abc",)}, "--option"),
+        ({"options": ("account=abc",)}, "--option"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change, word):
+    with pytest.raises(SettingError, match=word):
+        Launch(**EXAMPLE | change)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1:2:3:4", "-5", "1h", "0:00"])
+def test_times_that_are_none(text):
+    with pytest.raises(SettingError, match="time limit"):
+        parse_time_limit(text)
+
+
+@pytest.mark.slow
+def test_a_local_run(tmp_path, command, run, sample_dir):
+    """Staged and trained by two ranks; run again, it finds everything done."""
+    run("datapipe", "pack", sample_dir, tmp_path / "data", "--shard-mib", 1)
+    line = ["trainer", "launch", "fashion-mnist-resnet8", "--scheduler", "local", "--data", tmp_path / "data"]
+    line += ["--stage", tmp_path / "local", "--out", tmp_path / "run", *SETTINGS, "--submit"]
+    for word in ("0.0 MiB there already", "is complete"):
+        done = command(*line)
+        assert done.returncode == 0, done.stderr
+        assert word in done.stdout + done.stderr
+    assert (tmp_path / "run" / "report.html").exists()

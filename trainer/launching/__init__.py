@@ -1,0 +1,132 @@
+"""Batch scripts that stage a data set, train a recipe, and continue: by Slurm, PBS, mpirun or torchrun."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from datapipe.checks import check_name, checked_int
+from datapipe.cluster import parse_time_limit
+from datapipe.console import format_count
+from datapipe.errors import SettingError
+from datapipe.fsio import atomic_write, make_folder
+
+SCHEDULERS = "slurm", "pbs", "mpi", "local"
+SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a script trains, and on what. Raises SettingError for a setting out of its range.
+
+    Attributes:
+        recipe: name of a built-in recipe, or path of a .toml file.
+        data: packed data set: the folder that holds train/ and val/.
+        out: folder of the run.
+        scheduler: slurm, pbs, mpi or local.
+        nodes: how many, from 1.
+        gpus_per_node: as many ranks run on each node; 0: one, on the processor.
+        stage: folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+        time: of the job at most, as Slurm writes it, such as 4:00:00; None: the site's default.
+        max_restarts: how often the script, or torchrun, starts the training again by itself.
+        train: further options of `trainer train`.
+        options: further options of sbatch or qsub, such as "--account=abc".
+        path: folder of the programs, for the script's PATH; None: as it is where the script is submitted.
+    """
+
+    recipe: str
+    data: Path
+    out: Path
+    scheduler: str = "slurm"
+    nodes: int = 1
+    gpus_per_node: int = 0
+    stage: Path | None = None
+    time: str | None = None
+    max_restarts: int = 20
+    train: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_name("--scheduler", self.scheduler, SCHEDULERS)
+        checked_int("--nodes", self.nodes, 1)
+        checked_int("--gpus-per-node", self.gpus_per_node, 0)
+        checked_int("--max-restarts", self.max_restarts, 0)
+        if self.time is not None:
+            parse_time_limit(self.time)
+        if self.scheduler == "local" and self.nodes != 1:
+            raise SettingError(f"--nodes {self.nodes}: is 1 with --scheduler local; for hosts without a scheduler, mpi")
+        if self.options and self.scheduler not in ("slurm", "pbs"):
+            raise SettingError(f"--option: has no meaning with --scheduler {self.scheduler}")
+        for option in self.options:
+            if "\n" in option or not option.startswith("-"):
+                raise SettingError(f"--option {option!r}: begins with a hyphen, such as --option=--account=abc")
+
+    @property
+    def script(self) -> Path:
+        """Where the script is written: in the run's folder."""
+        return self.out / f"launch.{ {'slurm': 'sbatch', 'pbs': 'pbs'}.get(self.scheduler, 'sh') }"
+
+    def render(self) -> str:
+        """Return the script's text."""
+        seconds = parse_time_limit(self.time) if self.time else 0
+        where = [*([] if self.scheduler == "local" else [format_count(self.nodes, "node")])]
+        where += [format_count(self.gpus_per_node, "GPU") if self.gpus_per_node else "the processor"]
+        values: dict[str, Any] = {
+            **vars(self),
+            "recipe": self.recipe,
+            "name": re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.recipe).stem)[:15],  # what PBS takes at most
+            "size": " with ".join(where) + (" each" if self.nodes > 1 and self.gpus_per_node else ""),
+            "ranks_per_node": max(1, self.gpus_per_node),
+            "data": shlex.quote(str(self.data)),
+            "stage": self.stage and shlex.quote(str(self.stage)),
+            "path": self.path and shlex.quote(str(self.path)),
+            "run": shlex.quote(str(self.out)),
+            "script": shlex.quote(str(self.script)),
+            "log": self.out / ("slurm-%j.log" if self.scheduler == "slurm" else ""),
+            "finds": "finds the copies, and " if self.stage else "",
+            "seconds": seconds,
+            "walltime": f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}",
+            "arguments": shlex.join(self._arguments()),
+        }
+        environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("trainer.launching", "."),
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        return environment.get_template(f"{self.scheduler}.jinja").render(values)
+
+    def _arguments(self) -> list[str]:
+        device = [] if self.gpus_per_node else ["--device", "cpu"]
+        data = str(self.stage or self.data)
+        return [self.recipe, "--data", data, "--out", str(self.out), "--resume", *device, *self.train]
+
+    def write(self) -> Path:
+        """Write the script; return its path. Raises OSError."""
+        make_folder(self.out)
+        with atomic_write(self.script) as file:
+            file.write(self.render().encode())
+        return self.script
+
+    def submit(self) -> int:
+        """Submit the written script, or run it where there is no scheduler; return the exit code.
+
+        Raises SettingError where the scheduler's program is not here.
+        """
+        program = SUBMIT.get(self.scheduler)
+        if program is None:
+            raise SettingError(f"--submit: run it by  bash {self.script} --hostfile hosts")
+        try:
+            return subprocess.run([program, str(self.script)], check=False).returncode
+        except FileNotFoundError as error:
+            raise SettingError(
+                f"--submit: there is no {program} here; on a login node, {program} {self.script}"
+            ) from error
