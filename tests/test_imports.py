@@ -69,11 +69,12 @@ TRAINER = {
     # 3: the trainer itself, whose files import each other
     **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
     # 4
-    "cli": "datapipe (config) (connection) (errors) (reporting) (run)",
+    "launching": "datapipe",
+    "cli": "datapipe (config) (connection) (errors) (launching) (reporting) (run)",
     "__main__": "cli",
     "__init__": "",
 }
-TORCH_IN_STAGING = ["crew", "exchange", "node_group", "store"]
+TORCH_IN_STAGING = ["crew", "exchange", "mpi", "node_group", "store"]
 # Optional or heavy packages, and the only files that may import them.
 PACKAGES = {
     "torch": ["datapipe/loaders/", *(f"datapipe/staging/{name}.py" for name in TORCH_IN_STAGING), "trainer/"],
@@ -86,6 +87,7 @@ PACKAGES = {
     "webdataset": ["datapipe/loaders/tar_streams.py"],
     "braceexpand": ["datapipe/loaders/tar_streams.py"],
     "nvidia": ["datapipe/loaders/dali.py"],
+    "mpi4py": ["datapipe/staging/mpi.py"],
     "simplejpeg": ["datapipe/images/codec.py"],
     "PIL": ["datapipe/images/codec.py"],
     "matplotlib": ["trainer/reporting/"],

@@ -106,7 +106,7 @@ def launch(
     ] = None,
     limit: Annotated[str | None, typer.Option("--time", metavar="TIME", help="Of a job, such as 4:00:00.")] = None,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="How often to go on by itself when the time is over.")
+        int, typer.Option(metavar="N", help="How often to continue by itself when the time is over.")
     ] = 20,
     changes: Annotated[
         list[str] | None,
@@ -118,7 +118,7 @@ def launch(
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, or run it where that is local.")] = False,
 ) -> None:
-    """Write a batch script that stages a data set, trains a recipe, and goes on after whatever stops it.
+    """Write a batch script that stages a data set, trains a recipe, and continues after whatever stops it.
 
     It is RUN/launch.sbatch, launch.pbs or launch.sh: short, to be read and edited.
 

@@ -41,8 +41,8 @@ def check_mpi(placement: Placement) -> None:
 class MpiGroup:
     """The connections between all nodes; processes that lead a node make it together.
 
-    A node that fails ends the command on all: mpirun ends the others; where a launcher does not, they continue. One that
-    is silent ends all as well, since MPI itself could not end in any of them. To stage again continues.
+    A node that fails ends the command on all: mpirun ends the others; where a launcher does not, they continue. A
+    silent one ends all as well, since MPI itself could not end in any of them. To stage again continues.
 
     Args:
         crew: the nodes.
