@@ -79,12 +79,12 @@ def train(
       torchrun --nproc-per-node 2 -m trainer train imagenet-resnet50 \\
           --data data/imagenet --out runs/imagenet
     """
+    now = time.time()
     from datapipe.cluster import job_end, parse_time_limit
 
     from .config.recipe import load_recipe
     from .run import run
 
-    now = time.time()
     ends = [job_end(os.environ, now), None if max_time is None else now + parse_time_limit(max_time)]
     ends_at = min((end for end in ends if end is not None), default=None)
     checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")

@@ -141,7 +141,7 @@ def test_a_signal_saves_and_stops(train, tmp_path, metrics, number, code):
 def test_it_stops_before_the_time_is_over(train, tmp_path, metrics, limit):
     """Half a minute before; with less than that left, after one step, so that a requeued job always comes further."""
     if limit == "option":
-        child = train("run", "--max-time", "0:31")
+        child = train("run", "--max-time", "0:30")
     else:
         child = train("run", env={"SLURM_JOB_END_TIME": str(int(time.time()) + 20)})
     code, out, err = finish(child)
