@@ -106,8 +106,9 @@ def launch(
     ] = None,
     limit: Annotated[str | None, typer.Option("--time", metavar="TIME", help="Of a job, such as 4:00:00.")] = None,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="How often to continue by itself when the time is over.")
-    ] = 20,
+        int | None,
+        typer.Option(metavar="N", help="How often to continue by itself when the time is over (default: 20)."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="section.key=value", help="Change one setting of the recipe; repeatable."),
@@ -116,6 +117,7 @@ def launch(
         list[str] | None,
         typer.Option(metavar="WORD", help="Of sbatch or qsub, such as --option=--account=abc; repeatable."),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a script that is there.")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, or run it where that is local.")] = False,
 ) -> None:
     """Write a batch script that stages a data set, trains a recipe, and continues after whatever stops it.
@@ -138,14 +140,14 @@ def launch(
         scheduler,
         nodes,
         gpus_per_node,
-        stage,
+        stage.absolute() if stage is not None else None,
         limit,
         max_restarts,
         tuple(word for change in changes or [] for word in ("--set", change)),
         tuple(option or ()),
         Path(sys.executable).parent,
     )
-    print(plan.write(), flush=True)
+    print(plan.write(overwrite), flush=True)
     if submit:
         raise typer.Exit(plan.submit())
 

@@ -224,7 +224,7 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
         raise
     stop.settle()
     job.world.watch.doing("finishing", is_long=True)
-    end = _write_end(job, state, status)
+    end = _write_end(job, state, status, stop.reason if status == "interrupted" else None)
     with together(job.world):
         job.metrics.sync()
     return end
@@ -240,12 +240,13 @@ def _way_back(job: Job, state: State) -> str:
     return f"{kept}. In a new run, try a lower optimizer.lr, a longer schedule.warmup_epochs{kfac}; or the data is odd"
 
 
-def _write_end(job: Job, state: State, status: str) -> dict[str, Any]:
-    """Write and return the "end" line."""
+def _write_end(job: Job, state: State, status: str, stopped_by: str | None = None) -> dict[str, Any]:
+    """Write and return the "end" line. `stopped_by`: what has interrupted the run."""
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.total()
     images = state.step * job.recipe.train.batch_size
     end = {
         "status": status,
+        "stopped_by": stopped_by,
         "accuracy": state.accuracy,
         "best_accuracy": state.best_accuracy,
         "time_to_target_s": state.time_to(job.recipe.train.target_accuracy),

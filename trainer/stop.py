@@ -108,6 +108,11 @@ class StopSignal:
         """The exit code of a process that has stopped: 128 + the signal's number; 75, where the time was over."""
         return TEMPORARY_FAILURE if self.number == TIME_IS_OVER else 128 + self.number
 
+    @property
+    def reason(self) -> str:
+        """What has stopped the run: the name of a signal, or "time"."""
+        return "time" if self.number == TIME_IS_OVER else signal.Signals(self.number).name
+
     def _look_at_clock(self) -> None:
         now = time.monotonic()
         if self._called_at:

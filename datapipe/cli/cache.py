@@ -26,7 +26,7 @@ ACTIONS = {
 NAMES = {"folder": "DIR", "local": "LOCAL", "as_json": "--json"}  # of arguments that have another one
 BESIDE = {
     "status": {"as_json"},
-    "wait": {"as_json"},
+    "wait": {"as_json", "timeout"},
     "list_cache": {"as_json"},
     "clean": {"as_json", "free", "timeout"},
     "pin": set(),
@@ -80,7 +80,7 @@ def care_for_cache(action: str, given: Mapping[str, Any]) -> None:
 
     folder: Path = given[action]
     if action in ("status", "wait"):
-        _tell_progress(folder, action == "wait", given["as_json"])
+        _tell_progress(folder, given["timeout"] if action == "wait" else None, given["as_json"])
     elif action == "pin":
         pin(folder)
     elif action == "unpin":
@@ -92,10 +92,10 @@ def care_for_cache(action: str, given: Mapping[str, Any]) -> None:
         _clean(folder, free, given["timeout"], given["as_json"])
 
 
-def _tell_progress(local: Path, waits: bool, as_json: bool) -> None:
+def _tell_progress(local: Path, timeout_s: float | None, as_json: bool) -> None:
     from ..staging.progress import find_progress, wait_until_whole
 
-    progress = wait_until_whole(local) if waits else find_progress(local)
+    progress = find_progress(local) if timeout_s is None else wait_until_whole(local, timeout_s)
     print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
 
 

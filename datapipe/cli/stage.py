@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,10 @@ from ..memory import parse_bytes
 from ..names import STAGE_MODES, TRANSPORTS
 from ..streams import TIMEOUT_S
 from .parameters import AsJson, Timeout, folder_named, folder_option, one_of
+
+if TYPE_CHECKING:
+    from ..staging import StageOptions
+    from ..staging.progress import Background
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +95,6 @@ def stage(
     given = locals().copy()
     from .. import staging
     from ..cluster import lonely, placement
-    from ..staging.progress import continue_in_background
     from .cache import care_for_cache, check_combination
     from .summaries import format_staged
 
@@ -121,7 +124,7 @@ def stage(
         logger.warning("each node copies all: the host of process 0 is not known; give --master HOST to exchange")
     if background and "SLURM_STEP_ID" in os.environ:
         logger.warning("srun ends a step's processes with its command: this one stays; put & behind srun's line")
-    elif background and (process := continue_in_background(folder, local)):
+    elif background and (process := _background(folder, local, options)):
         progress = process.wait_for_first()
         print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
         return
@@ -133,3 +136,12 @@ def stage(
         return
     for result in results:
         print(format_staged(result))
+
+
+def _background(folder: Path, local: Path, options: StageOptions) -> Background | None:
+    """Do what `continue_in_background` does, unless it can be told now that nothing will be staged."""
+    from ..staging import check_stage
+    from ..staging.progress import continue_in_background
+
+    check_stage(folder, local, options)
+    return continue_in_background(local)

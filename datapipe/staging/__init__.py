@@ -10,6 +10,7 @@ from .copy import Staged, stage_copies
 from .joining import errors_name_the_node, stage_or_join
 from .local_copy import list_copies
 from .options import StageOptions
+from .prepare import check
 
 __all__ = ["StageOptions", "Staged", "stage", "stage_once"]
 
@@ -43,17 +44,24 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
         if options.resolved_mode() == "exchange":
             from .together import stage_together
 
+            problem = None
             if options.transport == "mpi":
-                from .mpi import check_mpi
+                from .mpi import find_problem
 
-                check_mpi(options.placement)  # in the thread that MPI belongs to
-            return apart(lambda: stage_together(source, local, options))
+                problem = find_problem(options.placement)  # in the thread that MPI belongs to
+            return apart(lambda: stage_together(source, local, options, problem))
         copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
         if options.mode == "slice":
             from .slice import stage_slice
 
             return stage_slice(source, local, copies, options)
         return stage_copies(source, local, copies, options)
+
+
+def check_stage(source: Path, local: Path, options: StageOptions) -> None:
+    """Check whether `stage` would refuse; nothing is changed, and no other node is asked. Raises what `stage` does."""
+    with errors_name_the_node():
+        check(source, local, in_time(lambda: list_copies(source, local), source, options.timeout_s), options)
 
 
 def stage_once(source: Path, cache: Path, options: StageOptions | None = None, holds: ExitStack | None = None) -> Path:

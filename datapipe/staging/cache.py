@@ -130,13 +130,14 @@ def subfolders(folder: Path) -> list[Path]:
     return []
 
 
-def claim(copy: CachedCopy, stack: ExitStack, also_kept: bool = False) -> int | None:
+def claim(copy: CachedCopy, stack: ExitStack, also_kept: bool = False, is_locked: bool = False) -> int | None:
     """Lock a copy in order to remove it.
 
     Args:
         copy: of any user.
         stack: unlocks it.
         also_kept: whether a copy may be removed that is kept for a job.
+        is_locked: whether this process has locked its folder.
 
     Returns:
         A descriptor of its folder, which `stack` closes; None where the copy is another user's, is in use, kept or
@@ -147,7 +148,8 @@ def claim(copy: CachedCopy, stack: ExitStack, also_kept: bool = False) -> int | 
     try:
         fd = os.open(copy.folder, FOLDER)
         stack.callback(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_locked:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in (MANIFEST, SLOTS):  # what its users hold
             with suppress(FileNotFoundError):
                 flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -162,38 +164,50 @@ def claim(copy: CachedCopy, stack: ExitStack, also_kept: bool = False) -> int | 
     return fd if is_mine and is_there and not is_kept else None
 
 
-def remove(copy: CachedCopy, why: str, also_kept: bool = False) -> bool:
+def remove(copy: CachedCopy, why: str) -> bool:
     """Remove a copy, its manifest first, and its folder if that is empty then.
 
     Args:
         copy: of any user.
         why: for the log.
-        also_kept: whether a copy is removed that is kept for a job.
 
     Returns:
         Whether it was removed; False where `claim` says that it may not, or something cannot be removed.
     """
     with ExitStack() as stack:
-        fd = claim(copy, stack, also_kept)
-        if fd is None:
-            return False
-        names = [name for name in os.listdir(fd) if name in copy.files or is_note(name)]
-        names.sort(key=lambda name: (name != MANIFEST, name == ORIGIN))  # last, what shows that it is a copy
-        try:
-            for name in names:
-                os.unlink(name, dir_fd=fd)
-                if name == MANIFEST:
-                    os.fsync(fd)
-            for folder in (copy.folder, copy.folder.parent):
-                if folder != copy.cache:
-                    for keep in keeps_in(folder):
-                        if not keep.is_valid():
-                            keep.path.unlink(missing_ok=True)
-                    with suppress(OSError):  # it is not empty
-                        os.rmdir(folder)
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s", copy.folder, error.strerror)
-            return False
+        fd = claim(copy, stack)
+        return fd is not None and remove_claimed(copy, fd, why)
+
+
+def remove_claimed(copy: CachedCopy, fd: int, why: str, spared: str = "") -> bool:
+    """Do what `remove` does, for a copy that is claimed.
+
+    Args:
+        copy: of this user.
+        fd: of `claim`.
+        why: for the log.
+        spared: a file that stays.
+
+    Returns:
+        Whether it was removed.
+    """
+    names = [name for name in os.listdir(fd) if (name in copy.files or is_note(name)) and name != spared]
+    names.sort(key=lambda name: (name != MANIFEST, name == ORIGIN))  # last, what shows that it is a copy
+    try:
+        for name in names:
+            os.unlink(name, dir_fd=fd)
+            if name == MANIFEST:
+                os.fsync(fd)
+        for folder in (copy.folder, copy.folder.parent):
+            if folder != copy.cache:
+                for keep in keeps_in(folder):
+                    if not keep.is_valid():
+                        keep.path.unlink(missing_ok=True)
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", copy.folder, error.strerror)
+        return False
     size, used = f"{copy.size_bytes:,} bytes", time.strftime("%Y-%m-%d %H:%M", time.localtime(copy.last_used))
     logger.info("removed %s (%s, copied from %s, last used %s): %s", copy.folder, size, copy.source, used, why)
     return True

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ..console import Progress
 from ..dataset.manifest import INDEX
-from ..streams import Moved, in_time, work_on_files
-from .keep import EvictedError, hold_copy, keep_for_job
-from .landing import Landing, make_own_name
-from .local_copy import LocalCopy, States
-from .lock import hold_lock
+from ..streams import Moved, work_on_files
+from .keep import EvictedError
+from .landing import Landing
+from .local_copy import LocalCopy
 from .options import StageOptions
-from .origin import ORIGIN
 from .plan import Chunk, needed_bytes, stagger
+from .prepare import Prepared, prepare
 from .source_files import SourceFile, Throttle
-from .space import check_space, warn_of_place
-from .taking_over import (
-    check_handmade,
-    check_slice,
-    check_writable,
-    is_handmade,
-    remove_other,
-    remove_slots,
-    sweep,
-    take_place,
-)
+from .space import check_space
 from .transfer import Transfer, missing_chunks
 
 logger = logging.getLogger(__name__)
@@ -57,41 +44,6 @@ class Staged:
     received_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A copy of which it is known what is in place.
-
-    Attributes:
-        copy: of a data set.
-        present: the files that are in place, see `LocalCopy.find_present`.
-        is_locked: whether this process has LOCAL for itself.
-        own_name: what makes temporary names this process's own, where LOCAL cannot be locked.
-    """
-
-    copy: LocalCopy
-    present: States
-    is_locked: bool
-    own_name: str
-
-    def complete(self, holds: ExitStack, patience_s: float) -> None:
-        """Make the folder a data set, of which all files are there, and hold it, so that nobody removes it.
-
-        Args:
-            holds: lets it go.
-            patience_s: how long to wait for a process that has it for itself, in seconds.
-
-        Raises:
-            EvictedError: it was removed, to make room, since it was found to be in place.
-        """
-        is_new = self.is_locked or bool(self.own_name)
-        if is_new:
-            self.copy.complete(self.present, is_new)
-        holds.enter_context(hold_copy(self.copy.target, patience_s))
-        if not is_new:
-            self.copy.complete(self.present, is_new)
-        self.copy.touch()
-
-
 def stage_copies(
     source: Path,
     local: Path,
@@ -99,6 +51,7 @@ def stage_copies(
     options: StageOptions,
     trusts: bool = False,
     holds: ExitStack | None = None,
+    checks_beside: bool = True,
 ) -> list[Staged]:
     """Copy data sets by this process alone.
 
@@ -109,13 +62,14 @@ def stage_copies(
         options: how.
         trusts: whether files that were checked since the node booted, and not changed since, count as good.
         holds: lets the copies go, which nobody removes until then (default: they are not held).
+        checks_beside: whether no other data sets may be in the folder.
 
     Returns:
         One result per data set.
     """
     for attempt in range(ATTEMPTS):
         with ExitStack() as mine, ExitStack() as stack:
-            prepared = prepare(source, local, copies, options, stack, trusts=trusts)
+            prepared = prepare(source, local, copies, options, stack, trusts, checks_beside=checks_beside)
             files = transfers(prepared, options, options.chunk_bytes)
             copied = copy_missing(files, source, local, options)
             try:
@@ -130,67 +84,6 @@ def stage_copies(
                 holds.enter_context(mine.pop_all())
             break
     return report(prepared, files, copied)
-
-
-def prepare(
-    source: Path,
-    local: Path,
-    copies: list[LocalCopy],
-    options: StageOptions,
-    stack: ExitStack,
-    trusts: bool = False,
-    waits: bool = True,
-) -> list[Prepared]:
-    """Find out what is in place, and lock the folders of copies that are not whole.
-
-    Args:
-        source: the folder that the data sets are in.
-        local: the folder that the copies go to.
-        copies: of the data sets.
-        options: how to copy.
-        stack: unlocks the folders.
-        trusts: whether files that were checked since the node booted, and not changed since, count as good.
-        waits: whether to wait for another process that stages to the same folder.
-
-    Returns:
-        what is known of each copy.
-
-    Raises:
-        BusyError: another process is staging, and `waits` is False.
-        StagingError, SettingError: as `stage`.
-    """
-    if options.mode != "slice":  # which has done it, for all data sets
-        take_place(source, local, copies, options)
-    for copy in copies:
-        copy.check_other(options.replace)
-        if options.mode != "slice" and not options.replace:
-            check_slice(copy)
-    keep_for_job(local, options.placement.job, os.environ)
-    prepared = []
-    for copy in copies:
-        present = copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {}
-        is_locked, own_name = False, ""
-        if len(present) < copy.num_files:
-            with suppress(FileNotFoundError):  # it is removed at this moment
-                in_time(partial(warn_of_place, copy.source, copy.target), copy.source, options.timeout_s)
-            is_locked = stack.enter_context(hold_lock(copy.target, options.timeout_s, waits))
-            if not is_locked:
-                own_name = make_own_name()
-            copy.check_other(options.replace)  # in the meantime, another process may have put something there
-            is_theirs, was_begun = is_handmade(copy), (copy.target / ORIGIN).exists()
-            remove_other(copy)
-            present = copy.find_present(options.timeout_s, trusts, is_locked)
-            check_writable(copy, present)
-            if is_theirs and not options.replace:
-                check_handmade(copy, present)
-            if was_begun:
-                sweep(copy, is_locked, present)
-            if not is_theirs:
-                if is_locked:
-                    remove_slots(copy)
-                copy.write_origin(present, False, options.in_background and is_locked)
-        prepared.append(Prepared(copy, present, is_locked, own_name))
-    return prepared
 
 
 def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int) -> list[Transfer]:

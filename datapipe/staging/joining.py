@@ -47,7 +47,7 @@ def stage_or_join(
             return copy.target, False
         is_own = copy.target.parent == cache
         options = replace(options, evict=is_own)
-        (staged,) = stage_copies(source, copy.target, [copy], options, trusts=True, holds=holds)
+        (staged,) = stage_copies(source, copy.target, [copy], options, trusts=True, holds=holds, checks_beside=False)
         if staged.copied_bytes and is_own:
             remove_earlier(source, copy.target, content)
     return copy.target, True

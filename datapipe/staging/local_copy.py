@@ -184,6 +184,13 @@ class LocalCopy:
             [*self.splits],
         ).write(self.target)
 
+    def note_splits(self) -> None:
+        """Note which copies are staged together with this one, if it says something else; not in another user's."""
+        with suppress(StagingError, OSError):
+            origin = Origin.read(self.target)
+            if origin.splits != [*self.splits] and (self.target / ORIGIN).stat().st_uid == os.geteuid():
+                replace(origin, splits=[*self.splits]).write(self.target)
+
     def touch(self) -> None:
         """Note that the copy is used; not in another user's."""
         with suppress(OSError):

@@ -29,13 +29,18 @@ def load_mpi() -> ModuleType:
     return MPI
 
 
-def check_mpi(placement: Placement) -> None:
-    """Raise SettingError where MPI does not know the same processes as this software."""
-    world = load_mpi().COMM_WORLD
+def find_problem(placement: Placement) -> SettingError | None:
+    """Return why nodes cannot exchange by MPI: it is not here, or knows other processes; None if they can."""
+    try:
+        world = load_mpi().COMM_WORLD
+    except SettingError as error:
+        return error
     known, ours = (world.Get_rank(), world.Get_size()), (placement.rank, placement.world_size)
     if known != ours:
         names = "process {} of {}, and as {} tells process {} of {}".format(*known, placement.launcher, *ours)
-        raise SettingError(f"transport: for MPI this is {names}; start it by mpirun or srun --mpi=pmix, or use gloo")
+        message = f"transport: for MPI this is {names}; start it by mpirun or srun --mpi=pmix, or use gloo"
+        return SettingError(message)
+    return None
 
 
 class MpiGroup:

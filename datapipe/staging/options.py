@@ -56,6 +56,8 @@ class StageOptions:
             raise SettingError("capacity: is missing; mode 'slice' needs it, such as 500GiB")
         if self.mode != "slice" and self.capacity_bytes is not None:
             raise SettingError(f"capacity: has no meaning for mode {self.mode!r}; allowed: with 'slice'")
+        if self.transport != "gloo" and self.mode not in ("auto", "exchange"):
+            raise SettingError(f"transport: has no meaning for mode {self.mode!r}; allowed: with 'exchange'")
         if self.capacity_bytes is not None:
             checked_int("capacity", self.capacity_bytes, 1)
         check_seconds("timeout_s", self.timeout_s)

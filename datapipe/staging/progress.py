@@ -20,6 +20,7 @@ from ..dataset.block_slots import BlockSlots
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
 from ..fsio import make_folder, read_plain
+from ..streams import TIMEOUT_S
 from .landing import open_own
 from .lock import find_holder
 from .origin import ORIGIN, Origin
@@ -89,8 +90,9 @@ def _find_progress(local: Path) -> StageProgress:
     landed, whole = zip(*counts, strict=True)
     is_slice = any(origin.capacity_bytes for origin in origins)
     is_whole = all(map(_is_whole, copies, origins, landed))
-    if local not in copies:  # one of several splits may have been removed
-        is_whole &= {name for origin in origins for name in origin.splits} <= {copy.name for copy in copies}
+    if local not in copies:  # one of several splits may have been removed, or is not staging's
+        splits = {name for origin in origins for name in origin.splits} - {copy.name for copy in copies}
+        is_whole &= all((local / name / MANIFEST).exists() for name in splits)
     state, seconds_left = ("slice" if is_slice else "whole") if is_whole else "running" if holder else "stopped", None
     if state == "running":
         passed = time.time() - min(origin.began for origin in origins)
@@ -128,22 +130,30 @@ def _count(copy: Path, names: Collection[str] = ()) -> tuple[int, int]:
     return landed, whole
 
 
-def wait_until_whole(local: Path) -> StageProgress:
+def wait_until_whole(local: Path, timeout_s: float = TIMEOUT_S) -> StageProgress:
     """Wait until another process has staged to a folder, and say how far it is every 10 s.
 
     Args:
         local: a copy, or the folder of the copies of several splits.
+        timeout_s: how long nothing may change there, in seconds.
 
     Returns:
         The progress at the end: all is there.
 
     Raises:
-        StagingError: nobody stages there.
+        StagingError: nobody stages there, or does nothing.
     """
-    said = time.monotonic()
+    said = changed = time.monotonic()
+    state: object = None
     while (progress := find_progress(local)).state == "running":
-        if time.monotonic() - said > SAY_S:
-            said = time.monotonic()
+        now = time.monotonic()
+        if state != (state := [progress.landed_bytes, [path.stat().st_mtime_ns for path in (local, *_splits(local))]]):
+            changed = now
+        if now - changed > timeout_s:
+            message = f"{progress}: nothing has changed for {timeout_s:g} s (timeout_s); end that process"
+            raise StagingError(message, path=local)
+        if now - said > SAY_S:
+            said = now
             logger.info("%s: %s", local, progress)
         time.sleep(LOOK_S)
     if progress.state == "stopped":
@@ -151,18 +161,15 @@ def wait_until_whole(local: Path) -> StageProgress:
     return progress
 
 
-def continue_in_background(source: Path, local: Path) -> Background | None:
+def continue_in_background(local: Path) -> Background | None:
     """Make a process that continues in the background, apart from this one's terminal.
 
     Args:
-        source: what is staged.
-        local: where to. It writes what it says there, to `.stage.log`.
+        local: where it stages to. It writes what it says there, to `.stage.log`.
 
     Returns:
         To this process the other one; to that one, or where there can be none, None: it is to stage.
     """
-    if local.resolve().is_relative_to(source.resolve()) or (local.exists() and not local.is_dir()):
-        return None  # which is refused
     before = _count_landed(local)
     try:
         make_folder(local)
@@ -231,6 +238,10 @@ class Background:
             if self.pid:
                 os.kill(self.pid, signal.SIGTERM)
             raise
+
+
+def _splits(local: Path) -> list[Path]:
+    return [path.parent for path in local.glob(f"*/{ORIGIN}")]
 
 
 def _describe_end(local: Path) -> StageProgress:

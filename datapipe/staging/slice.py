@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ..dataset.block_slots import SLOTS, BlockSlots, make_slots
 from ..dataset.index import open_index
@@ -20,8 +21,9 @@ from .local_copy import LocalCopy
 from .lock import hold_lock
 from .options import StageOptions
 from .origin import ORIGIN, Origin
+from .prepare import check
 from .space import make_space, warn_of_place
-from .taking_over import names_there, remove_slots, sweep, take_place
+from .taking_over import find_beside, names_there, remove_beside, remove_slots, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         DatapipeError, OSError: as `stage`.
     """
     assert options.capacity_bytes is not None
-    take_place(source, local, copies, options)
+    beside = check(source, local, copies, options)
     *smaller, largest = sorted(copies, key=lambda copy: copy.manifest.size_bytes)
     left = options.capacity_bytes - sum(copy.manifest.size_bytes for copy in smaller)
     if left >= largest.manifest.size_bytes:
@@ -52,18 +54,34 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         names = ", ".join(copy.source.name for copy in smaller)
         raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
     _check_folder(largest, options)
-    results = stage_copies(source, local, smaller, options) if smaller else []
+    room = in_time(lambda: _plan_room(largest, left, options), largest.source, options.timeout_s)
+    with ExitStack() as stack:
+        if beside:
+            stack.enter_context(hold_lock(local, options.timeout_s))
+            remove_beside(find_beside(local, copies, options.replace))
+    results = stage_copies(source, local, smaller, options, checks_beside=False) if smaller else []
     keep_for_job(local, options.placement.job, os.environ)
-    return [*results, in_time(lambda: _make_room(largest, left, options), largest.source, options.timeout_s)]
+    return [*results, in_time(lambda: _make_room(largest, room, options), largest.source, options.timeout_s)]
 
 
-def _make_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> Staged:
+class _Room(NamedTuple):
+    num_blocks: int
+    num_slots: int
+    slot_bytes: int
+
+
+def _plan_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> _Room:
     index = open_index(copy.source, copy.manifest)
     blocks = grid(index, options.chunk_bytes)
     num_blocks, slot_bytes = len(blocks.starts) - 1, room_for(longest(index, blocks))
     num_slots = min(capacity_bytes // slot_bytes, num_blocks)
     if not num_slots:
         raise SettingError(f"capacity: {capacity_bytes:,} bytes have no room for a block of {slot_bytes:,}")
+    return _Room(num_blocks, num_slots, slot_bytes)
+
+
+def _make_room(copy: LocalCopy, room: _Room, options: StageOptions) -> Staged:
+    num_blocks, num_slots, slot_bytes = room
     warn_of_place(copy.source, copy.target)
     with hold_lock(copy.target, options.timeout_s):
         _check_folder(copy, options)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from ..cluster import Placement
-from ..errors import StagingError
+from ..errors import DatapipeError, StagingError
+from ..streams import in_time
 
 LOOK_S = 0.1
 
@@ -40,11 +42,17 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float) -> dis
     place, limit = (placement.master, placement.port), timedelta(seconds=timeout_s)
     if not is_keeper:
         _wait_for(place, timeout_s)
-    try:
-        return dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False)
+    name = Path(f"{placement.master}:{placement.port}")
+    try:  # who listens there may be another program, which does not answer
+        return in_time(
+            lambda: dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False), name, timeout_s
+        )
     except RuntimeError as error:
         what = "cannot listen" if is_keeper else "process 0 does not answer"
-        raise CrewError(f"{placement.master}:{placement.port}: {what}: {error}") from error
+        raise CrewError(f"{name}: {what}: {error}") from error
+    except DatapipeError as error:
+        what = f"what listens there is not process 0, or does not answer within {timeout_s:g} s (timeout_s)"
+        raise CrewError(f"{name}: {what}") from error
 
 
 def _wait_for(place: tuple[str, int], timeout_s: float) -> None:

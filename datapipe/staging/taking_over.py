@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..console import format_count
@@ -14,39 +14,15 @@ from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, Manifest, read_content
 from ..errors import ManifestError, SettingError, StagingError
 from ..fsio import sync_folder
-from ..streams import in_time
-from .cache import CachedCopy, remove, subfolders
+from .cache import CachedCopy, claim, remove_claimed
 from .keep import is_pinned, user_name
 from .landing import is_of_dead_process
 from .local_copy import LocalCopy
 from .lock import hold_unused
-from .options import StageOptions
 from .origin import ORIGIN, Origin
+from .progress import LOG
 
 logger = logging.getLogger(__name__)
-
-
-def take_place(source: Path, local: Path, copies: list[LocalCopy], options: StageOptions) -> None:
-    """Check that copies can go to a folder, and remove what stands in their way, as far as that is allowed.
-
-    Args:
-        source: the folder that the data sets are in.
-        local: the folder that the copies go to.
-        copies: of all data sets there.
-        options: how to copy.
-
-    Raises:
-        StagingError, SettingError: as `stage`.
-    """
-
-    def check() -> Path:
-        check_place(source, local)
-        for copy in copies:
-            check_place(copy.source, copy.target)
-        return source.resolve()
-
-    resolved = in_time(check, source, options.timeout_s)
-    remove_beside(resolved, local, copies, options.replace)
 
 
 def check_place(source: Path, local: Path) -> None:
@@ -64,35 +40,67 @@ def check_place(source: Path, local: Path) -> None:
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
 
 
-def remove_beside(source: Path, local: Path, copies: list[LocalCopy], may_replace: bool) -> None:
-    """Remove what stands in the way of data sets: other ones, which who reads the folder would take for their splits.
+def check_places(source: Path, local: Path, copies: list[LocalCopy]) -> None:
+    """Do what `check_place` does, for all data sets; `source` and `local` are the folders that they are in."""
+    check_place(source, local)
+    for copy in copies:
+        check_place(copy.source, copy.target)
+
+
+def find_beside(local: Path, copies: list[LocalCopy], may_replace: bool) -> list[CachedCopy]:
+    """Find what stands in the way of data sets: other ones, which readers of the folder would take for their splits.
 
     Args:
-        source: the folder that the data sets are in, without links.
         local: the folder that their copies go to.
         copies: of all of them.
-        may_replace: whether copies of other data sets may be removed; of splits that `source` has no more, always.
+        may_replace: whether copies of other data sets may be removed. Splits that were staged together with these, and
+            that the source has no more, always may.
+
+    Returns:
+        Copies that are to be removed.
 
     Raises:
-        StagingError: they may not be removed, or cannot be.
+        StagingError: there is something that may not be removed.
     """
-    targets = {copy.target for copy in copies}
+    local, targets = local.absolute(), {copy.target.absolute() for copy in copies}
     folders = {local, *(target.parent for target in targets)}
-    folders |= {folder for path in targets | {local} for folder in subfolders(path)}
+    folders |= {folder for path in targets | {local} for folder in _folders_in(path)}
+    earlier = {name for copy in copies if copy.is_of_same_source() for name in Origin.read(copy.target).splits}
+    found = []
     for folder in sorted(folders - targets):
-        other = CachedCopy.read(folder, folder.parent)
+        # A link is followed only where the user has named it.
+        real = folder.resolve() if folder == local else folder
+        other = CachedCopy.read(real, real if folder == local else local)
         if other is None and not _is_data_set(folder):
             continue
         if other is None or not folder.is_relative_to(local):
             raise StagingError(f"is a data set: {local} cannot be a copy as well; choose another", path=folder)
-        is_earlier = source in (Path(other.source), Path(other.source).parent)
-        if not is_earlier and not may_replace:
-            message = f"is a copy of {other.source}, and not a part of {source}"
+        if not may_replace and not (folder.parent == local and folder.name in earlier):
+            message = f"is a copy of {other.source}, which is not to be in {local}"
             raise StagingError(f"{message}; choose another folder, or remove it with --replace", path=folder)
-        if not remove(other, f"it is not a part of {source}", also_kept=True):
-            raise StagingError(
-                "is in the way, and in use, pinned, or another user's; choose another folder", path=folder
-            )
+        found.append(other)
+    return found
+
+
+def remove_beside(copies: list[CachedCopy]) -> None:
+    """Remove what `find_beside` has found: all of it, or nothing. Raises StagingError."""
+    with ExitStack() as stack:
+        # LOCAL itself, which this process has locked, is the cache that it lies in.
+        claimed = [(copy, claim(copy, stack, True, is_locked=copy.folder == copy.cache)) for copy in copies]
+        for copy, fd in claimed:
+            if fd is None:
+                message = "is in the way, and in use, pinned, or another user's; choose another folder"
+                raise StagingError(message, path=copy.folder)
+        for copy, fd in claimed:
+            spared = LOG if copy.folder == copy.cache else ""  # which this process may be writing
+            if fd is not None and not remove_claimed(copy, fd, "it is in the way of another data set", spared):
+                raise StagingError("is in the way, and cannot be removed", path=copy.folder)
+
+
+def _folders_in(folder: Path) -> Iterator[Path]:
+    """Iterate over the folders in a folder, and links to such."""
+    with suppress(OSError):
+        yield from (path for path in folder.iterdir() if path.is_dir())
 
 
 def _is_data_set(folder: Path) -> bool:

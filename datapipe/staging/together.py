@@ -12,7 +12,6 @@ from ..streams import in_time
 from .copy import (
     Staged,
     copy_missing,
-    prepare,
     report,
     stage_copies,
     transfers,
@@ -25,49 +24,64 @@ from .lock import BusyError
 from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes
+from .prepare import check, prepare
 from .space import check_space
 from .store import CrewError, LeftError
 from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 2  # of what nodes tell each other; to be raised when that changes
+PROTOCOL = 3  # of what nodes tell each other; to be raised when that changes
 
 
-def stage_together(source: Path, local: Path, options: StageOptions) -> list[Staged]:
+def stage_together(source: Path, local: Path, options: StageOptions, problem: Exception | None = None) -> list[Staged]:
     """Do what `stage` does, with mode "exchange". Raises what `stage` does.
 
     Args:
         source: a data set, or the folder of its splits.
         local: the folder for the copy.
         options: how to copy.
+        problem: what is wrong on this node already, of which the others are told.
 
     Returns:
         One result per data set.
     """
-    with open_crew(options.placement, options.timeout_s) as crew:
-        if not crew.is_leader:
-            try:
-                crew.follow()
-            except LeftError:  # the one that stages for this node, and for a reason that concerns it
-                raise
-            except CrewError as error:
-                logger.warning("%s: this process looks by itself whether its node is staged", error.message)
-            copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
-            return stage_copies(source, local, copies, options, trusts=True)
-        results = _lead(source, local, options, crew)
-        crew.done()
-        return results
+    try:
+        with open_crew(options.placement, options.timeout_s) as crew:
+            return _stage(source, local, options, crew, problem)
+    except CrewError as error:
+        if problem is None:
+            raise
+        raise problem from error
 
 
-def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[Staged]:
-    problem: Exception | None = None
+def _stage(source: Path, local: Path, options: StageOptions, crew: Crew, problem: Exception | None) -> list[Staged]:
+    if not crew.is_leader:
+        try:
+            crew.follow()
+        except LeftError:  # the one that stages for this node, and for a reason that concerns it
+            raise
+        except CrewError as error:
+            logger.warning("%s: this process looks by itself whether its node is staged", error.message)
+        copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+        return stage_copies(source, local, copies, options, trusts=True)
+    results = _lead(source, local, options, crew, problem)
+    crew.done()
+    return results
+
+
+def _lead(source: Path, local: Path, options: StageOptions, crew: Crew, problem: Exception | None) -> list[Staged]:
     busy, copies = "", []
     with ExitStack() as stack:
         try:
             if options.interface:
                 address_of(options.interface)
             copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
+            check(source, local, copies, options)
+        except (DatapipeError, SettingError, OSError) as error:
+            problem = problem or error
+        _agree(crew, "hello", copies, options, problem)  # before anything is removed
+        try:
             prepared = prepare(source, local, copies, options, stack, waits=False)
             files = transfers(prepared, options, chunk_bytes_for(len(crew), options.chunk_bytes))
             check_space(needed_bytes(missing_chunks(files)), files, local, options)
@@ -75,7 +89,7 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
             busy = str(error)
         except (DatapipeError, SettingError, OSError) as error:
             problem = error
-        if not _agree(crew, copies, options, problem, busy):
+        if not _agree(crew, "ready", copies, options, problem, busy):
             lacked = lacking_bytes(files)
             copied = _get(files, source, local, options, crew)
             try:
@@ -88,11 +102,14 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew) -> list[
     return stage_copies(source, local, copies, options)  # without the locks, for which another job may wait
 
 
-def _agree(crew: Crew, copies: list[LocalCopy], options: StageOptions, problem: Exception | None, busy: str) -> bool:
+def _agree(
+    crew: Crew, name: str, copies: list[LocalCopy], options: StageOptions, problem: Exception | None, busy: str = ""
+) -> bool:
     """Raise on all nodes what is wrong on one, and StagingError where they do not have the same before them.
 
     Args:
         crew: the nodes.
+        name: of what they agree on.
         copies: of the data sets.
         options: of the staging.
         problem: what is wrong on this node.
@@ -102,7 +119,7 @@ def _agree(crew: Crew, copies: list[LocalCopy], options: StageOptions, problem: 
         Whether a node is busy: then each stages alone, lest two jobs wait for each other.
     """
     setup = [PROTOCOL, options.chunk_mib, *(hashlib.sha256(copy.content).hexdigest() for copy in copies)]
-    said = crew.gather("hello", {"setup": setup, "problem": problem and str(problem), "busy": busy})
+    said = crew.gather(name, {"setup": setup, "problem": problem and str(problem), "busy": busy})
     if problem is not None:
         raise problem
     for host, other in zip(crew.hosts, said, strict=True):

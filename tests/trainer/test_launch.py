@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,16 @@ def test_the_scripts_under_tools_are_what_it_writes(scheduler):
 def test_bash_can_read_what_it_writes(tmp_path, scheduler, gpus, more):
     nodes = 1 if scheduler == "local" else 3
     launch = Launch(
-        **(EXAMPLE | {"nodes": nodes, "gpus_per_node": gpus, "out": tmp_path / "a run"} | more), scheduler=scheduler
+        **(
+            EXAMPLE
+            | {
+                "nodes": nodes,
+                "gpus_per_node": gpus,
+                "out": tmp_path / ("a run" if scheduler in ("mpi", "local") else "run"),
+            }
+            | more
+        ),
+        scheduler=scheduler,
     )
     path = launch.write()
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
@@ -64,6 +74,9 @@ def test_bash_can_read_what_it_writes(tmp_path, scheduler, gpus, more):
         ({"scheduler": "local"}, "--nodes 2"),
         ({"scheduler": "mpi", "options": ("-A abc",)}, "--option"),
         ({"options": ("account=abc",)}, "--option"),
+        ({"scheduler": "mpi", "max_restarts": 3}, "--max-restarts"),
+        ({"out": Path("/a b")}, "--out"),
+        ({"out": Path("/a%j")}, "--out"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change, word):
@@ -88,3 +101,34 @@ def test_a_local_run(tmp_path, command, sample_dir):
         assert done.returncode == 0, done.stderr
         assert word in done.stdout + done.stderr
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_script_that_was_edited_stays(tmp_path):
+    launch = Launch(**EXAMPLE | {"out": tmp_path})
+    path = launch.write()
+    assert launch.write() == path
+    path.write_text(path.read_text() + "# mine\n")
+    with pytest.raises(SettingError, match="--overwrite"):
+        launch.write()
+    assert launch.write(overwrite=True).read_text() == launch.render()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+def test_mpirun_runs_what_it_writes(tmp_path, command, sample_dir):
+    """Two ranks on this host; the target is missed, which the exit code says."""
+    assert command("datapipe", "pack", sample_dir, tmp_path / "data").returncode == 0
+    changes = ("train.epochs=1", "train.target_accuracy=0.999", "data.threads=1")
+    words = tuple(word for change in changes for word in ("--set", change))
+    launch = Launch(
+        "fashion-mnist-resnet8", tmp_path / "data", tmp_path / "run", "mpi", time="10", train=words,
+        stage=tmp_path / "local", path=Path(sys.executable).parent,
+    )  # fmt: skip
+    text = launch.render().replace("-n 1 --map-by ppr:1:node -x", "-n 2 -x")
+    launch.write().write_text(text)
+    env = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        ["bash", launch.script, "--oversubscribe"], env=env, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 1, done.stderr
+    assert "2 ranks" in done.stderr and "missed" in done.stdout

@@ -18,6 +18,7 @@ from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 
 SCHEDULERS = "slurm", "pbs", "mpi", "local"
+MAX_RESTARTS = 20
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}
 
 
@@ -34,7 +35,7 @@ class Launch:
         gpus_per_node: as many ranks run on each node; 0: one, on the processor.
         stage: folder on each node's own disk, to which the data set is staged first; None: it is not staged.
         time: of the job at most, as Slurm writes it, such as 4:00:00; None: the site's default.
-        max_restarts: how often the script, or torchrun, starts the training again by itself.
+        max_restarts: how often the script submits itself again when the time is over.
         train: further options of `trainer train`.
         options: further options of sbatch or qsub, such as "--account=abc".
         path: folder of the programs, for the script's PATH; None: as it is where the script is submitted.
@@ -48,7 +49,7 @@ class Launch:
     gpus_per_node: int = 0
     stage: Path | None = None
     time: str | None = None
-    max_restarts: int = 20
+    max_restarts: int | None = None
     train: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     path: Path | None = None
@@ -57,13 +58,20 @@ class Launch:
         check_name("--scheduler", self.scheduler, SCHEDULERS)
         checked_int("--nodes", self.nodes, 1)
         checked_int("--gpus-per-node", self.gpus_per_node, 0)
-        checked_int("--max-restarts", self.max_restarts, 0)
+        if self.max_restarts is not None:
+            checked_int("--max-restarts", self.max_restarts, 0)
         if self.time is not None:
             parse_time_limit(self.time)
         if self.scheduler == "local" and self.nodes != 1:
             raise SettingError(f"--nodes {self.nodes}: is 1 with --scheduler local; for hosts without a scheduler, mpi")
-        if self.options and self.scheduler not in ("slurm", "pbs"):
-            raise SettingError(f"--option: has no meaning with --scheduler {self.scheduler}")
+        if self.scheduler in ("slurm", "pbs"):
+            if re.search(r"[\s%'\"\\]", str(self.out)):
+                raise SettingError(
+                    f"--out {self.out}: {self.scheduler}'s options take no blanks, quotes or % in a path"
+                )
+        elif self.options or self.max_restarts is not None:
+            name = "--option" if self.options else "--max-restarts"
+            raise SettingError(f"{name}: has no meaning with --scheduler {self.scheduler}")
         for option in self.options:
             if "\n" in option or not option.startswith("-"):
                 raise SettingError(f"--option {option!r}: begins with a hyphen, such as --option=--account=abc")
@@ -80,7 +88,7 @@ class Launch:
         where += [format_count(self.gpus_per_node, "GPU") if self.gpus_per_node else "the processor"]
         values: dict[str, Any] = {
             **vars(self),
-            "recipe": self.recipe,
+            "max_restarts": MAX_RESTARTS if self.max_restarts is None else self.max_restarts,
             "name": re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.recipe).stem)[:15],  # what PBS takes at most
             "size": " with ".join(where) + (" each" if self.nodes > 1 and self.gpus_per_node else ""),
             "ranks_per_node": max(1, self.gpus_per_node),
@@ -109,9 +117,19 @@ class Launch:
         data = str(self.stage or self.data)
         return [self.recipe, "--data", data, "--out", str(self.out), "--resume", *device, *self.train]
 
-    def write(self) -> Path:
-        """Write the script; return its path. Raises OSError."""
+    def write(self, overwrite: bool = False) -> Path:
+        """Write the script; return its path.
+
+        Args:
+            overwrite: Whether another script may be there, which somebody may have edited.
+
+        Raises:
+            SettingError: There is one.
+            OSError: It cannot be written.
+        """
         make_folder(self.out)
+        if not overwrite and self.script.exists() and self.script.read_bytes() != self.render().encode():
+            raise SettingError(f"{self.script}: is another script, perhaps edited; --overwrite replaces it")
         with atomic_write(self.script) as file:
             file.write(self.render().encode())
         return self.script

@@ -62,7 +62,7 @@ def test_a_node_that_fails_ends_all_and_the_next_call_continues(tmp_path):
 def test_without_mpirun_it_is_refused(tmp_path, command):
     make_data_set(tmp_path / "source", [100])
     env = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    line = "datapipe", "stage", tmp_path / "source", tmp_path / "local", "--transport", "mpi"
+    line = "datapipe", "stage", tmp_path / "source", tmp_path / "local", "--transport", "mpi", "--timeout", "2"
     done = command(*line, env=env)
     assert done.returncode == 2, done.stderr
     assert "for MPI this is process 0 of 1, and as torchrun tells process 1 of 2" in done.stderr

@@ -4,20 +4,23 @@ import logging
 import os
 import random
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
-from datapipe.cluster import placement
+from datapipe.cluster import Placement, placement
 from datapipe.dataset.manifest import MANIFEST, Manifest, find_data_sets
-from datapipe.errors import SettingError, StagingError
-from datapipe.fsio import checksum
+from datapipe.errors import DatapipeError, SettingError, StagingError
+from datapipe.fsio import checksum, locked
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cleaning import clean
 from datapipe.staging.landing import Landing
 from datapipe.staging.origin import ORIGIN, Origin
-from datapipe.staging.progress import find_progress
+from datapipe.staging.progress import find_progress, wait_until_whole
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+from tests.ports import free_ports
 
 REPLACE = StageOptions(replace=True)
 
@@ -39,7 +42,7 @@ def test_splits_of_another_data_set_do_not_stay_beside_the_new_ones(splits, tmp_
     stage(splits, local)
     for name in ("train", "extra"):
         make_data_set(tmp_path / "other" / name, [2000], seed=9)
-    with pytest.raises(StagingError, match=r"local/val.*is a copy of .*splits/val, and not a part of .*--replace"):
+    with pytest.raises(StagingError, match=r"local/val.*is a copy of .*splits/val, which is not to be in .*--replace"):
         stage(tmp_path / "other", local)
     assert all(same(splits / name, local / name) for name in ("train", "val"))
     stage(tmp_path / "other", local, REPLACE)
@@ -85,8 +88,137 @@ def test_a_copy_is_not_put_into_another(splits, tmp_path):
         with pytest.raises(StagingError, match=r"local.*cannot be a copy as well"):
             stage(splits / "train", tmp_path / "local" / "train", options)
     assert same(tmp_path / "one", tmp_path / "local")
-    with pytest.raises(StagingError, match=r"local.*cannot be a copy as well"):
-        stage_once(splits / "train", tmp_path / "local")
+    staged = stage_once(splits / "train", tmp_path / "local")  # a cache may be: copies there have names of their own
+    assert same(splits / "train", staged)
+
+
+def test_a_single_split_in_the_folder_of_splits_removes_nothing(splits, tmp_path):
+    local = tmp_path / "local"
+    stage(splits, local)
+    with pytest.raises(StagingError, match=r"local/train.*is a copy of"):
+        stage(splits / "train", local)
+    assert names_in(local) == ["train", "val"] and find_progress(local).state == "whole"
+
+
+def test_a_split_under_another_name_is_not_removed(splits, tmp_path):
+    stage(splits / "train", tmp_path / "local" / "mine")
+    with pytest.raises(StagingError, match=r"local/mine.*--replace"):
+        stage(splits, tmp_path / "local")
+    assert names_in(tmp_path / "local") == ["mine"]
+
+
+def test_what_is_in_the_way_is_removed_together_or_not_at_all(splits, tmp_path):
+    local = tmp_path / "local"
+    stage(splits, local)
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    (local / "val" / ".pinned").touch()
+    with pytest.raises(StagingError, match=r"local/val.*pinned"):
+        stage(tmp_path / "one", local, REPLACE)
+    assert names_in(local) == ["train", "val"]
+
+
+def test_nothing_is_removed_for_a_slice_that_cannot_be(splits, tmp_path):
+    local = tmp_path / "local"
+    stage(splits, local)
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    with pytest.raises(DatapipeError):  # these data sets have no index
+        stage(tmp_path / "one", local, StageOptions(mode="slice", capacity_bytes=1000, replace=True))
+    assert names_in(local) == ["train", "val"]
+
+
+@pytest.mark.parametrize("others", ["one", "other"])
+def test_two_data_sets_at_once_are_not_mixed(splits, tmp_path, start, others):
+    """One of the two is refused, or both; what is there then is of one of them."""
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    make_data_set(tmp_path / "other" / "train", [1500], seed=8)
+    make_data_set(tmp_path / "other" / "test", [1600], seed=9)
+    for attempt in range(5):
+        local = tmp_path / f"local{attempt}"
+        children = [start(tmp_path / name, local) for name in ("splits", others)]
+        codes = [(child.communicate(timeout=60), child.returncode)[1] for child in children]
+        assert 1 in codes, codes
+        if 0 in codes:
+            assert names_in(local) in (["train", "val"], [local.name], ["test", "train"])
+
+
+def test_a_link_to_a_data_set_is_one(splits, tmp_path):
+    make_data_set(tmp_path / "elsewhere" / "test", [700], seed=4)
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "test").symlink_to(tmp_path / "elsewhere" / "test")
+    for options in (StageOptions(), REPLACE):
+        with pytest.raises(StagingError, match=r"local/test.*is a data set"):
+            stage(splits, tmp_path / "local", options)
+    assert (tmp_path / "elsewhere" / "test" / MANIFEST).exists()
+
+
+def test_local_may_be_a_link(splits, tmp_path):
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    stage(tmp_path / "one", tmp_path / "real")
+    (tmp_path / "local").symlink_to("real")
+    with pytest.raises(StagingError, match=r"local.*is a copy of .*one.*--replace"):
+        stage(splits, tmp_path / "local")
+    stage(splits, tmp_path / "local", REPLACE)
+    assert names_in(tmp_path / "real") == ["train", "val"]
+
+
+def test_the_current_folder_has_one_above(splits, tmp_path, monkeypatch):
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    stage(tmp_path / "one", tmp_path / "local")
+    (tmp_path / "local" / "val").mkdir()
+    monkeypatch.chdir(tmp_path / "local" / "val")
+    with pytest.raises(StagingError, match="cannot be a copy as well"):
+        stage(splits / "val", Path("."))
+
+
+def test_a_split_that_somebody_has_copied_counts(splits, tmp_path):
+    local = tmp_path / "local"
+    shutil.copytree(splits / "val", local / "val")
+    stage(splits, local)
+    assert find_progress(local).state == "whole"
+
+
+def test_a_refused_background_leaves_nothing(splits, tmp_path, command):
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    stage(tmp_path / "one", tmp_path / "local")
+    for source, local in ((splits, "local"), (tmp_path / "none", "new"), (tmp_path / "local", ".")):
+        done = command("datapipe", "stage", source, tmp_path / local, "--background")
+        assert done.returncode, done.stdout
+    assert not [*tmp_path.rglob(".stage.log")] and not (tmp_path / "new").exists()
+
+
+def test_the_log_of_the_background_stays_when_it_replaces(splits, tmp_path, command):
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    stage(tmp_path / "one", tmp_path / "local")
+    done = command("datapipe", "stage", splits, tmp_path / "local", "--replace", "--background")
+    assert done.returncode == 0, done.stderr
+    assert "removed" in (tmp_path / "local" / ".stage.log").read_text()
+
+
+def test_who_waits_has_a_limit(splits, tmp_path):
+    stage(splits / "train", tmp_path / "local")
+    origin = Origin.read(tmp_path / "local")
+    Origin(**{**vars(origin), "is_complete": False}).write(tmp_path / "local")
+    with locked(tmp_path / "local", wait=False), pytest.raises(StagingError, match="nothing has changed for"):
+        wait_until_whole(tmp_path / "local", 0.5)
+
+
+def test_another_program_at_the_port_is_not_process_0(splits, tmp_path):
+    with socket.create_server(("127.0.0.1", 0), backlog=5) as server:
+        place = Placement(rank=1, world_size=2, master="127.0.0.1", port=server.getsockname()[1])
+        begun = time.monotonic()
+        with pytest.raises(StagingError, match="what listens there is not process 0"):
+            stage(splits, tmp_path / "local", StageOptions(placement=place, timeout_s=2))
+        assert time.monotonic() - begun < 30
+
+
+def test_a_process_that_nobody_joins_ends_soon(tmp_path, command):
+    make_data_set(tmp_path / "one", [3000])
+    env = os.environ | {"MASTER_PORT": str(free_ports(2))}
+    begun = time.monotonic()
+    line = "datapipe", "stage", tmp_path / "one", tmp_path / "local", "--node", "0/2", "--master", "127.0.0.1"
+    done = command(*line, "--timeout", "2", env=env)
+    assert done.returncode == 1 and "process 1 did not answer for 2 s" in done.stderr
+    assert time.monotonic() - begun < 14  # of which torch takes some; the pause for others to part is 10 s
 
 
 def test_what_staging_has_not_put_there_is_never_removed(splits, tmp_path):
@@ -217,8 +349,6 @@ def test_options_that_have_no_meaning_there(tmp_path, command, options):
 
 
 def test_it_says_that_it_is_running(splits, tmp_path):
-    from datapipe.fsio import locked
-
     stage(splits / "train", tmp_path / "local")
     origin = Origin.read(tmp_path / "local")
     Origin(**{**vars(origin), "is_complete": False}).write(tmp_path / "local")
