@@ -143,5 +143,6 @@ def _background(folder: Path, local: Path, options: StageOptions) -> Background 
     from ..staging import check_stage
     from ..staging.progress import continue_in_background
 
-    check_stage(folder, local, options)
+    if options.resolved_mode() != "exchange":  # else all nodes are told
+        check_stage(folder, local, options)
     return continue_in_background(local)

@@ -8,9 +8,8 @@ from pathlib import Path
 from ..streams import apart, in_time
 from .copy import Staged, stage_copies
 from .joining import errors_name_the_node, stage_or_join
-from .local_copy import list_copies
 from .options import StageOptions
-from .prepare import check
+from .prepare import check, list_copies
 
 __all__ = ["StageOptions", "Staged", "stage", "stage_once"]
 

@@ -101,6 +101,10 @@ class CachedCopy:
         """List the jobs that this copy is kept for."""
         return [keep for folder in self.levels() for keep in keeps_in(folder) if keep.is_valid()]
 
+    def has_name_of_cache(self) -> bool:
+        """Return whether the folder is named as `stage_once` names one: after the data set and its manifest."""
+        return self.folder.name == f"{Path(self.source).name}-{self.digest}"
+
     def is_pinned(self) -> bool:
         return any(map(is_pinned, self.levels()))
 
@@ -199,7 +203,7 @@ def remove_claimed(copy: CachedCopy, fd: int, why: str, spared: str = "") -> boo
             if name == MANIFEST:
                 os.fsync(fd)
         for folder in (copy.folder, copy.folder.parent):
-            if folder != copy.cache:
+            if folder != copy.cache and folder.is_relative_to(copy.cache):
                 for keep in keeps_in(folder):
                     if not keep.is_valid():
                         keep.path.unlink(missing_ok=True)

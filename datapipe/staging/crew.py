@@ -136,7 +136,8 @@ class Crew:
 
     def open_store(self, name: str) -> dist.Store:
         """Return a store of the processes' own, by a connection that nothing else uses. Raises CrewError."""
-        return dist.PrefixStore(f"{self._prefix}/{name}", connect_store(self._placement, False, self.timeout_s))
+        store = self._ask(lambda: connect_store(self._placement, False, self.timeout_s))
+        return dist.PrefixStore(f"{self._prefix}/{name}", store)
 
     def _latest_beats(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return what each process said last of its life: see `_beat`; "" if it has not said anything."""
@@ -182,12 +183,12 @@ class Crew:
         Raises:
             CrewError: it takes longer, or the store is gone.
         """
-        answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def ask() -> None:
             try:
                 answers.put((question(), None))
-            except RuntimeError as error:
+            except (RuntimeError, CrewError) as error:
                 answers.put((None, error))
 
         threading.Thread(target=ask, name="datapipe-ask", daemon=True).start()
@@ -226,8 +227,6 @@ class Crew:
         """Tell the other processes of this node that it is staged."""
         with suppress(CrewError):
             self._ask(partial(self._store.set, f"done/{self._placement.rank}", '""'), LISTEN_S)
-
-    # --- who is gone ---
 
     def explain(self, error: BaseException) -> str:
         """Say which process is missing after an error of a connection to others; takes some seconds."""

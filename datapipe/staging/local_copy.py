@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from ..dataset.block_slots import SLOTS, TAGS
-from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
+from ..dataset.manifest import MANIFEST, FileInfo, Manifest, read_content
 from ..errors import ManifestError, StagingError
 from ..fsio import atomic_write, boot_id, checksum, read_plain, sync_folder
 from ..streams import Moved, work_on_files
@@ -45,7 +45,8 @@ class LocalCopy:
         target: The copy's.
         content: Of the manifest's file: read once, and written to the target unchanged.
         manifest: The same, parsed.
-        splits: Names of all data sets that are staged to the folder above the target; none for one by itself.
+        splits: Names of all data sets that are staged to the folder above the target; none for one by itself; None:
+            that is not known.
     """
 
     source: Path
@@ -53,7 +54,7 @@ class LocalCopy:
     target: Path
     content: bytes
     manifest: Manifest
-    splits: tuple[str, ...] = ()
+    splits: tuple[str, ...] | None = None
 
     @classmethod
     def of_content(cls, source: Path, target: Path, content: bytes) -> LocalCopy:
@@ -134,7 +135,7 @@ class LocalCopy:
     def _is_complete(self) -> bool:
         with suppress(StagingError):
             origin = Origin.read(self.target)
-            is_this = origin.manifest == self._digest and origin.splits == [*self.splits]
+            is_this = origin.manifest == self._digest and (self.splits is None or origin.splits == [*self.splits])
             return origin.is_complete and is_this and not origin.capacity_bytes
         return False
 
@@ -181,15 +182,22 @@ class LocalCopy:
             time.time(),
             self.bytes_of(present),
             capacity_bytes,
-            [*self.splits],
+            self._splits_to_write(),
         ).write(self.target)
 
     def note_splits(self) -> None:
         """Note which copies are staged together with this one, if it says something else; not in another user's."""
         with suppress(StagingError, OSError):
-            origin = Origin.read(self.target)
-            if origin.splits != [*self.splits] and (self.target / ORIGIN).stat().st_uid == os.geteuid():
-                replace(origin, splits=[*self.splits]).write(self.target)
+            origin, is_mine = Origin.read(self.target), (self.target / ORIGIN).stat().st_uid == os.geteuid()
+            if is_mine and origin.splits != self._splits_to_write():
+                replace(origin, splits=self._splits_to_write()).write(self.target)
+
+    def _splits_to_write(self) -> list[str]:
+        if self.splits is not None:
+            return [*self.splits]
+        with suppress(StagingError):
+            return Origin.read(self.target).splits
+        return []
 
     def touch(self) -> None:
         """Note that the copy is used; not in another user's."""
@@ -283,15 +291,3 @@ class LocalCopy:
 def compute_digest(content: bytes) -> str:
     """Compute what tells a manifest from others: the beginning of the SHA-256 of its content."""
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def list_copies(source: Path, local: Path) -> list[LocalCopy]:
-    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
-
-    Raises ManifestError when there is none.
-    """
-    folders = find_data_sets(source)
-    if folders == [source]:
-        return [LocalCopy.of_content(source, local, read_content(source))]
-    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
-    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]

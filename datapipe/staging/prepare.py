@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ..dataset.manifest import find_data_sets, read_content
 from ..streams import in_time
 from .cache import CachedCopy
 from .keep import hold_copy, keep_for_job
@@ -21,6 +22,7 @@ from .space import warn_of_place
 from .taking_over import (
     check_handmade,
     check_places,
+    check_replaceable,
     check_slice,
     check_writable,
     find_beside,
@@ -67,8 +69,25 @@ class Prepared:
         self.copy.touch()
 
 
+def list_copies(source: Path, local: Path) -> list[LocalCopy]:
+    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
+
+    Raises ManifestError when there is none.
+    """
+    folders = find_data_sets(source)
+    if folders == [source]:
+        return [replace(LocalCopy.of_content(source, local, read_content(source)), splits=())]
+    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
+    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]
+
+
 def check(
-    source: Path, local: Path, copies: list[LocalCopy], options: StageOptions, checks_beside: bool = True
+    source: Path,
+    local: Path,
+    copies: list[LocalCopy],
+    options: StageOptions,
+    checks_beside: bool = True,
+    is_locked: bool = False,
 ) -> list[CachedCopy]:
     """Check whether data sets may be copied to a folder; nothing is changed there.
 
@@ -78,6 +97,7 @@ def check(
         copies: of the data sets.
         options: how to copy.
         checks_beside: whether no other data sets may be in the folder.
+        is_locked: whether this process has locked `local`.
 
     Returns:
         Copies that are to be removed.
@@ -91,6 +111,7 @@ def check(
         copy.check_other(options.replace)
         if options.mode != "slice" and not options.replace:
             check_slice(copy)
+    check_replaceable(local, copies, beside, options.evict, is_locked)
     return beside
 
 
@@ -132,10 +153,14 @@ def prepare(
         for copy, whole in zip(copies, is_whole, strict=True)
     ]
     with ExitStack() as moment:
-        if checks_beside and not all(is_whole) and local not in [copy.target for copy in copies]:
-            moment.enter_context(hold_lock(local, options.timeout_s, waits))  # who stages something else waits
         if checks_beside and (beside or not all(is_whole)):
-            remove_beside(find_beside(local, copies, options.replace))  # other processes may have come first
+            is_alone = False
+            if local not in [copy.target for copy in copies]:  # who stages something else there waits
+                is_alone = moment.enter_context(hold_lock(local, options.timeout_s, waits))
+            beside = check(source, local, copies, options, is_locked=is_alone)  # other processes may have come first
+            remove_beside(beside, is_alone)
+            if beside:
+                keep_for_job(local, options.placement.job, os.environ)  # its note may have been removed
         prepared = []
         for copy, present, whole, is_locked in zip(copies, found, is_whole, locks, strict=True):
             if whole:

@@ -23,7 +23,7 @@ from .options import StageOptions
 from .origin import ORIGIN, Origin
 from .prepare import check
 from .space import make_space, warn_of_place
-from .taking_over import find_beside, names_there, remove_beside, remove_slots, sweep
+from .taking_over import names_there, remove_beside, remove_slots, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         DatapipeError, OSError: as `stage`.
     """
     assert options.capacity_bytes is not None
-    beside = check(source, local, copies, options)
+    check(source, local, copies, options)
     *smaller, largest = sorted(copies, key=lambda copy: copy.manifest.size_bytes)
     left = options.capacity_bytes - sum(copy.manifest.size_bytes for copy in smaller)
     if left >= largest.manifest.size_bytes:
@@ -56,12 +56,13 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
     _check_folder(largest, options)
     room = in_time(lambda: _plan_room(largest, left, options), largest.source, options.timeout_s)
     with ExitStack() as stack:
-        if beside:
-            stack.enter_context(hold_lock(local, options.timeout_s))
-            remove_beside(find_beside(local, copies, options.replace))
-    results = stage_copies(source, local, smaller, options, checks_beside=False) if smaller else []
-    keep_for_job(local, options.placement.job, os.environ)
-    return [*results, in_time(lambda: _make_room(largest, room, options), largest.source, options.timeout_s)]
+        is_alone = False
+        if smaller:  # then LOCAL itself is no copy: who stages something else there waits
+            is_alone = stack.enter_context(hold_lock(local, options.timeout_s))
+        remove_beside(check(source, local, copies, options, is_locked=is_alone), is_alone)
+        results = stage_copies(source, local, smaller, options, checks_beside=False) if smaller else []
+        keep_for_job(local, options.placement.job, os.environ)
+        return [*results, in_time(lambda: _make_room(largest, room, options), largest.source, options.timeout_s)]
 
 
 class _Room(NamedTuple):
@@ -94,6 +95,7 @@ def _make_room(copy: LocalCopy, room: _Room, options: StageOptions) -> Staged:
             remove_slots(copy)
             copy.write_origin((), False, capacity_bytes=needed)
             make_slots(copy.target, num_slots, slot_bytes, options.chunk_bytes)
+        copy.note_splits()
         if kept_bytes is None or not Origin.read(copy.target).is_complete:
             copy.write_origin((), True, capacity_bytes=num_slots * slot_bytes)
     part = f"{num_slots:,} of {num_blocks:,} blocks ({num_slots / num_blocks:.0%})"

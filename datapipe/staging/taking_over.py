@@ -13,7 +13,7 @@ from ..dataset.arriving import KINDS, temporary_path
 from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, Manifest, read_content
 from ..errors import ManifestError, SettingError, StagingError
-from ..fsio import sync_folder
+from ..fsio import free_bytes, sync_folder
 from .cache import CachedCopy, claim, remove_claimed
 from .keep import is_pinned, user_name
 from .landing import is_of_dead_process
@@ -50,11 +50,12 @@ def check_places(source: Path, local: Path, copies: list[LocalCopy]) -> None:
 def find_beside(local: Path, copies: list[LocalCopy], may_replace: bool) -> list[CachedCopy]:
     """Find what stands in the way of data sets: other ones, which readers of the folder would take for their splits.
 
+    Copies of `cache=`, which have a digest in their names, do not.
+
     Args:
         local: the folder that their copies go to.
         copies: of all of them.
-        may_replace: whether copies of other data sets may be removed. Splits that were staged together with these, and
-            that the source has no more, always may.
+        may_replace: whether copies of other data sets may be removed.
 
     Returns:
         Copies that are to be removed.
@@ -65,42 +66,104 @@ def find_beside(local: Path, copies: list[LocalCopy], may_replace: bool) -> list
     local, targets = local.absolute(), {copy.target.absolute() for copy in copies}
     folders = {local, *(target.parent for target in targets)}
     folders |= {folder for path in targets | {local} for folder in _folders_in(path)}
-    earlier = {name for copy in copies if copy.is_of_same_source() for name in Origin.read(copy.target).splits}
     found = []
     for folder in sorted(folders - targets):
         # A link is followed only where the user has named it.
         real = folder.resolve() if folder == local else folder
-        other = CachedCopy.read(real, real if folder == local else local)
-        if other is None and not _is_data_set(folder):
+        other = CachedCopy.read(real, real if folder == local else real.parent)
+        if (other is None and not _is_data_set(folder)) or (other is not None and other.has_name_of_cache()):
             continue
         if other is None or not folder.is_relative_to(local):
             raise StagingError(f"is a data set: {local} cannot be a copy as well; choose another", path=folder)
-        if not may_replace and not (folder.parent == local and folder.name in earlier):
+        if not may_replace:
             message = f"is a copy of {other.source}, which is not to be in {local}"
             raise StagingError(f"{message}; choose another folder, or remove it with --replace", path=folder)
         found.append(other)
     return found
 
 
-def remove_beside(copies: list[CachedCopy]) -> None:
-    """Remove what `find_beside` has found: all of it, or nothing. Raises StagingError."""
+def remove_beside(copies: list[CachedCopy], is_locked: bool) -> None:
+    """Remove what `find_beside` has found: all of it, or nothing.
+
+    Args:
+        copies: to be removed.
+        is_locked: whether this process has locked LOCAL, which may be one of them.
+
+    Raises:
+        StagingError: one is in use, pinned, or another user's.
+    """
     with ExitStack() as stack:
-        # LOCAL itself, which this process has locked, is the cache that it lies in.
-        claimed = [(copy, claim(copy, stack, True, is_locked=copy.folder == copy.cache)) for copy in copies]
-        for copy, fd in claimed:
-            if fd is None:
-                message = "is in the way, and in use, pinned, or another user's; choose another folder"
-                raise StagingError(message, path=copy.folder)
-        for copy, fd in claimed:
+        for copy, fd in [(copy, _claim(copy, stack, is_locked)) for copy in copies]:
             spared = LOG if copy.folder == copy.cache else ""  # which this process may be writing
-            if fd is not None and not remove_claimed(copy, fd, "it is in the way of another data set", spared):
+            if not remove_claimed(copy, fd, "it is in the way of another data set", spared):
                 raise StagingError("is in the way, and cannot be removed", path=copy.folder)
+
+
+def _claim(copy: CachedCopy, stack: ExitStack, is_locked: bool) -> int:
+    fd = claim(copy, stack, True, is_locked and copy.folder == copy.cache)
+    if fd is None:
+        message = "is in the way, and in use, pinned, or another user's; choose another folder"
+        raise StagingError(message, path=copy.folder)
+    return fd
+
+
+def check_replaceable(
+    local: Path, copies: list[LocalCopy], beside: list[CachedCopy], evicts: bool, is_locked: bool
+) -> None:
+    """Check what can be known of a replacement before anything is removed; nothing is changed.
+
+    Args:
+        local: the folder that the copies go to.
+        copies: of all data sets.
+        beside: of `find_beside`.
+        evicts: whether still other copies may make room.
+        is_locked: whether this process has locked `local`.
+
+    Raises:
+        StagingError: something is in use or pinned, or there will be no room.
+    """
+    for copy in copies:
+        for name in names_there(copy):
+            if (copy.target / name).is_dir():
+                raise StagingError("is a folder; remove it, or choose another folder", path=copy.target / name)
+    others = [copy for copy in copies if _other_names(copy) is not None]
+    if not beside and not others:
+        return
+    with ExitStack() as stack:
+        if beside and is_pinned(local):
+            raise StagingError("is pinned: unpin it, or choose another folder", path=local)
+        for other in beside:
+            _claim(other, stack, is_locked)
+        for copy in others:
+            _check_unpinned(copy)
+            stack.enter_context(hold_unused(copy.target / MANIFEST))
+    freed = sum(copy.size_bytes for copy in beside) + sum(map(_size_there, others))
+    needed = sum(copy.manifest.size_bytes for copy in copies if copy in others or not copy.is_named())
+    free = free_bytes(next(path for path in (local, *local.absolute().parents) if path.exists()))
+    if needed > free + freed and not evicts:
+        message = f"needs {needed:,} bytes; {free:,} are free, and {freed:,} with what would be replaced"
+        raise StagingError(message, path=local)
+
+
+def _size_there(copy: LocalCopy) -> int:
+    """Return the bytes that the files in a copy's folder take."""
+    with suppress(OSError), os.scandir(copy.target) as entries:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+    return 0
+
+
+def _check_unpinned(copy: LocalCopy) -> None:
+    if is_pinned(copy.target) or is_pinned(copy.target.parent):
+        raise StagingError("is pinned: unpin it, or choose another folder", path=copy.target)
 
 
 def _folders_in(folder: Path) -> Iterator[Path]:
     """Iterate over the folders in a folder, and links to such."""
-    with suppress(OSError):
-        yield from (path for path in folder.iterdir() if path.is_dir())
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir():
+                    yield folder / entry.name
 
 
 def _is_data_set(folder: Path) -> bool:
@@ -169,21 +232,26 @@ def remove_other(copy: LocalCopy) -> None:
 
     Raises StagingError where somebody uses it, or it is pinned.
     """
-    other = copy.other_manifest()
-    names = [] if other is None else [file.name for file in other.all_files()]
-    with suppress(StagingError):  # of one that was begun and has no manifest yet
-        names += [os.path.basename(name) for name in Origin.read(copy.target).files]
-    extra = {*names} - {file.name for file in copy.manifest.all_files()}
-    if other is None and not extra:
+    extra = _other_names(copy)
+    if extra is None:
         return
-    if is_pinned(copy.target) or is_pinned(copy.target.parent):
-        raise StagingError("is pinned: unpin it, or choose another folder", path=copy.target)
+    _check_unpinned(copy)
     with hold_unused(copy.target / MANIFEST):
         logger.info("%s holds another version of the data set, or another data set: replacing it", copy.target)
         (copy.target / MANIFEST).unlink(missing_ok=True)
         sync_folder(copy.target)
         for name in extra:
             (copy.target / name).unlink(missing_ok=True)
+
+
+def _other_names(copy: LocalCopy) -> set[str] | None:
+    """Return the files that another data set has in a folder and this one has not; None where no other is there."""
+    other = copy.other_manifest()
+    names = [] if other is None else [file.name for file in other.all_files()]
+    with suppress(StagingError):  # of one that was begun and has no manifest yet
+        names += [os.path.basename(name) for name in Origin.read(copy.target).files]
+    extra = {*names} - {file.name for file in copy.manifest.all_files()}
+    return None if other is None and not extra else extra
 
 
 def remove_slots(copy: LocalCopy) -> None:

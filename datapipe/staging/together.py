@@ -19,12 +19,12 @@ from .copy import (
 from .crew import Crew, open_crew
 from .exchange import chunk_bytes_for, exchange
 from .keep import EvictedError
-from .local_copy import LocalCopy, list_copies
+from .local_copy import LocalCopy
 from .lock import BusyError
 from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes
-from .prepare import check, prepare
+from .prepare import check, list_copies, prepare
 from .space import check_space
 from .store import CrewError, LeftError
 from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again

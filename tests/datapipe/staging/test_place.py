@@ -6,6 +6,7 @@ import random
 import shutil
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from datapipe.errors import DatapipeError, SettingError, StagingError
 from datapipe.fsio import checksum, locked
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cleaning import clean
+from datapipe.staging.keep import hold_copy
 from datapipe.staging.landing import Landing
+from datapipe.staging.local_copy import LocalCopy
 from datapipe.staging.origin import ORIGIN, Origin
 from datapipe.staging.progress import find_progress, wait_until_whole
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
@@ -49,23 +52,70 @@ def test_splits_of_another_data_set_do_not_stay_beside_the_new_ones(splits, tmp_
     assert names_in(local) == ["extra", "train"]
 
 
-def test_a_split_that_the_source_has_no_more_is_removed(splits, tmp_path):
+def test_a_split_that_the_source_has_no_more(splits, tmp_path):
+    """It is removed only if that is asked for, and not while somebody needs it."""
     local = tmp_path / "local"
     stage(splits, local)
     shutil.rmtree(splits / "val")
-    stage(splits, local)
-    assert names_in(local) == ["train"]
-    assert find_progress(local).state == "whole"
-
-
-def test_a_split_that_is_in_use_stays(splits, tmp_path):
-    local = tmp_path / "local"
-    stage(splits, local)
-    shutil.rmtree(splits / "val")
+    with pytest.raises(StagingError, match=r"local/val.*--replace"):
+        stage(splits, local)
     (local / "val" / ".pinned").touch()
     with pytest.raises(StagingError, match=r"local/val.*pinned"):
-        stage(splits, local)
+        stage(splits, local, REPLACE)
     assert names_in(local) == ["train", "val"]
+    (local / "val" / ".pinned").unlink()
+    stage(splits, local, REPLACE)
+    assert names_in(local) == ["train"] and find_progress(local).state == "whole"
+
+
+def test_copies_of_a_cache_are_in_nobodys_way(splits, tmp_path):
+    """They have a digest in their names; and they leave what staging has noted of the splits."""
+    local = tmp_path / "local"
+    stage(splits, local)
+    stage_once(splits / "train", local)
+    shutil.rmtree(splits / "train")
+    make_data_set(splits / "train", [1234], seed=5)
+    assert stage_once(splits / "train", local).name.startswith("train-")
+    stage(splits, local)
+    assert "train" in names_in(local) and same(splits / "train", local / "train")
+    shutil.rmtree(local / "val")
+    assert find_progress(local).state == "stopped"
+
+
+@pytest.mark.parametrize("obstacle", ["in use", "pinned", "room", "folder"])
+def test_nothing_is_removed_before_a_refusal(splits, tmp_path, monkeypatch, obstacle):
+    local = tmp_path / "local"
+    for seed, name in enumerate(("train", "val")):
+        make_data_set(tmp_path / "other" / name, [2000], seed=20 + seed)
+    stage(tmp_path / "other", local)
+    stage(tmp_path / "other" / "val", tmp_path / "old")
+    (tmp_path / "old").rename(local / "old")
+    before = {path: path.read_bytes() for path in local.rglob("*") if path.is_file()}
+    with ExitStack() as stack:
+        if obstacle == "in use":
+            stack.enter_context(hold_copy(local / "val", 1))
+        elif obstacle == "pinned":
+            (local / "val" / ".pinned").touch()
+        elif obstacle == "room":
+            monkeypatch.setattr("datapipe.staging.taking_over.free_bytes", lambda folder: -(10**6))
+        else:
+            (local / "val" / "shard-000000.tar").rename(tmp_path / "shard")
+            (local / "val" / "shard-000000.tar").mkdir()
+            del before[local / "val" / "shard-000000.tar"]
+        with pytest.raises(StagingError):
+            stage(splits, local, REPLACE)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_lock_that_another_process_has_is_respected(splits, tmp_path):
+    """Also where the copies are whole, and only what is in the way is to be removed."""
+    local = tmp_path / "local"
+    stage(splits, local)
+    make_data_set(tmp_path / "one", [3000], seed=7)
+    LocalCopy.of_content(tmp_path / "one", local, (tmp_path / "one" / MANIFEST).read_bytes()).write_origin((), False)
+    with locked(local, wait=False), pytest.raises(StagingError):
+        stage(splits, local, StageOptions(replace=True, timeout_s=1))
+    assert (local / ORIGIN).exists()
 
 
 @pytest.mark.parametrize("first", ["splits", "one"])
