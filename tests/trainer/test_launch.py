@@ -132,3 +132,33 @@ def test_mpirun_runs_what_it_writes(tmp_path, command, sample_dir):
     )
     assert done.returncode == 1, done.stderr
     assert "2 ranks" in done.stderr and "missed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("writes", "before", "again"), [("time", "", True), ("SIGTERM", "", False), ("", "time", False)]
+)
+def test_a_pbs_job_submits_itself_again_if_its_time_was_over(tmp_path, writes, before, again):
+    """And not where it was deleted, nor where an attempt fails after one whose time was over. PBS is played."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    line = 'echo \'{{"event": "end", "status": "interrupted", "stopped_by": "{}"}}\' >>' + str(metrics)
+    programs = {
+        "pbsdsh": 'shift && PBS_NODENUM=0 exec "$@"',
+        "torchrun": f"{line.format(writes) if writes else ''}\nexit 1",
+        "datapipe": "exit 0",
+        "qsub": f'echo "$@" >{tmp_path}/submitted',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    launch = Launch(**EXAMPLE | {"out": tmp_path / "run", "nodes": 1, "path": tmp_path}, scheduler="pbs")
+    launch.write()
+    if before:
+        subprocess.run(["sh", "-c", line.format(before)], check=True)
+    (tmp_path / "nodes").write_text("node1\n")
+    env = {"PATH": os.environ["PATH"], "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server"}
+    env |= {"PBS_NODEFILE": str(tmp_path / "nodes"), "RESTARTS": "3"}
+    done = subprocess.run(["bash", launch.script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert (tmp_path / "submitted").exists() == again, done.stderr
+    if again:
+        assert (tmp_path / "submitted").read_text() == f"-v RESTARTS=4 {launch.script}\n"
