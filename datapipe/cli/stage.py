@@ -14,7 +14,7 @@ import typer
 
 from ..memory import parse_bytes
 from ..names import STAGE_MODES, TRANSPORTS
-from ..streams import TIMEOUT_S
+from ..streams import TIMEOUT_S, in_time
 from .parameters import AsJson, Timeout, folder_named, folder_option, one_of
 
 if TYPE_CHECKING:
@@ -140,9 +140,11 @@ def stage(
 
 def _background(folder: Path, local: Path, options: StageOptions) -> Background | None:
     """Do what `continue_in_background` does, unless it can be told now that nothing will be staged."""
-    from ..staging import check_stage
+    from ..staging.joining import errors_name_the_node
+    from ..staging.prepare import check, list_copies
     from ..staging.progress import continue_in_background
 
     if options.resolved_mode() != "exchange":  # else all nodes are told
-        check_stage(folder, local, options)
+        with errors_name_the_node():
+            check(folder, local, in_time(lambda: list_copies(folder, local), folder, options.timeout_s), options)
     return continue_in_background(local)

@@ -9,7 +9,7 @@ from ..streams import apart, in_time
 from .copy import Staged, stage_copies
 from .joining import errors_name_the_node, stage_or_join
 from .options import StageOptions
-from .prepare import check, list_copies
+from .prepare import list_copies
 
 __all__ = ["StageOptions", "Staged", "stage", "stage_once"]
 
@@ -55,12 +55,6 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
 
             return stage_slice(source, local, copies, options)
         return stage_copies(source, local, copies, options)
-
-
-def check_stage(source: Path, local: Path, options: StageOptions) -> None:
-    """Check whether `stage` would refuse; nothing is changed, and no other node is asked. Raises what `stage` does."""
-    with errors_name_the_node():
-        check(source, local, in_time(lambda: list_copies(source, local), source, options.timeout_s), options)
 
 
 def stage_once(source: Path, cache: Path, options: StageOptions | None = None, holds: ExitStack | None = None) -> Path:

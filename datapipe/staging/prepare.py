@@ -146,8 +146,8 @@ def prepare(
     """
     beside = check(source, local, copies, options, checks_beside)
     keep_for_job(local, options.placement.job, os.environ)
-    found = [copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {} for copy in copies]
-    is_whole = [len(present) == copy.num_files for copy, present in zip(copies, found, strict=True)]
+    in_place = [copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {} for copy in copies]
+    is_whole = [len(present) == copy.num_files for copy, present in zip(copies, in_place, strict=True)]
     locks = [
         not whole and stack.enter_context(_hold_target(copy, options, waits))
         for copy, whole in zip(copies, is_whole, strict=True)
@@ -155,14 +155,14 @@ def prepare(
     with ExitStack() as moment:
         if checks_beside and (beside or not all(is_whole)):
             is_alone = False
-            if local not in [copy.target for copy in copies]:  # who stages something else there waits
+            if local not in [copy.target for copy in copies]:  # who stages other data sets there waits
                 is_alone = moment.enter_context(hold_lock(local, options.timeout_s, waits))
             beside = check(source, local, copies, options, is_locked=is_alone)  # other processes may have come first
             remove_beside(beside, is_alone)
             if beside:
                 keep_for_job(local, options.placement.job, os.environ)  # its note may have been removed
         prepared = []
-        for copy, present, whole, is_locked in zip(copies, found, is_whole, locks, strict=True):
+        for copy, present, whole, is_locked in zip(copies, in_place, is_whole, locks, strict=True):
             if whole:
                 copy.note_splits()
                 prepared.append(Prepared(copy, present, False, ""))

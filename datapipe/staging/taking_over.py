@@ -41,7 +41,13 @@ def check_place(source: Path, local: Path) -> None:
 
 
 def check_places(source: Path, local: Path, copies: list[LocalCopy]) -> None:
-    """Do what `check_place` does, for all data sets; `source` and `local` are the folders that they are in."""
+    """Do what `check_place` does, for all data sets.
+
+    Args:
+        source: the folder that they are in.
+        local: the folder that their copies go to.
+        copies: of each.
+    """
     check_place(source, local)
     for copy in copies:
         check_place(copy.source, copy.target)
@@ -66,7 +72,7 @@ def find_beside(local: Path, copies: list[LocalCopy], may_replace: bool) -> list
     local, targets = local.absolute(), {copy.target.absolute() for copy in copies}
     folders = {local, *(target.parent for target in targets)}
     folders |= {folder for path in targets | {local} for folder in _folders_in(path)}
-    found = []
+    beside = []
     for folder in sorted(folders - targets):
         # A link is followed only where the user has named it.
         real = folder.resolve() if folder == local else folder
@@ -78,8 +84,8 @@ def find_beside(local: Path, copies: list[LocalCopy], may_replace: bool) -> list
         if not may_replace:
             message = f"is a copy of {other.source}, which is not to be in {local}"
             raise StagingError(f"{message}; choose another folder, or remove it with --replace", path=folder)
-        found.append(other)
-    return found
+        beside.append(other)
+    return beside
 
 
 def remove_beside(copies: list[CachedCopy], is_locked: bool) -> None:

@@ -36,6 +36,7 @@ CHOICES = {
     ("pack", "--check"): names.CHECKS,
     ("convert", "--format"): names.CONVERTED,
     ("stage", "--mode"): names.STAGE_MODES,
+    ("stage", "--transport"): names.TRANSPORTS,
     ("bench", "--loader"): names.BACKENDS,
     ("bench", "--order"): names.ORDERS,
     ("bench", "--crop"): names.CROPS,
