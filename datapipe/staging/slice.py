@@ -57,7 +57,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
     room = in_time(lambda: _plan_room(largest, left, options), largest.source, options.timeout_s)
     with ExitStack() as stack:
         is_alone = False
-        if smaller:  # LOCAL itself is no copy then, and stagers of other data sets wait
+        if smaller:  # stagers of other data sets wait; else their target is locked
             is_alone = stack.enter_context(hold_lock(local, options.timeout_s))
         remove_beside(check(source, local, copies, options, is_locked=is_alone), is_alone)
         results = stage_copies(source, local, smaller, options, checks_beside=False) if smaller else []
