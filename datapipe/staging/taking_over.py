@@ -174,10 +174,9 @@ def _folders_in(folder: Path) -> Iterator[Path]:
 
 def _is_data_set(folder: Path) -> bool:
     try:
-        Manifest.parse(read_content(folder), folder / MANIFEST)
-    except ManifestError:
+        return (folder / MANIFEST).is_file() and bool(Manifest.parse(read_content(folder), folder / MANIFEST))
+    except (ManifestError, OSError):
         return False
-    return True
 
 
 def check_slice(copy: LocalCopy) -> None:
