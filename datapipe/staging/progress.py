@@ -187,7 +187,8 @@ def continue_in_background(local: Path) -> Background | None:
         return Background(local, child, before)
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with suppress(OSError):  # another process may be writing to it, or there are no locks
+    # The log is emptied, unless another process still writes to it. Where files cannot be locked, it only grows.
+    with suppress(OSError):
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(log, 0)
     with suppress(OSError):

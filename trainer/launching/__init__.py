@@ -135,9 +135,13 @@ class Launch:
         return self.script
 
     def submit(self) -> int:
-        """Submit the written script, or run it where there is no scheduler; return the exit code.
+        """Hand the written script to sbatch or qsub; with the scheduler "local", run it.
 
-        Raises SettingError where the scheduler's program is not here.
+        Returns:
+            The exit code of sbatch, qsub or the script.
+
+        Raises:
+            SettingError: That program is not here, or the scheduler is "mpi", whose hosts the script does not know.
         """
         program = SUBMIT.get(self.scheduler)
         if program is None:
