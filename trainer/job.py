@@ -40,6 +40,7 @@ class Job:
 
     recipe: Recipe
     world: World
+    data: Path
     run: Path
     train_loader: Loader
     val_loader: Loader
@@ -247,6 +248,7 @@ def open_job(
     return Job(
         recipe=recipe,
         world=world,
+        data=data,
         run=run,
         train_loader=train_loader,
         val_loader=val_loader,
@@ -262,14 +264,14 @@ def open_job(
     )
 
 
-def read_loss(job: Job, state: State) -> None:
-    """Read the loss of the steps so far; all ranks must call this at the same step.
+def read_losses(job: Job, state: State) -> None:
+    """Read the losses of the steps so far; all ranks must call this at the same step.
 
     Raises:
-        DivergedError: The loss is not finite; all ranks raise this.
+        DivergedError: A loss is not finite, or a spike; all ranks raise this.
         OSError: The first rank could not write its metrics; the others raise TrainingError.
     """
-    if state.loss.read(job.world, state.step, failed=job.metrics.error is not None):
+    if state.losses.read(job.world, state.step, failed=job.metrics.error is not None):
         with together(job.world):
             job.metrics.sync()
 

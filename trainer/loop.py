@@ -19,10 +19,12 @@ from .checkpoint import BEST, keep_as
 from .checkpoint import NAME as CHECKPOINT
 from .consistency import check_replicas
 from .distributed import average_buffers, sum_over_ranks
+from .errors import DivergedError
 from .evaluate import Evaluation, evaluate
-from .job import Job, check_finite, read_loss
+from .job import Job, check_finite, read_losses
 from .optim import set_lr
 from .optim.kfac import set_for_step
+from .recovery import Skipper, roll_back, told
 from .resume import save
 from .state import State
 from .stop import StoppedWaiting, StopSignal
@@ -41,25 +43,38 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
         stop: Says when to stop early.
 
     Raises:
-        DivergedError: A loss or the network is not finite; the previous checkpoint stays.
+        DivergedError: A loss or the network is not finite, or a loss is a spike, and the recipe allows no more
+            recoveries; the previous checkpoint stays.
         TrainingError: An evaluation did not see every sample once.
         DatapipeError: A loader failed.
     """
     settings = job.recipe.train
     while (status := state.status(settings.target_accuracy, settings.epochs)) is None:
-        if not _train_epoch(job, state, stop):
-            save(job, state)
-            return "interrupted"
-        evaluation, complete = _evaluate(job, state, stop)
-        if not complete:
-            save(job, state)  # the epoch's steps are done: a resumed run continues with its evaluation
-            return "interrupted"
-        _end_epoch(job, state, evaluation)
-        is_last = state.status(settings.target_accuracy, settings.epochs) is not None
-        save(job, state, may_fail=not is_last)
-        if evaluation is not None and job.world.is_main and state.saved == (state.epoch, state.step):
-            _keep_best(job, state)
+        try:
+            with told(job):
+                if not _train_and_evaluate(job, state, stop):
+                    return "interrupted"
+        except DivergedError as error:
+            roll_back(job, state, error)
     return status
+
+
+def _train_and_evaluate(job: Job, state: State, stop: StopSignal) -> bool:
+    """Do the rest of an epoch; return False if it was stopped before its end. Saves a checkpoint."""
+    settings = job.recipe.train
+    if not _train_epoch(job, state, stop):
+        save(job, state)
+        return False
+    evaluation, complete = _evaluate(job, state, stop)
+    if not complete:
+        save(job, state)  # the epoch's steps are done: a resumed run continues with its evaluation
+        return False
+    _end_epoch(job, state, evaluation)
+    is_last = state.status(settings.target_accuracy, settings.epochs) is not None
+    save(job, state, may_fail=not is_last)
+    if evaluation is not None and job.world.is_main and state.saved == (state.epoch, state.step):
+        _keep_best(job, state)
+    return True
 
 
 def _keep_best(job: Job, state: State) -> None:
@@ -84,6 +99,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
     if state.step == last_step:
         return True
     line_step, line_s, first_step = state.step, clock.training_s, state.step
+    skipper = Skipper(job) if settings.when_diverged == "skip" else None
     job.model.train()
     batches = iter(job.train_loader)  # a generator, although the loader promises only an iterator
     with closing(batches), _progress(job, state) as progress:  # type: ignore[type-var]
@@ -101,20 +117,25 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             waited_s = time.perf_counter() - asked
 
             begin = clock.mark()
-            lr = job.learning_rate(state.step)
+            if skipper is not None:
+                skipper.begin()
             loss = _loss(job, batch)
             watch.doing(f"backward pass of step {state.step + 1}", is_long=is_first)
             job.scaler.scale(loss).backward()
             middle = clock.mark()
-            watch.doing(f"update of step {state.step + 1}", is_long=is_first)
-            _update(job, state.step, lr, batch, loss)
+            lr = job.learning_rate(state.step) * state.lr_factor
+            state.step += 1
+            watch.doing(f"update of step {state.step}", is_long=is_first)
+            if skipper is None:
+                state.losses.add(loss, batch.samples)
+            if skipper is None or skipper.accepts(state, loss, batch.samples):
+                _update(job, state.step - 1, lr, batch, loss)
             clock.add_step(waited_s, begin, middle, clock.mark())
 
-            state.step += 1
-            state.loss.add(loss)
             progress.advance(settings.batch_size)
+            if state.step % settings.log_every == 0 or state.losses.is_full:
+                read_losses(job, state)
             if state.step % settings.log_every == 0:
-                read_loss(job, state)
                 clock.drain()
                 images = (state.step - line_step) * settings.batch_size
                 _log_line(job, state, lr, images / (clock.training_s - line_s))
@@ -167,7 +188,7 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
         return stop.agreed()
 
     job.world.watch.doing("evaluating", is_long=True)
-    read_loss(job, state)
+    read_losses(job, state)
     job.clock.drain()
     epoch = state.epoch + 1
     if epoch % settings.evaluate_every and epoch < settings.epochs:
@@ -192,7 +213,7 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
     """Count the epoch, write its line, and set the loader to the next."""
     state.epoch += 1
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.epoch()
-    train_loss = state.loss.take_epoch()
+    train_loss = state.losses.take_epoch()
     if evaluation is not None:
         state.evaluations.append(
             {
@@ -226,7 +247,7 @@ def _log_line(job: Job, state: State, lr: float, images_per_s: float) -> None:
         "train",
         epoch=state.epoch,
         step=state.step,
-        loss=state.loss.take_line(),
+        loss=state.losses.take_line(),
         lr=lr,
         images_per_s=images_per_s,
         elapsed_s=job.clock.elapsed_s,

@@ -16,7 +16,7 @@ from .checkpoint import list_checkpoints, load_checkpoint, restore_random, save_
 from .config.recipe import Recipe, check_resumable, parse
 from .distributed import average_buffers, gather, together
 from .errors import CheckpointError, TrainingError
-from .job import Job, check_finite, is_finite, read_loss
+from .job import Job, check_finite, is_finite, read_losses
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def save(job: Job, state: State, may_fail: bool = False) -> None:
         OSError: The first rank could not write; the others raise TrainingError.
     """
     job.world.watch.doing(f"writing the checkpoint of step {state.step}", is_long=True)
-    read_loss(job, state)
+    read_losses(job, state)
     job.clock.drain()
     with job.clock.section("checkpoint"):
         average_buffers(job.module, job.world)
@@ -128,13 +128,14 @@ def _load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
     raise first
 
 
-def restore(job: Job, state: State, content: dict[str, Any]) -> int:
+def restore(job: Job, state: State, content: dict[str, Any], with_clock: bool = True) -> int:
     """Set everything to where it was when a checkpoint was saved.
 
     Args:
         job: The run, whose objects are changed.
         state: Its progress, which is changed.
         content: Content of the checkpoint.
+        with_clock: Whether also the time that had passed.
 
     Returns:
         The length of the metrics when the checkpoint was written, in bytes.
@@ -145,6 +146,8 @@ def restore(job: Job, state: State, content: dict[str, Any]) -> int:
     """
     try:
         _put_back(job, state, content)
+        if with_clock:
+            job.clock.load_state_dict(content["clock"])
         metrics_bytes = content["metrics_bytes"]
     except SettingError:
         raise
@@ -170,5 +173,4 @@ def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
     job.train_loader.load_state_dict(content["loader"])
     state.load_state_dict(content["state"])
     state.saved = state.epoch, state.step
-    job.clock.load_state_dict(content["clock"])
     restore_random(content)

@@ -33,7 +33,7 @@ from .reporting.runlog import FORMAT, wait_share
 from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
 from .resume import read_checkpoint, restore
-from .state import MeanLoss, State
+from .state import Losses, State
 from .stop import SIGNALS, StopSignal
 from .watch import RANK_TIMEOUT_S
 
@@ -102,7 +102,7 @@ def _run(
             checkpoint = _open_run(recipe, data, out, resume, world, stack)
             job = open_job(recipe, data, out, world, precision, stack)
             check_start(job)
-            state, metrics_bytes = State(MeanLoss(world.device)), 0
+            state, metrics_bytes = State(Losses(recipe.train.spike_factor)), 0
             with together(world):
                 if checkpoint is not None:
                     metrics_bytes = restore(job, state, checkpoint)

@@ -4,58 +4,97 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import count
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .distributed import World, sum_over_ranks
-from .errors import DivergedError
+from .errors import BadStep, DivergedError
+
+RECENT_STEPS = 100  # whose median loss a spike is compared with
+FEWEST_RECENT = 20  # before which nothing is a spike
+MOST_PENDING = 1000  # losses on the device
 
 
-class MeanLoss:
-    """The mean training loss over all ranks, since the last log line and since the epoch began.
+class Losses:
+    """The losses of the steps, and their means over all ranks since the last log line and since the epoch began.
 
-    Losses stay on the device until `read`, so that no step waits for the GPU.
+    They stay on the device until `read`, so that no step waits for the GPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._pending = torch.zeros((), dtype=torch.float64, device=device)
-        self._pending_steps = 0
+    def __init__(self, spike_factor: float | None = None) -> None:
+        """Begin without any.
+
+        Args:
+            spike_factor: A loss that is so many times the median of the last ones is a spike; None: none is.
+        """
+        self._spike_factor = spike_factor
+        self._pending: list[tuple[Tensor, Tensor, bool]] = []  # what `add` was given
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._line: list[float] = [0.0, 0]  # sum and number of steps
         self._epoch: list[float] = [0.0, 0]
 
-    def add(self, loss: Tensor) -> None:
-        """Add the loss of a step on this rank, a scalar."""
-        self._pending += loss.detach()
-        self._pending_steps += 1
+    def add(self, loss: Tensor, samples: Tensor, has_finite_gradients: bool = True) -> None:
+        """Add a step.
+
+        Args:
+            loss: Its loss on this rank, a scalar.
+            samples: int64[B], the numbers of its samples.
+            has_finite_gradients: Whether the gradients are known to be finite, or nothing is known of them.
+        """
+        self._pending.append((loss.detach(), samples, has_finite_gradients))
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether it is time to `read`: each loss takes memory on the device."""
+        return len(self._pending) >= MOST_PENDING
 
     def read(self, world: World, step: int, failed: bool = False) -> bool:
-        """Wait for the device and sum over the ranks, which must all call this at the same step.
+        """Wait for the device and average over the ranks, which must all call this at the same step.
 
         Args:
             world: This process's place among the ranks.
-            step: Number of the step, for messages.
+            step: Number of the last step that was added.
             failed: Whether something else failed on this rank.
 
         Returns:
             Whether anything failed on any rank; False where there was no loss to read.
 
         Raises:
-            DivergedError: The loss is not finite; on all ranks.
+            DivergedError: A loss is not finite, or a spike; on all ranks.
         """
-        if not self._pending_steps:
+        if not self._pending:
             return False
-        total, failures = sum_over_ranks(world, [self._pending.item(), float(failed)])
-        if not math.isfinite(total):
-            raise DivergedError(f"the loss became {total} in the {self._pending_steps} steps up to step {step}")
-        for sums in (self._line, self._epoch):
-            sums[0] += total / world.world_size
-            sums[1] += self._pending_steps
-        self._pending.zero_()
-        self._pending_steps = 0
+        pending, self._pending = self._pending, []
+        own = torch.stack([loss for loss, *_ in pending]).tolist()  # waits once for the device
+        sent = [loss if is_finite else math.nan for loss, (*_, is_finite) in zip(own, pending, strict=True)]
+        *totals, failures = sum_over_ranks(world, [*sent, float(failed)])
+        first = step - len(pending) + 1
+        for number, total, loss, (_, samples, is_finite) in zip(count(first), totals, own, pending, strict=False):
+            mean = total / world.world_size
+            problem = self._find_problem(mean)
+            if problem:
+                what = "the loss" if is_finite else "the loss or its gradients"
+                raise DivergedError(f"{what} {problem} at step {number}", BadStep(number, loss, samples))
+            self._recent.append(mean)
+            for sums in (self._line, self._epoch):
+                sums[0] += mean
+                sums[1] += 1
         return failures > 0
+
+    def _find_problem(self, mean: float) -> str:
+        if not math.isfinite(mean):
+            return f"became {mean}"
+        if self._spike_factor is not None and len(self._recent) >= FEWEST_RECENT:
+            times = mean / median(self._recent)
+            if times > self._spike_factor:
+                return f"rose to {mean:.4g}, {times:.1f} times the median of the {len(self._recent)} steps before,"
+        return ""
 
     def take_line(self) -> float:
         """Return the mean since the last call, for a log line."""
@@ -71,18 +110,20 @@ class MeanLoss:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
-        return {"line": list(self._line), "epoch": list(self._epoch)}
+        return {"line": list(self._line), "epoch": list(self._epoch), "recent": list(self._recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned; that of an earlier version knows no recent losses."""
+        self._pending.clear()
         self._line, self._epoch = list(state["line"]), list(state["epoch"])
+        self._recent = deque(state.get("recent", []), RECENT_STEPS)
 
 
 @dataclass
 class State:
     """A run's progress."""
 
-    loss: MeanLoss
+    losses: Losses
     epoch: int = 0
     """Number of finished epochs."""
     step: int = 0
@@ -95,6 +136,10 @@ class State:
     """When the last checkpoint was, or the first would have been: `time.monotonic()`."""
     failed_saves: int = 0
     """Checkpoints in a row that could not be written."""
+    lr_factor: float = 1.0
+    """By which the schedule's learning rate is multiplied, since the run was rolled back."""
+    recoveries: int = 0
+    """How often a step was skipped, or the run rolled back."""
 
     @property
     def accuracy(self) -> float | None:
@@ -126,11 +171,14 @@ class State:
             "epoch": self.epoch,
             "step": self.step,
             "evaluations": [dict(each) for each in self.evaluations],
-            "loss": self.loss.state_dict(),
+            "loss": self.losses.state_dict(),
+            "lr_factor": self.lr_factor,
+            "recoveries": self.recoveries,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.evaluations = [dict(each) for each in state["evaluations"]]
-        self.loss.load_state_dict(state["loss"])
+        self.losses.load_state_dict(state["loss"])
+        self.lr_factor, self.recoveries = state.get("lr_factor", 1.0), state.get("recoveries", 0)  # not in earlier ones

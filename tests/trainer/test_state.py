@@ -4,28 +4,58 @@ import pytest
 import torch
 
 from trainer.distributed import World
-from trainer.errors import TrainingError
-from trainer.state import MeanLoss, State
-
-CPU = torch.device("cpu")
+from trainer.errors import DivergedError
+from trainer.state import Losses, State
 
 
-def test_mean_loss():
-    loss = MeanLoss(CPU)
-    for value in (1.0, 2.0, 6.0):
-        loss.add(torch.tensor(value))
-        loss.read(World(), 1)
-    assert loss.take_line() == 3.0
-    loss.add(torch.tensor(11.0))
-    loss.read(World(), 4)
-    assert (loss.take_line(), loss.take_epoch()) == (11.0, 5.0)
-    loss.add(torch.tensor(float("nan")))
-    with pytest.raises(TrainingError, match=r"loss became nan.*step 5"):
-        loss.read(World(), 5)
+def _add(losses: Losses, *values: float) -> None:
+    for value in values:
+        losses.add(torch.tensor(value), torch.arange(3) + int(10 * value if value == value else 0))
+
+
+def test_losses_are_averaged_by_line_and_by_epoch():
+    losses = Losses()
+    for step, value in enumerate((1.0, 2.0, 6.0), start=1):
+        _add(losses, value)
+        losses.read(World(), step)
+    assert losses.take_line() == 3.0
+    _add(losses, 11.0)
+    losses.read(World(), 4)
+    assert (losses.take_line(), losses.take_epoch()) == (11.0, 5.0)
+
+
+def test_the_step_whose_loss_is_not_finite_is_named():
+    losses = Losses()
+    _add(losses, 1.0, 2.0, float("nan"), 3.0)
+    with pytest.raises(DivergedError, match=r"the loss became nan at step 13") as error:
+        losses.read(World(), 14)
+    assert error.value.bad_step.number == 13
+    assert error.value.bad_step.samples.tolist() == [0, 1, 2]
+    assert losses.take_line() == 1.5  # those before it
+
+
+def test_a_spike_is_a_multiple_of_the_median_of_recent_losses():
+    losses = Losses(spike_factor=3.0)
+    _add(losses, 50.0, *[1.0] * 18)  # of so few none is a spike
+    losses.read(World(), 19)
+    _add(losses, 40.0)
+    losses.read(World(), 20)
+    _add(losses, 2.9, 3.1)
+    with pytest.raises(DivergedError, match=r"rose to 3.1, 3.1 times the median of the 21 steps before, at step 22"):
+        losses.read(World(), 22)
+    again = Losses(spike_factor=3.0)
+    again.load_state_dict(losses.state_dict())
+    _add(again, 3.1)
+    with pytest.raises(DivergedError, match="at step 22"):
+        again.read(World(), 22)
+    without = Losses()
+    without.load_state_dict(losses.state_dict())
+    _add(without, 3.1)
+    without.read(World(), 22)
 
 
 def test_status():
-    state = State(MeanLoss(CPU))
+    state = State(Losses())
     assert state.status(0.9, 3) is None
     state.evaluations += [
         {"epoch": 1, "elapsed_s": 10.0, "accuracy": 0.91, "loss": 1.0},

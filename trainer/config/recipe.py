@@ -31,6 +31,8 @@ from ..optim.schedules import Schedule
 from . import built_in
 from .explain import explain
 
+POLICIES = "stop", "skip", "roll_back"
+
 _CountFromZero = Annotated[int, Field(ge=0)]
 # Not empty, which is what an unset variable leaves, and would mean the current folder.
 _Folder = Annotated[str, Field(min_length=1)]
@@ -128,6 +130,18 @@ class Train(Section):
     """How many checkpoints in a row may fail, as on a full disk, before the run ends."""
     check_replicas_every_steps: Annotated[Count | None, or_none()] = 1000
     """Steps between comparisons of all ranks' parameters, which find bits that memory has changed; "none": none."""
+    when_diverged: Annotated[str, one_of("policy", POLICIES)] = "stop"
+    """What to do after a loss that is not finite, or a spike; "stop": end with an error; "skip": leave the step out;
+    "roll_back": continue from the last checkpoint with a lower learning rate.
+
+    With "skip" the host waits for each step, and its loss is known on all ranks, before the parameters are updated.
+    """
+    spike_factor: Annotated[Annotated[float, Field(gt=1)] | None, or_none()] = None
+    """A loss that is so many times the median of the last 100 steps' is a spike; "none": no loss is."""
+    max_recoveries: Count = 10
+    """How many steps are skipped, or how often the run is rolled back, before it ends with an error."""
+    roll_back_lr_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """By which the learning rate is multiplied each time that the run is rolled back."""
     log_every: Count = 50
     """Steps between lines of metrics.jsonl."""
 
@@ -228,6 +242,10 @@ MAY_CHANGE = {
     "train.keep_checkpoints",
     "train.failed_checkpoints",
     "train.check_replicas_every_steps",
+    "train.when_diverged",
+    "train.spike_factor",
+    "train.max_recoveries",
+    "train.roll_back_lr_factor",
     "train.log_every",
     "train.compile",
     "train.channels_last",

@@ -36,6 +36,8 @@ class Run:
 
     header: Line
     resumes: list[Line] = field(default_factory=list)
+    roll_backs: list[Line] = field(default_factory=list)
+    skips: list[Line] = field(default_factory=list)
     train: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
     end: Line | None = None
@@ -90,6 +92,14 @@ class Run:
                                 for name in ("waited_s", "repeated_steps"))  # fmt: skip
             total = f"{waited:,.0f} s passed in between, and {repeated:,.0f} steps were done twice"
             notes.append(f"It was resumed {len(self.resumes)} times: {total}.")
+        for line in self.roll_backs:
+            note = f"Rolled back from step {line.get('from_step')} to {line.get('step')}, as the loss had diverged"
+            notes.append(
+                f"{note}; the learning rate was {number(line.get('lr_factor')):.4g} of the schedule's after it."
+            )
+        if self.skips:
+            steps = ", ".join(str(line.get("step")) for line in self.skips)
+            notes.append(f"Steps that were skipped, as the loss had diverged: {steps}.")
         diverged = [line for line in self.train if math.isnan(number(line.get("loss")))]
         if diverged:
             notes.append(f"The training loss was no longer finite at step {diverged[0].get('step')}.")
@@ -139,12 +149,15 @@ def _collect(header: Line, lines: list[Line]) -> Run:
                 run.epochs = [other for other in run.epochs if other.get("epoch") != line.get("epoch")] + [line]
             case "end":
                 run.end = line
-            case "resume":
-                run.resumes.append(line)
+            case "resume" | "roll_back" as event:
+                (run.resumes if event == "resume" else run.roll_backs).append(line)
                 step = number(line.get("step"))
                 run.train = [line for line in run.train if number(line.get("step")) <= step]
                 run.epochs = [line for line in run.epochs if number(line.get("step")) <= step]
+                run.skips = [line for line in run.skips if number(line.get("step")) <= step]
                 run.end = None
+            case "skip":
+                run.skips.append(line)
     return run
 
 

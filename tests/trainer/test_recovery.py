@@ -1,0 +1,215 @@
+"""A step whose loss is not finite, or a spike: named by its samples, skipped, rolled back, or the end."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import trainer.loop
+from datapipe.dataset.index import read_keys
+from trainer.checkpoint import load_checkpoint
+from trainer.config.recipe import load_recipe
+from trainer.errors import DivergedError
+from trainer.reporting.runlog import read_run
+from trainer.run import run
+
+STEPS = 30  # of a run: 3 epochs
+KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=2"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def go(packed, recipe_file, tmp_path):
+    """go("run", "train.epochs=1", …, resume=False) -> exit code of a run in tmp_path/run."""
+    return lambda name, *changes, resume=False: run(
+        load_recipe(str(recipe_file), changes), packed, tmp_path / name, resume
+    )
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """fault(12, math.nan): multiply the loss of the forward passes with these numbers, from 1."""
+
+    def _fault(*numbers, factor=math.nan):
+        real, count = trainer.loop._loss, iter(range(1, 10**6))
+
+        def wrong(job, batch):
+            loss = real(job, batch)
+            return loss * factor if next(count) in numbers else loss
+
+        monkeypatch.setattr(trainer.loop, "_loss", wrong)
+
+    return _fault
+
+
+def _flat(value, name=""):
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(item, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+def _assert_same(left, right, parts=("model", "optimizer", "preconditioner")):
+    for part in parts:
+        ours, theirs = dict(_flat(left[part])), dict(_flat(right[part]))
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            is_same = torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
+            assert is_same, f"{part}{name}"
+
+
+def test_the_end_names_the_samples(go, fault, packed, tmp_path, metrics, caplog):
+    fault(7)
+    with pytest.raises(DivergedError, match="the loss became nan at step 7"):
+        go("run", "train.log_every=5")
+    (line,) = (line for line in metrics(tmp_path / "run") if line["event"] == "diverged")
+    assert (line["step"], line["rank"], line["loss"]) == (7, 0, None)
+    keys = read_keys(packed / "train")
+    assert len(set(line["keys"])) == 32 and set(line["keys"]) <= set(keys)
+    message = next(record.getMessage() for record in caplog.records if "images:" in record.getMessage())
+    assert "for 32 images: " + ", ".join(line["keys"][:8]) + ", …" in message
+    # The same batch as an undisturbed run trains on in that step.
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.loop, "_loss", _remembering(seen))
+        go("other", "train.epochs=1")
+    assert line["keys"] == [keys[sample] for sample in seen[6]]
+
+
+def _remembering(seen):
+    real = trainer.loop.F.cross_entropy
+
+    def loss(job, batch):
+        seen.append(batch.samples.tolist())
+        return real(job.model(job.prepare(batch.images)), batch.labels)
+
+    return loss
+
+
+@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 50.0])
+def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics, factor, changes):
+    fault(24, factor=factor)
+    every = ["train.checkpoint_every_steps=1", "train.keep_checkpoints=12", *changes]
+    assert go("run", *every, "train.when_diverged=skip", "train.spike_factor=10.0") == 0
+    contents = [load_checkpoint(path) for path in (tmp_path / "run").glob("checkpoint*.pt")]
+    at = {content["state"]["step"]: content for content in contents}
+    _assert_same(at[23], at[24], ("model", "preconditioner"))
+    _assert_same(at[23]["optimizer"], at[24]["optimizer"], ("state",))  # its groups have the step's learning rate
+    assert not torch.equal(at[24]["model"]["fc.weight"], at[25]["model"]["fc.weight"])
+    assert at[25]["state"]["recoveries"] == 1
+    if changes:
+        assert at[23]["preconditioner"][0]["steps"] == at[24]["preconditioner"][0]["steps"] == 23
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "skip"] == [24]
+    assert [line["event"] for line in lines].count("diverged") == 1
+    assert "Steps that were skipped, as the loss had diverged: 24." in read_run(tmp_path / "run").notes()
+
+
+def test_gradients_that_are_not_finite_are_skipped_too(go, monkeypatch, tmp_path, metrics):
+    real, count = trainer.loop._loss, iter(range(1, 100))
+
+    def wrong(job, batch):
+        loss = real(job, batch)
+        if next(count) == 5:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    monkeypatch.setattr(trainer.loop, "_loss", wrong)
+    assert go("run", "train.when_diverged=skip") == 0
+    assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "skip"] == [5]
+
+
+def test_skipping_changes_nothing_where_nothing_is_wrong(go, tmp_path):
+    go("skip", "train.when_diverged=skip", "train.spike_factor=1000.0", *KFAC)
+    go("stop", *KFAC)
+    _assert_same(*(load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("skip", "stop")))
+
+
+def test_skipping_ends_after_so_many(go, fault, tmp_path, metrics):
+    fault(3, 4, 5)
+    with pytest.raises(DivergedError, match="the loss or its gradients became nan at step 5, after 2 recoveries"):
+        go("run", "train.when_diverged=skip", "train.max_recoveries=2")
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "skip"] == [3, 4]
+    assert [line["step"] for line in lines if line["event"] == "diverged"] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+def test_rolled_back_with_the_same_rate_ends_with_the_same_bits(go, fault, tmp_path, metrics, changes):
+    changes = ["train.when_diverged=roll_back", "train.roll_back_lr_factor=1.0", "train.log_every=4", *changes]
+    go("whole", *changes)
+    fault(17)
+    assert go("run", *changes) == 0
+    whole, content = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("whole", "run"))
+    _assert_same(whole, content)
+    assert content["state"]["recoveries"] == 1
+    (line,) = (line for line in metrics(tmp_path / "run") if line["event"] == "roll_back")
+    assert (line["step"], line["from_step"], line["lr_factor"]) == (10, 20, 1.0)
+    read, undisturbed = read_run(tmp_path / "run"), read_run(tmp_path / "whole")
+    for ours, theirs in zip(read.train, undisturbed.train, strict=True):
+        assert (ours["step"], ours["loss"], ours["lr"]) == (theirs["step"], theirs["loss"], theirs["lr"])
+    assert any("Rolled back from step 20 to 10" in note for note in read.notes())
+
+
+def test_rolled_back_the_rate_is_lower_until_the_end_also_when_resumed(go, fault, tmp_path, metrics):
+    changes = ["train.when_diverged=roll_back", "train.checkpoint_every_steps=5"]
+    fault(17, 19)  # the second one is the first step again that came after the checkpoint of step 15, and one more
+    assert go("run", *changes, "train.target_accuracy=0.01") == 0  # ends after an epoch
+    assert go("run", *changes, resume=True) == 0
+    read = read_run(tmp_path / "run")
+    assert {line["lr_factor"] for line in read.roll_backs} == {0.5, 0.25}
+    rates = {line["step"]: line["lr"] for line in read.train}
+    assert rates[15] == 0.05
+    assert rates[16] == rates[20] == 0.05 / 4
+    assert rates[21] == pytest.approx(0.005 / 4)  # the schedule's step, too
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["lr_factor"] == 0.25
+
+
+def test_rolling_back_ends_without_a_checkpoint_and_after_so_many(go, fault):
+    changes = ["train.when_diverged=roll_back", "train.max_recoveries=2"]
+    fault(5)
+    with pytest.raises(DivergedError, match=r"nan at step 5\. There is no checkpoint yet"):
+        go("first", *changes)
+    fault(*range(15, 100))
+    with pytest.raises(DivergedError, match="at step 11, after 2 recoveries"):
+        go("second", *changes)
+
+
+CHILD = """
+import math, sys
+import trainer.loop
+from trainer.cli import main
+real, count = trainer.loop._loss, iter(range(1, 10**6))
+def wrong(job, batch):
+    loss, number = real(job, batch), next(count)
+    return loss * math.nan if number == 17 and job.world.rank == 1 else loss
+trainer.loop._loss = wrong
+sys.exit(main())
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("policy", ["skip", "roll_back"])
+def test_all_ranks_recover_from_what_one_met(start, packed, recipe_file, tmp_path, metrics, policy):
+    (tmp_path / "child.py").write_text(CHILD)
+    arguments = ["train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--set"]
+    child = start(tmp_path / "child.py", *arguments, f"train.when_diverged={policy}", ranks=2)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    lines = metrics(tmp_path / "run")
+    (line,) = (line for line in lines if line["event"] == "diverged")
+    assert (line["rank"], line["step"], len(line["keys"])) == (1, 17, 16)
+    assert [line["event"] for line in lines].count(policy) == 1
+    assert re.search(
+        r"the loss( or its gradients)? became nan at step 17; on rank 1 \(.+\) it was nan, for 16 images: ", err
+    )
