@@ -55,14 +55,14 @@ def save_checkpoint(path: Path, content: dict[str, Any], keep: int = 1) -> None:
             raise
         file.flush()
         os.fsync(file.fileno())  # an error comes before the earlier ones are moved
-        _move_earlier(path, keep)
+        move_earlier(path, keep)
 
 
 def _earlier_path(path: Path, number: int) -> Path:
     return path.with_stem(f"{path.stem}-{number}") if number else path
 
 
-def _move_earlier(path: Path, keep: int) -> None:
+def move_earlier(path: Path, keep: int) -> None:
     """Give each checkpoint the name of the one before it. The last one keeps its own, too, until it is replaced."""
     for number in range(keep - 1, 1, -1):
         with suppress(FileNotFoundError):

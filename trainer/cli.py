@@ -64,6 +64,10 @@ def train(
         str | None,
         typer.Option(metavar="TIME", help="Save a checkpoint and stop in time, e.g. 4:00:00 (default: the job's end)."),
     ] = None,
+    local_checkpoints: Annotated[
+        Path | None,
+        typer.Option(metavar="LOCAL", help="Write checkpoints to a node's own disk first, and copy them meanwhile."),
+    ] = None,
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
@@ -88,7 +92,8 @@ def train(
     ends = [job_end(os.environ, now), None if max_time is None else now + parse_time_limit(max_time)]
     ends_at = min((end for end in ends if end is not None), default=None)
     checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
-    raise typer.Exit(run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at))
+    code = run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints)
+    raise typer.Exit(code)
 
 
 @app.command()

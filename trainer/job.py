@@ -25,6 +25,7 @@ from .config.recipe import Recipe
 from .distributed import World, sum_over_ranks, together, wrap
 from .errors import DivergedError
 from .kfac import KFAC, AdaptiveDamping
+from .local_checkpoints import LocalCheckpoints
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
@@ -53,6 +54,7 @@ class Job:
     precision: Precision
     clock: Clock
     metrics: MetricsFile
+    local: LocalCheckpoints | None = None  # on the first rank, where the command asks for it
 
     @property
     def steps_per_epoch(self) -> int:

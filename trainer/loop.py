@@ -15,8 +15,6 @@ from torch import Tensor
 from datapipe.console import Progress
 from datapipe.loaders import Batch
 
-from .checkpoint import BEST, keep_as
-from .checkpoint import NAME as CHECKPOINT
 from .consistency import check_replicas
 from .distributed import average_buffers, sum_over_ranks
 from .errors import DivergedError
@@ -71,19 +69,9 @@ def _train_and_evaluate(job: Job, state: State, stop: StopSignal) -> bool:
         return False
     _end_epoch(job, state, evaluation)
     is_last = state.status(settings.target_accuracy, settings.epochs) is not None
-    save(job, state, may_fail=not is_last)
-    if evaluation is not None and job.world.is_main and state.saved == (state.epoch, state.step):
-        _keep_best(job, state)
+    is_best = evaluation is not None and state.accuracy == state.best_accuracy
+    save(job, state, may_fail=not is_last, is_best=is_best)
     return True
-
-
-def _keep_best(job: Job, state: State) -> None:
-    """Keep the checkpoint of the best epoch under a name of its own."""
-    if state.accuracy == state.best_accuracy:
-        try:
-            keep_as(job.run / CHECKPOINT, job.run / BEST)
-        except OSError as error:
-            logger.error("%s", error)
 
 
 def _is_due(job: Job, state: State) -> bool:

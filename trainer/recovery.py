@@ -140,7 +140,7 @@ def roll_back(job: Job, state: State, error: DivergedError) -> None:
     content = None
     with together(job.world):
         if job.world.is_main:
-            content = read_checkpoint(job.run, job.recipe)
+            content = read_checkpoint(job.run, job.recipe, job.local.folder if job.local else None)
     content = broadcast(job.world, content)
     assert content is not None  # it has been saved
     with together(job.world):

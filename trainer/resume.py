@@ -11,8 +11,8 @@ import torch
 
 from datapipe.errors import SettingError
 
+from .checkpoint import BEST, keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from .checkpoint import NAME as CHECKPOINT
-from .checkpoint import list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from .config.recipe import Recipe, check_resumable, parse
 from .distributed import average_buffers, gather, together
 from .errors import CheckpointError, TrainingError
@@ -25,13 +25,15 @@ logger = logging.getLogger(__name__)
 UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-def save(job: Job, state: State, may_fail: bool = False) -> None:
+def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) -> None:
     """Write a checkpoint; all ranks must call this. If it fails, the previous checkpoint stays as it is.
 
     Args:
         job: The run.
         state: Its progress.
-        may_fail: Whether training continues where it cannot be written, as often as the recipe allows.
+        may_fail: Whether training continues where it cannot be written, as often as the recipe allows; and while it is
+            copied from this node's disk to the run's folder.
+        is_best: Whether it is that of the best epoch.
 
     Raises:
         DivergedError: The loss or the network is not finite; all ranks raise this.
@@ -49,7 +51,7 @@ def save(job: Job, state: State, may_fail: bool = False) -> None:
             with together(job.world):
                 if job.world.is_main:
                     content = _content(job, state) | {"preconditioner": states}
-                    save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
+                    _write(job, content, is_best, must_arrive=not may_fail)
         except (OSError, TrainingError) as error:
             state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
             if not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints:
@@ -58,6 +60,20 @@ def save(job: Job, state: State, may_fail: bool = False) -> None:
                 logger.error("no checkpoint of step %d: %s. %s", state.step, error, _what_stays(job, state))
             return
     state.saved, state.saved_at, state.failed_saves = (state.epoch, state.step), time.monotonic(), 0
+
+
+def _write(job: Job, content: dict[str, Any], is_best: bool, must_arrive: bool) -> None:
+    if job.local is not None and job.local.save(content, is_best):
+        if must_arrive:
+            job.local.finish()
+        job.local.check()  # the copy of an earlier one may have failed
+        return
+    save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
+    if is_best:
+        try:
+            keep_as(job.run / CHECKPOINT, job.run / BEST)
+        except OSError as error:
+            logger.error("%s", error)
 
 
 def _what_stays(job: Job, state: State) -> str:
@@ -93,23 +109,42 @@ def _data_sets(job: Job) -> list[str]:
     return [str(loader.identity()["data_set"]) for loader in (job.train_loader, job.val_loader)]
 
 
-def read_checkpoint(run: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Return the checkpoint of `run`, if there is one.
+def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dict[str, Any] | None:
+    """Return the newest checkpoint of a run, if there is one.
+
+    Args:
+        run: Folder of the run.
+        recipe: What is to be learnt.
+        local: Folder of this run's checkpoints on the node's own disk, if there may be one.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: There are some, and none can be read.
         SettingError: Its recipe learns something else than `recipe`.
     """
-    paths = list_checkpoints(run)
-    if not paths:
+    found, first_error = [], None
+    for paths in ([local / CHECKPOINT] if local and (local / CHECKPOINT).exists() else [], list_checkpoints(run)):
+        try:
+            found += [_load_newest(paths)] if paths else []
+        except CheckpointError as error:
+            first_error = error
+    if not found:
+        if first_error is not None:
+            raise first_error
         return None
-    path, content = _load_newest(paths)
+    if first_error is not None:
+        logger.warning("%s; continuing from %s", first_error, found[0][0])
+    path, content = max(reversed(found), key=lambda each: _progress(each[1]))
     try:
         old = parse(content["recipe"])
     except (SettingError, KeyError) as error:
         raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
     check_resumable(old, recipe)
     return content
+
+
+def _progress(content: dict[str, Any]) -> tuple[int, int]:
+    state = content.get("state") or {}
+    return state.get("epoch", 0), state.get("step", 0)
 
 
 def _load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .consistency import check_start
 from .distributed import World, broadcast, together
 from .errors import DivergedError, TrainingError
 from .job import Job, open_job
+from .local_checkpoints import LocalCheckpoints, local_folder
 from .loop import train
 from .precision import Precision, choose_precision
 from .reporting import metrics
@@ -50,6 +52,7 @@ def run(
     rank_timeout_s: float = RANK_TIMEOUT_S,
     stop_signals: Sequence[str] = SIGNALS,
     ends_at: float | None = None,
+    local_checkpoints: Path | None = None,
 ) -> int:
     """Train a recipe on a data set.
 
@@ -63,6 +66,8 @@ def run(
         rank_timeout_s: How long a rank may do nothing before the run ends, in seconds.
         stop_signals: Names of the signals after which a checkpoint is saved and the run stops.
         ends_at: When the process is to have ended, after a checkpoint, in seconds since 1970; None: when it is done.
+        local_checkpoints: Folder on the first rank's own disk, to which checkpoints are written before they are copied
+            to `out` in the background; None: they are written to `out`.
 
     Returns:
         The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end
@@ -84,7 +89,7 @@ def run(
         set_threads(world)
         precision = choose_precision(recipe.train.precision, world.device)
         stop = StopSignal(world, stop_signals, ends_at)
-        end = _run(recipe, data, out, resume, world, precision, stop)
+        end = _run(recipe, data, out, resume, world, precision, stop, local_checkpoints)
     if world.is_main:
         report = None if end["status"] == "interrupted" else _write_report(out)
         print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
@@ -94,12 +99,19 @@ def run(
 
 
 def _run(
-    recipe: Recipe, data: Path, out: Path, resume: bool, world: World, precision: Precision, stop: StopSignal
+    recipe: Recipe,
+    data: Path,
+    out: Path,
+    resume: bool,
+    world: World,
+    precision: Precision,
+    stop: StopSignal,
+    local_checkpoints: Path | None,
 ) -> dict[str, Any]:
     """Train; return the "end" line. The job is closed here, while the ranks are still connected."""
     with ExitStack() as stack:
         with ended_by_signals() if world.world_size > 1 else nullcontext():  # Python's handlers wait for other ranks
-            checkpoint = _open_run(recipe, data, out, resume, world, stack)
+            checkpoint = _open_run(recipe, data, out, resume, world, stack, local_checkpoints)
             job = open_job(recipe, data, out, world, precision, stack)
             check_start(job)
             state, metrics_bytes = State(Losses(recipe.train.spike_factor)), 0
@@ -112,12 +124,24 @@ def _run(
             if ended and world.is_main:
                 logger.info("the run in %s is complete", out)
             _write_start(job, state, resumed=checkpoint is not None and not ended)
+            if local_checkpoints is not None and world.is_main:
+                folder = local_folder(local_checkpoints, out)
+                assert folder is not None  # the run has begun
+                local = LocalCheckpoints(folder, out, recipe.train.keep_checkpoints)
+                stack.callback(local.close)
+                job = replace(job, local=local)
         with stop:
             return _train_and_record(job, state, stop)
 
 
 def _open_run(
-    recipe: Recipe, data: Path, out: Path, resume: bool, world: World, stack: ExitStack
+    recipe: Recipe,
+    data: Path,
+    out: Path,
+    resume: bool,
+    world: World,
+    stack: ExitStack,
+    local_checkpoints: Path | None,
 ) -> dict[str, Any] | None:
     """Return the checkpoint to continue from, None to begin. Only the first rank reads it: folders may lag on others.
 
@@ -132,7 +156,8 @@ def _open_run(
             begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
             if begun and not resume:
                 raise SettingError(f"--out {out}: holds a run; use --resume to continue it, or another folder")
-            checkpoint = read_checkpoint(out, recipe) if resume else None
+            local = local_checkpoints and local_folder(local_checkpoints, out)
+            checkpoint = read_checkpoint(out, recipe, local) if resume else None
             if resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
     return broadcast(world, checkpoint)
@@ -212,6 +237,8 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
     """Train; write and return the "end" line, which is also written when training fails."""
     try:
         status = train(job, state, stop)
+        if job.local is not None:
+            job.local.discard()  # the run's folder has it all
     except torch.OutOfMemoryError as error:
         _write_end(job, state, "failed")
         message = f"out of memory with train.batch_size = {job.recipe.train.batch_size}: {error}"

@@ -1,0 +1,153 @@
+"""Checkpoints on a node's own disk, copied to the run's folder while training continues."""
+
+import errno
+import shutil
+import signal
+import threading
+
+import pytest
+import torch
+
+import trainer.local_checkpoints
+import trainer.loop
+from trainer.checkpoint import list_checkpoints, load_checkpoint
+from trainer.cli import main
+from trainer.local_checkpoints import LocalCheckpoints, local_folder
+
+EVERY = ["--set", "train.checkpoint_every_steps=5"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def go(packed, recipe_file, tmp_path, monkeypatch):
+    """go("run", "--resume", …) -> exit code of `trainer train` into tmp_path/run."""
+
+    def _go(name, *arguments):
+        command = ["trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / name, *arguments]
+        monkeypatch.setattr("sys.argv", [str(word) for word in command])
+        return main()
+
+    return _go
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Hold all copies while it is clear, as a filesystem does that others load."""
+    opened, real = threading.Event(), shutil.copyfileobj
+    monkeypatch.setattr(trainer.local_checkpoints.shutil, "copyfileobj", lambda *args: opened.wait() and real(*args))
+    yield opened
+    opened.set()
+
+
+def _stop_at(monkeypatch, step, act):
+    real, count = trainer.loop._update, iter(range(1, 10**6))
+
+    def update(*arguments):
+        real(*arguments)
+        if next(count) == step:
+            act()
+
+    monkeypatch.setattr(trainer.loop, "_update", update)
+
+
+def test_the_run_has_what_it_has_without(go, tmp_path):
+    assert go("plain", *EVERY) == go("run", *EVERY, "--local-checkpoints", tmp_path / "local") == 0
+    assert [*(tmp_path / "local").iterdir()] == []
+    for name in ("plain", "run"):
+        names = {path.name for path in (tmp_path / name).glob("*.pt")}
+        assert names == {"best.pt", "checkpoint-1.pt", "checkpoint.pt"}
+    plain, content = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("plain", "run"))
+    assert all(torch.equal(value, content["model"][name]) for name, value in plain["model"].items())
+    best = load_checkpoint(tmp_path / "run" / "best.pt")["state"]["evaluations"]
+    assert best[-1]["accuracy"] == max(each["accuracy"] for each in content["state"]["evaluations"])
+
+
+def test_training_does_not_wait_for_copies(go, gate, tmp_path, monkeypatch):
+    seen = []
+
+    def look():
+        folder = local_folder(tmp_path / "local", tmp_path / "run")
+        seen.append((list_checkpoints(tmp_path / "run"), load_checkpoint(folder / "checkpoint.pt")["state"]["step"]))
+        gate.set()
+
+    _stop_at(monkeypatch, 23, look)
+    assert go("run", *EVERY, "--local-checkpoints", tmp_path / "local") == 0
+    assert seen == [([], 20)]
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["step"] == 30
+
+
+@pytest.fixture
+def left(go, tmp_path):
+    """A run that has stopped: the local disk has its checkpoint of step 20, of which the copy was lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalCheckpoints, "discard", lambda self: None)
+        _stop_at(patch, 20, lambda: signal.raise_signal(signal.SIGTERM))
+        assert go("run", *EVERY, "--local-checkpoints", tmp_path / "local") == 143
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    return local_folder(tmp_path / "local", tmp_path / "run") / "checkpoint.pt"
+
+
+def _resumed_at(metrics, run):
+    return [line["step"] for line in metrics(run) if line["event"] == "resume"]
+
+
+def test_what_this_disk_has_is_continued_from_where_it_is_newer(go, left, tmp_path, metrics):
+    go("whole", *EVERY)
+    assert go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local") == 0
+    assert _resumed_at(metrics, tmp_path / "run") == [20]
+    whole, content = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("whole", "run"))
+    assert all(torch.equal(value, content["model"][name]) for name, value in whole["model"].items())
+
+
+def test_where_it_is_damaged_the_runs_own_is(go, left, tmp_path, metrics, caplog):
+    data = bytearray(left.read_bytes())
+    data[len(data) // 2] ^= 255
+    left.write_bytes(data)
+    assert go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local") == 0
+    assert _resumed_at(metrics, tmp_path / "run") == [15]
+    assert "damaged" in caplog.text and "continuing from" in caplog.text
+
+
+def test_that_of_another_run_in_the_same_folder_is_not_taken(go, left, tmp_path, metrics):
+    shutil.rmtree(tmp_path / "run")
+    assert go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local") == 0
+    assert _resumed_at(metrics, tmp_path / "run") == []
+
+
+def test_the_best_is_copied_even_where_later_ones_overtake_it(gate, tmp_path):
+    (tmp_path / "run").mkdir()
+    local = LocalCheckpoints(tmp_path / "local", tmp_path / "run", keep=2)
+    for step in range(6):
+        assert local.save({"step": step}, is_best=step == 3)
+    gate.set()
+    local.finish()
+    steps = {path.name: load_checkpoint(path)["step"] for path in (tmp_path / "run").iterdir()}
+    assert steps["checkpoint.pt"] == 5 and steps["best.pt"] == 3
+    assert steps.keys() == {"checkpoint.pt", "checkpoint-1.pt", "best.pt"}
+
+
+def test_without_room_on_this_disk_it_is_written_to_the_run(go, tmp_path, caplog):
+    (tmp_path / "local").write_text("a file")
+    assert go("run", "--set", "train.epochs=1", "--local-checkpoints", tmp_path / "local") == 0
+    assert "no checkpoint on this node's disk" in caplog.text
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["epoch"] == 1
+
+
+def test_copies_that_fail_count_as_checkpoints_that_fail(go, monkeypatch, tmp_path, caplog):
+    def full(*_args, **_settings):
+        raise OSError(errno.ENOSPC, "No space left on device", "run/checkpoint.pt")
+
+    monkeypatch.setattr(trainer.local_checkpoints, "atomic_write", full)
+    arguments = [*EVERY, "--local-checkpoints", tmp_path / "local", "--set", "train.failed_checkpoints=1"]
+    assert go("run", *arguments) == 1
+    assert "No space left on device" in caplog.text
+    assert "(1 of 1 failures in a row that are allowed)" in caplog.text
+    folder = local_folder(tmp_path / "local", tmp_path / "run")
+    assert load_checkpoint(folder / "checkpoint.pt")["state"]["step"] > 0  # the last one is here

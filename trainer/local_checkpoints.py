@@ -1,0 +1,137 @@
+"""Checkpoints on a node's own disk, from which they are copied to the run's folder while training continues."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+from datapipe.fsio import atomic_write, make_folder, named
+
+from .checkpoint import BEST, keep_as, move_earlier, save_checkpoint
+from .checkpoint import NAME as CHECKPOINT
+from .reporting.runlog import NAME as METRICS
+
+logger = logging.getLogger(__name__)
+
+COPY_BYTES = 1 << 20
+
+
+def local_folder(root: Path, run: Path) -> Path | None:
+    """Return the folder below `root` for the checkpoints of a run; None where the run has not begun.
+
+    Its name comes from the run's path and the first line of its metrics, which tells when it began: another run in the
+    same folder has another name.
+    """
+    try:
+        with open(run / METRICS, "rb") as file:
+            first_line = file.readline()
+    except FileNotFoundError:
+        return None
+    digest = hashlib.blake2b(first_line + os.fsencode(run.resolve()), digest_size=8)
+    return root / f"trainer-{digest.hexdigest()}"
+
+
+class LocalCheckpoints:
+    """The last checkpoint of a run and its best one on this node's own disk, and a thread that copies them to the run.
+
+    Only the newest ones are copied: where checkpoints come faster than they can be copied, some never are.
+
+    Args:
+        folder: On the node's own disk; for this run alone.
+        run: Folder of the run.
+        keep: How many of the last checkpoints there are to be in the run's folder.
+    """
+
+    def __init__(self, folder: Path, run: Path, keep: int) -> None:
+        self.folder, self._run, self._keep = folder, run, keep
+        self._lock = threading.Lock()
+        self._waiting: set[str] = set()  # names of files that are to be copied
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def save(self, content: dict[str, Any], is_best: bool) -> bool:
+        """Write a checkpoint to this disk, and begin to copy it.
+
+        Args:
+            content: As of `save_checkpoint`.
+            is_best: Whether it is that of the best epoch.
+
+        Returns:
+            Whether it is on this disk. If not, nothing is being copied any more.
+        """
+        try:
+            make_folder(self.folder)
+            save_checkpoint(self.folder / CHECKPOINT, content)
+            if is_best:
+                keep_as(self.folder / CHECKPOINT, self.folder / BEST)
+        except OSError as error:
+            logger.warning("no checkpoint on this node's disk: %s; it is written to %s at once", error, self._run)
+            self._wait()
+            return False
+        with self._lock:
+            self._waiting |= {CHECKPOINT, BEST} if is_best else {CHECKPOINT}
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._copy_waiting, name="trainer-checkpoints", daemon=True)
+                self._thread.start()
+        return True
+
+    def check(self) -> None:
+        """Raise the OSError of a copy, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Wait until the run's folder has what this disk has. Raises OSError."""
+        self._wait()
+        self.check()
+
+    def discard(self) -> None:
+        """Remove this run's checkpoints from this disk."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Wait as `finish` does, and log an error instead of raising it."""
+        try:
+            self.finish()
+        except OSError as error:
+            logger.error("%s; the newest checkpoint is in %s", error, self.folder)
+
+    def _wait(self) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _copy_waiting(self) -> None:
+        while True:
+            with self._lock:
+                names, self._waiting = self._waiting, set()
+                if not names:
+                    self._thread = None
+                    return
+            try:
+                self._copy(names)
+            except OSError as error:
+                self._error = error
+
+    def _copy(self, names: set[str]) -> None:
+        copied = None
+        for name in sorted(names, reverse=True):  # the last before the best, which is often the same file
+            path = self._run / name
+            with named(self.folder / name), open(self.folder / name, "rb") as source:
+                file_number = os.fstat(source.fileno()).st_ino
+                if file_number == copied:
+                    keep_as(self._run / CHECKPOINT, path)
+                    continue
+                with atomic_write(path) as file:
+                    shutil.copyfileobj(source, file, COPY_BYTES)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    if name == CHECKPOINT:
+                        move_earlier(path, self._keep)
+                        copied = file_number
