@@ -112,7 +112,10 @@ def launch(
     limit: Annotated[str | None, typer.Option("--time", metavar="TIME", help="Of a job, such as 4:00:00.")] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(metavar="N", help="How often to continue by itself when the time is over (default: 20)."),
+        typer.Option(metavar="N", help="How often to continue by itself, also without failed nodes (default: 20)."),
+    ] = None,
+    local_checkpoints: Annotated[
+        Path | None, typer.Option(metavar="LOCAL", help="Write checkpoints to a node's own disk first.")
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -134,10 +137,8 @@ def launch(
       trainer launch imagenet-resnet50 --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 \\
           --data /shared/packed/imagenet --stage /local/imagenet --out runs/imagenet --submit
     """
-    from .config.recipe import load_recipe
     from .launching import Launch
 
-    load_recipe(recipe, changes or [])  # so that what is wrong with it is said now
     plan = Launch(
         str(Path(recipe).absolute()) if recipe.endswith(".toml") else recipe,
         data.absolute(),
@@ -148,7 +149,8 @@ def launch(
         stage.absolute() if stage is not None else None,
         limit,
         max_restarts,
-        tuple(word for change in changes or [] for word in ("--set", change)),
+        tuple(changes or ()),
+        local_checkpoints.absolute() if local_checkpoints is not None else None,
         tuple(option or ()),
         Path(sys.executable).parent,
     )

@@ -154,7 +154,9 @@ def connected(place: Placement, device: str = "auto", rank_timeout_s: float = RA
         except RuntimeError as error:
             # A rank that ends closes its connections; its own message says why it ended.
             if any(words in str(error).lower() for words in ("connection", "gloo", "nccl")):
-                raise TrainingError(f"lost contact with another rank: {crew.explain(error)}") from error
+                reason = crew.explain(error)
+                world.watch.blame(crew.missing)
+                raise TrainingError(f"lost contact with another rank: {reason}") from error
             raise
         gc.collect()  # cycles that refer to DDP
         dist.destroy_process_group()

@@ -87,6 +87,7 @@ def run(
         data = local
     with connected(place, device, rank_timeout_s) as world:
         set_threads(world)
+        world.watch.run = out
         precision = choose_precision(recipe.train.precision, world.device)
         stop = StopSignal(world, stop_signals, ends_at)
         end = _run(recipe, data, out, resume, world, precision, stop, local_checkpoints)

@@ -10,11 +10,15 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 from datapipe.staging.crew import BEAT_S, Crew
 from datapipe.staging.store import CrewError
+
+from .reporting.runlog import FAILED_HOSTS
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +28,7 @@ PARTING_S = 3 * BEAT_S  # how long the first rank, which may keep the store, sta
 LEFT_S = 3 * BEAT_S  # how long a rank that has left may be waited for: most errors are told to all ranks anyway
 NAMED = 8  # of the ranks that are behind
 EXIT_CODE = 1
+WRITE_S = 3.0  # how long writing FAILED_HOSTS may take
 COMPARE_S = 60.0  # how often to compare how long the ranks take for what they do without the others
 SLOW_SHARE = 0.1  # of that time: a rank that takes so much longer than most makes all of them slower
 SECTIONS = "waiting for data", "forward passes"
@@ -37,6 +42,7 @@ class Watch:
         self._doing: tuple[int, str, bool, float] = 0, "starting", True, time.monotonic()
         self._section, self._spent_s = -1, [0.0] * len(SECTIONS)
         self._ended = threading.Event()
+        self.run: Path | None = None  # the run's folder
 
     def doing(self, what: str, is_long: bool = False, section: int = -1) -> None:
         """Note what this rank begins to do. All ranks do the same in the same order, so that the last one is behind.
@@ -73,21 +79,39 @@ class Watch:
         """Watch no longer: the ranks part."""
         self._ended.set()
 
+    def blame(self, ranks: list[int]) -> None:
+        """Write into the run's folder on which hosts ranks have failed, for the script that goes on without them."""
+        if self.run is None or not ranks:
+            return
+        hosts, path = sorted({self._crew.hosts_of_ranks[rank] for rank in ranks}), self.run / FAILED_HOSTS
+
+        def write() -> None:
+            with suppress(OSError):
+                path.write_text("".join(f"{host}\n" for host in hosts))
+
+        writer = threading.Thread(target=write, daemon=True)  # the filesystem may be what hangs
+        writer.start()
+        writer.join(WRITE_S)
+
     def _describe(self) -> list[Any]:
         number, what, is_long, since = self._doing
         return [number, what, is_long, time.monotonic() - since, [*self._spent_s]]
 
     def _run(self) -> None:
         while not self._ended.wait(BEAT_S):
+            self._blamed: list[int] = []
             try:
                 reason = self._crew.read_announced(VERDICT) or self._judge()
-            except CrewError as error:
-                reason = error.message
+            except CrewError as error:  # the first rank does not answer
+                reason, self._blamed = error.message, [0]
             if reason and not self._ended.is_set():
                 self._end(reason)
 
     def _judge(self) -> str:
-        """Return why the run must end; "" if it need not. The first rank looks at all others, and they at it."""
+        """Return why the run must end; "" if it need not. The first rank looks at all others, and they at it.
+
+        `_blamed` are then the ranks at fault.
+        """
         ranks = [rank for rank in (range(self._world_size) if self._rank == 0 else (0,)) if rank != self._rank]
         now = time.monotonic()
         for rank, beat in self._crew.read_beats(ranks).items():
@@ -96,12 +120,14 @@ class Watch:
         silent = {rank: now - self._changed.setdefault(rank, (None, now))[1] for rank in ranks}
         for rank, why in self._crew.find_left(ranks).items():
             if now - self._left.setdefault(rank, now) > LEFT_S:
+                self._blamed = [rank]
                 return f"{self._crew.names([rank])} has left: {why}"
         rank = max(silent, key=silent.__getitem__)
         if silent[rank] > self._patience_s:
             beat = self._changed[rank][0]
             last = f"; the last was: {beat[1][1]}" if beat and beat[1] else ""
             message = f"{self._crew.names([rank])} has given no sign of life for {silent[rank]:.0f} s{last}"
+            self._blamed = [rank for rank, seconds in silent.items() if seconds > self._patience_s]
             return self._say(message, silent[rank])
         return self._judge_progress(ranks) if self._rank == 0 else ""
 
@@ -117,6 +143,7 @@ class Watch:
         what, seconds = doing[behind[0]][1], min(doing[rank][3] for rank in behind)
         if seconds < self._patience_s:
             return ""
+        self._blamed = behind
         names = self._crew.names(behind[:NAMED]) + (", …" if len(behind) > NAMED else "")
         return self._say(f"{names}: no progress for {seconds:.0f} s in: {what}", seconds)
 
@@ -156,7 +183,10 @@ class Watch:
         if self._rank == 0:
             try:
                 self._crew.announce(VERDICT, reason)
+                self.blame(self._blamed)
                 time.sleep(PARTING_S)
             except CrewError:
                 pass
+        else:
+            self.blame(self._blamed)
         os._exit(EXIT_CODE)

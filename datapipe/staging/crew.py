@@ -57,9 +57,10 @@ class Crew:
     ) -> None:
         self._store, self._beats = stores
         self._noun, self._prefix, self._placement, self.timeout_s = noun, prefix, placement, timeout_s
-        self._ended = threading.Event()
-        self.index, self.hosts, self.is_leader = -1, [placement.master], False
+        self._ended, self.index, self.is_leader = threading.Event(), -1, False
+        self.hosts = [placement.master]
         self.hosts_of_ranks: list[str] = []
+        self.missing: list[int] = []  # of the ranks, those that `explain` has named
         self.local_ranks: list[int] = []
         self.describe: Callable[[], Any] = lambda: None
         threading.Thread(target=self._beat, name="datapipe-beat", daemon=True).start()
@@ -95,8 +96,7 @@ class Crew:
         self._ask(lambda: self._store.set(f"{name}/{mine}", json.dumps(value)))
         keys = {rank: f"{name}/{rank}" for rank in ranks}
         beats: dict[int, str] = {}
-        said, alive = time.monotonic(), dict.fromkeys(keys, time.monotonic())
-        pause = FIRST_LOOK_S
+        said, pause, alive = time.monotonic(), FIRST_LOOK_S, dict.fromkeys(keys, time.monotonic())
         while not self._ask(lambda: self._store.check([*keys.values()])):
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
@@ -234,13 +234,14 @@ class Crew:
         others.remove(self._placement.rank)
         try:
             time.sleep(BEAT_S)  # for its last words
+            self.missing = [*self.find_left(others)]
             self._check_left(others)
             before = self._ask(partial(self._latest_beats, others), LISTEN_S)
             time.sleep(LISTEN_S)
             after = self._ask(partial(self._latest_beats, others), LISTEN_S)
         except CrewError as reason:
             return reason.message
-        silent = [rank for rank in others if before[rank] == after[rank]]
+        self.missing = silent = [rank for rank in others if before[rank] == after[rank]]
         return f"{self.names(silent)} does not answer" if silent else f"the connection to another node broke: {error}"
 
     def _beat(self) -> None:

@@ -39,9 +39,7 @@ def test_the_scripts_under_tools_are_what_it_writes(scheduler):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("gpus", [0, 1, 8])
-@pytest.mark.parametrize(
-    "more", [{}, {"time": None, "stage": None}, {"train": ("--set", "a.b=c d"), "path": Path("/x y")}]
-)
+@pytest.mark.parametrize("more", [{}, {"time": None, "stage": None}, {"changes": ("name=c d",), "path": Path("/x y")}])
 def test_bash_can_read_what_it_writes(tmp_path, scheduler, gpus, more):
     nodes = 1 if scheduler == "local" else 3
     launch = Launch(
@@ -119,9 +117,8 @@ def test_mpirun_runs_what_it_writes(tmp_path, command, sample_dir):
     """Two ranks on this host; the target is missed, which the exit code says."""
     assert command("datapipe", "pack", sample_dir, tmp_path / "data").returncode == 0
     changes = ("train.epochs=1", "train.target_accuracy=0.999", "data.threads=1")
-    words = tuple(word for change in changes for word in ("--set", change))
     launch = Launch(
-        "fashion-mnist-resnet8", tmp_path / "data", tmp_path / "run", "mpi", time="10", train=words,
+        "fashion-mnist-resnet8", tmp_path / "data", tmp_path / "run", "mpi", time="10", changes=changes,
         stage=tmp_path / "local", path=Path(sys.executable).parent,
     )  # fmt: skip
     text = launch.render().replace("-n 1 --map-by ppr:1:node -x", "-n 2 -x")

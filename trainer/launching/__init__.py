@@ -17,6 +17,9 @@ from datapipe.console import format_count
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 
+from ..config.recipe import load_recipe
+from ..reporting.runlog import FAILED_HOSTS
+
 SCHEDULERS = "slurm", "pbs", "mpi", "local"
 MAX_RESTARTS = 20
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}
@@ -35,8 +38,10 @@ class Launch:
         gpus_per_node: as many ranks run on each node; 0: one, on the processor.
         stage: folder on each node's own disk, to which the data set is staged first; None: it is not staged.
         time: of the job at most, as Slurm writes it, such as 4:00:00; None: the site's default.
-        max_restarts: how often the script submits itself again when the time is over.
-        train: further options of `trainer train`.
+        max_restarts: how often the script continues by itself: when the time is over, and with Slurm also when a rank
+            has failed, without its node.
+        changes: settings of the recipe to change, such as "train.epochs=3".
+        local_checkpoints: folder on each node's own disk, to which checkpoints are written first; None: they are not.
         options: further options of sbatch or qsub, such as "--account=abc".
         path: folder of the programs, for the script's PATH; None: as it is where the script is submitted.
     """
@@ -50,7 +55,8 @@ class Launch:
     stage: Path | None = None
     time: str | None = None
     max_restarts: int | None = None
-    train: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    local_checkpoints: Path | None = None
     options: tuple[str, ...] = ()
     path: Path | None = None
 
@@ -92,6 +98,8 @@ class Launch:
             "name": re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.recipe).stem)[:15],  # what PBS takes at most
             "size": " with ".join(where) + (" each" if self.nodes > 1 and self.gpus_per_node else ""),
             "ranks_per_node": max(1, self.gpus_per_node),
+            "batch_size": load_recipe(self.recipe, self.changes).train.batch_size,
+            "failed_hosts": shlex.quote(str(self.out / FAILED_HOSTS)),
             "data": shlex.quote(str(self.data)),
             "stage": self.stage and shlex.quote(str(self.stage)),
             "path": self.path and shlex.quote(str(self.path)),
@@ -115,7 +123,9 @@ class Launch:
     def _arguments(self) -> list[str]:
         device = [] if self.gpus_per_node else ["--device", "cpu"]
         data = str(self.stage or self.data)
-        return [self.recipe, "--data", data, "--out", str(self.out), "--resume", *device, *self.train]
+        local = ["--local-checkpoints", str(self.local_checkpoints)] if self.local_checkpoints else []
+        changes = [word for change in self.changes for word in ("--set", change)]
+        return [self.recipe, "--data", data, "--out", str(self.out), "--resume", *device, *local, *changes]
 
     def write(self, overwrite: bool = False) -> Path:
         """Write the script; return its path.

@@ -16,6 +16,7 @@ from datapipe.errors import DatapipeError
 
 NAME = "metrics.jsonl"
 FORMAT = 1
+FAILED_HOSTS = "failed-hosts"  # file beside it: the hosts of the ranks for which the run has ended
 # The parts of a run's time: those of a step, then the rest.
 STEP_SECTIONS = ("wait", "forward_backward", "optimizer")
 SECTIONS = (*STEP_SECTIONS, "evaluation", "checkpoint", "other")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from datapipe.dataset.manifest import Manifest
-from tests.datapipe.slurm import ROOT, Cluster, needs_testbed, wait_until
+from tests.datapipe.slurm import ROOT, TESTBED, Cluster, needs_testbed, wait_until
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 
 NETWORK = "dpslurm"
@@ -117,9 +120,8 @@ def test_what_launch_writes_trains_and_goes_on(cluster, run, sample_dir):
     out, local = cluster.shared / "launched", cluster.folder / "local" / "launched"
     run("datapipe", "pack", sample_dir, cluster.backing / "to-launch", "--shard-mib", 1)
     changes = "train.epochs=6", "train.target_accuracy=none", "data.threads=1", "train.log_every=1"
-    words = tuple(word for change in changes for word in ("--set", change))
     script = Launch(
-        "fashion-mnist-resnet8", cluster.shared / "to-launch", out, nodes=2, stage=local, time="5", train=words
+        "fashion-mnist-resnet8", cluster.shared / "to-launch", out, nodes=2, stage=local, time="5", changes=changes
     ).write()
     job = cluster.submit(script)
     metrics = cluster.backing / "launched" / "metrics.jsonl"
@@ -134,3 +136,57 @@ def test_what_launch_writes_trains_and_goes_on(cluster, run, sample_dir):
     (resumed,) = [line for line in lines if line["event"] == "resume"]
     assert resumed["waited_s"] > 0 and resumed["world_size"] == 2
     assert (cluster.backing / "launched" / "report.html").exists()
+
+
+@pytest.mark.parametrize("fault", ["a rank that is stopped", "a cable that is pulled"])
+def test_training_continues_without_a_node_that_fails(cluster, run, sample_dir, fault):
+    """The batch is as large as before, and the first node has all of it."""
+    pytest.importorskip("torch")
+    from trainer.launching import Launch
+
+    is_cut = fault == "a cable that is pulled"
+    name = "cut" if is_cut else "stopped"
+    if not (cluster.backing / "to-train").exists():
+        run("datapipe", "pack", sample_dir, cluster.backing / "to-train", "--shard-mib", 1)
+    changes = "train.epochs=8", "train.target_accuracy=none", "data.threads=1", "train.log_every=1"
+    out, nodes = cluster.shared / name, ("--nodelist=node[1-2]",)
+    script = Launch(
+        "fashion-mnist-resnet8", cluster.shared / "to-train", out, nodes=2, changes=changes, options=nodes
+    ).write()
+    text = script.read_text().replace("--resume", "--resume --rank-timeout 15").replace("--wait=300", "--wait=30")
+    script.write_text(text)  # as a user would, who has no time
+    job = cluster.submit(script)
+    metrics = cluster.backing / name / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"event": "epoch"' in metrics.read_text(), 180)
+    if is_cut:
+        subprocess.run([TESTBED / "netns-hosts.sh", "link", NETWORK, "node2", "down"], check=True)
+    else:
+        os.kill(_rank_on("node2", out), signal.SIGSTOP)
+    try:
+        assert cluster.exit_code(job) == "0:0", "".join(path.read_text() for path in out.glob("slurm-*.log"))
+    finally:
+        if is_cut:
+            subprocess.run([TESTBED / "netns-hosts.sh", "link", NETWORK, "node2", "up"], check=True)
+            cluster.run("scontrol", "update", "nodename=node2", "state=resume")
+    log = "".join(path.read_text() for path in out.glob("slurm-*.log"))
+    assert "left out: node2; training continues on 1 of 2 nodes" in log, log
+    assert "rank 1 (node2)" in log, log
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (resumed,) = [line for line in lines if line["event"] == "resume"]
+    assert resumed["world_size"] == 1 and lines[0]["world_size"] == 2
+    assert lines[-1]["status"] == "completed"
+    assert (cluster.backing / name / "report.html").exists()
+
+
+def _rank_on(node: str, out: Path) -> int:
+    """The process of the rank on a node: processes on all nodes are this machine's."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_python = b"python" in words[0] and os.fsencode(out) in words
+        if is_python and f"SLURMD_NODENAME={node}".encode() in variables:
+            return int(process.name)
+    raise AssertionError(f"no rank on {node}")
