@@ -22,7 +22,7 @@ from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
 from .optim import set_lr
 from .optim.kfac import set_for_step
-from .recovery import Skipper, roll_back, told
+from .recovery import Skipper, naming_samples, roll_back
 from .resume import save
 from .state import State
 from .stop import StoppedWaiting, StopSignal
@@ -49,7 +49,7 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
     settings = job.recipe.train
     while (status := state.status(settings.target_accuracy, settings.epochs)) is None:
         try:
-            with told(job):
+            with naming_samples(job):
                 if not _train_and_evaluate(job, state, stop):
                     return "interrupted"
         except DivergedError as error:

@@ -26,7 +26,7 @@ SHOWN_KEYS = 8  # of a batch, in messages; metrics.jsonl has all
 
 
 @contextmanager
-def told(job: Job) -> Iterator[None]:
+def naming_samples(job: Job) -> Iterator[None]:
     """Log the samples of a step after which the block raises DivergedError, and write them to the metrics."""
     try:
         yield
@@ -99,7 +99,7 @@ class Skipper:
         job = self._job
         state.losses.add(loss, samples, self._has_finite_gradients())
         try:
-            with told(job):
+            with naming_samples(job):
                 read_losses(job, state)
         except DivergedError as error:
             _count(job, state, error)
