@@ -14,7 +14,7 @@ from datapipe.errors import SettingError
 from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from .config.recipe import Recipe, check_resumable, parse
-from .distributed import average_buffers, gather, together
+from .distributed import averaged_buffers, gather, set_buffers, together
 from .errors import CheckpointError, TrainingError
 from .job import Job, check_finite, is_finite, read_loss
 from .state import State
@@ -40,15 +40,14 @@ def save(job: Job, state: State, may_fail: bool = False) -> None:
     job.world.watch.doing(f"writing the checkpoint of step {state.step}", is_long=True)
     read_loss(job, state)
     job.clock.drain()
-    with job.clock.section("checkpoint"):
-        average_buffers(job.module, job.world)
+    with job.clock.section("checkpoint"), averaged_buffers(job.module, job.world) as own_buffers:
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update
         own_layers = job.preconditioner and job.preconditioner.state_dict()
-        states = gather(job.world, _on_cpu(own_layers))
+        states, buffers = gather(job.world, _on_cpu(own_layers)), gather(job.world, _on_cpu(own_buffers))
         try:
             with together(job.world):
                 if job.world.is_main:
-                    content = _content(job, state) | {"preconditioner": states}
+                    content = _content(job, state) | {"preconditioner": states, "buffers": buffers}
                     save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
         except (OSError, TrainingError) as error:
             state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
@@ -161,6 +160,9 @@ def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
     if content["data_sets"] != _data_sets(job):
         raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
     job.module.load_state_dict(content["model"])
+    buffers = content.get("buffers", [])  # not in a checkpoint of an earlier version
+    if len(buffers) == job.world.world_size:  # others begin with the mean, which "model" has
+        set_buffers(job.module, buffers[job.world.rank])
     job.optimizer.load_state_dict(content["optimizer"])
     if job.preconditioner is not None:
         job.preconditioner.load_state_dict(*content["preconditioner"])
