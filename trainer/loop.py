@@ -15,15 +15,13 @@ from torch import Tensor
 from datapipe.console import Progress
 from datapipe.loaders import Batch
 
-from .checkpoint import BEST, keep_as
-from .checkpoint import NAME as CHECKPOINT
 from .consistency import check_replicas
 from .distributed import averaged_buffers, sum_over_ranks
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_loss
 from .optim import set_lr
 from .optim.kfac import set_for_step
-from .resume import save
+from .resume import keep_best, save
 from .state import State
 from .stop import StoppedWaiting, StopSignal
 
@@ -58,17 +56,8 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
         is_last = state.status(settings.target_accuracy, settings.epochs) is not None
         save(job, state, may_fail=not is_last)
         if evaluation is not None and job.world.is_main and state.saved == (state.epoch, state.step):
-            _keep_best(job, state)
+            keep_best(job, state)
     return status
-
-
-def _keep_best(job: Job, state: State) -> None:
-    """Keep the checkpoint of the best epoch under a name of its own."""
-    if state.accuracy == state.best_accuracy:
-        try:
-            keep_as(job.run / CHECKPOINT, job.run / BEST)
-        except OSError as error:
-            logger.error("%s", error)
 
 
 def _is_due(job: Job, state: State) -> bool:

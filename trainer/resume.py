@@ -11,8 +11,8 @@ import torch
 
 from datapipe.errors import SettingError
 
+from .checkpoint import BEST, keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from .checkpoint import NAME as CHECKPOINT
-from .checkpoint import list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from .config.recipe import Recipe, check_resumable, parse
 from .distributed import averaged_buffers, gather, set_buffers, together
 from .errors import CheckpointError, TrainingError
@@ -57,6 +57,15 @@ def save(job: Job, state: State, may_fail: bool = False) -> None:
                 logger.error("no checkpoint of step %d: %s. %s", state.step, error, _what_stays(job, state))
             return
     state.saved, state.saved_at, state.failed_saves = (state.epoch, state.step), time.monotonic(), 0
+
+
+def keep_best(job: Job, state: State) -> None:
+    """Keep the run's checkpoint, which is that of the end of an evaluated epoch, as the best if none was better."""
+    if state.accuracy == state.best_accuracy:
+        try:
+            keep_as(job.run / CHECKPOINT, job.run / BEST)
+        except OSError as error:
+            logger.error("%s", error)
 
 
 def _what_stays(job: Job, state: State) -> str:
@@ -108,7 +117,7 @@ def read_checkpoint(run: Path, recipe: Recipe) -> dict[str, Any] | None:
     except (SettingError, KeyError) as error:
         raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
     check_resumable(old, recipe)
-    return content
+    return content | {"file": path.name}
 
 
 def _load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
@@ -153,7 +162,14 @@ def restore(job: Job, state: State, content: dict[str, Any]) -> int:
     if not is_finite(job.module):
         reason = "holds a network that is not finite, so no training can continue from it; start a new run"
         raise CheckpointError(reason, path=job.run / CHECKPOINT)
+    if job.world.is_main and content.get("file") == CHECKPOINT and _is_after_evaluation(job, state):
+        keep_best(job, state)  # in case that the run was killed before it could
     return metrics_bytes
+
+
+def _is_after_evaluation(job: Job, state: State) -> bool:
+    is_evaluated = bool(state.evaluations) and state.evaluations[-1]["epoch"] == state.epoch
+    return is_evaluated and state.step == state.epoch * job.steps_per_epoch
 
 
 def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
