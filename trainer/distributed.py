@@ -7,14 +7,14 @@ the next collective operation, so that none waits for a rank that has ended.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.errors import DatapipeError, SettingError
@@ -57,11 +57,32 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     if world.world_size == 1:
         return model
     devices = [world.local_rank] if world.device.type == "cuda" else None
-    # Running statistics are averaged where they matter (average_buffers), not sent before every step.
+    # Running statistics are averaged where they matter (averaged_buffers), not sent before every step.
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 renamed the option
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {option: False}
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+
+
+def settle_buckets(model: nn.Module, images_BCHW: Tensor, world: World) -> None:
+    """Do a backward pass that changes nothing, after which DDP arranges its buckets of gradients for good.
+
+    Otherwise it would do so after the first step, also of a run that is resumed. Where a gradient lies decides in which
+    order ranks add it up, and how a sum over it is rounded: the run would not end with the same bits.
+
+    Args:
+        model: What `wrap` has returned.
+        images_BCHW: The network's input, on its device.
+        world: This process's place among the ranks.
+    """
+    if world.world_size == 1:
+        return
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng([images_BCHW.device] if images_BCHW.is_cuda else []):
+        model(images_BCHW).sum().backward()
+    model.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)
 
 
 def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
@@ -100,15 +121,39 @@ def gather_everywhere(world: World, value: T) -> list[T]:
     return values
 
 
-@torch.no_grad()
-def average_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks the mean of their BN running statistics, so that all evaluate and save one network."""
+@contextmanager
+def averaged_buffers(model: nn.Module, world: World) -> Iterator[dict[str, Tensor]]:
+    """Give all ranks the mean of their BN running statistics for a block, so that all evaluate and save one network.
+
+    Afterwards each has its own again: if they were rounded at each checkpoint, a run that was stopped, and so saved one
+    more, would not end with the same bits.
+
+    Yields:
+        This rank's own, by name; where there is no other rank, none.
+    """
     if world.world_size == 1:
+        yield {}
         return
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= world.world_size
+    buffers = _averaged(model)
+    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    for buffer in buffers.values():
+        dist.all_reduce(buffer)
+        buffer /= world.world_size
+    try:
+        yield own
+    finally:
+        set_buffers(model, own)
+
+
+def set_buffers(model: nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Give a model the running statistics that a rank had. Raises KeyError where it has others."""
+    buffers = _averaged(model)
+    for name, value in own.items():
+        buffers[name].copy_(value)
+
+
+def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from datapipe.sampling.augment import Augment
 
 from . import models, optim
 from .config.recipe import Recipe
-from .distributed import World, sum_over_ranks, together, wrap
+from .distributed import World, settle_buckets, sum_over_ranks, together, wrap
 from .errors import DivergedError
 from .kfac import KFAC, AdaptiveDamping
 from .local_checkpoints import LocalCheckpoints
@@ -193,6 +193,14 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     return module, wrap(module, world)
 
 
+def _settle(recipe: Recipe, world: World, loader: Loader, model: nn.Module, precision: Precision) -> None:
+    """Have DDP arrange its buckets, by as few images as BN takes, or those for which the network is compiled."""
+    count = loader.options.batch_size if recipe.train.compile else 2
+    images_BCHW = torch.zeros(count, loader.channels, recipe.data.size, recipe.data.size, device=world.device)
+    with precision.autocast():
+        settle_buckets(model, images_BCHW.contiguous(memory_format=_memory_format(recipe)), world)
+
+
 def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler) -> KFAC | None:
     """Build K-FAC or EKFAC over `model`, if the recipe asks for one.
 
@@ -243,6 +251,7 @@ def open_job(
     """
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
     module, model = build_network(recipe, world, train_loader)
+    _settle(recipe, world, train_loader, model, precision)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)
     metrics = MetricsFile(run / METRICS if world.is_main else None)

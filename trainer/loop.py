@@ -16,7 +16,7 @@ from datapipe.console import Progress
 from datapipe.loaders import Batch
 
 from .consistency import check_replicas
-from .distributed import average_buffers, sum_over_ranks
+from .distributed import averaged_buffers, sum_over_ranks
 from .errors import DivergedError
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
@@ -181,8 +181,7 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
     epoch = state.epoch + 1
     if epoch % settings.evaluate_every and epoch < settings.epochs:
         return None, True
-    with job.clock.section("evaluation"):
-        average_buffers(job.module, job.world)
+    with job.clock.section("evaluation"), averaged_buffers(job.module, job.world):
         check_finite(job, state)
         job.val_loader.set_epoch(0)
         evaluation = evaluate(

@@ -126,6 +126,11 @@ class Skipper:
 def roll_back(job: Job, state: State, error: DivergedError) -> None:
     """Continue from the run's last checkpoint with a lower learning rate; all ranks must call this.
 
+    Args:
+        job: The run.
+        state: Its progress, which is changed.
+        error: Why.
+
     Raises:
         DivergedError: There is no checkpoint yet, the run was rolled back as often as it may, or the recipe says to
             stop.

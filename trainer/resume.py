@@ -14,7 +14,7 @@ from datapipe.errors import SettingError
 from .checkpoint import BEST, keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
 from .checkpoint import NAME as CHECKPOINT
 from .config.recipe import Recipe, check_resumable, parse
-from .distributed import average_buffers, gather, together
+from .distributed import averaged_buffers, gather, set_buffers, together
 from .errors import CheckpointError, TrainingError
 from .job import Job, check_finite, is_finite, read_losses
 from .state import State
@@ -42,15 +42,14 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
     job.world.watch.doing(f"writing the checkpoint of step {state.step}", is_long=True)
     read_losses(job, state)
     job.clock.drain()
-    with job.clock.section("checkpoint"):
-        average_buffers(job.module, job.world)
+    with job.clock.section("checkpoint"), averaged_buffers(job.module, job.world) as own_buffers:
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update
         own_layers = job.preconditioner and job.preconditioner.state_dict()
-        states = gather(job.world, _on_cpu(own_layers))
+        states, buffers = gather(job.world, _on_cpu(own_layers)), gather(job.world, _on_cpu(own_buffers))
         try:
             with together(job.world):
                 if job.world.is_main:
-                    content = _content(job, state) | {"preconditioner": states}
+                    content = _content(job, state) | {"preconditioner": states, "buffers": buffers}
                     _write(job, content, is_best, must_arrive=not may_fail)
         except (OSError, TrainingError) as error:
             state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
@@ -70,10 +69,14 @@ def _write(job: Job, content: dict[str, Any], is_best: bool, must_arrive: bool) 
         return
     save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
     if is_best:
-        try:
-            keep_as(job.run / CHECKPOINT, job.run / BEST)
-        except OSError as error:
-            logger.error("%s", error)
+        _keep_best(job.run / CHECKPOINT, job)
+
+
+def _keep_best(path: Path, job: Job) -> None:
+    try:
+        keep_as(path, job.run / BEST)
+    except OSError as error:
+        logger.error("%s", error)
 
 
 def _what_stays(job: Job, state: State) -> str:
@@ -121,25 +124,25 @@ def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dic
         CheckpointError: There are some, and none can be read.
         SettingError: Its recipe learns something else than `recipe`.
     """
-    found, first_error = [], None
+    contents, first_error = [], None
     for paths in ([local / CHECKPOINT] if local and (local / CHECKPOINT).exists() else [], list_checkpoints(run)):
         try:
-            found += [_load_newest(paths)] if paths else []
+            contents += [_load_newest(paths)] if paths else []
         except CheckpointError as error:
             first_error = error
-    if not found:
+    if not contents:
         if first_error is not None:
             raise first_error
         return None
     if first_error is not None:
-        logger.warning("%s; continuing from %s", first_error, found[0][0])
-    path, content = max(reversed(found), key=lambda each: _progress(each[1]))
+        logger.warning("%s; continuing from %s", first_error, contents[0][0])
+    path, content = max(reversed(contents), key=lambda each: _progress(each[1]))
     try:
         old = parse(content["recipe"])
     except (SettingError, KeyError) as error:
         raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
     check_resumable(old, recipe)
-    return content
+    return content | {"path": str(path)}
 
 
 def _progress(content: dict[str, Any]) -> tuple[int, int]:
@@ -192,13 +195,23 @@ def restore(job: Job, state: State, content: dict[str, Any], with_clock: bool = 
     if not is_finite(job.module):
         reason = "holds a network that is not finite, so no training can continue from it; start a new run"
         raise CheckpointError(reason, path=job.run / CHECKPOINT)
+    if job.world.is_main and state.accuracy == state.best_accuracy and _is_after_evaluation(job, state):
+        _keep_best(Path(content["path"]), job)  # in case that the run was killed before it could
     return metrics_bytes
+
+
+def _is_after_evaluation(job: Job, state: State) -> bool:
+    is_evaluated = bool(state.evaluations) and state.evaluations[-1]["epoch"] == state.epoch
+    return is_evaluated and state.step == state.epoch * job.steps_per_epoch
 
 
 def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
     if content["data_sets"] != _data_sets(job):
         raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
     job.module.load_state_dict(content["model"])
+    buffers = content.get("buffers", [])  # not in a checkpoint of an earlier version
+    if len(buffers) == job.world.world_size:  # others begin with the mean, which "model" has
+        set_buffers(job.module, buffers[job.world.rank])
     job.optimizer.load_state_dict(content["optimizer"])
     if job.preconditioner is not None:
         job.preconditioner.load_state_dict(*content["preconditioner"])
