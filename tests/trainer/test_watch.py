@@ -102,6 +102,7 @@ def test_a_rank_that_dies_or_stops_ends_the_others_in_time(ranks, tmp_path, numb
     host = os.uname().nodename
     assert all(words.format(host=host) in errors.splitlines()[-1] for errors in said), said
     assert not any("Traceback" in errors for errors in said), said
+    assert (tmp_path / "run" / "failed-hosts").read_text() == f"{host}\n"
 
 
 @pytest.mark.ranks

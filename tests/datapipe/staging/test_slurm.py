@@ -138,44 +138,58 @@ def test_what_launch_writes_trains_and_goes_on(cluster, run, sample_dir):
     assert (cluster.backing / "launched" / "report.html").exists()
 
 
-@pytest.mark.parametrize("fault", ["a rank that is stopped", "a cable that is pulled"])
-def test_training_continues_without_a_node_that_fails(cluster, run, sample_dir, fault):
-    """The batch is as large as before, and the first node has all of it."""
+@pytest.fixture
+def launch(cluster, run, sample_dir):
+    """launch(name) -> (job, its metrics.jsonl): submit what `trainer launch` writes, and wait for a checkpoint."""
     pytest.importorskip("torch")
     from trainer.launching import Launch
 
-    is_cut = fault == "a cable that is pulled"
-    name = "cut" if is_cut else "stopped"
     if not (cluster.backing / "to-train").exists():
         run("datapipe", "pack", sample_dir, cluster.backing / "to-train", "--shard-mib", 1)
-    changes = "train.epochs=8", "train.target_accuracy=none", "data.threads=1", "train.log_every=1"
-    out, nodes = cluster.shared / name, ("--nodelist=node[1-2]",)
-    script = Launch(
-        "fashion-mnist-resnet8", cluster.shared / "to-train", out, nodes=2, changes=changes, options=nodes
-    ).write()
-    text = script.read_text().replace("--resume", "--resume --rank-timeout 15").replace("--wait=300", "--wait=30")
-    script.write_text(text)  # as a user would, who has no time
-    job = cluster.submit(script)
-    metrics = cluster.backing / name / "metrics.jsonl"
-    wait_until((cluster.backing / name / "checkpoint.pt").exists, 180)
-    if is_cut:
-        subprocess.run([TESTBED / "netns-hosts.sh", "link", NETWORK, "node2", "down"], check=True)
-    else:
-        os.kill(_rank_on("node2", out), signal.SIGSTOP)
-    try:
-        assert cluster.exit_code(job) == "0:0", "".join(path.read_text() for path in out.glob("slurm-*.log"))
-    finally:
-        if is_cut:
-            subprocess.run([TESTBED / "netns-hosts.sh", "link", NETWORK, "node2", "up"], check=True)
-            cluster.run("scontrol", "update", "nodename=node2", "state=resume")
-    log = "".join(path.read_text() for path in out.glob("slurm-*.log"))
-    assert "left out: node2; training continues on 1 of 2 nodes" in log, log
-    assert "rank 1 (node2)" in log, log
+
+    def submit(name: str) -> tuple[str, Path]:
+        changes = "train.epochs=3", "train.target_accuracy=none", "data.threads=1", "train.log_every=1"
+        data, out = cluster.shared / "to-train", cluster.shared / name
+        script = Launch("fashion-mnist-resnet8", data, out, nodes=2, changes=changes).write()
+        text = script.read_text().replace("--resume", "--resume --rank-timeout 15").replace("--wait=300", "--wait=30")
+        script.write_text(text)  # as a user would, who has no time
+        job = cluster.submit(script)
+        wait_until((cluster.backing / name / "checkpoint.pt").exists, 180)
+        return job, cluster.backing / name / "metrics.jsonl"
+
+    return submit
+
+
+def read_end(cluster: Cluster, metrics: Path) -> tuple[str, dict]:
+    """The log of a run that has completed, after one resume, and that line."""
+    log = "".join(path.read_text() for path in metrics.parent.glob("slurm-*.log"))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     (resumed,) = [line for line in lines if line["event"] == "resume"]
-    assert resumed["world_size"] == 1 and lines[0]["world_size"] == 2
-    assert lines[-1]["status"] == "completed"
-    assert (cluster.backing / name / "report.html").exists()
+    assert lines[-1]["status"] == "completed" and (metrics.parent / "report.html").exists()
+    return log, resumed
+
+
+def test_training_continues_without_the_node_of_a_rank_that_fails(cluster, launch):
+    """The batch is as large as before, and the first node has all of it."""
+    job, metrics = launch("stopped")
+    os.kill(_rank_on("node2", cluster.shared / "stopped"), signal.SIGSTOP)
+    assert cluster.exit_code(job) == "0:0"
+    log, resumed = read_end(cluster, metrics)
+    assert "left out: node2; training continues on 1 of 2 nodes" in log and "rank 1 (node2)" in log, log
+    assert resumed["world_size"] == 1
+
+
+def test_training_continues_on_another_node_where_one_is_down(cluster, launch):
+    job, metrics = launch("cut")
+    subprocess.run([TESTBED / "netns-hosts.sh", "link", NETWORK, "node2", "down"], check=True)
+    try:
+        cluster.start_again(job)
+    finally:
+        subprocess.run([TESTBED / "netns-hosts.sh", "link", NETWORK, "node2", "up"], check=True)
+        cluster.run("scontrol", "update", "nodename=node2", "state=resume")
+    log, resumed = read_end(cluster, metrics)
+    assert "rank 1 (node2) has given no sign of life" in log, log
+    assert resumed["world_size"] == 2
 
 
 def _rank_on(node: str, out: Path) -> int:
