@@ -49,8 +49,8 @@ DATAPIPE = {
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
-RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loop", "precision", "resume"]
-RUNNING += ["run", "state", "stop", "watch"]
+RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loop", "precision"]
+RUNNING += ["local_checkpoints", "recovery", "resume", "run", "state", "stop", "watch"]
 BELOW = (
     "errors config kfac models optim reporting "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
@@ -69,7 +69,7 @@ TRAINER = {
     # 3: the trainer itself, whose files import each other
     **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
     # 4
-    "launching": "datapipe",
+    "launching": "config datapipe reporting",
     "cli": "datapipe (config) (connection) (errors) (launching) (reporting) (run)",
     "__main__": "cli",
     "__init__": "",

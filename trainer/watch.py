@@ -80,7 +80,7 @@ class Watch:
         self._ended.set()
 
     def blame(self, ranks: list[int]) -> None:
-        """Write into the run's folder on which hosts ranks have failed, for the script that goes on without them."""
+        """Write into the run's folder on which hosts ranks have failed, for the script, which continues without these."""
         if self.run is None or not ranks:
             return
         hosts, path = sorted({self._crew.hosts_of_ranks[rank] for rank in ranks}), self.run / FAILED_HOSTS
