@@ -73,8 +73,10 @@ def _write(job: Job, content: dict[str, Any], is_best: bool, must_arrive: bool) 
 
 
 def _keep_best(path: Path, job: Job) -> None:
+    best = job.run / BEST
     try:
-        keep_as(path, job.run / BEST)
+        if not (best.exists() and best.samefile(path)):
+            keep_as(path, best)
     except OSError as error:
         logger.error("%s", error)
 
