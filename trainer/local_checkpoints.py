@@ -7,9 +7,13 @@ import logging
 import os
 import shutil
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder, named
 
 from .checkpoint import BEST, keep_as, move_earlier, save_checkpoint
@@ -27,6 +31,8 @@ def local_folder(root: Path, run: Path) -> Path | None:
     Its name comes from the run's path and the first line of its metrics, which tells when it began: another run in the
     same folder has another name.
     """
+    if root.resolve().is_relative_to(run.resolve()):
+        raise SettingError(f"--local-checkpoints {root}: lies in --out; use a folder on the node's own disk")
     try:
         with open(run / METRICS, "rb") as file:
             first_line = file.readline()
@@ -34,6 +40,30 @@ def local_folder(root: Path, run: Path) -> Path | None:
         return None
     digest = hashlib.blake2b(first_line + os.fsencode(run.resolve()), digest_size=8)
     return root / f"trainer-{digest.hexdigest()}"
+
+
+@contextmanager
+def open_local(root: Path, run: Path, keep: int) -> Iterator[LocalCheckpoints]:
+    """Open the checkpoints below a folder of a run that has begun; those of an earlier attempt are copied to the run.
+
+    Args:
+        root: Folder on this node's own disk.
+        run: Folder of the run.
+        keep: How many of the last checkpoints there are to be in the run's folder.
+
+    Yields:
+        The checkpoints; in the end their copies are waited for.
+
+    Raises:
+        SettingError: `root` lies in `run`.
+    """
+    folder = local_folder(root, run)
+    assert folder is not None
+    local = LocalCheckpoints(folder, run, keep)
+    try:
+        yield local
+    finally:
+        local.close()
 
 
 class LocalCheckpoints:
@@ -51,8 +81,11 @@ class LocalCheckpoints:
         self.folder, self._run, self._keep = folder, run, keep
         self._lock = threading.Lock()
         self._waiting: set[str] = set()  # names of files that are to be copied
+        self._failed: set[str] = set()  # of those whose last copy failed
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
+        self.longest_copy_s = 0.0  # of a checkpoint, and with it the best one
+        self._begin_copying({name for name in (CHECKPOINT, BEST) if (folder / name).exists()})  # of an earlier attempt
 
     def save(self, content: dict[str, Any], is_best: bool) -> bool:
         """Write a checkpoint to this disk, and begin to copy it.
@@ -73,16 +106,20 @@ class LocalCheckpoints:
             logger.warning("no checkpoint on this node's disk: %s; it is written to %s at once", error, self._run)
             self._wait()
             return False
-        with self._lock:
-            self._waiting |= {CHECKPOINT, BEST} if is_best else {CHECKPOINT}
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._copy_waiting, name="trainer-checkpoints", daemon=True)
-                self._thread.start()
+        self._begin_copying({CHECKPOINT, BEST} if is_best else {CHECKPOINT})
         return True
 
+    def _begin_copying(self, names: set[str]) -> None:
+        with self._lock:
+            self._waiting |= names | self._failed if names else names
+            if self._waiting and self._thread is None:
+                self._thread = threading.Thread(target=self._copy_waiting, name="trainer-checkpoints", daemon=True)
+                self._thread.start()
+
     def check(self) -> None:
-        """Raise the OSError of a copy, once."""
-        error, self._error = self._error, None
+        """Raise the OSError of the last copy, once."""
+        with self._lock:
+            error, self._error = self._error, None
         if error is not None:
             raise error
 
@@ -114,10 +151,15 @@ class LocalCheckpoints:
                 if not names:
                     self._thread = None
                     return
+            began = time.monotonic()
             try:
                 self._copy(names)
-            except OSError as error:
-                self._error = error
+                error = None
+            except Exception as failure:  # whatever it is, the run has no newer checkpoint
+                error = failure if isinstance(failure, OSError) else OSError(f"{type(failure).__name__}: {failure}")
+            self.longest_copy_s = max(self.longest_copy_s, time.monotonic() - began)
+            with self._lock:
+                self._error, self._failed = error, names if error else set()
 
     def _copy(self, names: set[str]) -> None:
         copied = None

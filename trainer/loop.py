@@ -25,7 +25,7 @@ from .optim.kfac import set_for_step
 from .recovery import Skipper, naming_samples, roll_back
 from .resume import save
 from .state import State
-from .stop import StoppedWaiting, StopSignal
+from .stop import RESERVE_S, StoppedWaiting, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,8 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             replicas = settings.check_replicas_every_steps
             if replicas and state.step % replicas == 0:
                 check_replicas(job, state.step)
+            if job.local is not None:
+                stop.reserve_s = RESERVE_S + 2 * job.local.longest_copy_s  # one may be under way
             if stop.agreed(_is_due(job, state)):
                 return False
             every = settings.checkpoint_every_steps

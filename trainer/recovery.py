@@ -17,7 +17,7 @@ from datapipe.errors import ManifestError
 from .distributed import broadcast, gather, together
 from .errors import BadStep, DivergedError
 from .job import Job, read_losses
-from .resume import read_checkpoint, restore
+from .resume import read_checkpoint, restore, save
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def roll_back(job: Job, state: State, error: DivergedError) -> None:
     content = broadcast(job.world, content)
     assert content is not None  # it has been saved
     with together(job.world):
-        restore(job, state, content, with_clock=False)  # the time has passed all the same
+        restore(job, state, content, is_resumed=False)
     job.optimizer.zero_grad(set_to_none=True)
     state.recoveries, state.lr_factor = recoveries, lr_factor
     if job.world.is_main:
@@ -159,3 +159,4 @@ def roll_back(job: Job, state: State, error: DivergedError) -> None:
         "roll_back", step=state.step, epoch=state.epoch, from_step=from_step, lr_factor=lr_factor,
         elapsed_s=job.clock.elapsed_s,
     )  # fmt: skip
+    save(job, state, may_fail=True)  # a run that is resumed must know of it

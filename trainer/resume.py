@@ -17,6 +17,8 @@ from .config.recipe import Recipe, check_resumable, parse
 from .distributed import averaged_buffers, gather, set_buffers, together
 from .errors import CheckpointError, TrainingError
 from .job import Job, check_finite, is_finite, read_losses
+from .reporting.metrics import digest_before
+from .reporting.runlog import NAME as METRICS
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ def _on_cpu(value: object) -> object:
 
 
 def _content(job: Job, state: State) -> dict[str, Any]:
+    metrics_bytes = job.metrics.sync()
     return {
         "recipe": job.recipe.model_dump(mode="json"),
         "global_batch_size": job.recipe.train.batch_size,
@@ -106,7 +109,8 @@ def _content(job: Job, state: State) -> dict[str, Any]:
         "optimizer": job.optimizer.state_dict(),
         "adaptive_damping": job.adaptive_damping and job.adaptive_damping.state_dict(),
         "scaler": job.scaler.state_dict(),
-        "metrics_bytes": job.metrics.sync(),
+        "metrics_bytes": metrics_bytes,
+        "metrics_digest": digest_before(job.run / METRICS, metrics_bytes),
     }
 
 
@@ -130,6 +134,8 @@ def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dic
     for paths in ([local / CHECKPOINT] if local and (local / CHECKPOINT).exists() else [], list_checkpoints(run)):
         try:
             contents += [_load_newest(paths)] if paths else []
+            if contents and local and contents[0][0].parent == local and not _fits_metrics(contents[0][1], run):
+                logger.warning("%s: the run was continued elsewhere meanwhile; it is not used", contents.pop()[0])
         except CheckpointError as error:
             first_error = error
     if not contents:
@@ -145,6 +151,11 @@ def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dic
         raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
     check_resumable(old, recipe)
     return content | {"path": str(path)}
+
+
+def _fits_metrics(content: dict[str, Any], run: Path) -> bool:
+    """Return whether a run's metrics still begin with those of a checkpoint."""
+    return content.get("metrics_digest") == digest_before(run / METRICS, content.get("metrics_bytes", 0))
 
 
 def _progress(content: dict[str, Any]) -> tuple[int, int]:
@@ -168,14 +179,14 @@ def _load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
     raise first
 
 
-def restore(job: Job, state: State, content: dict[str, Any], with_clock: bool = True) -> int:
+def restore(job: Job, state: State, content: dict[str, Any], is_resumed: bool = True) -> int:
     """Set everything to where it was when a checkpoint was saved.
 
     Args:
         job: The run, whose objects are changed.
         state: Its progress, which is changed.
         content: Content of the checkpoint.
-        with_clock: Whether also the time that had passed.
+        is_resumed: Whether the run was stopped; otherwise it is rolled back, and the time has passed all the same.
 
     Returns:
         The length of the metrics when the checkpoint was written, in bytes.
@@ -186,18 +197,18 @@ def restore(job: Job, state: State, content: dict[str, Any], with_clock: bool = 
     """
     try:
         _put_back(job, state, content)
-        if with_clock:
+        if is_resumed:
             job.clock.load_state_dict(content["clock"])
         metrics_bytes = content["metrics_bytes"]
     except SettingError:
         raise
     except UNFIT as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise CheckpointError(f"cannot be continued from: {reason}", path=job.run / CHECKPOINT) from error
+        raise CheckpointError(f"cannot be continued from: {reason}", path=content["path"]) from error
     if not is_finite(job.module):
         reason = "holds a network that is not finite, so no training can continue from it; start a new run"
-        raise CheckpointError(reason, path=job.run / CHECKPOINT)
-    if job.world.is_main and state.accuracy == state.best_accuracy and _is_after_evaluation(job, state):
+        raise CheckpointError(reason, path=content["path"])
+    if is_resumed and job.world.is_main and state.accuracy == state.best_accuracy and _is_after_evaluation(job, state):
         _keep_best(Path(content["path"]), job)  # in case that the run was killed before it could
     return metrics_bytes
 

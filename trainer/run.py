@@ -27,7 +27,7 @@ from .consistency import check_start
 from .distributed import World, broadcast, together
 from .errors import DivergedError, TrainingError
 from .job import Job, open_job
-from .local_checkpoints import LocalCheckpoints, local_folder
+from .local_checkpoints import local_folder, open_local
 from .loop import train
 from .precision import Precision, choose_precision
 from .reporting import metrics
@@ -125,12 +125,11 @@ def _run(
             if ended and world.is_main:
                 logger.info("the run in %s is complete", out)
             _write_start(job, state, resumed=checkpoint is not None and not ended)
-            if local_checkpoints is not None and world.is_main:
-                folder = local_folder(local_checkpoints, out)
-                assert folder is not None  # the run has begun
-                local = LocalCheckpoints(folder, out, recipe.train.keep_checkpoints)
-                stack.callback(local.close)
-                job = replace(job, local=local)
+            with together(world):
+                if local_checkpoints is not None and world.is_main:
+                    local = open_local(local_checkpoints, out, recipe.train.keep_checkpoints)
+                    job = replace(job, local=stack.enter_context(local))
+                    stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
         with stop:
             return _train_and_record(job, state, stop)
 
@@ -239,6 +238,7 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
     try:
         status = train(job, state, stop)
         if job.local is not None:
+            job.local.finish()
             job.local.discard()  # the run's folder has it all
     except torch.OutOfMemoryError as error:
         _write_end(job, state, "failed")
@@ -260,7 +260,7 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
 
 def _way_back(job: Job, state: State) -> str:
     """Return advice about a run that diverged."""
-    path = job.run / CHECKPOINT
+    path = (job.local.folder if job.local else job.run) / CHECKPOINT
     kept = f"There is no checkpoint yet ({path})"
     if state.saved is not None:
         kept = "{} is still that of epoch {}, step {}: --resume continues from it".format(path, *state.saved)

@@ -18,6 +18,7 @@ from .errors import BadStep, DivergedError
 
 RECENT_STEPS = 100  # whose median loss a spike is compared with
 FEWEST_RECENT = 20  # before which nothing is a spike
+LEAST_USUAL = 1e-3  # a median below that counts as that: where nearly all is learnt, a single image is a multiple
 MOST_PENDING = 1000  # losses on the device
 
 
@@ -91,20 +92,20 @@ class Losses:
         if not math.isfinite(mean):
             return f"became {mean}"
         if self._spike_factor is not None and len(self._recent) >= FEWEST_RECENT:
-            times = mean / median(self._recent)
+            times = mean / max(median(self._recent), LEAST_USUAL)
             if times > self._spike_factor:
                 return f"rose to {mean:.4g}, {times:.1f} times the median of the {len(self._recent)} steps before,"
         return ""
 
     def take_line(self) -> float:
-        """Return the mean since the last call, for a log line."""
-        mean = self._line[0] / max(1, self._line[1])
+        """Return the mean since the last call, for a log line; NaN where all steps were skipped."""
+        mean = self._line[0] / self._line[1] if self._line[1] else math.nan
         self._line = [0.0, 0]
         return mean
 
     def take_epoch(self) -> float:
-        """Return the mean since the last call, for an epoch."""
-        mean = self._epoch[0] / max(1, self._epoch[1])
+        """Return the mean since the last call, for an epoch; NaN where all steps were skipped."""
+        mean = self._epoch[0] / self._epoch[1] if self._epoch[1] else math.nan
         self._epoch = [0.0, 0]
         return mean
 

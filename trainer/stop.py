@@ -47,7 +47,7 @@ class StopSignal:
 
     def __init__(self, world: World, names: Sequence[str] = SIGNALS, ends_at: float | None = None) -> None:
         self.number, self.is_due = 0, False
-        self._ends_at = ends_at
+        self._ends_at, self.reserve_s = ends_at, RESERVE_S
         self._called_at, self._longest_s = 0.0, 0.0  # the last call of `agreed`, and the longest time between two
         self._world = world
         self._signals = [_signal_of(name) for name in names]
@@ -118,7 +118,7 @@ class StopSignal:
         if self._called_at:
             self._longest_s = max(self._longest_s, now - self._called_at)
         self._called_at = now
-        if self._ends_at is not None and time.time() + RESERVE_S + 2 * self._longest_s > self._ends_at:
+        if self._ends_at is not None and time.time() + self.reserve_s + 2 * self._longest_s > self._ends_at:
             self._received = self._received or TIME_IS_OVER
 
     def settle(self) -> None:

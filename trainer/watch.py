@@ -80,14 +80,15 @@ class Watch:
         self._ended.set()
 
     def blame(self, ranks: list[int]) -> None:
-        """Write into the run's folder on which hosts ranks have failed, for the script, which continues without these."""
+        """Write into the run's folder on which hosts ranks are dead, or hang, for the script that leaves these out."""
         if self.run is None or not ranks:
             return
         hosts, path = sorted({self._crew.hosts_of_ranks[rank] for rank in ranks}), self.run / FAILED_HOSTS
 
         def write() -> None:
-            with suppress(OSError):
-                path.write_text("".join(f"{host}\n" for host in hosts))
+            mode = "w" if self._rank == 0 else "x"  # the others know less, and may be the ones that are cut off
+            with suppress(OSError), open(path, mode) as file:
+                file.writelines(f"{host}\n" for host in hosts)
 
         writer = threading.Thread(target=write, daemon=True)  # the filesystem may be what hangs
         writer.start()
@@ -120,14 +121,13 @@ class Watch:
         silent = {rank: now - self._changed.setdefault(rank, (None, now))[1] for rank in ranks}
         for rank, why in self._crew.find_left(ranks).items():
             if now - self._left.setdefault(rank, now) > LEFT_S:
-                self._blamed = [rank]
                 return f"{self._crew.names([rank])} has left: {why}"
         rank = max(silent, key=silent.__getitem__)
         if silent[rank] > self._patience_s:
             beat = self._changed[rank][0]
             last = f"; the last was: {beat[1][1]}" if beat and beat[1] else ""
             message = f"{self._crew.names([rank])} has given no sign of life for {silent[rank]:.0f} s{last}"
-            self._blamed = [rank for rank, seconds in silent.items() if seconds > self._patience_s]
+            self._blamed = [rank for rank, seconds in silent.items() if seconds > self._timeout_s]
             return self._say(message, silent[rank])
         return self._judge_progress(ranks) if self._rank == 0 else ""
 

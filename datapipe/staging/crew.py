@@ -60,7 +60,7 @@ class Crew:
         self._ended, self.index, self.is_leader = threading.Event(), -1, False
         self.hosts = [placement.master]
         self.hosts_of_ranks: list[str] = []
-        self.missing: list[int] = []  # of the ranks, those that `explain` has named
+        self.missing: list[int] = []  # of the ranks, those that `explain` found silent
         self.local_ranks: list[int] = []
         self.describe: Callable[[], Any] = lambda: None
         threading.Thread(target=self._beat, name="datapipe-beat", daemon=True).start()
@@ -234,7 +234,6 @@ class Crew:
         others.remove(self._placement.rank)
         try:
             time.sleep(BEAT_S)  # for its last words
-            self.missing = [*self.find_left(others)]
             self._check_left(others)
             before = self._ask(partial(self._latest_beats, others), LISTEN_S)
             time.sleep(LISTEN_S)

@@ -115,6 +115,58 @@ def test_where_it_is_damaged_the_runs_own_is(go, left, tmp_path, metrics, caplog
     assert "damaged" in caplog.text and "continuing from" in caplog.text
 
 
+def test_what_was_not_copied_when_the_run_ended_is_copied_by_the_next(go, tmp_path, metrics):
+    """The process was killed while it copied the last checkpoint, that of a run which is complete, and its best one."""
+    local = ["--local-checkpoints", tmp_path / "local"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalCheckpoints, "discard", lambda self: None)
+        assert go("run", *EVERY, *local) == 0
+    for path in (tmp_path / "run").glob("*.pt"):
+        path.unlink()
+    assert go("run", *EVERY, "--resume", *local) == 0
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["epoch"] == 3
+    assert (tmp_path / "run" / "best.pt").exists()
+    assert not [*(tmp_path / "local").iterdir()]
+
+
+def test_where_the_run_was_continued_on_another_node_it_is_not_taken(go, left, tmp_path, metrics, caplog):
+    assert go("run", *EVERY, "--resume", "--set", "train.epochs=2") == 0  # elsewhere
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    assert go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local") == 0
+    assert "the run was continued elsewhere meanwhile" in caplog.text
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
+    assert not list((tmp_path / "run").glob("metrics-*"))
+
+
+def test_a_copy_that_failed_once_is_made_up_for(monkeypatch, tmp_path):
+    (tmp_path / "run").mkdir()
+    local, real, failures = (
+        LocalCheckpoints(tmp_path / "local", tmp_path / "run", 2),
+        trainer.local_checkpoints.atomic_write,
+        [MemoryError()],
+    )
+
+    def write(path):
+        if failures:
+            raise failures.pop()
+        return real(path)
+
+    monkeypatch.setattr(trainer.local_checkpoints, "atomic_write", write)
+    local.save({"step": 1}, is_best=True)
+    local._wait()
+    assert not failures and not list_checkpoints(tmp_path / "run")
+    local.save({"step": 2}, is_best=False)
+    local.finish()
+    steps = {path.name: load_checkpoint(path)["step"] for path in (tmp_path / "run").iterdir()}
+    assert steps == {"checkpoint.pt": 2, "best.pt": 1}
+
+
+def test_a_folder_in_the_run_is_refused(go, tmp_path, capsys):
+    assert go("run", "--local-checkpoints", tmp_path / "run" / "local") == 2
+    assert "lies in --out" in capsys.readouterr().err
+
+
 def test_that_of_another_run_in_the_same_folder_is_not_taken(go, left, tmp_path, metrics):
     shutil.rmtree(tmp_path / "run")
     assert go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local") == 0

@@ -54,6 +54,15 @@ def test_a_spike_is_a_multiple_of_the_median_of_recent_losses():
     without.read(World(), 22)
 
 
+def test_where_nearly_all_is_learnt_a_small_loss_is_no_spike():
+    losses = Losses(spike_factor=3.0)
+    _add(losses, *[0.0] * 30, 1e-3)
+    losses.read(World(), 31)
+    _add(losses, 4e-3)
+    with pytest.raises(DivergedError, match="at step 32"):
+        losses.read(World(), 32)
+
+
 def test_status():
     state = State(Losses())
     assert state.status(0.9, 3) is None

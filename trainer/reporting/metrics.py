@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ import torch
 from datapipe.fsio import named
 
 logger = logging.getLogger(__name__)
+DIGEST_BYTES = 4096
 STEP = re.compile(rb'"step": ([0-9]{1,18})')  # in a line
 
 
@@ -89,6 +91,13 @@ class MetricsFile:
         if self._file is not None:
             with suppress(OSError):  # `sync` has raised it, or another error is being raised
                 self._file.close()
+
+
+def digest_before(path: Path, size: int) -> str:
+    """Return a digest of the last bytes of a file before `size`: lines with times, which no other attempt has."""
+    with named(path), open(path, "rb") as file:
+        file.seek(max(0, size - DIGEST_BYTES))
+        return hashlib.blake2b(file.read(min(size, DIGEST_BYTES)), digest_size=16).hexdigest()
 
 
 def _put_aside(path: Path) -> None:

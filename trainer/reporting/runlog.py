@@ -101,7 +101,8 @@ class Run:
         if self.skips:
             steps = ", ".join(str(line.get("step")) for line in self.skips)
             notes.append(f"Steps that were skipped, as the loss had diverged: {steps}.")
-        diverged = [line for line in self.train if math.isnan(number(line.get("loss")))]
+        skipped = {line.get("step") for line in self.skips}
+        diverged = [line for line in self.train if math.isnan(number(line.get("loss"))) and line["step"] not in skipped]
         if diverged:
             notes.append(f"The training loss was no longer finite at step {diverged[0].get('step')}.")
         return notes
