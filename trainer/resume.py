@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import time
 from pathlib import Path
@@ -63,9 +64,16 @@ def keep_best(job: Job, state: State) -> None:
     """Keep the run's checkpoint, which is that of the end of an evaluated epoch, as the best if none was better."""
     if state.accuracy == state.best_accuracy:
         try:
-            keep_as(job.run / CHECKPOINT, job.run / BEST)
+            if not _is_kept(job.run):
+                keep_as(job.run / CHECKPOINT, job.run / BEST)
         except OSError as error:
             logger.error("%s", error)
+
+
+def _is_kept(run: Path) -> bool:
+    """Return whether the best checkpoint is the last one: a full disk may have no room for a new name."""
+    last, best = run / CHECKPOINT, run / BEST
+    return best.exists() and (last.samefile(best) or filecmp.cmp(last, best, shallow=False))
 
 
 def _what_stays(job: Job, state: State) -> str:
