@@ -32,9 +32,9 @@ def launch(cluster, run, sample_dir):
     def _launch(name: str, epochs: int, **options: str) -> tuple[str, Path]:
         if not (cluster.backing / "data").exists():
             run("datapipe", "pack", sample_dir, cluster.backing / "data", "--shard-mib", 1)
-        words = tuple(word for change in (*SETTINGS, f"train.epochs={epochs}") for word in ("--set", change))
+        changes = (*SETTINGS, f"train.epochs={epochs}")
         data, out, local = cluster.shared / "data", cluster.shared / name, cluster.folder / "local" / "data"
-        script = Launch("fashion-mnist-resnet8", data, out, nodes=2, stage=local, train=words, **options).write()
+        script = Launch("fashion-mnist-resnet8", data, out, nodes=2, stage=local, changes=changes, **options).write()
         job = cluster.run("sbatch", "--parsable", "--export=ALL,OMP_NUM_THREADS=1", script).strip()
         return job, cluster.backing / name
 
