@@ -43,13 +43,16 @@ def local_folder(root: Path, run: Path) -> Path | None:
 
 
 @contextmanager
-def open_local(root: Path, run: Path, keep: int) -> Iterator[LocalCheckpoints]:
-    """Open the checkpoints below a folder of a run that has begun; those of an earlier attempt are copied to the run.
+def open_local(root: Path, run: Path, keep: int, checkpoint: dict[str, Any] | None) -> Iterator[LocalCheckpoints]:
+    """Open the checkpoints below a folder of a run that has begun.
+
+    What an earlier attempt has left there is copied to the run if that continues from it, and otherwise removed.
 
     Args:
         root: Folder on this node's own disk.
         run: Folder of the run.
         keep: How many of the last checkpoints there are to be in the run's folder.
+        checkpoint: What `read_checkpoint` has returned, from which the run continues.
 
     Yields:
         The checkpoints; in the end their copies are waited for.
@@ -59,6 +62,8 @@ def open_local(root: Path, run: Path, keep: int) -> Iterator[LocalCheckpoints]:
     """
     folder = local_folder(root, run)
     assert folder is not None
+    if checkpoint is None or Path(checkpoint["path"]).parent != folder:
+        shutil.rmtree(folder, ignore_errors=True)
     local = LocalCheckpoints(folder, run, keep)
     try:
         yield local
@@ -111,7 +116,7 @@ class LocalCheckpoints:
 
     def _begin_copying(self, names: set[str]) -> None:
         with self._lock:
-            self._waiting |= names | self._failed if names else names
+            self._waiting |= names | self._failed
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._copy_waiting, name="trainer-checkpoints", daemon=True)
                 self._thread.start()

@@ -127,7 +127,7 @@ def _run(
             _write_start(job, state, resumed=checkpoint is not None and not ended)
             with together(world):
                 if local_checkpoints is not None and world.is_main:
-                    local = open_local(local_checkpoints, out, recipe.train.keep_checkpoints)
+                    local = open_local(local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
                     job = replace(job, local=stack.enter_context(local))
                     stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
         with stop:

@@ -132,8 +132,14 @@ def test_what_was_not_copied_when_the_run_ended_is_copied_by_the_next(go, tmp_pa
 def test_where_the_run_was_continued_on_another_node_it_is_not_taken(go, left, tmp_path, metrics, caplog):
     assert go("run", *EVERY, "--resume", "--set", "train.epochs=2") == 0  # elsewhere
     (tmp_path / "run" / "checkpoint.pt").unlink()
-    assert go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local") == 0
+    with pytest.MonkeyPatch.context() as patch:  # killed before it saves
+        _stop_at(patch, 1, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local")
     assert "the run was continued elsewhere meanwhile" in caplog.text
+    steps = [load_checkpoint(path)["state"]["step"] for path in list_checkpoints(tmp_path / "run")]
+    assert steps == [15]  # what was not used is not copied
+    assert go("run", *EVERY, "--resume", "--local-checkpoints", tmp_path / "local") == 0
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))
     assert not list((tmp_path / "run").glob("metrics-*"))
