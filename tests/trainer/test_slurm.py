@@ -25,17 +25,33 @@ pytestmark = [*needs_testbed, pytest.mark.ranks]
 environ, run, cluster = shared_fixtures.environ, shared_fixtures.run, shared_fixtures.cluster
 
 
+# A step takes so long that a minute is too short for all of them.
+SLOW = """
+import sys, time
+if "trainer" in "".join(sys.orig_argv) and "train" in sys.orig_argv:
+    import trainer.loop as loop
+    before = loop._update
+    def slow(*arguments):
+        before(*arguments)
+        time.sleep(0.15)
+    loop._update = slow
+"""
+
+
 @pytest.fixture
 def launch(cluster, run, sample_dir):
-    """launch("run", epochs, time="5") -> (job, folder) of a training on two nodes, which share their cores."""
+    """launch("run", epochs, time="5") -> (job, folder) of a training on two nodes, which share their cores.
 
-    def _launch(name: str, epochs: int, **options: str) -> tuple[str, Path]:
+    `exported`: more variables, each with a comma before it.
+    """
+
+    def _launch(name: str, epochs: int, exported: str = "", **options: str) -> tuple[str, Path]:
         if not (cluster.backing / "data").exists():
             run("datapipe", "pack", sample_dir, cluster.backing / "data", "--shard-mib", 1)
         changes = (*SETTINGS, f"train.epochs={epochs}")
         data, out, local = cluster.shared / "data", cluster.shared / name, cluster.folder / "local" / "data"
         script = Launch("fashion-mnist-resnet8", data, out, nodes=2, stage=local, changes=changes, **options).write()
-        job = cluster.run("sbatch", "--parsable", "--export=ALL,OMP_NUM_THREADS=1", script).strip()
+        job = cluster.run("sbatch", "--parsable", f"--export=ALL,OMP_NUM_THREADS=1{exported}", script).strip()
         return job, cluster.backing / name
 
     return _launch
@@ -89,3 +105,13 @@ def test_a_job_that_is_preempted(cluster, launch, options):
     wait_until(lambda: not cluster.is_running(urgent), 120, lambda: cluster.run("squeue"))
     resumes = check(cluster, job, folder, finish(cluster, job), NUM_EPOCHS * STEPS_PER_EPOCH)
     assert len(resumes) == 1 and resumes[0]["repeated_steps"] == 0
+
+
+def test_a_job_whose_time_is_over(cluster, launch, tmp_path):
+    """It saves in time, and requeues itself until all is done; no step is done twice."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    job, folder = launch("timed", NUM_EPOCHS, f",PYTHONPATH={tmp_path}", time="1")
+    resumes = check(cluster, job, folder, finish(cluster, job), NUM_EPOCHS * STEPS_PER_EPOCH)
+    assert resumes and all(line["repeated_steps"] == 0 for line in resumes)
+    log = "".join(path.read_text() for path in folder.glob("slurm-*.log"))
+    assert "TIME LIMIT" not in log
