@@ -1,0 +1,292 @@
+"""How soon does a training of two ranks end when one of them fails, whom does it blame, and what is lost?
+
+    python -m benchmarks.bench_faults [--rounds 3] [--cap-s 300] [--only SYSTEM …] [--faults FAULT …]
+
+ResNet-8 on Fashion-MNIST, two ranks on the processor: `trainer train`, started by torchrun and rank by rank as srun
+does; a loop around DistributedDataParallel; Lightning; accelerate. A fault strikes some seconds into their second
+epoch or a later one. It needs root, and ../shared/testbed, for hosts of their own and a small disk. Prints a table,
+writes results/faults.json.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks import corpus
+from benchmarks.fault_runs import POLL_S, Command, Run, cell, find_blame, list_checkpoints, send
+from benchmarks.measure import ROOT, WORK, command_line, environment, spread, table, write_record
+from benchmarks.testbed import NETWORK as SWITCH
+from benchmarks.testbed import hosts
+
+NETWORK, SUBNET = "fb", "95.1"  # a network for each system: fb0, fb1, …
+IMAGES, BATCH_SIZE, EPOCHS = 12_000, 64, 1000  # more epochs than it ever trains
+RANK_TIMEOUT_S = 20
+START_S = 120.0  # until the first checkpoint
+INTO_EPOCH_S = 2.0  # after a checkpoint, a fault strikes
+DISK_BYTES, FULL_S = 16 * 2**20, 15.0  # how long the disk is full: checkpoints fail meanwhile
+OURS = {
+    "train.batch_size": BATCH_SIZE, "train.epochs": EPOCHS, "train.target_accuracy": "none", "data.threads": 1,
+    "train.evaluate_every": EPOCHS, "train.precision": "off",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is: its data set, what it writes, the port where its ranks meet, and the network of two hosts."""
+
+    data: Path
+    out: Path
+    port: int
+    network: str
+
+    def on_each_host(self, words: Callable[[int], list[str]], **variables: str) -> list[Command]:
+        """Return a command for each host, with its words by the host's number from 0."""
+        return [Command(words(number), variables, number + 1, self.network) for number in range(self.num_hosts)]
+
+    @property
+    def num_hosts(self) -> int:
+        return 2 if self.network else 1
+
+    @property
+    def master(self) -> str:
+        return "node1" if self.network else "127.0.0.1"
+
+
+def by_torchrun(place: Place, words: list[str]) -> list[Command]:
+    def launch(number: int) -> list[str]:
+        options = {"nnodes": place.num_hosts, "node-rank": number, "nproc-per-node": 2 // place.num_hosts,
+                   "master-addr": place.master, "master-port": place.port}  # fmt: skip
+        return [sys.executable, "-m", "torch.distributed.run", *as_options(options), "-m", *words]
+
+    return place.on_each_host(launch)
+
+
+def as_options(options: dict[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def our_words(place: Place) -> list[str]:
+    options = {"data": place.data, "out": place.out, "device": "cpu", "rank-timeout": RANK_TIMEOUT_S}
+    changes = [f"--set={key}={value}" for key, value in OURS.items()]
+    return ["trainer", "train", "fashion-mnist-resnet8", *as_options(options), *changes]
+
+
+def peer_words(module: str, place: Place) -> list[str]:
+    options = {"data": place.data / "train", "out": place.out, "epochs": EPOCHS, "batch-size": BATCH_SIZE // 2}
+    return [f"benchmarks.peers.{module}", *as_options(options)]
+
+
+def rank_by_rank(place: Place) -> list[Command]:
+    """Start each rank by itself, with the variables that a scheduler gives it."""
+    per_host = 2 // place.num_hosts
+    common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": per_host, "MASTER_ADDR": place.master, "MASTER_PORT": place.port}
+    return [
+        Command(
+            [sys.executable, "-m", *our_words(place)],
+            {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank % per_host}.items()},
+            rank // per_host + 1,
+            place.network,
+        )
+        for rank in range(2)
+    ]
+
+
+def by_lightning(place: Place) -> list[Command]:
+    """Start Lightning, which starts the other ranks of its host."""
+    words = [sys.executable, "-m", *peer_words("fault_lightning", place)]
+    words += as_options({"nodes": place.num_hosts, "ranks-per-node": 2 // place.num_hosts})
+    variables = {"MASTER_ADDR": place.master, "MASTER_PORT": str(place.port)}
+    commands = place.on_each_host(lambda _: words)
+    return [Command(words, {**variables, "NODE_RANK": str(i)}, its.host, its.network) for i, its in enumerate(commands)]
+
+
+SYSTEMS: dict[str, Callable[[Place], list[Command]]] = {
+    "trainer, torchrun": lambda place: by_torchrun(place, our_words(place)),
+    "trainer, rank by rank": rank_by_rank,
+    "DDP loop, torchrun": lambda place: by_torchrun(place, peer_words("fault_ddp", place)),
+    "Lightning": by_lightning,
+    "accelerate, torchrun": lambda place: by_torchrun(place, peer_words("fault_accelerate", place)),
+}
+NEEDS = {"Lightning": "lightning", "accelerate, torchrun": "accelerate"}
+CUT, FULL, HANG = "link of node2 cut", "disk full", "reads of rank 1 hang"
+
+
+def to_rank_1(number: int) -> Callable[[Run, Path], None]:
+    return lambda run, _: send(run.ranks()[1], number)
+
+
+def terminate(run: Run, _: Path) -> None:
+    """Ask whoever was started to end: a launcher, or each rank."""
+    for pid in run.launchers:
+        send(pid, signal.SIGTERM)
+
+
+def warn_ranks(run: Run, _: Path) -> None:
+    for pid in run.ranks():
+        send(pid, signal.SIGUSR1)
+
+
+def cut_link(run: Run, _: Path) -> None:
+    subprocess.run([SWITCH, "link", run.network, "node2", "down"], check=True)
+
+
+def fill_disk(_run: Run, folder: Path) -> None:
+    with suppress(OSError), (folder / "disk" / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+FAULTS: dict[str, Callable[[Run, Path], None]] = {
+    "SIGKILL to rank 1": to_rank_1(signal.SIGKILL),
+    "SIGSTOP to rank 1": to_rank_1(signal.SIGSTOP),
+    HANG: lambda _run, folder: (folder / "hang").touch(),
+    CUT: cut_link,
+    FULL: fill_disk,
+    "SIGTERM to the launcher": terminate,
+    "SIGUSR1 to all ranks": warn_ranks,
+}
+BLAMING = list(FAULTS)[:4]  # those of rank 1 alone
+WAITING = BLAMING[1:]  # those of which most systems learn by a time-out, if at all
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens, below those that Linux gives to who connects; nor on the one below it."""
+    while True:
+        port = random.randrange(17_100, 30_000)
+        with suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port - 1)):
+            return port
+
+
+def measure(fault: str, system: str, data: Path, cap_s: float) -> dict:
+    """Train, have the fault strike, and wait until no process is left, or for `cap_s`."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-", dir=WORK)))
+        network = f"{NETWORK}{list(SYSTEMS).index(system)}" if fault == CUT else ""
+        stack.enter_context(small_disk(folder / "disk") if fault == FULL else nullcontext())
+        stack.enter_context(hosts(network, 2, SUBNET) if network else nullcontext())
+        out = folder / "disk" / "run" if fault == FULL else folder / "run"
+        commands = SYSTEMS[system](Place(data, out, free_port(), network))
+        paths = [str(ROOT / "benchmarks" / "hanging"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths),
+                     "HANG": str(folder / "hang")}  # fmt: skip
+        run = stack.enter_context(Run(commands, folder, out, variables))
+        started = run.wait_for(lambda: list_checkpoints(out), START_S)
+        if started is None or run.wait_for(lambda: False, INTO_EPOCH_S) is not None:
+            raise SystemExit(f"error: {system} has not trained:\n" + run.said())
+        return {"start_s": started} | strike(fault, run, folder, cap_s)
+
+
+def strike(fault: str, run: Run, folder: Path, cap_s: float) -> dict:
+    """Have the fault strike; return when and how the run ended, whom it blames, and what a restart can begin with."""
+    rank_1 = run.ranks()[1]
+    run.begin_listening()
+    struck = time.time()
+    FAULTS[fault](run, folder)
+    if fault == FULL and run.wait_for(lambda: False, FULL_S) is None:
+        (folder / "disk" / "filler").unlink()
+        run.wait_for(lambda: run.last_checkpoint() > struck + FULL_S, cap_s)
+        if run.processes():
+            return {"survived": True, "usable": run.last_checkpoint() > struck + FULL_S}
+    others = run.wait_for(lambda: not run.processes().keys() - {rank_1}, cap_s)
+    others_s = None if others is None else time.time() - struck
+    gone = run.wait_for(lambda: False, max(POLL_S, struck + cap_s - time.time()))
+    gone_s = None if gone is None else time.time() - struck
+    saved = run.last_checkpoint()
+    line = find_blame(run.said(is_apart=fault == CUT)) if fault in BLAMING else ""
+    return {
+        "survived": False,
+        "usable": saved > 0,
+        "gone_s": gone_s,
+        "others_gone_s": others_s,
+        "exit_codes": run.exit_codes(),
+        "lost_s": max(0.0, struck - saved),
+        "blames_rank_1": bool(line),
+        "names_its_host": "node2" in line,
+        "line": line.replace(socket.gethostname(), "this-host"),
+    }
+
+
+def compare_under(fault: str, systems: list[str], data: Path, rounds: int, cap_s: float) -> dict[str, dict]:
+    """Measure the systems: all at once where most wait, else in turns. One that reaches the cap runs once."""
+    runs: dict[str, list[dict]] = {system: [] for system in systems}
+
+    def run_once(system: str) -> None:
+        runs[system].append(measure(fault, system, data, cap_s))
+        said = cell(summarise(runs[system][-1:]), cap_s)
+        print(f"  {fault}, round {len(runs[system])} of {rounds}: {system}: {said}", flush=True)
+
+    for _ in range(rounds):
+        left = [system for system, its in runs.items() if all(run.get("gone_s", 0.0) is not None for run in its)]
+        with ThreadPoolExecutor(len(systems) if fault in WAITING else 1) as pool:
+            list(pool.map(run_once, left))
+    return {system: summarise(its) for system, its in runs.items()}
+
+
+def summarise(runs: list[dict]) -> dict:
+    """Return what a system's runs under a fault have in common; seconds are None where a run has none in time."""
+    its: dict = {}
+    for key in ("gone_s", "others_gone_s", "lost_s"):
+        values = [run.get(key) for run in runs]
+        its[key] = None if None in values else spread(values)
+    for key in ("survived", "usable", "blames_rank_1", "names_its_host"):
+        its[key] = all(run.get(key, False) for run in runs)
+    codes = sorted({str(code) for run in runs for code in run.get("exit_codes", ()) if code is not None})
+    return its | {"exit_codes": codes, "runs": runs}
+
+
+def main() -> int:
+    parser = command_line(__doc__, rounds=3)
+    parser.add_argument("--cap-s", type=float, default=300, help="wait so long for the end (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=SYSTEMS, help="some of them; no record")
+    parser.add_argument("--faults", nargs="+", metavar="FAULT", choices=FAULTS, help="some of them; no record")
+    arguments = parser.parse_args()
+    described = environment()
+    if os.geteuid() or not SWITCH.exists():
+        raise SystemExit(f"error: this benchmark needs root, and {SWITCH}")
+    absent = {
+        system: f"{name} is not installed" for system, name in NEEDS.items() if not importlib.util.find_spec(name)
+    }
+    systems = [system for system in arguments.only or SYSTEMS if system not in absent]
+    data = corpus.fashion_mnist(IMAGES) / "tar"
+    found = {
+        fault: compare_under(fault, systems, data, arguments.rounds, arguments.cap_s)
+        for fault in arguments.faults or FAULTS
+    }
+    rows = [[fault, *(cell(its, arguments.cap_s) for its in by_system.values())] for fault, by_system in found.items()]
+    print("\n" + table(["fault", *systems], rows))
+    settings = {"rounds": arguments.rounds, "cap_s": arguments.cap_s, "rank_timeout_s": RANK_TIMEOUT_S,
+                "images": IMAGES, "batch_size": BATCH_SIZE, "into_epoch_s": INTO_EPOCH_S, "full_s": FULL_S,
+                "ours": OURS}  # fmt: skip
+    versions = {name: metadata.version(name) for name in NEEDS.values() if importlib.util.find_spec(name)}
+    record = {"environment": described, "peers": versions, "absent": absent, "settings": settings, "found": found}
+    if not arguments.only and not arguments.faults:
+        print(write_record("faults", record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
