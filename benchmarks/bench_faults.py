@@ -272,17 +272,19 @@ def main() -> int:
     }
     systems = [system for system in arguments.only or SYSTEMS if system not in absent]
     data = corpus.fashion_mnist(IMAGES) / "tar"
-    found = {
+    by_fault = {
         fault: compare_under(fault, systems, data, arguments.rounds, arguments.cap_s)
         for fault in arguments.faults or FAULTS
     }
-    rows = [[fault, *(cell(its, arguments.cap_s) for its in by_system.values())] for fault, by_system in found.items()]
+    rows = [
+        [fault, *(cell(its, arguments.cap_s) for its in by_system.values())] for fault, by_system in by_fault.items()
+    ]
     print("\n" + table(["fault", *systems], rows))
     settings = {"rounds": arguments.rounds, "cap_s": arguments.cap_s, "rank_timeout_s": RANK_TIMEOUT_S,
                 "images": IMAGES, "batch_size": BATCH_SIZE, "into_epoch_s": INTO_EPOCH_S, "full_s": FULL_S,
                 "ours": OURS}  # fmt: skip
     versions = {name: metadata.version(name) for name in NEEDS.values() if importlib.util.find_spec(name)}
-    record = {"environment": described, "peers": versions, "absent": absent, "settings": settings, "found": found}
+    record = {"environment": described, "peers": versions, "absent": absent, "settings": settings, "found": by_fault}
     if not arguments.only and not arguments.faults:
         print(write_record("faults", record))
     return 0

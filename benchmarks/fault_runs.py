@@ -59,15 +59,16 @@ class Run:
         self._said_before = [0] * len(commands)
 
     def __enter__(self) -> Run:
-        self._children = [
-            subprocess.Popen(
-                [*(on_host(command.network, command.host) if command.network else ()), *command.words],
-                stdin=subprocess.DEVNULL, stdout=log.open("wb"), stderr=subprocess.STDOUT, cwd=ROOT,
-                env=self._environment | command.environment,
-            )
-            for command, log in zip(self._commands, self._logs, strict=True)
-        ]  # fmt: skip
+        self._children = [self._start(*pair) for pair in zip(self._commands, self._logs, strict=True)]
         return self
+
+    def _start(self, command: Command, log: Path) -> subprocess.Popen:
+        words = [*(on_host(command.network, command.host) if command.network else ()), *command.words]
+        variables = self._environment | command.environment
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=variables
+            )
 
     def __exit__(self, *_exc: object) -> None:
         while pids := self.processes():
@@ -85,7 +86,7 @@ class Run:
         """Return the living processes, each with the rank that it is, or None."""
         pids: dict[int, int | None] = {}
         for child in self._children:
-            child.poll()  # one that has ended is no process any more
+            child.poll()  # otherwise one that has ended stays a process
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # it has ended meanwhile
                 pairs = (entry.partition("=") for entry in path.read_bytes().decode(errors="replace").split("\0"))
@@ -146,12 +147,12 @@ def find_blame(text: str) -> str:
 
 def list_checkpoints(out: Path) -> list[tuple[float, Path]]:
     """List when each checkpoint of any of the systems was written, and its path, the newest first."""
-    found = []
+    checkpoints = []
     for pattern in CHECKPOINTS:
         for path in out.glob(pattern):
             with suppress(OSError, ValueError):  # it was replaced meanwhile, or has no files yet
-                found.append((max(file.stat().st_mtime for file in files_of(path)), path))
-    return sorted(found, reverse=True)
+                checkpoints.append((max(file.stat().st_mtime for file in files_of(path)), path))
+    return sorted(checkpoints, reverse=True)
 
 
 def files_of(checkpoint: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ import time
 HANG, RANK = os.environ.get("HANG", ""), os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
 
 
-def held(read):
+def wait_first(read):
     def wait_and_read(*arguments):
         while os.path.exists(HANG):
             time.sleep(0.1)
@@ -19,4 +19,4 @@ def held(read):
 
 
 if HANG and RANK == "1":
-    os.pread, os.preadv = held(os.pread), held(os.preadv)
+    os.pread, os.preadv = wait_first(os.pread), wait_first(os.preadv)
