@@ -11,6 +11,7 @@ writes results/faults.json.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -22,106 +23,23 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.fault_runs import POLL_S, Command, Run, cell, find_blame, list_checkpoints, send
-from benchmarks.measure import ROOT, WORK, command_line, environment, spread, table, write_record
+from benchmarks.fault_runs import POLL_S, Run, cell, find_blame, list_checkpoints, send
+from benchmarks.fault_systems import BATCH_SIZE, NEEDS, OURS, RANK_TIMEOUT_S, SYSTEMS, Place
+from benchmarks.measure import RESULTS, ROOT, WORK, command_line, environment, spread, table, write_record
 from benchmarks.testbed import NETWORK as SWITCH
 from benchmarks.testbed import hosts
 
 NETWORK, SUBNET = "fb", "95.1"  # a network for each system: fb0, fb1, …
-IMAGES, BATCH_SIZE, EPOCHS = 12_000, 64, 1000  # more epochs than it ever trains
-RANK_TIMEOUT_S = 20
+IMAGES = 12_000
 START_S = 120.0  # until the first checkpoint
 INTO_EPOCH_S = 2.0  # after a checkpoint, a fault strikes
-DISK_BYTES, FULL_S = 16 * 2**20, 15.0  # how long the disk is full: checkpoints fail meanwhile
-OURS = {
-    "train.batch_size": BATCH_SIZE, "train.epochs": EPOCHS, "train.target_accuracy": "none", "data.threads": 1,
-    "train.evaluate_every": EPOCHS, "train.precision": "off",
-}  # fmt: skip
+DISK_BYTES, FULL_EPOCHS = 16 * 2**20, 2  # for how many epochs the disk is full: the checkpoints of two fail
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run is: its data set, what it writes, the port where its ranks meet, and the network of two hosts."""
-
-    data: Path
-    out: Path
-    port: int
-    network: str
-
-    def on_each_host(self, words: Callable[[int], list[str]], **variables: str) -> list[Command]:
-        """Return a command for each host, with its words by the host's number from 0."""
-        return [Command(words(number), variables, number + 1, self.network) for number in range(self.num_hosts)]
-
-    @property
-    def num_hosts(self) -> int:
-        return 2 if self.network else 1
-
-    @property
-    def master(self) -> str:
-        return "node1" if self.network else "127.0.0.1"
-
-
-def by_torchrun(place: Place, words: list[str]) -> list[Command]:
-    def launch(number: int) -> list[str]:
-        options = {"nnodes": place.num_hosts, "node-rank": number, "nproc-per-node": 2 // place.num_hosts,
-                   "master-addr": place.master, "master-port": place.port}  # fmt: skip
-        return [sys.executable, "-m", "torch.distributed.run", *as_options(options), "-m", *words]
-
-    return place.on_each_host(launch)
-
-
-def as_options(options: dict[str, object]) -> list[str]:
-    return [f"--{name}={value}" for name, value in options.items()]
-
-
-def our_words(place: Place) -> list[str]:
-    options = {"data": place.data, "out": place.out, "device": "cpu", "rank-timeout": RANK_TIMEOUT_S}
-    changes = [f"--set={key}={value}" for key, value in OURS.items()]
-    return ["trainer", "train", "fashion-mnist-resnet8", *as_options(options), *changes]
-
-
-def peer_words(module: str, place: Place) -> list[str]:
-    options = {"data": place.data / "train", "out": place.out, "epochs": EPOCHS, "batch-size": BATCH_SIZE // 2}
-    return [f"benchmarks.peers.{module}", *as_options(options)]
-
-
-def rank_by_rank(place: Place) -> list[Command]:
-    """Start each rank by itself, with the variables that a scheduler gives it."""
-    per_host = 2 // place.num_hosts
-    common = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": per_host, "MASTER_ADDR": place.master, "MASTER_PORT": place.port}
-    return [
-        Command(
-            [sys.executable, "-m", *our_words(place)],
-            {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank % per_host}.items()},
-            rank // per_host + 1,
-            place.network,
-        )
-        for rank in range(2)
-    ]
-
-
-def by_lightning(place: Place) -> list[Command]:
-    """Start Lightning, which starts the other ranks of its host."""
-    words = [sys.executable, "-m", *peer_words("fault_lightning", place)]
-    words += as_options({"nodes": place.num_hosts, "ranks-per-node": 2 // place.num_hosts})
-    variables = {"MASTER_ADDR": place.master, "MASTER_PORT": str(place.port)}
-    commands = place.on_each_host(lambda _: words)
-    return [Command(words, {**variables, "NODE_RANK": str(i)}, its.host, its.network) for i, its in enumerate(commands)]
-
-
-SYSTEMS: dict[str, Callable[[Place], list[Command]]] = {
-    "trainer, torchrun": lambda place: by_torchrun(place, our_words(place)),
-    "trainer, rank by rank": rank_by_rank,
-    "DDP loop, torchrun": lambda place: by_torchrun(place, peer_words("fault_ddp", place)),
-    "Lightning": by_lightning,
-    "accelerate, torchrun": lambda place: by_torchrun(place, peer_words("fault_accelerate", place)),
-}
-NEEDS = {"Lightning": "lightning", "accelerate, torchrun": "accelerate"}
 CUT, FULL, HANG = "link of node2 cut", "disk full", "reads of rank 1 hang"
 
 
@@ -195,22 +113,39 @@ def measure(fault: str, system: str, data: Path, cap_s: float) -> dict:
                      "HANG": str(folder / "hang")}  # fmt: skip
         run = stack.enter_context(Run(commands, folder, out, variables))
         started = run.wait_for(lambda: list_checkpoints(out), START_S)
-        if started is None or run.wait_for(lambda: False, INTO_EPOCH_S) is not None:
+        epoch_s = run.wait_for(partial(is_newer, out, time.time()), START_S) if fault == FULL and started else 0.0
+        if started is None or epoch_s is None or run.wait_for(lambda: False, INTO_EPOCH_S) is not None:
             raise SystemExit(f"error: {system} has not trained:\n" + run.said())
-        return {"start_s": started} | strike(fault, run, folder, cap_s)
+        return {"start_s": started} | strike(fault, run, folder, cap_s, FULL_EPOCHS * epoch_s)
 
 
-def strike(fault: str, run: Run, folder: Path, cap_s: float) -> dict:
-    """Have the fault strike; return when and how the run ended, whom it blames, and what a restart can begin with."""
+def is_newer(out: Path, than: float) -> bool:
+    """Return whether there is a checkpoint that was written after a moment in seconds since 1970."""
+    return any(written > than for written, _ in list_checkpoints(out))
+
+
+def strike(fault: str, run: Run, folder: Path, cap_s: float, full_s: float) -> dict:
+    """Have the fault strike, and wait for the end.
+
+    Args:
+        fault: Of FAULTS.
+        run: What trains.
+        folder: Of the run, with what faults need.
+        cap_s: How long to wait.
+        full_s: How long a disk stays full.
+
+    Returns:
+        When and how the run ended, whom it blames, and what a restart can begin with.
+    """
     rank_1 = run.ranks()[1]
     run.begin_listening()
     struck = time.time()
     FAULTS[fault](run, folder)
-    if fault == FULL and run.wait_for(lambda: False, FULL_S) is None:
+    if fault == FULL and run.wait_for(lambda: False, full_s) is None:
         (folder / "disk" / "filler").unlink()
-        run.wait_for(lambda: run.last_checkpoint() > struck + FULL_S, cap_s)
+        run.wait_for(lambda: run.last_checkpoint() > struck + full_s, cap_s)
         if run.processes():
-            return {"survived": True, "usable": run.last_checkpoint() > struck + FULL_S}
+            return {"survived": True, "usable": run.last_checkpoint() > struck + full_s}
     others = run.wait_for(lambda: not run.processes().keys() - {rank_1}, cap_s)
     others_s = None if others is None else time.time() - struck
     gone = run.wait_for(lambda: False, max(POLL_S, struck + cap_s - time.time()))
@@ -258,11 +193,21 @@ def summarise(runs: list[dict]) -> dict:
     return its | {"exit_codes": codes, "runs": runs}
 
 
+def merged(record: dict, path: Path) -> dict:
+    """Return an earlier record with the faults of this one in place of its own."""
+    before = json.loads(path.read_text())
+    if before["settings"] != record["settings"]:
+        raise SystemExit(f"error: {path} has other settings; measure all faults again")
+    return {**before, **{key: {**before[key], **record[key]} for key in ("environments", "found")}}
+
+
 def main() -> int:
     parser = command_line(__doc__, rounds=3)
     parser.add_argument("--cap-s", type=float, default=300, help="wait so long for the end (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=SYSTEMS, help="some of them; no record")
-    parser.add_argument("--faults", nargs="+", metavar="FAULT", choices=FAULTS, help="some of them; no record")
+    parser.add_argument(
+        "--faults", nargs="+", metavar="FAULT", choices=FAULTS, help="measure these again, for the record that is there"
+    )
     arguments = parser.parse_args()
     described = environment()
     if os.geteuid() or not SWITCH.exists():
@@ -281,12 +226,19 @@ def main() -> int:
     ]
     print("\n" + table(["fault", *systems], rows))
     settings = {"rounds": arguments.rounds, "cap_s": arguments.cap_s, "rank_timeout_s": RANK_TIMEOUT_S,
-                "images": IMAGES, "batch_size": BATCH_SIZE, "into_epoch_s": INTO_EPOCH_S, "full_s": FULL_S,
+                "images": IMAGES, "batch_size": BATCH_SIZE, "into_epoch_s": INTO_EPOCH_S, "full_epochs": FULL_EPOCHS,
                 "ours": OURS}  # fmt: skip
     versions = {name: metadata.version(name) for name in NEEDS.values() if importlib.util.find_spec(name)}
-    record = {"environment": described, "peers": versions, "absent": absent, "settings": settings, "found": by_fault}
-    if not arguments.only and not arguments.faults:
-        print(write_record("faults", record))
+    environments = dict.fromkeys(by_fault, described)
+    record = {
+        "environments": environments,
+        "peers": versions,
+        "absent": absent,
+        "settings": settings,
+        "found": by_fault,
+    }
+    if not arguments.only:
+        print(write_record("faults", merged(record, RESULTS / "faults.json") if arguments.faults else record))
     return 0
 
 
