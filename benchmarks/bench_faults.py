@@ -193,12 +193,15 @@ def summarise(runs: list[dict]) -> dict:
     return its | {"exit_codes": codes, "runs": runs}
 
 
-def merged(record: dict, path: Path) -> dict:
-    """Return an earlier record with the faults of this one in place of its own."""
-    before = json.loads(path.read_text())
-    if before["settings"] != record["settings"]:
+def begin_record(settings: dict, is_new: bool) -> dict:
+    """Return a record that has no faults yet, or the one that is there."""
+    path = RESULTS / "faults.json"
+    if is_new:
+        return {"environments": {}, "peers": {}, "absent": {}, "settings": settings, "found": {}}
+    record = json.loads(path.read_text())
+    if record["settings"] != settings:
         raise SystemExit(f"error: {path} has other settings; measure all faults again")
-    return {**before, **{key: {**before[key], **record[key]} for key in ("environments", "found")}}
+    return record
 
 
 def main() -> int:
@@ -206,39 +209,31 @@ def main() -> int:
     parser.add_argument("--cap-s", type=float, default=300, help="wait so long for the end (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="SYSTEM", choices=SYSTEMS, help="some of them; no record")
     parser.add_argument(
-        "--faults", nargs="+", metavar="FAULT", choices=FAULTS, help="measure these again, for the record that is there"
+        "--faults", nargs="+", metavar="FAULT", choices=FAULTS, help="measure these again, in the record"
     )
     arguments = parser.parse_args()
     described = environment()
     if os.geteuid() or not SWITCH.exists():
         raise SystemExit(f"error: this benchmark needs root, and {SWITCH}")
-    absent = {
-        system: f"{name} is not installed" for system, name in NEEDS.items() if not importlib.util.find_spec(name)
-    }
-    systems = [system for system in arguments.only or SYSTEMS if system not in absent]
-    data = corpus.fashion_mnist(IMAGES) / "tar"
-    by_fault = {
-        fault: compare_under(fault, systems, data, arguments.rounds, arguments.cap_s)
-        for fault in arguments.faults or FAULTS
-    }
-    rows = [
-        [fault, *(cell(its, arguments.cap_s) for its in by_system.values())] for fault, by_system in by_fault.items()
-    ]
-    print("\n" + table(["fault", *systems], rows))
     settings = {"rounds": arguments.rounds, "cap_s": arguments.cap_s, "rank_timeout_s": RANK_TIMEOUT_S,
                 "images": IMAGES, "batch_size": BATCH_SIZE, "into_epoch_s": INTO_EPOCH_S, "full_epochs": FULL_EPOCHS,
                 "ours": OURS}  # fmt: skip
-    versions = {name: metadata.version(name) for name in NEEDS.values() if importlib.util.find_spec(name)}
-    environments = dict.fromkeys(by_fault, described)
-    record = {
-        "environments": environments,
-        "peers": versions,
-        "absent": absent,
-        "settings": settings,
-        "found": by_fault,
-    }
-    if not arguments.only:
-        print(write_record("faults", merged(record, RESULTS / "faults.json") if arguments.faults else record))
+    record = begin_record(settings, is_new=bool(arguments.only) or not arguments.faults)
+    there = [name for name in NEEDS.values() if importlib.util.find_spec(name)]
+    record["peers"] = {name: metadata.version(name) for name in there}
+    record["absent"] = {system: f"{name} is not installed" for system, name in NEEDS.items() if name not in there}
+    systems = [system for system in arguments.only or SYSTEMS if system not in record["absent"]]
+    data = corpus.fashion_mnist(IMAGES) / "tar"
+    for fault in arguments.faults or FAULTS:
+        record["found"][fault] = compare_under(fault, systems, data, arguments.rounds, arguments.cap_s)
+        record["environments"][fault] = described
+        if not arguments.only:
+            write_record("faults", record)
+    rows = [
+        [fault, *(cell(its, arguments.cap_s) for its in by_system.values())]
+        for fault, by_system in record["found"].items()
+    ]
+    print("\n" + table(["fault", *systems], rows))
     return 0
 
 

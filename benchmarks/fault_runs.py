@@ -84,9 +84,8 @@ class Run:
 
     def processes(self) -> dict[int, int | None]:
         """Return the living processes, each with the rank that it is, or None."""
-        pids: dict[int, int | None] = {}
-        for child in self._children:
-            child.poll()  # otherwise one that has ended stays a process
+        # Of a process that has just been started, the kernel does not tell the variables yet.
+        pids: dict[int, int | None] = {child.pid: None for child in self._children if child.poll() is None}
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # it has ended meanwhile
                 pairs = (entry.partition("=") for entry in path.read_bytes().decode(errors="replace").split("\0"))
