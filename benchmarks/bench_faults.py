@@ -182,12 +182,13 @@ def compare_under(fault: str, systems: list[str], data: Path, rounds: int, cap_s
 
 
 def summarise(runs: list[dict]) -> dict:
-    """Return what a system's runs under a fault have in common; seconds are None where a run has none in time."""
-    its: dict = {}
+    """Return what a system's runs under a fault have in common; seconds are None where no run has any in time."""
+    its: dict = {"capped": sum(run.get("gone_s", 0.0) is None for run in runs)}
+    its["survived"] = sum(run["survived"] for run in runs)
     for key in ("gone_s", "others_gone_s", "lost_s"):
-        values = [run.get(key) for run in runs]
-        its[key] = None if None in values else spread(values)
-    for key in ("survived", "usable", "blames_rank_1", "names_its_host"):
+        values = [run[key] for run in runs if run.get(key) is not None]
+        its[key] = spread(values) if values else None
+    for key in ("usable", "blames_rank_1", "names_its_host"):
         its[key] = all(run.get(key, False) for run in runs)
     codes = sorted({str(code) for run in runs for code in run.get("exit_codes", ()) if code is not None})
     return its | {"exit_codes": codes, "runs": runs}

@@ -182,11 +182,16 @@ def cell(its: Mapping[str, Any], cap_s: float) -> str:
         its: Of the record: what its runs have in common.
         cap_s: How long each was waited for.
     """
-    if its["survived"]:
+    number, count = its["survived"], len(its["runs"])
+    if number == count:
         return "trains on" if its["usable"] else "trains on, without a new checkpoint"
     words = [f"{shown(its['gone_s'], 1)} s" if its["gone_s"] else f"> {cap_s:g} s"]
+    if its["gone_s"] and its["capped"]:
+        words[0] += f", but {its['capped']} of {count} > {cap_s:g} s"
     if not its["gone_s"] and its["others_gone_s"]:
         words = [f"{shown(its['others_gone_s'], 1)} s, but rank 1 > {cap_s:g} s"]
+    if number:
+        words[0] = f"trains on in {number} of {count} runs, else ends: {words[0]}"
     if its["exit_codes"]:
         words.append(f"exit code {', '.join(its['exit_codes'])}")
     if its["blames_rank_1"]:
