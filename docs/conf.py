@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 project = "datapipe + trainer"
 copyright = "the authors of datapipe + trainer"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-parts = ("encoders", "sharedfs", "stage-nodes", "stage-scale")  # of other pages
+parts = ("encoders", "faults", "sharedfs", "stage-nodes", "stage-scale")  # of other pages
 exclude_patterns = ["_build", *(f"reference/{name}.md" for name in parts)]
 html_theme = "furo"
 html_title = "datapipe + trainer"

@@ -1,7 +1,7 @@
 """Write the reference pages that are made from the code: `python docs/generate.py`.
 
 `reference/cli.md` comes from the commands themselves, `reference/recipe.md` from the classes that check a recipe,
-`reference/encoders.md` from the record of that benchmark. A test compares the committed pages with what this writes.
+the others from the records of benchmarks. A test compares the committed pages with what this writes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from trainer import cli as trainer_cli
 from trainer.config.recipe import Recipe, built_in, load_recipe
 
 FOLDER = Path(__file__).parent / "reference"
-ENCODERS, SHAREDFS, STAGE = (
-    Path(__file__).parents[1] / "benchmarks" / "results" / f"{name}.json" for name in ("encoders", "sharedfs", "stage")
+ROOT = Path(__file__).parents[1]
+ENCODERS, SHAREDFS, STAGE, FAULTS = (
+    ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("encoders", "sharedfs", "stage", "faults")
 )
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->"
 Kind = type[BaseModel]
@@ -51,6 +52,7 @@ def pages() -> dict[str, str]:
         "cli.md": commands_page(),
         "recipe.md": recipe_page(),
         "encoders.md": encoders_table(),
+        "faults.md": faults_table(),
         "sharedfs.md": sharedfs_table(),
         "stage-nodes.md": stage_nodes_table(),
         "stage-scale.md": stage_scale_table(),
@@ -83,6 +85,33 @@ def encoders_table() -> str:
     ]
     lines += [f"{sizes} ([record](../benchmarks/results/encoders.json)).", ""]
     return "\n".join(lines)
+
+
+def faults_table() -> str:
+    """Tell what trainings do when a rank fails, from the record of that benchmark."""
+    if not FAULTS.exists():
+        return f"{NOTE}\n\nIt is not recorded yet.\n"
+    sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
+    from benchmarks.fault_runs import cell
+
+    record = json.loads(FAULTS.read_text(encoding="utf-8"))
+    settings, peers = record["settings"], record["peers"]
+    systems = list(next(iter(record["found"].values())))
+    torch = next(iter(record["environments"].values()))["versions"]["torch"]
+    lines = [NOTE, "", f"| fault | {' | '.join(systems)} |", f"| --- |{' --- |' * len(systems)}"]
+    for fault, by_system in record["found"].items():
+        lines.append(f"| {fault} | {' | '.join(cell(its, settings['cap_s']) for its in by_system.values())} |")
+    versions = ", ".join(f"{name} {version}" for name, version in peers.items())
+    lines += [
+        "",
+        "Seconds from the fault until no process of the run is left: medians and ranges of "
+        f"{settings['rounds']} runs; one that takes more than {settings['cap_s']:g} s is the last of its kind. Then "
+        "the exit code of what was started; whom the output blames; and the seconds of training before the fault that "
+        f"no checkpoint holds. torch {torch}, {versions} "
+        "([record](../benchmarks/results/faults.json)).",
+    ]
+    lines += [f"Without {system}: {reason}." for system, reason in record["absent"].items()]
+    return "\n".join([*lines, ""])
 
 
 def sharedfs_table() -> str:

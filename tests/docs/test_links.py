@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-INCLUDED = ("encoders.md", "sharedfs.md", "stage-nodes.md", "stage-scale.md")  # in pages of docs/
+INCLUDED = ("encoders.md", "faults.md", "sharedfs.md", "stage-nodes.md", "stage-scale.md")  # in pages of docs/
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 
