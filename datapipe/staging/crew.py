@@ -256,8 +256,9 @@ class Crew:
 
         def part() -> None:
             self._store.set(f"bye/{self._placement.rank}", "")
-            came = [rank for rank in range(self._placement.world_size) if self._store.check([f"beat/{rank}"])]
-            keys, deadline = [f"bye/{rank}" for rank in came], time.monotonic() + PARTING_S
+            others = {*range(self._placement.world_size)}.difference(self.missing)
+            keys = [f"bye/{rank}" for rank in others if self._store.check([f"beat/{rank}"])]
+            deadline = time.monotonic() + PARTING_S
             while self._placement.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
 
