@@ -280,11 +280,8 @@ def read_losses(job: Job, state: State) -> None:
 
     Raises:
         DivergedError: A loss is not finite, or a spike; all ranks raise this.
-        OSError: The first rank could not write its metrics; the others raise TrainingError.
     """
-    if state.losses.read(job.world, state.step, failed=job.metrics.error is not None):
-        with together(job.world):
-            job.metrics.sync()
+    state.losses.read(job.world, state.step)
 
 
 def check_finite(job: Job, state: State) -> None:

@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
 from statistics import median
 from typing import Any
 
@@ -55,28 +54,24 @@ class Losses:
         """Return whether it is time to `read`: each loss takes memory on the device."""
         return len(self._pending) >= MOST_PENDING
 
-    def read(self, world: World, step: int, failed: bool = False) -> bool:
+    def read(self, world: World, step: int) -> None:
         """Wait for the device and average over the ranks, which must all call this at the same step.
 
         Args:
             world: This process's place among the ranks.
             step: Number of the last step that was added.
-            failed: Whether something else failed on this rank.
-
-        Returns:
-            Whether anything failed on any rank; False where there was no loss to read.
 
         Raises:
             DivergedError: A loss is not finite, or a spike; on all ranks.
         """
         if not self._pending:
-            return False
+            return
         pending, self._pending = self._pending, []
         own = torch.stack([loss for loss, *_ in pending]).tolist()  # waits once for the device
         sent = [loss if is_finite else math.nan for loss, (*_, is_finite) in zip(own, pending, strict=True)]
-        *totals, failures = sum_over_ranks(world, [*sent, float(failed)])
-        first = step - len(pending) + 1
-        for number, total, loss, (_, samples, is_finite) in zip(count(first), totals, own, pending, strict=False):
+        totals = sum_over_ranks(world, sent)
+        steps = zip(totals, own, pending, strict=True)
+        for number, (total, loss, (_, samples, is_finite)) in enumerate(steps, start=step - len(pending) + 1):
             mean = total / world.world_size
             problem = self._find_problem(mean)
             if problem:
@@ -86,7 +81,6 @@ class Losses:
             for sums in (self._line, self._epoch):
                 sums[0] += mean
                 sums[1] += 1
-        return failures > 0
 
     def _find_problem(self, mean: float) -> str:
         if not math.isfinite(mean):

@@ -29,8 +29,8 @@ STEP = re.compile(rb'"step": ([0-9]{1,18})')  # in a line
 class MetricsFile:
     """A file to which lines are appended; each has left this process when `write` returns.
 
-    Where `path` is None, nothing is written. `error` is the first error of a write. `write` does not raise it, as the
-    other ranks would wait for this one; nothing is written after it, and `sync`, for which all ranks wait, raises it.
+    Where `path` is None, nothing is written. What cannot be written, as on a full disk, is kept, and comes before the
+    next line; `write` raises nothing, as the other ranks would wait for this one. `sync`, for which all wait, does.
     `waited_s` is how long nothing was written before it was opened, in seconds; `cut_step` the last step that stood in
     what was cut off then, 0 if none did.
     """
@@ -38,7 +38,7 @@ class MetricsFile:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._file: FileIO | None = None
-        self.error: OSError | None = None
+        self._unwritten = b""
         self.waited_s, self.cut_step = 0.0, 0
 
     def open(self, keep_bytes: int = 0) -> None:
@@ -63,26 +63,25 @@ class MetricsFile:
 
     def write(self, event: str, **fields: object) -> None:
         """Append one line."""
-        if self._path is None or self._file is None or self.error is not None:
+        if self._path is None or self._file is None:
             return
         content = {"event": event} | {key: _finite(value) for key, value in fields.items()}
         text = json.dumps(content, ensure_ascii=False, allow_nan=False)
         # Names of files need not be UTF-8: Python's surrogates for their bytes are written as JSON's \udcXX.
-        line = memoryview(text.encode(errors="backslashreplace") + b"\n")
-        try:
-            with named(self._path):
-                while line:
-                    line = line[self._file.write(line) :]
-        except OSError as error:
-            self.error = error
+        self._unwritten += text.encode(errors="backslashreplace") + b"\n"
+        with suppress(OSError):  # `sync` meets it again
+            self._write_rest(self._file)
+
+    def _write_rest(self, file: FileIO) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
     def sync(self) -> int:
-        """Make all lines survive a power cut; return the file's length in bytes. Raises `error`, and OSError."""
+        """Make all lines survive a power cut; return the file's length in bytes. Raises OSError."""
         if self._path is None or self._file is None:
             return 0
-        if self.error is not None:
-            raise self.error
         with named(self._path):
+            self._write_rest(self._file)
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
 
