@@ -9,12 +9,9 @@ SettingError             a bad setting (from datapipe): exit code 2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from datapipe.errors import DatapipeError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class TrainingError(DatapipeError):
@@ -44,5 +41,5 @@ class BadStep(NamedTuple):
     """Of the step, from 1."""
     loss: float
     """On this rank."""
-    samples: Tensor
-    """int64[B]: this rank's, by their numbers in the data set, -1 for padding."""
+    samples: list[int]
+    """This rank's, by their numbers in the data set; -1 for padding."""

@@ -39,7 +39,7 @@ def naming_samples(job: Job) -> Iterator[None]:
 def _tell(job: Job, bad_step: BadStep, message: str) -> None:
     """Tell which samples a bad step had; all ranks must call this."""
     job.world.watch.doing(f"telling about step {bad_step.number}", is_long=True)
-    steps = gather(job.world, (bad_step.loss, bad_step.samples.tolist()))
+    steps = gather(job.world, (bad_step.loss, bad_step.samples))
     if steps is None:
         return
     worst = [rank for rank, (loss, _) in enumerate(steps) if not math.isfinite(loss)]

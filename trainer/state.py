@@ -76,7 +76,7 @@ class Losses:
             problem = self._find_problem(mean)
             if problem:
                 what = "the loss" if is_finite else "the loss or its gradients"
-                raise DivergedError(f"{what} {problem} at step {number}", BadStep(number, loss, samples))
+                raise DivergedError(f"{what} {problem} at step {number}", BadStep(number, loss, samples.tolist()))
             self._recent.append(mean)
             for sums in (self._line, self._epoch):
                 sums[0] += mean
