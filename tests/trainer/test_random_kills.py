@@ -129,7 +129,7 @@ class Training:
         values = {}
         for file in ("checkpoint.pt", "best.pt"):
             content = load_checkpoint(self.folder / file)
-            for part in content.keys() - {"clock", "metrics_bytes"}:
+            for part in content.keys() - {"clock", "metrics_bytes", "metrics_digest"}:
                 values |= {f"{file} {part}{key}": value for key, value in flat(content[part])}
         metrics = read_run(self.folder)
         for line in (*metrics.train, *metrics.epochs):
