@@ -31,7 +31,8 @@ class Losses:
         """Begin without any.
 
         Args:
-            spike_factor: A loss that is so many times the median of the last ones is a spike; None: none is.
+            spike_factor: How many times the median of the last losses a loss must be to count as a spike; None: spikes
+                are not looked for.
         """
         self._spike_factor = spike_factor
         self._pending: list[tuple[Tensor, Tensor, bool]] = []  # what `add` was given

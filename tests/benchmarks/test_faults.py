@@ -91,9 +91,9 @@ def test_only_checkpoints_that_can_be_loaded_count(tmp_path: Path) -> None:
     os.utime(good, (1, 1))
     (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
     shutil.copy(good, tmp_path / "checkpoints" / "checkpoint_0" / "optimizer.bin")  # the rest is not there yet
-    found = [path for _, path in list_checkpoints(tmp_path)]
-    assert set(found[:2]) == {bad, tmp_path / "checkpoints" / "checkpoint_0"} and found[2] == good
-    assert [is_loadable(path) for path in found] == [False, False, True]
+    paths = [path for _, path in list_checkpoints(tmp_path)]
+    assert set(paths[:2]) == {bad, tmp_path / "checkpoints" / "checkpoint_0"} and found[2] == good
+    assert [is_loadable(path) for path in paths] == [False, False, True]
 
 
 def test_the_record_is_of_the_pinned_versions() -> None:

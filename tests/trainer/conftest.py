@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from datapipe.packing import PackOptions, pack
 from tests.ports import free_ports
@@ -48,6 +49,16 @@ log_every = 1
 def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """From torch, as from the children below; else a run is refused where a driver has GPUs that torch does not see."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For runs in this process: one rank, whatever has launched the tests, and one thread, which is faster here."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # Two threads of one small network wait for each other far longer than they work, on cores that are shared.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 
 def _write_idx(folder: Path, stem: str, images: np.ndarray, labels: np.ndarray) -> None:

@@ -17,12 +17,7 @@ from trainer.local_checkpoints import LocalCheckpoints, local_folder
 EVERY = ["--set", "train.checkpoint_every_steps=5"]
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

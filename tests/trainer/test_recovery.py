@@ -14,16 +14,10 @@ from trainer.errors import DivergedError
 from trainer.reporting.runlog import read_run
 from trainer.run import run
 
-STEPS = 30  # of a run: 3 epochs
 KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=2"]
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

@@ -137,7 +137,8 @@ class Train(Section):
     With "skip" the host waits for each step, and its loss is known on all ranks, before the parameters are updated.
     """
     spike_factor: Annotated[Annotated[float, Field(gt=1)] | None, or_none()] = None
-    """A loss that is so many times the median of the last 100 steps' is a spike; "none": no loss is."""
+    """How many times the median loss of the last 100 steps a loss must be to count as a spike; "none": spikes are not
+    looked for."""
     max_recoveries: Count = 10
     """How many steps are skipped, or how often the run is rolled back, before it ends with an error."""
     roll_back_lr_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
