@@ -92,7 +92,7 @@ def test_only_checkpoints_that_can_be_loaded_count(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
     shutil.copy(good, tmp_path / "checkpoints" / "checkpoint_0" / "optimizer.bin")  # the rest is not there yet
     paths = [path for _, path in list_checkpoints(tmp_path)]
-    assert set(paths[:2]) == {bad, tmp_path / "checkpoints" / "checkpoint_0"} and found[2] == good
+    assert set(paths[:2]) == {bad, tmp_path / "checkpoints" / "checkpoint_0"} and paths[2] == good
     assert [is_loadable(path) for path in paths] == [False, False, True]
 
 
