@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Crop = Literal["auto", "random_resized", "pad", "none"]
+Flip = bool | Literal["alternate"]
 Io = Literal["cached", "mmap", "direct"]
 
 # Of the shards: each is a module in `formats`.
@@ -31,6 +32,6 @@ CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4",
 STAGE_MODES = ("auto", "copy", "exchange", "slice")
 TRANSPORTS = ("gloo", "mpi")
 # Of a loader: each backend is a module in `loaders`.
-BACKENDS = ("cpu", "dali", "webdataset")
+BACKENDS = ("cpu", "dali", "webdataset", "resident")
 ORDERS = ("full", "blocks")
 CROPS, IOS = get_args(Crop), get_args(Io)

@@ -53,8 +53,9 @@ def open_loader(
         path: The data set's folder; with backend "webdataset" also a folder of tar shards, or URLs such as
             "pipe:ssh server cat shard-{000..146}.tar".
         batch_size: Samples per batch of this rank, from 1.
-        backend: "cpu"; "dali", NVIDIA's DALI, which decodes on `device`; or "webdataset", which streams tar shards
-            (see datapipe/loaders/webdataset.py), has neither `order` nor `io`, and tries no read again.
+        backend: "cpu"; "dali", NVIDIA's DALI, which decodes on `device`; "webdataset", which streams tar shards
+            (see datapipe/loaders/webdataset.py), has neither `order` nor `io`, and tries no read again; or "resident",
+            which keeps small images of one size on `device`, decoded, and has neither `order` nor `io`.
         train: Whether to train, or to evaluate.
         size: Width and height of the images in pixels, from 1.
         seed: Of the order, the crops and the flips, from 0.

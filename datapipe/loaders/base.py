@@ -204,6 +204,25 @@ class Loader(ABC):
         self._end_iteration()
         self._epoch, self._step, self._loaded = operator.index(epoch), 0, False
 
+    def set_size(self, size: int) -> None:
+        """Give images another size from now on; ends an iteration that is under way.
+
+        Args:
+            size: Width and height in pixels, from 1.
+
+        Raises:
+            SettingError: It is out of range; or the crop is "pad", which scales no image.
+        """
+        size = checked_int("size", size, 1)
+        if size == self.size:
+            return
+        if self.options.train and self._augment.crop == "pad":
+            raise SettingError(f'size: {size} is not {self.size}, and the crop "pad" scales no image')
+        self._check_open()
+        self._end_iteration()
+        self.size = size
+        self._change_size()
+
     def state_dict(self) -> dict[str, int | str]:
         """Return epoch and step, and what must be the same for them to mean the same."""
         lanes: dict[str, int | str] = {"lanes": self.lanes} if self.options.order == "blocks" else {}
@@ -254,9 +273,15 @@ class Loader(ABC):
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         """Iterate over the batches at the given steps; closing the generator stops the work under way."""
 
-    def _crops(self, epoch: int, positions: np.ndarray, widths: np.ndarray, heights: np.ndarray) -> Crops:
-        """Choose the crops and flips of images of these sizes (pixels) at these positions of the epoch."""
+    @abstractmethod
+    def _change_size(self) -> None:
+        """Make what depends on `size`; nothing is under way."""
+
+    def _crops(
+        self, epoch: int, positions: np.ndarray, samples: np.ndarray, widths: np.ndarray, heights: np.ndarray
+    ) -> Crops:
+        """Choose the crops and flips of samples of these sizes (pixels) at these positions of the epoch."""
         widths, heights = widths.astype(np.int64), heights.astype(np.int64)
         if not self.options.train:
             return eval_crops(widths, heights, self.size)
-        return train_crops(self._augment, widths, heights, self.size, self.options.seed, epoch, positions)
+        return train_crops(self._augment, widths, heights, self.size, self.options.seed, epoch, positions, samples)

@@ -37,7 +37,8 @@ class CpuLoader(ThreadedLoader[Images]):
 
     def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
         super().__init__(data_set, options)
-        self._delivery = Delivery((options.batch_size, self.size, self.size, self.channels), device)
+        self._device = device
+        self._change_size()
         only_pixels = data_set.raw_shape is not None
         self._painter = Painter[Images](self.channels, self._decode_whole, self._take_bad, only_pixels)
 
@@ -55,6 +56,9 @@ class CpuLoader(ThreadedLoader[Images]):
 
     def _finish(self, slots: Images) -> Batch:
         return self._delivery.deliver(slots)
+
+    def _change_size(self) -> None:
+        self._delivery = Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
 
     def _drain(self) -> None:
         self._delivery.drain()

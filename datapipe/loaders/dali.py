@@ -81,14 +81,13 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
                 "allowed: cpu"
             )
         self._device = device
-        shape = (options.batch_size, self.size, self.size, self.channels)
-        self._memory = BatchMemory(shape, pinned=False)
         nothing = np.zeros((1, 1) if self.channels == 1 else (1, 1, 3), np.uint8)
         self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
         # Crops are as large as the output, and may reach beyond the image.
         self._pads = options.train and self._augment.crop == "pad"
         self._scheduled: deque[EncodedImages] = deque()
-        self._pipelines = [self._build()]
+        self._pipelines: list[Pipeline] = []
+        self._change_size()
         # A pipeline that is still there when the interpreter shuts down aborts the process.
         weakref.finalize(self, self._pipelines.clear)
 
@@ -99,6 +98,11 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
     @property
     def _pipeline(self) -> Pipeline:
         return self._pipelines[0]
+
+    def _change_size(self) -> None:
+        shape = (self.options.batch_size, self.size, self.size, self.channels)
+        self._memory = BatchMemory(shape, pinned=False)
+        self._pipelines[:] = [self._build()]
 
     def _build(self) -> Pipeline:
         try:

@@ -273,7 +273,7 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         samples, positions = slots.samples[:count], slots.positions[:count]
         records = self.data_set.index[samples]
         slots.labels[:count] = records["label"]
-        crops = self._crops(epoch, positions, records["width"], records["height"])
+        crops = self._crops(epoch, positions, samples, records["width"], records["height"])
         columns = [samples.tolist(), *(records[name].tolist() for name in ("shard", "offset", "size", "checksum"))]
         return BatchPlan(
             list(map(Extent._make, zip(*columns, strict=True))),

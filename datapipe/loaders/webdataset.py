@@ -79,7 +79,8 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
         super().__init__(data, options)
         self._shards, self._counts = shards, counts
         self._firsts = np.cumsum([0, *counts]).tolist()
-        self._delivery = Delivery((options.batch_size, self.size, self.size, self.channels), device)
+        self._device = device
+        self._change_size()
         self._painter = Painter[StreamSlots](self.channels, self._decode_whole, self._take_bad)
         self._shard = shards[0]  # that is being read
         self._streams: list[BinaryIO] = []  # that are being read
@@ -98,6 +99,9 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
 
     def _finish(self, slots: StreamSlots) -> Batch:
         return self._delivery.deliver(slots)
+
+    def _change_size(self) -> None:
+        self._delivery = Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
 
     def _drain(self) -> None:
         self._delivery.drain()
@@ -197,7 +201,7 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
         if not readable:
             return None
         widths, heights = np.array(sizes).T
-        crops = self._crops(epoch, slots.positions[readable], widths, heights)
+        crops = self._crops(epoch, slots.positions[readable], slots.samples[readable], widths, heights)
         boxes, flips = crops.boxes.tolist(), crops.flips.tolist()
         images = [
             PendingImage(slot, slots.streamed[slot].number, slots.streamed[slot].data, size, box, scale, flip)

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..checks import check_bool, check_name, checked_int
 from ..errors import SettingError
-from ..names import CROPS, Crop
-from .order import AUGMENT, uniform
+from ..names import CROPS, Crop, Flip
+from .order import AUGMENT, FIRST_FLIP, uniform
 
 MAX_RATIO = 100
 TRIES = 10  # of RandomResizedCrop, before it falls back to the centre, as in torchvision
@@ -27,21 +27,24 @@ class Augment:
         crop: "random_resized" (Szegedy et al. 2015), "pad" (He et al. 2016: black pixels around the image, then a
             random crop), "none" (as for evaluation), or "auto": "pad" when every image already has the output's
             size, else "random_resized".
-        flip: mirror each image, left to right, with a probability of ½.
+        flip: mirror each image, left to right, with a probability of ½; "alternate": that is drawn in the first epoch,
+            and in each other epoch an image is mirrored where it was not in the epoch before (Jordan 2024,
+            arXiv:2404.00498, section 3.6).
         pad: pixels added on each side by "pad", at least 0.
         scale: least and greatest share of the image's area that "random_resized" keeps, above 0, up to 1.
         ratio: least and greatest aspect ratio (width / height) of "random_resized", above 0, up to 100.
     """
 
     crop: Crop = "auto"
-    flip: bool = True
+    flip: Flip = True
     pad: int = 4
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
         check_name("crop", self.crop, CROPS)
-        check_bool("flip", self.flip)
+        if self.flip != "alternate":
+            check_bool("flip", self.flip)
         object.__setattr__(self, "pad", checked_int("pad", self.pad, 0))
         for name, high in (("scale", 1), ("ratio", MAX_RATIO)):
             value = getattr(self, name)
@@ -94,7 +97,14 @@ class Crops(NamedTuple):
 
 
 def train_crops(
-    augment: Augment, widths: np.ndarray, heights: np.ndarray, size: int, seed: int, epoch: int, positions: np.ndarray
+    augment: Augment,
+    widths: np.ndarray,
+    heights: np.ndarray,
+    size: int,
+    seed: int,
+    epoch: int,
+    positions: np.ndarray,
+    samples: np.ndarray | None = None,
 ) -> Crops:
     """Choose the crops of training images.
 
@@ -106,6 +116,7 @@ def train_crops(
         seed: the user's, any integer.
         epoch: from 0.
         positions: int64[N], of the images in the epoch. An image's crop depends on its own position alone.
+        samples: int64[N], their numbers in the data set, by which flips alternate.
 
     Returns:
         A box and a flip for each image, int64[N, 4] and bool[N].
@@ -115,7 +126,11 @@ def train_crops(
     """
     assert augment.crop != "auto", "a crop must not depend on which images come together"
     draws = uniform(seed, epoch, AUGMENT, positions, _DRAWS)
-    flips = (draws[:, -1] < 0.5) & augment.flip
+    if augment.flip == "alternate":
+        assert samples is not None, "which images were mirrored in the epoch before is known by their numbers"
+        flips = (uniform(seed, 0, FIRST_FLIP, samples, 1)[:, 0] < 0.5) ^ bool(epoch % 2)
+    else:
+        flips = (draws[:, -1] < 0.5) & augment.flip
     if augment.crop == "none":
         boxes = eval_crops(widths, heights, size).boxes
     elif augment.crop == "pad":

@@ -22,7 +22,7 @@ MAX_SORTED = 1 << 24  # samples whose order is an array: ImageNet-21k has 14 mil
 ROUNDS = 6
 
 # What random numbers are for; each purpose has a stream of its own.
-SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN, BUFFER = range(1, 7)
+SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN, BUFFER, FIRST_FLIP = range(1, 8)
 
 Last = Literal["drop", "pad"]
 
@@ -41,7 +41,7 @@ def stream(seed: int, epoch: int, purpose: int) -> np.uint64:
     Args:
         seed: the user's, any integer.
         epoch: from 0.
-        purpose: what the numbers are for: SHUFFLE, AUGMENT, PACK, BLOCKS, WITHIN or BUFFER.
+        purpose: what the numbers are for: SHUFFLE or another of the purposes above.
     """
     state = np.uint64(0)
     for part in (seed, epoch, purpose):

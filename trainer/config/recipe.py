@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from datapipe.errors import SettingError
-from datapipe.names import BACKENDS, ORDERS, Crop, Io
+from datapipe.names import BACKENDS, ORDERS, Crop, Flip, Io
 
 from .. import models
 from ..fields import BelowOne, Count, Fraction, Positive, Section, one_of, or_none
@@ -52,8 +52,8 @@ class Data(Section):
     """Standard deviation of each channel, of pixel values from 0 to 1; as many numbers as `mean` has."""
     crop: Crop = "auto"
     """How training images are cropped; "auto": "pad" where all images have the input's size, else "random_resized"."""
-    flip: bool = True
-    """Mirror each training image, left to right, with probability ½."""
+    flip: Flip = True
+    """Mirror each training image, left to right, with probability ½; "alternate": in every other epoch."""
     pad: Annotated[int, Field(ge=0, le=64)] = 4
     """With `crop = "pad"`: width of the black border around an image before the crop, in pixels."""
     threads: Annotated[Count | None, or_none()] = None

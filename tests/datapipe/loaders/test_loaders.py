@@ -295,3 +295,36 @@ def test_no_data_set(tmp_path, packed_folders):
         open_loader(tmp_path, 4)
     with pytest.raises(ManifestError, match="holds splits: choose one of train, val"):
         open_loader(packed_folders["tar"], 4)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_images_have_another_size_from_the_next_iteration_on(folder, backend, train):
+    settings = {"train": train, "backend": backend, "augment": Augment("random_resized")}
+    with open_loader(folder, 8, size=24, **settings) as loader, open_loader(folder, 8, size=40, **settings) as other:
+        next(iter(loader))
+        for size, expected in ((40, other), (24, loader), (40, other)):
+            loader.set_size(size)
+            loader.set_epoch(2)
+            batches = list(loader)
+            assert len(batches) == len(loader)
+            assert {batch.images.shape[-1] for batch in batches} == {size}
+            if expected is other:
+                other.set_epoch(2)
+                for batch, fresh in zip(batches, other, strict=True):
+                    assert torch.equal(batch.images, fresh.images)
+
+
+def test_a_size_ends_what_is_under_way_and_has_a_range(folder, backend):
+    with open_loader(folder, 8, size=24, backend=backend, augment=Augment("random_resized")) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.set_size(32)
+        with pytest.raises(ValueError, match="was ended"):
+            next(batches)
+        with pytest.raises(SettingError, match=r"^size: 0 "):
+            loader.set_size(0)
+    with (
+        open_loader(folder, 8, size=24, backend=backend, augment=Augment("pad", pad=8)) as loader,
+        pytest.raises(SettingError, match=r'^size: 32 is not 24, and the crop "pad"'),
+    ):
+        loader.set_size(32)

@@ -110,3 +110,24 @@ def test_boxes_that_may_be_decoded_smaller_lie_on_the_smaller_grid(shapes, size)
         assert not (box % n).any() and (before >= box).all() and (before - box < n).all()
         assert n == 1 or (box[2:] >= n * size).all()
         assert n == 8 or before[2:].min() < 2 * n * size
+
+
+def test_alternating_flips_mirror_each_image_in_every_other_epoch():
+    augment, sizes, samples = Augment("none", flip="alternate"), np.full(1000, 32), np.arange(1000)
+    order = np.random.default_rng(0).permutation(1000)
+
+    def flips(epoch, samples):
+        return train_crops(augment, sizes, sizes, 32, 5, epoch, np.arange(1000), samples).flips
+
+    first = flips(0, samples)
+    assert 0.45 < first.mean() < 0.55
+    for epoch in range(5):
+        assert (flips(epoch, samples) == first ^ (epoch % 2)).all()
+        assert (flips(epoch, order) == flips(epoch, samples)[order]).all()  # by the sample, not by its position
+    assert (train_crops(augment, sizes, sizes, 32, 6, 0, samples, samples).flips != first).any()
+
+
+@pytest.mark.parametrize("flip", ["random", 1, None])
+def test_other_flips_are_refused(flip):
+    with pytest.raises(SettingError, match=r"^flip: "):
+        Augment(flip=flip)

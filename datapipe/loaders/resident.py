@@ -1,0 +1,115 @@
+"""The `resident` backend: a data set of small images of one size, decoded once, that stays in the device's memory.
+
+Batches are cut out there, so that neither the filesystem nor the processor has a part in a step. They are those of the
+`cpu` backend, to the bit.
+
+Shapes: N images of the data set, B samples, H and W pixels with the padding, S pixels of the output, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import SettingError
+from ..sampling.order import epoch_order, slice_positions
+from .base import Batch, DataDescription, Loader
+from .cpu import CpuLoader
+from .device import resolve_device
+from .options import LoaderOptions
+from .threaded import open_on
+
+FILL_BATCH = 1024  # images that are decoded at a time
+
+
+def make_loader(
+    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
+) -> Loader:
+    """Decode the data set at `path`, of which a copy arrives at `local`, into the memory of `device`."""
+    options.refuse_other_than("images that are decoded once", order="full", io="cached")
+    whole = replace(options, batch_size=FILL_BATCH, train=False, rank=0, world_size=1, last="pad")
+    cpu = torch.device("cpu")
+    with closing(open_on(path, whole, lambda data_set: CpuLoader(data_set, whole, cpu), local)) as source:
+        return ResidentLoader(source, options, resolve_device(device))
+
+
+class ResidentLoader(Loader):
+    """The loader of the `resident` backend. See `open_loader`.
+
+    Args:
+        source: Gives all images once, in order.
+        options: The loader's.
+        device: Where the images stay.
+
+    Raises:
+        SettingError: The images have not all the output's size, or the crop would scale them.
+        DatapipeError: They cannot be read.
+    """
+
+    def __init__(self, source: CpuLoader, options: LoaderOptions, device: torch.device) -> None:
+        data = DataDescription.from_data_set(source.data_set)
+        super().__init__(data, options)
+        if (data.width, data.height) != (self.size, self.size):
+            sides = f"of {data.width}×{data.height}" if data.width and data.height else "of different sizes"
+            raise SettingError(f"size: {self.size} with images {sides}; backend 'resident' scales none")
+        if options.train and self._augment.crop == "random_resized":
+            raise SettingError("crop: 'random_resized' scales images, and backend 'resident' none; allowed: pad, none")
+        self._device = device
+        # A crop may reach so far beyond an image.
+        self._pad = self._augment.pad if options.train and self._augment.crop == "pad" else 0
+        side = self.size + 2 * self._pad
+        shape = (self.num_samples, side, side, self.channels)
+        images_NHWC = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._labels = torch.empty(self.num_samples, dtype=torch.int64, device=device)
+        self._valid = torch.empty(self.num_samples, dtype=torch.bool, device=device)
+        inside = slice(self._pad, self._pad + self.size)
+        for number, batch in enumerate(source):
+            first, count = number * FILL_BATCH, min(FILL_BATCH, self.num_samples - number * FILL_BATCH)
+            rows = slice(first, first + count)
+            images_NHWC[rows, inside, inside] = batch.images[:count].permute(0, 2, 3, 1).to(device)
+            self._labels[rows], self._valid[rows] = batch.labels[:count].to(device), batch.valid[:count].to(device)
+        # [N, top, left, C, S, S]: all crops of all images, which take no memory of their own.
+        self._crops_of = images_NHWC.unfold(1, self.size, 1).unfold(2, self.size, 1)
+
+    def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
+        options = self.options
+        order = epoch_order(self.num_samples, options.seed, epoch) if options.train else np.arange(self.num_samples)
+        for step in steps:
+            positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
+            positions = positions[positions < self.num_samples]
+            yield self._batch(epoch, positions, order[positions])
+
+    def _batch(self, epoch: int, positions: np.ndarray, samples: np.ndarray) -> Batch:
+        """Cut out the samples at some positions of an epoch; what is missing of a batch is padding."""
+        missing = self.options.batch_size - len(samples)
+        if not len(samples):
+            return self._padding(missing)
+        side = np.full(len(samples), self.size)
+        boxes, flips = self._crops(epoch, positions, samples, side, side)
+        columns = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
+        rows, tops, lefts, mirrored = torch.from_numpy(columns).to(self._device).unbind(1)  # one copy
+        images_BCSS = self._crops_of[rows, tops, lefts]
+        if flips.any():
+            images_BCSS = torch.where(mirrored.bool()[:, None, None, None], images_BCSS.flip(-1), images_BCSS)
+        batch = Batch(images_BCSS, self._labels[rows], rows, self._valid[rows])
+        if not missing:
+            return batch
+        padding = self._padding(missing)
+        return Batch(*(torch.cat([getattr(part, f.name) for part in (batch, padding)]) for f in fields(Batch)))
+
+    def _padding(self, count: int) -> Batch:
+        shape = (count, self.channels, self.size, self.size)
+        return Batch(
+            torch.zeros(shape, dtype=torch.uint8, device=self._device),
+            torch.zeros(count, dtype=torch.int64, device=self._device),
+            torch.full((count,), -1, device=self._device),
+            torch.zeros(count, dtype=torch.bool, device=self._device),
+        )
+
+    def _change_size(self) -> None:
+        raise SettingError(f"size: {self.size} is not that of the images, and backend 'resident' scales none")
