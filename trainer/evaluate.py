@@ -41,6 +41,7 @@ def evaluate(
     world: World,
     precision: Precision,
     stopped: Callable[[], bool] = lambda: False,
+    with_mirrored: bool = False,
 ) -> Evaluation | None:
     """Evaluate a model on all ranks together. Leaves it in evaluation mode.
 
@@ -52,6 +53,7 @@ def evaluate(
         world: This process's place among the ranks.
         precision: Arithmetic of the forward pass.
         stopped: Asked after every batch, at the same time on all ranks; evaluation ends once it is True.
+        with_mirrored: Whether an answer is the mean of the logits for an image and for its mirror image.
 
     Returns:
         The result over all ranks; None if it was stopped.
@@ -64,8 +66,11 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # correct, loss, count, bad
     for batch in batches:
         with precision.autocast():
-            logits_BK = model(prepare(batch.images))
-        sums += _sums(logits_BK.float(), batch)
+            images_BCHW = prepare(batch.images)
+            logits_BK = model(images_BCHW).float()
+            if with_mirrored:
+                logits_BK = (logits_BK + model(images_BCHW.flip(-1)).float()) / 2
+        sums += _sums(logits_BK, batch)
         if stopped():
             return None
     correct, loss, count, bad = sum_over_ranks(world, sums.tolist())

@@ -24,12 +24,12 @@ def or_none() -> BeforeValidator:
     return BeforeValidator(lambda value: None if value == "none" else value)
 
 
-def one_of(kind: str, names: Sequence[str]) -> BeforeValidator:
+def one_of(kind: str, names: Sequence[object]) -> BeforeValidator:
     """Allow only `names`, of which each names a `kind`."""
 
     def check(value: object) -> object:
         if value not in names:
-            raise ValueError(f"there is no such {kind}; allowed: {', '.join(names)}")
+            raise ValueError(f"there is no such {kind}; allowed: {', '.join(map(str, names))}")
         return value
 
     return BeforeValidator(check)

@@ -1,6 +1,6 @@
 """Training, top to bottom: steps, epochs, evaluations and checkpoints until the target is reached.
 
-B batch, C channels, H height, W width, K classes
+B batch, C channels, H height, W width
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import time
 from contextlib import closing
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from datapipe.console import Progress
@@ -20,8 +20,10 @@ from .distributed import averaged_buffers, sum_over_ranks
 from .errors import DivergedError
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
+from .objective import batch_loss
 from .optim import set_lr
 from .optim.kfac import set_for_step
+from .precise_bn import estimate_statistics
 from .recovery import Skipper, naming_samples, roll_back
 from .resume import save
 from .state import State
@@ -107,7 +109,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             begin = clock.mark()
             if skipper is not None:
                 skipper.begin()
-            loss = _loss(job, batch)
+            loss = batch_loss(job, batch, state.step)
             watch.doing(f"backward pass of step {state.step + 1}", is_long=is_first)
             job.scaler.scale(loss).backward()
             middle = clock.mark()
@@ -142,30 +144,25 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
     return True
 
 
-def _loss(job: Job, batch: Batch) -> Tensor:
-    """Return the batch's mean loss on this rank. A bad sample, whose image is black, has none."""
-    with job.precision.autocast():
-        logits_BK = job.model(job.prepare(batch.images))
-    smoothing = job.recipe.train.label_smoothing
-    loss_B = F.cross_entropy(logits_BK.float(), batch.labels, label_smoothing=smoothing, reduction="none")
-    # Still a mean over all slots, so that valid samples weigh the same on each rank, and as much as K-FAC assumes.
-    return loss_B.where(batch.valid, 0).mean()
-
-
 def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
     """Update the parameters with their gradients, which are those of `loss`, averaged over the ranks."""
     set_lr(job.optimizer, lr)
-    if job.preconditioner is not None:
+    max_norm = job.recipe.optimizer.max_grad_norm
+    if job.preconditioner is not None or max_norm is not None:
         job.scaler.unscale_(job.optimizer)
+    if job.preconditioner is not None:
         set_for_step(job.preconditioner, job.recipe.kfac, step / job.steps_per_epoch, lr)
         if job.adaptive_damping is not None:
             job.adaptive_damping.begin(loss)
         job.preconditioner.step()
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(job.module.parameters(), max_norm)
     job.scaler.step(job.optimizer)
     job.scaler.update()
     if job.adaptive_damping is not None:
-        job.adaptive_damping.end(lambda: _loss(job, batch))
+        job.adaptive_damping.end(lambda: batch_loss(job, batch, step))
     job.optimizer.zero_grad(set_to_none=True)
+    job.average.update(step + 1)
 
 
 def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | None, bool]:
@@ -183,19 +180,33 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
     epoch = state.epoch + 1
     if epoch % settings.evaluate_every and epoch < settings.epochs:
         return None, True
-    with job.clock.section("evaluation"), averaged_buffers(job.module, job.world):
-        check_finite(job, state)
-        job.val_loader.set_epoch(0)
-        evaluation = evaluate(
-            job.module,
-            job.val_loader,
-            job.prepare,
-            num_samples=job.val_loader.num_samples,
-            world=job.world,
-            precision=job.precision,
-            stopped=is_stopped,
-        )
+    with job.clock.section("evaluation"), job.average.in_place():
+        if settings.precise_bn_batches:
+            _estimate_statistics(job, epoch)
+        with averaged_buffers(job.module, job.world):
+            check_finite(job, state)
+            job.val_loader.set_epoch(0)
+            evaluation = evaluate(
+                job.module,
+                job.val_loader,
+                job.prepare,
+                num_samples=job.val_loader.num_samples,
+                world=job.world,
+                precision=job.precision,
+                stopped=is_stopped,
+                with_mirrored=settings.evaluate_mirrored,
+            )
     return evaluation, evaluation is not None
+
+
+def _estimate_statistics(job: Job, epoch: int) -> None:
+    """Replace the running statistics by those of the next epoch's first batches; the loader stays where it is."""
+    loader, place = job.train_loader, job.train_loader.state_dict()
+    loader.set_epoch(epoch)
+    batches = iter(loader)
+    with closing(batches):  # type: ignore[type-var]
+        estimate_statistics(job.module, batches, job.prepare, job.recipe.train.precise_bn_batches, job.precision)
+    loader.load_state_dict(place)
 
 
 def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
@@ -228,6 +239,7 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
     epochs = job.recipe.train.epochs
     logger.info("epoch %d of %d: loss %.4f%s, %.0f s", state.epoch, epochs, train_loss, accuracy, elapsed_s)
     job.clock.begin_epoch()
+    job.train_loader.set_size(job.recipe.data.size_at(state.epoch, epochs))
     job.train_loader.set_epoch(state.epoch)
 
 

@@ -48,10 +48,12 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
         check_finite(job, state)  # the loss that was read is that of the parameters before their last update
         own_layers = job.preconditioner and job.preconditioner.state_dict()
         states, buffers = gather(job.world, _on_cpu(own_layers)), gather(job.world, _on_cpu(own_buffers))
+        average, average_buffers = _average(job)
         try:
             with together(job.world):
                 if job.world.is_main:
-                    content = _content(job, state) | {"preconditioner": states, "buffers": buffers}
+                    ranks = {"preconditioner": states, "buffers": buffers, "average_buffers": average_buffers}
+                    content = _content(job, state) | ranks | {"average": average}
                     _write(job, content, is_best, must_arrive=not may_fail)
         except (OSError, TrainingError) as error:
             state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
@@ -112,6 +114,15 @@ def _content(job: Job, state: State) -> dict[str, Any]:
         "metrics_bytes": metrics_bytes,
         "metrics_digest": digest_before(job.run / METRICS, metrics_bytes),
     }
+
+
+def _average(job: Job) -> tuple[dict[str, Any] | None, list[Any] | None]:
+    """Return the averaged network's state, if there is one, and on the first rank each rank's own buffers of it."""
+    if not job.average.is_on:
+        return None, None
+    with job.average.in_place(), averaged_buffers(job.module, job.world) as own_buffers:
+        average = {name: value.clone() for name, value in job.module.state_dict().items()}
+        return average, gather(job.world, _on_cpu(own_buffers))
 
 
 def _data_sets(job: Job) -> list[str]:
@@ -225,13 +236,19 @@ def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
     buffers = content.get("buffers", [])  # not in a checkpoint of an earlier version
     if len(buffers) == job.world.world_size:  # others begin with the mean, which "model" has
         set_buffers(job.module, buffers[job.world.rank])
+    job.average.load_state_dict(content.get("average"))
+    buffers = content.get("average_buffers") or []
+    if len(buffers) == job.world.world_size and job.average.is_on:
+        with job.average.in_place():
+            set_buffers(job.module, buffers[job.world.rank])
     job.optimizer.load_state_dict(content["optimizer"])
     if job.preconditioner is not None:
         job.preconditioner.load_state_dict(*content["preconditioner"])
     if job.adaptive_damping is not None:
         job.adaptive_damping.load_state_dict(content["adaptive_damping"])
     job.scaler.load_state_dict(content["scaler"])
-    job.train_loader.load_state_dict(content["loader"])
     state.load_state_dict(content["state"])
+    job.train_loader.set_size(job.recipe.data.size_at(state.epoch, job.recipe.train.epochs))
+    job.train_loader.load_state_dict(content["loader"])
     state.saved = state.epoch, state.step
     restore_random(content)

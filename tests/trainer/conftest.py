@@ -37,7 +37,8 @@ momentum = 0.9
 weight_decay = 1e-4
 [schedule]
 name = "step"
-milestones = [2]
+milestones = [0.9]
+gamma = 0.5
 [train]
 epochs = 3
 batch_size = {BATCH_SIZE}

@@ -52,7 +52,8 @@ def wait_for_step(child: subprocess.Popen, run: Path, step: int) -> None:
 def trained(run: Path) -> dict:
     content = load_checkpoint(run / "checkpoint.pt")
     assert content["state"]["epoch"] == 3
-    return {f"{part}.{key}": value for part in ("model", "optimizer") for key, value in flat(content[part])}
+    parts = "model", "optimizer", "average"
+    return {f"{part}.{key}": value for part in parts for key, value in flat(content[part] or {})}
 
 
 def flat(value, name=""):
@@ -72,7 +73,14 @@ KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=3", "kfac.inv
 KFAC += ["kfac.damping_update_steps=2"]
 
 
-@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+# All that recipes for few epochs add.
+FAST = ["ema.half_life_steps=3", "ema.update_every_steps=2", "train.precise_bn_batches=2", "train.loss=bce"]
+FAST += ["train.evaluate_mirrored=true", "data.mixup=0.2", "data.cutmix=1", "data.crop=random_resized"]
+FAST += ["data.start_size=8", "data.eval_size=20", "data.flip=alternate", "optimizer.max_grad_norm=1"]
+FAST += ["model.blur_pool=true", 'schedule={name="polynomial"}']
+
+
+@pytest.mark.parametrize("changes", [[], KFAC, FAST], ids=["sgd", "kfac", "fast"])
 def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics, changes):
     seed = random.randrange(10**6)
     steps = sorted(random.Random(seed).sample(range(2, 26), 2))

@@ -62,7 +62,8 @@ checkpoint_every_steps = 5
 """
 KFAC = "optimizer.preconditioner=kfac", "kfac.factor_update_steps=3", "kfac.inv_update_steps=5"
 KFAC += "kfac.damping_update_steps=2", "kfac.grad_worker_fraction=0"  # each layer's state is on one rank only
-TRAININGS = {"sgd": (), "kfac": KFAC}
+AVERAGED = "ema.half_life_steps=4", "train.precise_bn_batches=1", "data.mixup=0.2"
+TRAININGS = {"sgd": AVERAGED, "kfac": KFAC}
 # By kind, the exit codes. 1: the rank has noticed that the other is gone, or the disk is full; 143: SIGTERM, once the
 # training has begun, stops both; -SIGKILL: also that of a rank which the test ends, as a launcher would.
 ALLOWED = {

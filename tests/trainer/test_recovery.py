@@ -33,13 +33,13 @@ def fault(monkeypatch):
     """fault(12, math.nan): multiply the loss of the forward passes with these numbers, from 1."""
 
     def _fault(*numbers, factor=math.nan):
-        real, count = trainer.loop._loss, iter(range(1, 10**6))
+        real, count = trainer.loop.batch_loss, iter(range(1, 10**6))
 
-        def wrong(job, batch):
-            loss = real(job, batch)
+        def wrong(job, batch, step):
+            loss = real(job, batch, step)
             return loss * factor if next(count) in numbers else loss
 
-        monkeypatch.setattr(trainer.loop, "_loss", wrong)
+        monkeypatch.setattr(trainer.loop, "batch_loss", wrong)
 
     return _fault
 
@@ -74,17 +74,17 @@ def test_the_end_names_the_samples(go, fault, packed, tmp_path, metrics, caplog)
     # The same batch as an undisturbed run trains on in that step.
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.loop, "_loss", _remembering(seen))
+        patch.setattr(trainer.loop, "batch_loss", _remembering(seen))
         go("other", "train.epochs=1")
     assert line["keys"] == [keys[sample] for sample in seen[6]]
 
 
 def _remembering(seen):
-    real = trainer.loop.F.cross_entropy
+    real = trainer.loop.batch_loss
 
-    def loss(job, batch):
+    def loss(job, batch, step):
         seen.append(batch.samples.tolist())
-        return real(job.model(job.prepare(batch.images)), batch.labels)
+        return real(job, batch, step)
 
     return loss
 
@@ -110,15 +110,15 @@ def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics
 
 
 def test_gradients_that_are_not_finite_are_skipped_too(go, monkeypatch, tmp_path, metrics):
-    real, count = trainer.loop._loss, iter(range(1, 100))
+    real, count = trainer.loop.batch_loss, iter(range(1, 100))
 
-    def wrong(job, batch):
-        loss = real(job, batch)
+    def wrong(job, batch, step):
+        loss = real(job, batch, step)
         if next(count) == 5:
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
 
-    monkeypatch.setattr(trainer.loop, "_loss", wrong)
+    monkeypatch.setattr(trainer.loop, "batch_loss", wrong)
     assert go("run", "train.when_diverged=skip") == 0
     assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "skip"] == [5]
 
@@ -157,6 +157,7 @@ def test_rolled_back_with_the_same_rate_ends_with_the_same_bits(go, fault, tmp_p
 
 def test_rolled_back_the_rate_is_lower_until_the_end_also_when_resumed(go, fault, tmp_path, metrics):
     changes = ["train.when_diverged=roll_back", "train.checkpoint_every_steps=5"]
+    changes += ["schedule.milestones=[2]", "schedule.gamma=0.1"]
     fault(17, 19)  # the second one is the first step again that came after the checkpoint of step 15, and one more
     assert go("run", *changes, "train.target_accuracy=0.01") == 0  # ends after an epoch
     assert go("run", *changes, resume=True) == 0
@@ -183,11 +184,11 @@ CHILD = """
 import math, sys
 import trainer.loop
 from trainer.cli import main
-real, count = trainer.loop._loss, iter(range(1, 10**6))
-def wrong(job, batch):
-    loss, number = real(job, batch), next(count)
+real, count = trainer.loop.batch_loss, iter(range(1, 10**6))
+def wrong(job, batch, step):
+    loss, number = real(job, batch, step), next(count)
     return loss * math.nan if number == 17 and job.world.rank == 1 else loss
-trainer.loop._loss = wrong
+trainer.loop.batch_loss = wrong
 sys.exit(main())
 """
 

@@ -19,13 +19,13 @@ HANGS = """
 import os, sys, time
 if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
     import trainer.loop as loop
-    before, calls = loop._loss, []
-    def hang(job, batch):
+    before, calls = loop.batch_loss, []
+    def hang(job, batch, step):
         calls.append(1)
         while len(calls) > 20:
             time.sleep(1)
-        return before(job, batch)
-    loop._loss = hang
+        return before(job, batch, step)
+    loop.batch_loss = hang
 """
 
 # In the place of rank 1: a bit of its parameters changes in its 20th step.
@@ -51,11 +51,11 @@ if "trainer" in sys.orig_argv:
     import trainer.loop as loop
     import trainer.watch as watch
     watch.COMPARE_S = 4
-    before = loop._loss
-    def slow(job, batch):
+    before = loop.batch_loss
+    def slow(job, batch, step):
         time.sleep(0.1 * (os.environ.get("RANK") == "1"))
-        return before(job, batch)
-    loop._loss = slow
+        return before(job, batch, step)
+    loop.batch_loss = slow
 """
 
 

@@ -19,16 +19,17 @@ REGISTRY = {
 }
 
 
-def build(name: str, *, num_classes: int, in_channels: int = 3) -> nn.Module:
+def build(name: str, *, num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> nn.Module:
     """Return a network with new weights: float [B, in_channels, H, W] -> logits [B, num_classes].
 
     Args:
         name: Name of the network, of those in REGISTRY.
         num_classes: Number of outputs.
         in_channels: Channels of the images.
+        blur_pool: Whether to blur before pixels are dropped (Zhang 2019), as models/blur.py has it.
 
     Raises:
         KeyError: `name` is not in REGISTRY; recipes are checked before.
     """
     module, function = REGISTRY[name].split(":")
-    return getattr(import_module(f".{module}", __name__), function)(num_classes, in_channels)
+    return getattr(import_module(f".{module}", __name__), function)(num_classes, in_channels, blur_pool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from .settings import OptimizerSettings
 class Settings(OptimizerSettings):
     """Adam in which each layer's step is scaled to the norm of its weights."""
 
+    ignores_length: ClassVar[bool] = True
     name: Literal["lamb"]
     """Kind of optimizer."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)

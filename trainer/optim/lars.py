@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ class Settings(MomentumSettings):
     The gradients of vectors are not scaled.
     """
 
+    ignores_length: ClassVar[bool] = True
     name: Literal["lars"]
     """Kind of optimizer."""
     trust_coefficient: Positive = 0.001

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ class Settings(OptimizerSettings):
     The others are vectors, embeddings, and the weight of the last layer in the order of the model's modules.
     """
 
+    ignores_length: ClassVar[bool] = True
     name: Literal["muon"]
     """Kind of optimizer."""
     momentum: BelowOne = 0.95

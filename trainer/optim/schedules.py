@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..fields import Fraction, FromZero, Section
+from ..fields import Fraction, FromZero, Positive, Section
 
 
 class _Schedule(Section):
@@ -64,7 +64,21 @@ class OneCycleSchedule(Section):
     """Rate at the end of the run, as a fraction of the peak rate."""
 
 
-Schedule = Annotated[ConstantSchedule | StepSchedule | CosineSchedule | OneCycleSchedule, Field(discriminator="name")]
+class PolynomialSchedule(_Schedule):
+    """A power of the fraction of the run that is left after the warm-up, from the peak rate to `final` at the end."""
+
+    name: Literal["polynomial"]
+    """Kind of schedule."""
+    power: Positive = 2.0
+    """The exponent; 1: a straight line."""
+    final: Fraction = 0.0
+    """Rate at the end of the run, as a fraction of the peak rate."""
+
+
+Schedule = Annotated[
+    ConstantSchedule | StepSchedule | CosineSchedule | OneCycleSchedule | PolynomialSchedule,
+    Field(discriminator="name"),
+]
 
 
 def scaled_lr(lr: float, scaling: str, global_batch_size: int, lr_batch_size: int | None) -> float:
@@ -114,7 +128,22 @@ def multiplier(settings: Schedule, step: int, steps_per_epoch: int, epochs: int)
         return settings.gamma ** bisect_right(settings.milestones, step / steps_per_epoch)
     if isinstance(settings, CosineSchedule):
         return _cosine(settings, step - warmup_steps, steps_per_epoch * epochs - warmup_steps)
+    if isinstance(settings, PolynomialSchedule):
+        return _polynomial(settings, step - warmup_steps, steps_per_epoch * epochs - warmup_steps)
     return 1.0
+
+
+def last_change(settings: Schedule) -> tuple[str, float]:
+    """Return the setting that names the last epoch at which a schedule changes its course, and that epoch."""
+    if isinstance(settings, OneCycleSchedule):
+        return "peak_at", 0.0
+    if isinstance(settings, StepSchedule) and settings.milestones[-1] > settings.warmup_epochs:
+        return "milestones", settings.milestones[-1]
+    return "warmup_epochs", settings.warmup_epochs
+
+
+def _polynomial(settings: PolynomialSchedule, step: int, total_steps: int) -> float:
+    return _between(settings.final, 1.0, (1.0 - min(step / total_steps, 1.0)) ** settings.power)
 
 
 def _cosine(settings: CosineSchedule, step: int, total_steps: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -14,6 +14,7 @@ PRECONDITIONERS = ("none", "kfac", "ekfac")
 class OptimizerSettings(Section):
     """The settings that every optimizer has."""
 
+    ignores_length: ClassVar[bool] = False
     if TYPE_CHECKING:  # each optimizer's own Literal; a field here would come first in saved recipes
         name: str
     preconditioner: Annotated[str, one_of("preconditioner", PRECONDITIONERS)] = "none"
@@ -22,6 +23,8 @@ class OptimizerSettings(Section):
     """Peak learning rate, for a global batch of `lr_batch_size` images where `lr_scaling` is set."""
     weight_decay: FromZero = 0.0
     """Decay of matrices and filters per unit of learning rate; vectors (biases, norms) do not decay."""
+    max_grad_norm: Annotated[Positive | None, or_none()] = None
+    """Greatest norm of all gradients together that the optimizer sees; longer ones are shortened; "none": no bound."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How `lr` grows from `lr_batch_size` to the batch in use: not at all, in proportion, or with its square root."""
     lr_batch_size: Annotated[Count | None, or_none()] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from .settings import OptimizerSettings
 class Settings(OptimizerSettings):
     """Adam for matrices in the eigenvectors of Shampoo's factors; plain Adam for vectors."""
 
+    ignores_length: ClassVar[bool] = True
     name: Literal["soap"]
     """Kind of optimizer."""
     betas: tuple[BelowOne, BelowOne] = (0.95, 0.95)

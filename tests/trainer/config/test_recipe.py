@@ -95,6 +95,17 @@ def test_set_values():
             "optimizer={name='lamb', lr=1, momentum=0}",
             ["momentum", "for lamb", "--set 'optimizer={name=\"lamb\", lr=…}'"],
         ),
+        ("schedule={name='constant', warmup_epochs=3}", ["train", "epochs = 3", "schedule.warmup_epochs = 3"]),
+        ("data.start_size=40", ["data", "start_size = 40", "size = 28"]),
+        ("data.grow=[0.8, 0.4]", ["data.grow", "[0.8, 0.4]", "first"]),
+        ("data.grow=[0.8, 1.4]", ["data.grow[1]", "1.4", "less than or equal to 1"]),
+        ("data.area=[0, 1]", ["data.area[0]", "0", "greater than 0"]),
+        ("data.mixup=-1", ["data.mixup", "-1", "greater than or equal to 0"]),
+        ("data.flip=sometimes", ["data.flip", "'sometimes'", "alternate"]),
+        ("train.loss=mse", ["train.loss", "'mse'", "cross_entropy, bce"]),
+        ("ema.half_life_steps=0", ["ema.half_life_steps", "0", "greater than 0"]),
+        ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "0", "greater than 0"]),
+        ("optimizer={name='lars', lr=1, preconditioner='kfac'}", ["kfac", "kl_clip", "lars", "none"]),
         ("train=3", ["train", "3"]),
         ("name.x=3", ["name.x=3", "not a section"]),
         ("epochs", ["epochs", "section.key=value"]),
@@ -213,3 +224,16 @@ def test_settings_of_a_recipe_reach_kfac(name, value):
 def test_bad_settings_of_kfac_are_named(change, message):
     with pytest.raises(SettingError, match=re.escape(message)):
         load_recipe("cifar10-resnet32-kfac", [change])
+
+
+def test_the_input_grows_between_two_epochs():
+    def sizes(epochs, *changes):
+        data = load_recipe("imagenet-resnet50", [f"data.{change}" for change in changes]).data
+        return [data.size_at(epoch, epochs) for epoch in range(epochs)]
+
+    assert sizes(3) == [224] * 3
+    assert sizes(10, "start_size=112", "size=176", "grow=[0.4, 0.8]") == [112] * 5 + [128, 144, 160, 176, 176]
+    assert sizes(10, "start_size=160", "size=192", "grow=[0.7, 0.9]", "size_step=32") == [160] * 9 + [192]
+    assert sizes(4, "start_size=150", "grow=[0.5, 0.5]") == [150, 150, 224, 224]
+    assert sizes(4, "start_size=150", "grow=[0, 1]", "size_step=100") == [150, 150, 150, 200]
+    assert sizes(2, "start_size=100", "grow=[1, 1]") == [100, 100]

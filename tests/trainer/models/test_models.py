@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from trainer import models
+from trainer.models.blur import Blur
 from trainer.optim.groups import parameter_groups
 
 
@@ -79,3 +80,40 @@ def test_only_filters_and_matrices_decay(name):
         ".bias" in names[id(p)] or "bn" in names[id(p)] or "downsample.1" in names[id(p)] for p in plain["params"]
     )
     assert all(names[id(p)].endswith("weight") and "bn" not in names[id(p)] for p in decayed["params"])
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("sides", [(8, 8), (7, 5), (1, 2)])
+def test_a_blur_is_the_binomial_filter(stride, sides):
+    x = torch.randn(2, 3, *sides, dtype=torch.float64)
+    line = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
+    weight = torch.outer(line, line).expand(3, 1, 3, 3)
+    expected = torch.nn.functional.conv2d(x, weight, None, stride, padding=1, groups=3)
+    torch.testing.assert_close(Blur(stride)(x), expected)
+
+
+@pytest.mark.parametrize("name", models.REGISTRY)
+def test_blurring_changes_no_parameter_and_less_than_dropping_pixels_when_an_image_moves(name):
+    """The claim of the paper: the output hardly changes when an image moves by a pixel."""
+    torch.manual_seed(0)
+    plain, blurred = (models.build(name, num_classes=7, blur_pool=blur).eval() for blur in (False, True))
+    assert [(key, value.shape) for key, value in plain.state_dict().items()] == [
+        (key, value.shape) for key, value in blurred.state_dict().items()
+    ]
+    blurred.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 3, 65, 65)
+    changes = []
+    for model in (plain, blurred):
+        with torch.no_grad():
+            a, b = model(x[..., :64, :64]), model(x[..., :64, 1:])
+        assert a.shape == (8, 7)
+        changes.append(((a - b).norm() / (a - a.mean(0)).norm()).item())
+    assert changes[1] < changes[0]
+
+
+def test_a_blurred_projection_is_the_blur_and_then_the_projection():
+    block = models.build("resnet50", num_classes=7, blur_pool=True).layer2[0].eval()
+    x = torch.randn(2, 256, 9, 9)
+    weight = block.downsample[1].weight
+    expected = torch.nn.functional.conv2d(Blur()(x), weight, None, stride=2)
+    torch.testing.assert_close(block.downsample[2](expected), block.downsample(x))

@@ -8,7 +8,9 @@ from trainer.optim.schedules import (
     ConstantSchedule,
     CosineSchedule,
     OneCycleSchedule,
+    PolynomialSchedule,
     StepSchedule,
+    last_change,
     multiplier,
     scaled_lr,
 )
@@ -25,6 +27,12 @@ TABLES = [
     (CosineSchedule(name="cosine", warmup_epochs=2.0, final=0.2), 4, {10: 0.5, 20: 1.0, 30: 0.6, 40: 0.2}),
     (OneCycleSchedule(name="onecycle", peak_at=0.25), 4, {0: 0.0, 5: 0.5, 10: 1.0, 25: 0.5, 40: 0.0}),
     (OneCycleSchedule(name="onecycle", peak_at=0.5, start=0.2, final=0.1), 2, {0: 0.2, 10: 1.0, 20: 0.1}),
+    (PolynomialSchedule(name="polynomial"), 4, {0: 1.0, 10: 0.75**2, 20: 0.25, 40: 0.0}),
+    (
+        PolynomialSchedule(name="polynomial", power=1.0, warmup_epochs=2.0, final=0.2),
+        4,
+        {10: 0.5, 20: 1, 30: 0.6, 40: 0.2},
+    ),
 ]
 
 
@@ -49,3 +57,10 @@ def test_scaled_lr(scaling, batch, expected):
 
 def test_unscaled_lr_needs_no_batch():
     assert scaled_lr(0.1, "none", 512, None) == 0.1
+
+
+def test_where_a_schedule_changes_last():
+    assert last_change(StepSchedule(name="step", milestones=(3.0, 7.5))) == ("milestones", 7.5)
+    assert last_change(StepSchedule(name="step", milestones=(3.0,), warmup_epochs=5.0)) == ("warmup_epochs", 5.0)
+    assert last_change(CosineSchedule(name="cosine", warmup_epochs=2.0)) == ("warmup_epochs", 2.0)
+    assert last_change(OneCycleSchedule(name="onecycle"))[1] == 0

@@ -1,0 +1,182 @@
+"""Losses, mixing, averages and precise statistics against their definitions, in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from datapipe.loaders import Batch
+from trainer.ema import Average
+from trainer.ema import Settings as EmaSettings
+from trainer.losses import LOSSES, begin_bias, per_sample_loss
+from trainer.mixing import MixedBatch, mix
+from trainer.precise_bn import estimate_statistics
+from trainer.precision import Precision
+
+FLOAT32 = Precision("off", "cpu", None)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_are_those_of_the_smoothed_target(name, smoothing):
+    torch.manual_seed(0)
+    logits = torch.randn(6, 5, dtype=torch.float64) * 3
+    labels = torch.tensor([0, 4, 2, 2, 1, 3])
+    target = torch.full((6, 5), smoothing / 5, dtype=torch.float64)
+    target[torch.arange(6), labels] += 1 - smoothing
+    if name == "bce":
+        expected = nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(1)
+    else:
+        expected = -(target * logits.log_softmax(1)).sum(1)
+    torch.testing.assert_close(per_sample_loss(name, logits, labels, smoothing), expected)
+
+
+def test_large_logits_have_a_finite_loss_and_gradient():
+    for name in LOSSES:
+        logits = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
+        loss = per_sample_loss(name, logits, torch.tensor([1]))
+        loss.sum().backward()
+        assert loss.isfinite().all()
+        assert logits.grad.isfinite().all()
+
+
+def test_bce_begins_with_the_odds_of_a_class():
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 50))
+    before = module[2].bias.clone()
+    begin_bias("cross_entropy", module)
+    assert torch.equal(module[2].bias, before)
+    begin_bias("bce", module)
+    torch.testing.assert_close(module[2].bias.sigmoid(), torch.full((50,), 1 / 50))
+    begin_bias("bce", nn.Sequential(nn.Linear(3, 1)))  # one class, whose odds are infinite
+
+
+def mixed(mixup, cutmix, seed=(0, 1, 2), count=4, valid=None):
+    images = torch.randn(count, 3, 8, 6, generator=torch.Generator().manual_seed(0))
+    valid = torch.ones(count, dtype=torch.bool) if valid is None else valid
+    batch = MixedBatch(images, torch.arange(count), valid)
+    return batch, mix(batch, mixup, cutmix, seed)
+
+
+def test_nothing_is_mixed_without_alpha():
+    batch, result = mixed(0, 0)
+    assert result is batch
+
+
+@given(seed=st.tuples(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(0, 4095)), alpha=st.floats(0.01, 10))
+def test_mixup_is_a_weighted_sum_of_images_and_labels(seed, alpha):
+    batch, result = mixed(alpha, 0, seed)
+    assert 0 <= result.weight <= 1
+    partners = result.others  # a label is its image's number here
+    assert sorted(partners.tolist()) == [0, 1, 2, 3]
+    assert (partners != batch.labels).all()
+    expected = result.weight * batch.images + (1 - result.weight) * batch.images[partners]
+    torch.testing.assert_close(result.images, expected)
+
+
+@given(seed=st.tuples(st.integers(0, 2**31), st.integers(0, 10**6)), alpha=st.floats(0.01, 10))
+def test_cutmix_replaces_one_rectangle_and_weighs_by_what_is_left(seed, alpha):
+    batch, result = mixed(0, alpha, seed)
+    assert torch.equal(batch.images, mixed(0, 0)[0].images)  # not changed
+    replaced = (result.images != batch.images).any(1)
+    assert torch.equal(result.images.where(~replaced[:, None], 0), batch.images.where(~replaced[:, None], 0))
+    for image, other in enumerate(result.others.tolist()):
+        assert torch.equal(result.images[image][:, replaced[image]], batch.images[other][:, replaced[image]])
+    assert (replaced == replaced[0]).all()  # the same rectangle
+    rows, columns = replaced[0].any(1), replaced[0].any(0)
+    assert torch.equal(replaced[0], rows[:, None] & columns[None, :])
+    assert math.isclose(result.weight, 1 - replaced[0].float().mean().item(), abs_tol=1e-6)
+
+
+def test_draws_depend_on_the_seed_alone_and_have_the_distribution():
+    assert torch.equal(mixed(0.5, 1.0)[1].images, mixed(0.5, 1.0)[1].images)
+    weights = np.array([mixed(0.4, 0, (7, step))[1].weight for step in range(2000)])
+    assert abs(weights.mean() - 0.5) < 0.03
+    assert abs(weights.var() - 0.25 / 1.8) < 0.01  # of Beta(α, α): 1 / (4 (2 α + 1))
+    both = [mixed(0.4, 1.0, (7, step)) for step in range(200)]
+    cut = sum(bool((result.images == batch.images).any()) for batch, result in both)
+    assert 60 < cut < 140
+
+
+def test_an_image_mixed_with_a_bad_one_is_not_learnt_from():
+    valid = torch.tensor([True, False, True, True])
+    _, result = mixed(1.0, 0, valid=valid)
+    assert (~result.valid).sum() == 2
+    assert not result.valid[1]
+    assert not result.valid[result.others == 1].any()
+
+
+def test_a_single_image_is_mixed_with_itself():
+    batch, result = mixed(1.0, 0, count=1)
+    torch.testing.assert_close(result.images, batch.images)
+
+
+def test_the_average_is_an_exponential_one():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
+    average = Average(module, EmaSettings(half_life_steps=4, update_every_steps=2))
+    assert not average.is_on
+    states = []
+    for step in range(1, 8):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        module(torch.randn(5, 2, dtype=torch.float64))
+        states.append({name: value.clone() for name, value in module.state_dict().items()})
+        average.update(step)
+    expected = states[0]
+    for step in (2, 4, 6):
+        weight = 1 - 0.5 ** (2 / 4)
+        expected = {
+            name: torch.lerp(expected[name].double(), states[step - 1][name].double(), weight) for name in expected
+        }
+    with average.in_place():
+        for name, value in module.state_dict().items():
+            if value.is_floating_point():
+                torch.testing.assert_close(value, expected[name])
+        module[0].bias.data.zero_()  # what changes in the block is the average
+        saved = {name: value.clone() for name, value in module.state_dict().items()}
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, states[-1][name])
+    other = Average(module, EmaSettings(half_life_steps=4))
+    other.load_state_dict(saved)
+    with other.in_place():
+        assert not module[0].bias.any()
+    other.load_state_dict(None)
+    assert not other.is_on
+    with pytest.raises(KeyError):
+        other.load_state_dict({"0.weight": module[0].weight})
+
+
+def test_without_a_half_life_there_is_no_average():
+    module = nn.Linear(2, 2)
+    average = Average(module, EmaSettings())
+    average.update(1)
+    average.load_state_dict(module.state_dict())
+    with average.in_place():
+        assert not average.is_on
+
+
+def batches(count):
+    for i in range(count):
+        images = (
+            torch.full((4, 2, 3, 3), i, dtype=torch.uint8) + torch.arange(4, dtype=torch.uint8)[:, None, None, None]
+        )
+        nothing = torch.zeros(4, dtype=torch.int64)
+        yield Batch(images, nothing, nothing, nothing.bool())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_precise_statistics_are_means_over_batches(count):
+    module = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).eval()
+    weights = [parameter.clone() for parameter in module.parameters()]
+    for _ in range(2):  # what was before has no effect
+        estimate_statistics(module, batches(9), lambda images: images.float(), count, FLOAT32)
+        torch.testing.assert_close(module[0].running_mean, torch.full((2,), 1.5 + (count - 1) / 2))
+        variance = torch.arange(4).float().repeat_interleave(9).var()
+        torch.testing.assert_close(module[0].running_var, variance.expand(2))
+    assert module[0].momentum == module[2].momentum == 0.1
+    assert all(torch.equal(*pair) for pair in zip(module.parameters(), weights, strict=True))

@@ -1,0 +1,36 @@
+"""What a training step minimises.
+
+B batch, C channels, H height, W width, K classes
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from datapipe.loaders import Batch
+
+from .job import Job
+from .losses import per_sample_loss
+from .mixing import MixedBatch, mix
+
+
+def batch_loss(job: Job, batch: Batch, step: int) -> Tensor:
+    """Return a batch's mean loss on this rank, a scalar. A bad sample, whose image is black, has none.
+
+    Args:
+        job: The run.
+        batch: This rank's slice of the step's global batch.
+        step: Number of the step in the run, from 0, on which the mixing of images depends.
+    """
+    data, train = job.recipe.data, job.recipe.train
+    mixed = MixedBatch(job.prepare(batch.images), batch.labels, batch.valid)
+    mixed = mix(mixed, data.mixup, data.cutmix, (train.seed, step, job.world.rank))
+    with job.precision.autocast():
+        logits_BK = job.model(mixed.images)
+    logits_BK = logits_BK.float()
+    loss_B = per_sample_loss(train.loss, logits_BK, mixed.labels, train.label_smoothing)
+    if mixed.others is not None:  # a loss is linear in its target
+        other_B = per_sample_loss(train.loss, logits_BK, mixed.others, train.label_smoothing)
+        loss_B = mixed.weight * loss_B + (1.0 - mixed.weight) * other_B
+    # Still a mean over all slots, so that valid samples weigh the same on each rank, and as much as K-FAC assumes.
+    return loss_B.where(mixed.valid, 0).mean()
