@@ -10,7 +10,7 @@ from trainer.config.recipe import load_recipe
 from trainer.distributed import World
 from trainer.errors import TrainingError
 from trainer.evaluate import evaluate
-from trainer.loop import _loss
+from trainer.objective import batch_loss
 from trainer.precision import choose_precision
 
 CPU = torch.device("cpu")
@@ -63,13 +63,14 @@ def test_a_bad_sample_teaches_nothing_whatever_its_label(recipe_file, smoothing)
     """And the others as much as without it: they are 3 of 4, of which the loss is a mean."""
     recipe = load_recipe(str(recipe_file), [f"train.label_smoothing={smoothing}"])
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    job = SimpleNamespace(recipe=recipe, model=model, prepare=lambda x: x, precision=choose_precision("off", CPU))
+    precision = choose_precision("off", CPU)
+    job = SimpleNamespace(recipe=recipe, model=model, prepare=lambda x: x, precision=precision, world=World())
     images, samples = torch.rand(4, 1, 2, 2), torch.arange(4)
 
     def gradient(label, valid, kept=slice(None)):
         tensors = images, torch.tensor([0, label, 1, 2]), samples, torch.tensor(valid)
         batch = Batch(*(tensor[kept] for tensor in tensors))
-        return torch.autograd.grad(_loss(job, batch), model[1].weight)[0]
+        return torch.autograd.grad(batch_loss(job, batch, 0), model[1].weight)[0]
 
     expected = gradient(0, [True] * 4, kept=torch.tensor([0, 2, 3])) * 3 / 4
     for label in range(3):
@@ -80,3 +81,15 @@ def test_a_bad_sample_teaches_nothing_whatever_its_label(recipe_file, smoothing)
 def test_evaluation_must_see_every_sample():
     with pytest.raises(TrainingError, match="saw 2 samples of a set of 3"):
         evaluated(batches_of([0, 1], [True, True]), 3)
+
+
+@pytest.mark.parametrize("with_mirrored", [False, True])
+def test_a_mirrored_image_counts_as_much_as_the_image(with_mirrored):
+    """Logits are the left and the right pixel: their mean over both images is the same for both classes."""
+    images = torch.tensor([[3.0, 1.0], [1.0, 5.0]])[:, None, None]
+    batch = Batch(images, torch.tensor([0, 0]), torch.arange(2), torch.tensor([True, True]))
+    kwargs = {"num_samples": 2, "world": World(), "precision": choose_precision("off", CPU)}
+    result = evaluate(torch.nn.Flatten(), [batch], lambda x: x, **kwargs, with_mirrored=with_mirrored)
+    chosen = [torch.tensor([2.0, 2.0]), torch.tensor([3.0, 3.0])] if with_mirrored else images.flatten(1)
+    expected = sum(-torch.log_softmax(logits.double(), 0)[0].item() for logits in chosen) / 2
+    assert result.loss == pytest.approx(expected, rel=1e-6)
