@@ -24,6 +24,7 @@ from .kfac import KFAC, AdaptiveDamping
 from .loading import count_classes, open_loaders
 from .local_checkpoints import LocalCheckpoints
 from .losses import begin_bias
+from .models.whitened import WhitenedNet
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
@@ -96,6 +97,9 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
         blur_pool=settings.blur_pool,
     )
     begin_bias(recipe.train.loss, module)
+    if isinstance(module, WhitenedNet):
+        module.whiten(normalise(next(iter(loader)).images, recipe.data.mean, recipe.data.std).cpu())
+        loader.set_epoch(0)
     memory_format = _memory_format(recipe)
     module = module.to(world.device, memory_format=memory_format)  # type: ignore[call-overload]  # not in torch's types
     if world.device.type == "cuda":

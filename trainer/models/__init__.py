@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from datapipe.errors import SettingError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -14,9 +16,12 @@ REGISTRY = {
     "resnet8": "resnet_cifar:resnet8",
     "resnet20": "resnet_cifar:resnet20",
     "resnet32": "resnet_cifar:resnet32",
+    "whitened_small": "whitened:whitened_small",
+    "whitened": "whitened:whitened",
     "resnet18": "resnet:resnet18",
     "resnet50": "resnet:resnet50",
 }
+WITHOUT_STRIDES = "whitened", "whitened_small"
 
 
 def build(name: str, *, num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> nn.Module:
@@ -30,6 +35,10 @@ def build(name: str, *, num_classes: int, in_channels: int = 3, blur_pool: bool 
 
     Raises:
         KeyError: `name` is not in REGISTRY; recipes are checked before.
+        SettingError: This network has none of what `blur_pool` changes.
     """
+    options = {"blur_pool": True} if blur_pool else {}
+    if options and name in WITHOUT_STRIDES:
+        raise SettingError(f"model.blur_pool: {name} drops no pixels but in pooling; allowed: false")
     module, function = REGISTRY[name].split(":")
-    return getattr(import_module(f".{module}", __name__), function)(num_classes, in_channels, blur_pool)
+    return getattr(import_module(f".{module}", __name__), function)(num_classes, in_channels, **options)

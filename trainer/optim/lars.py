@@ -30,7 +30,7 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     from pytorch_optimizer import LARS
 
     return LARS(
-        parameter_groups(model, settings.weight_decay),
+        parameter_groups(model, settings.weight_decay, settings.vector_lr_factor),
         lr=settings.lr,
         momentum=settings.momentum,
         nesterov=settings.nesterov,

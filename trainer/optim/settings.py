@@ -45,6 +45,9 @@ class MomentumSettings(OptimizerSettings):
     nesterov: bool = False
     """Use Nesterov's momentum; needs `momentum` above 0."""
 
+    vector_lr_factor: Positive = 1.0
+    """How many times `lr` the rate of vectors (biases, norms) is."""
+
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> MomentumSettings:
         if self.nesterov and self.momentum == 0:

@@ -21,7 +21,7 @@ class Settings(MomentumSettings):
 def build(settings: Settings, model: nn.Module) -> torch.optim.SGD:
     """Build torch's SGD, in which a change of the learning rate acts at once on the whole step."""
     return torch.optim.SGD(
-        parameter_groups(model, settings.weight_decay),
+        parameter_groups(model, settings.weight_decay, settings.vector_lr_factor),
         lr=settings.lr,
         momentum=settings.momentum,
         nesterov=settings.nesterov,

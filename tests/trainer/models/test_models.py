@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from datapipe.errors import SettingError
 from trainer import models
 from trainer.models.blur import Blur
 from trainer.optim.groups import parameter_groups
@@ -92,7 +93,7 @@ def test_a_blur_is_the_binomial_filter(stride, sides):
     torch.testing.assert_close(Blur(stride)(x), expected)
 
 
-@pytest.mark.parametrize("name", models.REGISTRY)
+@pytest.mark.parametrize("name", [name for name in models.REGISTRY if name not in models.WITHOUT_STRIDES])
 def test_blurring_changes_no_parameter_and_less_than_dropping_pixels_when_an_image_moves(name):
     """The claim of the paper: the output hardly changes when an image moves by a pixel."""
     torch.manual_seed(0)
@@ -117,3 +118,25 @@ def test_a_blurred_projection_is_the_blur_and_then_the_projection():
     weight = block.downsample[1].weight
     expected = torch.nn.functional.conv2d(Blur()(x), weight, None, stride=2)
     torch.testing.assert_close(block.downsample[2](expected), block.downsample(x))
+
+
+@pytest.mark.parametrize("name", models.WITHOUT_STRIDES)
+def test_a_network_without_strides_has_nothing_to_blur(name):
+    with pytest.raises(SettingError, match=rf"model\.blur_pool: {name}"):
+        models.build(name, num_classes=7, blur_pool=True)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_whitened_patches_have_unit_covariance(channels):
+    torch.manual_seed(0)
+    images = 10 * torch.nn.functional.avg_pool2d(torch.randn(50, channels, 22, 22), 3, 1)  # neighbours are correlated
+    model = models.build("whitened_small", num_classes=7, in_channels=channels)
+    model.whiten(images)
+    with torch.no_grad():
+        outputs = model.patches(images).double().permute(0, 2, 3, 1).flatten(0, 2)
+    half = outputs.shape[1] // 2
+    assert half == 4 * channels
+    torch.testing.assert_close(outputs[:, :half], -outputs[:, half:])
+    covariance = outputs[:, :half].T @ outputs[:, :half] / len(outputs)
+    torch.testing.assert_close(covariance, torch.eye(half, dtype=torch.float64), atol=1e-3, rtol=0)
+    assert not model.patches.weight.requires_grad
