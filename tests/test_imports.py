@@ -70,7 +70,8 @@ TRAINER = {
     **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
     # 4
     "launching": "config datapipe reporting",
-    "cli": "datapipe (config) (connection) (errors) (launching) (reporting) (run)",
+    "measuring": "config datapipe datapipe.dataset reporting",
+    "cli": "datapipe (config) (connection) (errors) (launching) (measuring) (reporting) (run)",
     "__main__": "cli",
     "__init__": "",
 }
