@@ -48,7 +48,7 @@ def compare(a: Group, b: Group) -> list[Comparison]:
 
     Ratios are of geometric means, with Welch's interval of the logarithms; the difference of accuracies is one of
     means, with Welch's interval (see `trainer.measuring.statistics`). Each is a 95 % interval by itself: of twenty
-    figures that do not differ, about one is called different. A run that lacks a figure is told, and is not in its mean.
+    figures that do not differ, about one is called different. A run that lacks a figure is counted apart.
 
     Raises:
         SettingError: Their targets, data sets or validation images differ.
