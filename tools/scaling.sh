@@ -8,8 +8,8 @@
 # it continues, and redoes nothing that has finished. A number of ranks that fails is in the table. With --slurm, from a
 # login node, there is a job for each number of ranks, and another for the table after them; options of sbatch, such as
 # what a site asks for and GPUs, come from the environment: SBATCH="sbatch --account=abc --gpus-per-task=1".
-# The exit code is 0 when all runs have finished (with --slurm: when all jobs are submitted), 1 when some have not, 2 for
-# wrong use, 128 + number after a signal.
+# The exit code is 0 when all runs have finished (with --slurm: when all jobs are submitted), 1 when some have not, or were
+# refused, 2 for wrong use, 128 + number after a signal.
 set -euo pipefail
 recipe='' data='' out='' ranks='1 2 4 8' times=3 slurm='' options=()
 while [[ $# -gt 0 ]]; do
@@ -53,7 +53,7 @@ if [[ -n $slurm ]]; then
     exit
 fi
 
-child=''
+child='' refused=0
 end() { # lets the run save its checkpoint
     [[ -z $child ]] || { kill -TERM "$child" && wait "$child"; } || true
     exit "$1"
@@ -68,6 +68,8 @@ for ((i = 0; i < times; i++)); do
         wait "$child" || code=$?
         child=''
         [[ $code -ne 75 && $code -le 128 ]] || exit "$code" # the time is over, or a signal came
+        [[ $code -ne 2 ]] || refused=1                      # as where the batch does not divide: others may do
     done
 done
 python -m trainer.measuring.scaling "$out"
+exit "$refused"

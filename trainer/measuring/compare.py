@@ -53,7 +53,7 @@ def compare(a: Group, b: Group) -> list[Comparison]:
     Raises:
         SettingError: Their targets, data sets or validation images differ.
     """
-    check_comparable([*a.outcomes, *b.outcomes])
+    check_comparable({f"A, {a.name}": a.outcomes, f"B, {b.name}": b.outcomes})
     rows = []
     for key, (name, form, less, more) in RATIOS.items():
         if key not in ("elapsed_s", "images_per_s") and not a.has_target:
@@ -74,7 +74,7 @@ def _row(name: str, form: str, key: str, groups: tuple[Group, Group], estimate: 
     if math.isnan(estimate.value):
         verdict = "unknown: a side has no such figure"
     elif math.isnan(estimate.low):
-        verdict = f"B has {words}; of single runs, so nothing is known of the noise"
+        verdict = f"B has {words}; a side is a single run, so nothing is known of its noise"
     elif estimate.is_beyond_noise(1.0 if is_ratio else 0.0):
         verdict = f"B has {words}: more than noise"
     else:

@@ -29,6 +29,7 @@ from .tables import group_values, to_json
 
 logger = logging.getLogger(__name__)
 NAME = "repeat.json"
+MAX_SEED = 2**31 - 1  # of a recipe
 LAUNCHERS = ("torchrun", "srun")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 WRONG_USE, TIME_IS_OVER = 2, 75  # exit codes of `trainer train` after which other seeds would fare no better
@@ -138,6 +139,8 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
 
 def _choose(plan: Repeats, recipe: Recipe, index: int | None) -> list[int]:
     seeds = [recipe.train.seed + number for number in range(plan.num_seeds)]
+    if seeds[-1] > MAX_SEED:
+        raise SettingError(f"--seeds {plan.num_seeds}: the last seed would be {seeds[-1]}; allowed: up to {MAX_SEED}")
     if index is None:
         return seeds
     if not 0 <= index < plan.num_seeds:

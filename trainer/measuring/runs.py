@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,7 +147,7 @@ def read_group(folder: Path) -> Group:
     for outcome in begun:
         if outcome.settings != begun[0].settings:
             raise SettingError(f"{folder}: {begun[0].name} and {outcome.name} are not runs of the same recipe")
-    check_comparable(begun)
+    check_comparable({folder.name: begun})
     return Group(folder.resolve().name, outcomes)
 
 
@@ -161,21 +161,20 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split("([0-9]+)", path.name)]
 
 
-def check_comparable(outcomes: Iterable[Outcome]) -> None:
-    """Raise SettingError, unless all runs have the same target, data sets and validation images."""
+def check_comparable(groups: Mapping[str, Sequence[Outcome]]) -> None:
+    """Raise SettingError, unless all runs of named groups have the same target, data sets and validation images."""
     first: dict[str, tuple[str, object]] = {}
-    for outcome in outcomes:
+    for group, outcome in ((name, outcome) for name, outcomes in groups.items() for outcome in outcomes):
         if outcome.run is None:
             continue
+        this = f"{group}, {outcome.name}"
         target = outcome.run.figures()["target"]
         facts: dict[str, object] = {"target": format_figure(target, "{:.4%}") if target > 0 else "none"}
         facts |= {words: outcome.header[key] for key, words in SHARED.items() if key in outcome.header}
         for words, value in facts.items():
-            name, known = first.setdefault(words, (outcome.name, value))
+            name, known = first.setdefault(words, (this, value))
             if known != value:
-                raise SettingError(
-                    f"{name} and {outcome.name} cannot be compared: their {words} differ, {known} and {value}"
-                )
+                raise SettingError(f"({name}) and ({this}) cannot be compared: {words} {known} and {value}")
 
 
 def differences(headers: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:

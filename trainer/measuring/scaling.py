@@ -44,8 +44,9 @@ def read_scales(folder: Path) -> dict[int, list[Outcome]]:
             scales[int(match[1])] = read_group(path).outcomes if has_runs else []
     if not scales:
         raise DatapipeError("holds no folder ranks-N with runs", path=folder)
-    check_comparable(outcome for outcomes in scales.values() for outcome in outcomes)
-    return dict(sorted(scales.items()))
+    scales = dict(sorted(scales.items()))
+    check_comparable({f"ranks-{ranks}": outcomes for ranks, outcomes in scales.items()})
+    return scales
 
 
 COLUMNS = {

@@ -75,16 +75,21 @@ def split_run(run: Run) -> list[Segment]:
 
 
 def _rate(run: Run, first: int, last: int) -> float:
-    """Return the images/s of the steps after `first` until `last`: their number over their time."""
-    for lines in (run.train, run.epochs):
-        steps, time, before = 0.0, 0.0, first
-        for line in lines:
-            step, rate = number(line.get("step")), number(line.get("images_per_s"))
-            if first < step <= last and rate > 0:
-                steps, time = steps + step - before, time + (step - before) / rate
-                before = int(step)
-        if time:
-            return steps / time
+    """Return the images/s of the epochs within some steps; of the lines about steps, where no epoch is whole.
+
+    Epochs are rated as runs are, with all that is neither evaluation nor checkpoint.
+    """
+    epochs = [(number(line.get("step")) * (1 - 1 / number(line.get("epoch"))), line) for line in run.epochs]
+    begins = [first, *(number(line.get("step")) for line in run.train if number(line.get("step")) > first)]
+    steps = zip(begins, [line for line in run.train if number(line.get("step")) > first], strict=False)
+    for lines in (epochs, list(steps)):
+        parts = [
+            (number(line.get("step")) - begin, number(line.get("images_per_s")))
+            for begin, line in lines
+            if first <= begin and number(line.get("step")) <= last and number(line.get("images_per_s")) > 0
+        ]
+        if parts:
+            return sum(length for length, _ in parts) / sum(length / rate for length, rate in parts)
     return math.nan
 
 
