@@ -51,7 +51,8 @@ def fake(plan, monkeypatch):
             lines = [header, {"event": "end", "status": status, "accuracy": 0.5, "elapsed_s": 1.0, "images_per_s": 9.0}]
             text = "".join(json.dumps(line) + "\n" for line in lines[: 2 if status else 0])
             write = f"open({str(self.folder(seed) / 'metrics.jsonl')!r}, 'w').write({text!r})" if status else ""
-            return [sys.executable, "-c", f"import sys\n{write}\nsys.exit({code})"]
+            end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
+            return [sys.executable, "-c", f"import os, sys\n{write}\n{end}"]
 
         monkeypatch.setattr(Repeats, "command", command)
         return repeat(plan(num_seeds=len(endings), **its))
@@ -201,7 +202,7 @@ def test_wrong_use(plan, tmp_path, its, words):
 
 
 def test_several_processes_of_a_launcher(plan, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match="start it once, and give it --ranks"):
         repeat(plan())
