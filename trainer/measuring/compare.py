@@ -61,11 +61,11 @@ def compare(a: Group, b: Group) -> list[Comparison]:
         values = [[value for value in group.values(key) if value > 0] for group in (a, b)]
         ratio = mean_ratio(*values)
         change = abs(ratio.value - 1)
-        words = f"{format_figure(change, '{:.1%}')} {less if ratio.value < 1 else more}"
+        words = f"has {format_figure(change, '{:.1%}')} {less if ratio.value < 1 else more}"
         rows.append(_row(name, form, key, (a, b), ratio, words))
     difference = mean_difference(a.values("accuracy"), b.values("accuracy"))
     points = 100 * abs(difference.value)
-    words = f"{format_figure(points, '{:.2f}')} points {'lower' if difference.value < 0 else 'higher'}"
+    words = f"is {format_figure(points, '{:.2f}')} points {'lower' if difference.value < 0 else 'higher'}"
     return [*rows, _row("accuracy", "{:.2%}", "accuracy", (a, b), difference, words)]
 
 
@@ -74,21 +74,19 @@ def _row(name: str, form: str, key: str, groups: tuple[Group, Group], estimate: 
     if math.isnan(estimate.value):
         verdict = "unknown: a side has no such figure"
     elif math.isnan(estimate.low):
-        verdict = f"B has {words}; a side is a single run, so nothing is known of its noise"
+        verdict = f"B {words}; a side is a single run, so nothing is known of its noise"
     elif estimate.is_beyond_noise(1.0 if is_ratio else 0.0):
-        verdict = f"B has {words}: more than noise"
+        verdict = f"B {words}: more than noise"
     else:
         verdict = "cannot be told from noise"
-    if key == "accuracy":
-        verdict = verdict.replace("B has", "B is")
-    texts = []
-    for group in groups:
-        sample = describe(group.values(key))
-        share = f" ({sample.num} of {len(group.outcomes)})" if sample.num < len(group.outcomes) else ""
-        texts.append(format_figure(sample.mean, form) + share)
-    if "(" in "".join(texts) and not math.isnan(estimate.value):
+    counts = [(describe(group.values(key)), len(group.outcomes)) for group in groups]
+    if any(sample.num < total for sample, total in counts) and not math.isnan(estimate.value):
         verdict += ", among the runs that have it"
-    return Comparison(name, texts[0], texts[1], estimate, is_ratio, verdict)
+    a, b = (
+        format_figure(sample.mean, form) + (f" ({sample.num} of {total})" if sample.num < total else "")
+        for sample, total in counts
+    )
+    return Comparison(name, a, b, estimate, is_ratio, verdict)
 
 
 def comparison_notes(a: Group, b: Group) -> list[str]:

@@ -24,7 +24,8 @@ from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, locked, make_folder
 
 from ..config.recipe import Recipe, load_recipe
-from .runs import ATTEMPTS, Group, is_seed, read_group, read_outcome, settings_alike
+from ..reporting.runlog import NAME as METRICS
+from .runs import ATTEMPTS, Group, read_group, read_outcome, read_outcomes, settings_alike
 from .tables import group_values, to_json
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
     if rank_placement(os.environ).world_size > 1:
         raise SettingError("this is one of several processes of a launcher; start it once, and give it --ranks")
     facts = _describe_data(plan.data)
-    _check_same(plan.out, recipe, facts)
+    _check_out(plan, recipe, facts)
     for seed in range(recipe.train.seed, recipe.train.seed + plan.num_seeds):
         make_folder(plan.folder(seed))
     code = 0
@@ -119,16 +120,11 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
             logger.info("seed %d is complete", seed)
             continue
         logger.info("seed %d: %s", seed, plan.folder(seed))
-        number = _train(plan, seed, facts)
-        outcome = read_outcome(plan.folder(seed))
+        ended, number = _train(plan, seed, facts)
         if number:
-            code = 128 + number
-        elif (last := outcome.attempts[-1]["exit_code"]) in (
-            WRONG_USE,
-            TIME_IS_OVER,
-        ) or outcome.status == "interrupted":
-            code = last
-        if code:
+            ended = 128 + number
+        if number or ended in (WRONG_USE, TIME_IS_OVER) or read_outcome(plan.folder(seed)).status == "interrupted":
+            code = ended
             break
     with locked(plan.out, wait=True):  # elements of an array job may end at the same time
         group = read_group(plan.out)
@@ -154,22 +150,25 @@ def _describe_data(data: Path) -> dict[str, Any]:
     return {"num_classes": manifests[0].num_classes, "data_sets": sums}
 
 
-def _check_same(out: Path, recipe: Recipe, facts: dict[str, Any]) -> None:
-    """Raise SettingError where a folder holds runs of another recipe, or on another data set."""
+def _check_out(plan: Repeats, recipe: Recipe, facts: dict[str, Any]) -> None:
+    """Raise SettingError where OUT is no place for these repeats, as it holds others."""
+    out = plan.out
     if out.exists() and not out.is_dir():
         raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
+    if (out / METRICS).exists():
+        raise SettingError(f"--out {out}: is the folder of a run; use one of its own for the repeats")
+    if out.resolve().is_relative_to(plan.data.resolve()):
+        raise SettingError(f"--out {out}: lies in the data set, --data {plan.data}; use a folder of its own")
     settings = settings_alike(recipe.model_dump(mode="json"))
-    for folder in sorted(out.iterdir()) if out.is_dir() else ():
-        if not is_seed(folder) or not (outcome := read_outcome(folder)).run:
-            continue
-        if outcome.settings != settings:
-            raise SettingError(f"--out {out}: {folder.name} is a run of another recipe, or of other settings")
+    for outcome in read_outcomes(out):
+        if outcome.run and outcome.settings != settings:
+            raise SettingError(f"--out {out}: {outcome.name} is a run of another recipe, or of other settings")
         if any(outcome.header.get(key, value) != value for key, value in facts.items()):
-            raise SettingError(f"--out {out}: {folder.name} was trained on another data set")
+            raise SettingError(f"--out {out}: {outcome.name} was trained on another data set")
 
 
-def _train(plan: Repeats, seed: int, facts: dict[str, Any]) -> int:
-    """Train with a seed, and record how that ended; return the number of the signal that came meanwhile, or 0."""
+def _train(plan: Repeats, seed: int, facts: dict[str, Any]) -> tuple[int, int]:
+    """Train with a seed, and record it; return the exit code, and the number of the signal that came meanwhile or 0."""
     command, began = plan.command(seed), time.monotonic()
     line: dict[str, Any] = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "command": command}
     line["load"] = os.getloadavg()[0]  # of others, before it
@@ -188,7 +187,7 @@ def _train(plan: Repeats, seed: int, facts: dict[str, Any]) -> int:
     make_folder(plan.folder(seed))  # a training that is refused removes it
     with open(plan.folder(seed) / ATTEMPTS, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    return received[0] if received else 0
+    return line["exit_code"], received[0] if received else 0
 
 
 @contextmanager

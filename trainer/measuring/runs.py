@@ -136,19 +136,24 @@ def read_group(folder: Path) -> Group:
         DatapipeError: There is no run in it, or one that cannot be read.
         SettingError: Its runs are not of one recipe.
     """
+    name = folder.resolve().name
     if (folder / METRICS).exists():
-        return Group(folder.name, [read_outcome(folder)])
-    inner = sorted(folder.iterdir(), key=_natural) if folder.is_dir() else []
-    inner = [path for path in inner if (path / METRICS).exists() or is_seed(path)]
-    if not inner:
+        return Group(name, [read_outcome(folder)])
+    outcomes = read_outcomes(folder)
+    if not outcomes:
         raise DatapipeError("holds no run, and no folder of runs", path=folder)
-    outcomes = [read_outcome(path) for path in inner]
     begun = [outcome for outcome in outcomes if outcome.run]
     for outcome in begun:
         if outcome.settings != begun[0].settings:
             raise SettingError(f"{folder}: {begun[0].name} and {outcome.name} are not runs of the same recipe")
-    check_comparable({folder.name: begun})
-    return Group(folder.resolve().name, outcomes)
+    check_comparable({name: begun})
+    return Group(name, outcomes)
+
+
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """Read the runs in a folder, by name. Raises DatapipeError where the metrics of one cannot be read."""
+    inner = sorted(folder.iterdir(), key=_natural) if folder.is_dir() else []
+    return [read_outcome(path) for path in inner if (path / METRICS).exists() or is_seed(path)]
 
 
 def is_seed(path: Path) -> bool:

@@ -144,10 +144,18 @@ def test_elements_of_an_array_job(again, tmp_path):
 
 
 @pytest.mark.ranks
-def test_two_ranks(again, tmp_path, metrics):
-    code, _, err = finish(again("runs", "--seeds", 1, "--ranks", 2, *REACHED))
+def test_two_ranks_are_stopped_and_continued(again, tmp_path, metrics):
+    child = again("runs", "--seeds", 1, "--ranks", 2)
+    wait_for_step(child, tmp_path / "runs" / "seed-0", 4)
+    child.send_signal(signal.SIGUSR1)
+    code, _, err = finish(child)
+    assert code == 138, err
+    assert metrics(tmp_path / "runs" / "seed-0")[-1]["status"] == "interrupted"
+    code, _, err = finish(again("runs", "--seeds", 1, "--ranks", 2))
     assert code == 0, err
-    assert metrics(tmp_path / "runs" / "seed-0")[0]["world_size"] == 2
+    lines = metrics(tmp_path / "runs" / "seed-0")
+    assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 2]
+    assert lines[-1]["status"] == "completed"
 
 
 def test_what_missed_or_failed_is_1_and_the_others_are_trained(fake):
@@ -214,6 +222,15 @@ def test_out_is_a_file(plan, tmp_path):
         repeat(plan())
 
 
+def test_out_is_a_run_or_lies_in_the_data_set(fake, plan, tmp_path, packed):
+    assert fake({0: (0, "completed")})[1] == 0
+    with pytest.raises(SettingError, match="is the folder of a run"):
+        repeat(plan(out=tmp_path / "runs" / "seed-0"))
+    with pytest.raises(SettingError, match="lies in the data set"):
+        repeat(plan(out=packed / "runs"))
+    assert not (packed / "runs").exists()
+
+
 def test_out_holds_another_recipes(fake, plan):
     assert fake({0: (0, "completed")})[1] == 0
     with pytest.raises(SettingError, match="seed-0 is a run of another recipe, or of other settings"):
@@ -229,7 +246,7 @@ def test_out_holds_runs_on_other_data(fake, plan, tmp_path, sample_dir):
         repeat(plan(data=tmp_path / "other"))
 
 
-def test_a_full_stop_of_the_command(command, packed, tmp_path):
+def test_no_seeds(command, packed, tmp_path):
     refused = command("trainer", "repeat", "fashion-mnist-resnet8", "--data", packed, "--out", tmp_path, "--seeds", "0")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "error: --seeds: 0 is out of range; allowed: whole numbers from 1" in refused.stderr
