@@ -151,7 +151,7 @@ def _describe_data(data: Path) -> dict[str, Any]:
 
 
 def _check_out(plan: Repeats, recipe: Recipe, facts: dict[str, Any]) -> None:
-    """Raise SettingError where OUT is no place for these repeats, as it holds others."""
+    """Raise SettingError where OUT cannot hold these repeats, such as where it holds others."""
     out = plan.out
     if out.exists() and not out.is_dir():
         raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
