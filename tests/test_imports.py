@@ -70,7 +70,8 @@ TRAINER = {
     **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
     # 4
     "launching": "config datapipe reporting",
-    "cli": "datapipe (config) (connection) (errors) (launching) (reporting) (run)",
+    "measuring": "config datapipe datapipe.dataset reporting",
+    "cli": "datapipe (config) (connection) (errors) (launching) (measuring) (reporting) (run)",
     "__main__": "cli",
     "__init__": "",
 }
@@ -90,7 +91,7 @@ PACKAGES = {
     "mpi4py": ["datapipe/staging/mpi.py"],
     "simplejpeg": ["datapipe/images/codec.py"],
     "PIL": ["datapipe/images/codec.py"],
-    "matplotlib": ["trainer/reporting/"],
+    "matplotlib": ["trainer/reporting/", "trainer/measuring/scaling_plot.py"],
     "pytorch_optimizer": [f"trainer/optim/{name}.py" for name in ("lamb", "lars", "muon", "soap")],
 }
 AT_TOP = {"torch", "simplejpeg", "PIL"}  # those that may be imported when a file is loaded, not only when it is used

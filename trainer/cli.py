@@ -23,6 +23,15 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help, in half the time
 )
 
+# Options of several commands.
+Stage = Annotated[
+    Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="section.key=value", help="Change one setting of the recipe; repeatable."),
+]
+
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
@@ -51,9 +60,7 @@ def train(
     device: Annotated[
         str, typer.Option(metavar="DEVICE", help="auto (GPUs where there are any), cpu or cuda.")
     ] = "auto",
-    stage: Annotated[
-        Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
-    ] = None,
+    stage: Stage = None,
     rank_timeout: Annotated[
         float, typer.Option(metavar="S", help="End the run when a rank does nothing for so many seconds.")
     ] = 120,
@@ -106,9 +113,7 @@ def launch(
     gpus_per_node: Annotated[
         int, typer.Option(metavar="G", help="As many ranks run on each; 0: one, on the processor.")
     ] = 0,
-    stage: Annotated[
-        Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
-    ] = None,
+    stage: Stage = None,
     limit: Annotated[str | None, typer.Option("--time", metavar="TIME", help="Of a job, such as 4:00:00.")] = None,
     max_restarts: Annotated[
         int | None,
@@ -117,10 +122,7 @@ def launch(
     local_checkpoints: Annotated[
         Path | None, typer.Option(metavar="LOCAL", help="Write checkpoints to a node's own disk first.")
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="section.key=value", help="Change one setting of the recipe; repeatable."),
-    ] = None,
+    changes: Changes = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="WORD", help="Of sbatch or qsub, such as --option=--account=abc; repeatable."),
@@ -183,6 +185,71 @@ def report(
     from .reporting.page import write_report
 
     print(write_report(runs, out or runs[0]))
+
+
+@app.command()
+def repeat(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Built-in recipe, or path of a .toml file.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs: each goes to seed-K in it.")],
+    seeds: Annotated[int, typer.Option(metavar="N", help="How many, from the recipe's own seed on.")] = 5,
+    changes: Changes = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
+    stage: Stage = None,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Processes of each training.")] = 1,
+    launcher: Annotated[
+        str, typer.Option(metavar="NAME", help="What starts them: torchrun (on this host), or srun in a Slurm job.")
+    ] = "torchrun",
+    index: Annotated[
+        int | None,
+        typer.Option(
+            metavar="I",
+            envvar="SLURM_ARRAY_TASK_ID",
+            help="Train with this seed only, from 0; in an array job, its own.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what OUT/repeat.json holds.")] = False,
+) -> None:
+    """Train a recipe once per seed, and print each run, means and 95 % intervals.
+
+    What has finished is not redone, all else is resumed. Exit code 0: all reached their target (or have none); 1: not
+    all; otherwise as `trainer train`.
+
+    \b
+    Example:
+      trainer repeat fashion-mnist-resnet8 --data data/fashion-mnist --out runs/resnet8 --seeds 5
+    """
+    from .measuring.repeat import Repeats
+    from .measuring.repeat import repeat as train_repeats
+    from .measuring.tables import show_group
+
+    plan = Repeats(recipe, data, out, seeds, tuple(changes or ()), device, stage, ranks, launcher)
+    group, code = train_repeats(plan, index)
+    print(show_group(group, as_json), flush=True)
+    raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or of repeats.")],
+    b: Annotated[Path | None, typer.Argument(metavar="[B]", help="Another; without it, A alone is shown.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare runs, or repeats, B with A: ratios with 95 % intervals, and whether they can be told from noise.
+
+    \b
+    Example:
+      trainer compare runs/sgd runs/kfac
+    """
+    from .measuring.runs import read_group
+    from .measuring.tables import show_group
+
+    if b is None:
+        print(show_group(read_group(a), as_json))
+        return
+    from .measuring.compare import show_comparison
+
+    print(show_comparison(read_group(a), read_group(b), as_json))
 
 
 @app.command()

@@ -111,7 +111,7 @@ def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
 
     drawings = []
     with ExitStack() as stack:
-        stack.enter_context(_style())
+        stack.enter_context(plot_style())
         file = stack.enter_context(atomic_write(out / "report.pdf"))
         pdf = stack.enter_context(PdfPages(file, metadata={"CreationDate": None}))
         for plot in PLOTS:
@@ -127,8 +127,8 @@ def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
     return drawings
 
 
-def _style() -> AbstractContextManager[None]:
-    """Set how matplotlib draws, until the block ends."""
+def plot_style() -> AbstractContextManager[None]:
+    """Set how matplotlib draws, until the block ends; return that block's context."""
     import matplotlib
 
     return matplotlib.rc_context(
@@ -179,7 +179,7 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run]) -> list[Artist | C
         if len(runs) > 1:
             handles += by_epoch.plot([], [], **look, label=run.label)
         for curve in plot.curves:
-            points = _points(run, curve)
+            points = curve_points(run, curve)
             # As a part of the plot's diagonal, so that markers keep their distance; a single point would get none.
             style = look | {"markevery": 0.03 if len(points) > 1 else 1} | curve.style
             values = [point.value for point in points]
@@ -211,7 +211,7 @@ class Point(NamedTuple):
     value: float
 
 
-def _points(run: Run, curve: Curve) -> list[Point]:
+def curve_points(run: Run, curve: Curve) -> list[Point]:
     """Return at most MAX_POINTS points of a curve, evenly chosen; lines without a number are left out."""
     lines: list[Line] = run.train if curve.lines == "train" else run.epochs
     steps_per_epoch = _steps_per_epoch(run)

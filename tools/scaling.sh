@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Measures how a training scales: each number of ranks several times, with seeds of their own, in turns, so that a slow hour
+# slows all alike. From where `trainer` runs (its environment activated):
+#
+#     bash tools/scaling.sh RECIPE --data DIR --out DIR [--ranks "1 2 4 8"] [--times 3] [--slurm] [options of trainer repeat]
+#
+# Runs go to DIR/ranks-N/seed-K; the table to DIR/scaling.txt, .csv and .json, the plot to scaling.png and .pdf. Run again,
+# it continues, and redoes nothing that has finished. A number of ranks that fails is in the table. With --slurm, from a
+# login node, there is a job for each number of ranks, and another for the table after them; options of sbatch, such as
+# what a site asks for and GPUs, come from the environment: SBATCH="sbatch --account=abc --gpus-per-task=1".
+# The exit code is 0 when all runs have finished (with --slurm: when all jobs are submitted), 1 when some have not, or were
+# refused, 2 for wrong use, 128 + number after a signal.
+set -euo pipefail
+recipe='' data='' out='' ranks='1 2 4 8' times=3 slurm='' options=()
+while [[ $# -gt 0 ]]; do
+    case $1 in
+    --data | --out | --ranks | --times)
+        [[ $# -gt 1 ]] || { echo "scaling.sh: $1 needs a value" >&2 && exit 2; }
+        printf -v "${1#--}" %s "$2"
+        shift 2
+        ;;
+    --slurm) slurm=1 && shift ;;
+    --*)
+        options+=("$1")
+        shift
+        [[ $# -eq 0 || $1 == --* ]] || { options+=("$1") && shift; }
+        ;;
+    *) recipe=$1 && shift ;;
+    esac
+done
+if [[ -z $recipe || -z $data || -z $out ]]; then
+    echo 'usage: scaling.sh RECIPE --data DIR --out DIR [--ranks "1 2 4 8"] [--times 3] [--slurm] [options]' >&2
+    exit 2
+fi
+if [[ ! $times =~ ^[1-9][0-9]{0,3}$ || ! $ranks =~ ^\ *[1-9][0-9]*(\ +[1-9][0-9]*)*\ *$ ]]; then
+    echo "scaling.sh: --ranks '$ranks' --times '$times': must be whole numbers from 1" >&2
+    exit 2
+fi
+repeat=(trainer repeat "$recipe" --data "$data" --seeds "$times" ${options[@]+"${options[@]}"})
+for n in $ranks; do mkdir -p "$out/ranks-$n"; done # so that it is in the table, however it fails
+
+if [[ -n $slurm ]]; then
+    submit() { ${SBATCH:-sbatch} --parsable --job-name="scaling-$1" --output="$out/slurm-%j.log" "${@:2}"; }
+    jobs=()
+    for n in $ranks; do
+        line=$(printf '%q ' "${repeat[@]}" --out "$out/ranks-$n" --ranks "$n" --launcher srun)
+        jobs+=("$(submit "$n" --ntasks="$n" --wrap "$line")")
+    done
+    after=$(IFS=: && echo "${jobs[*]}")
+    line=$(printf '%q ' python -m trainer.measuring.scaling "$out")
+    jobs+=("$(submit table --ntasks=1 --dependency="afterany:$after" --wrap "$line")")
+    echo "jobs ${jobs[*]}; the last one writes $out/scaling.txt and the plot"
+    exit
+fi
+
+child='' refused=0
+end() { # lets the run save its checkpoint
+    [[ -z $child ]] || { kill -TERM "$child" && wait "$child"; } || true
+    exit "$1"
+}
+trap 'end 143' TERM
+trap 'end 130' INT
+for ((i = 0; i < times; i++)); do
+    for n in $ranks; do
+        code=0
+        "${repeat[@]}" --out "$out/ranks-$n" --ranks "$n" --index "$i" >/dev/null &
+        child=$!
+        wait "$child" || code=$?
+        child=''
+        [[ $code -ne 75 && $code -le 128 ]] || exit "$code" # the time is over, or a signal came
+        [[ $code -ne 2 ]] || refused=1                      # as where the batch does not divide: others may do
+    done
+done
+python -m trainer.measuring.scaling "$out"
+exit "$refused"

@@ -1,0 +1,138 @@
+"""`trainer compare`: two groups of runs, in ratios with intervals, and in words. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from datapipe.console import format_count
+
+from ..reporting.formatting import DASH, format_figure
+from .runs import Group, check_comparable, differences
+from .statistics import Estimate, describe, mean_difference, mean_ratio
+from .tables import format_interval, format_table, group_notes, group_values, plain, to_json
+
+# Figures that are compared by their ratio: how they are called and written, and the words for less and more.
+RATIOS = {
+    "time_to_target_s": ("time to target, s", "{:,.1f}", "less", "more"),
+    "elapsed_s": ("total time, s", "{:,.1f}", "less", "more"),
+    "epochs_to_target": ("epochs to target", "{:,.2f}", "fewer", "more"),
+    "images_per_s": ("images/s", "{:,.0f}", "fewer", "more"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A figure of two groups.
+
+    Attributes:
+        figure: how it is called.
+        a: its mean in the first group, as text; with "(3 of 5)" where not all runs have it.
+        b: the same of the second.
+        estimate: the ratio B/A, or the difference B - A.
+        is_ratio: which of them.
+        verdict: what it amounts to, in words.
+    """
+
+    figure: str
+    a: str
+    b: str
+    estimate: Estimate
+    is_ratio: bool
+    verdict: str
+
+
+def compare(a: Group, b: Group) -> list[Comparison]:
+    """Compare two groups of runs, B with A.
+
+    Ratios are of geometric means, with Welch's interval of the logarithms; the difference of accuracies is one of
+    means, with Welch's interval (see `trainer.measuring.statistics`). Each is a 95 % interval by itself: of twenty
+    figures that do not differ, about one is called different. A run that lacks a figure is counted apart.
+
+    Raises:
+        SettingError: Their targets, data sets or validation images differ.
+    """
+    check_comparable({f"A, {a.name}": a.outcomes, f"B, {b.name}": b.outcomes})
+    rows = []
+    for key, (name, form, less, more) in RATIOS.items():
+        if key not in ("elapsed_s", "images_per_s") and not a.has_target:
+            continue
+        values = [[value for value in group.values(key) if value > 0] for group in (a, b)]
+        ratio = mean_ratio(*values)
+        change = abs(ratio.value - 1)
+        words = f"has {format_figure(change, '{:.1%}')} {less if ratio.value < 1 else more}"
+        rows.append(_row(name, form, key, (a, b), ratio, words))
+    difference = mean_difference(a.values("accuracy"), b.values("accuracy"))
+    points = 100 * abs(difference.value)
+    words = f"is {format_figure(points, '{:.2f}')} points {'lower' if difference.value < 0 else 'higher'}"
+    return [*rows, _row("accuracy", "{:.2%}", "accuracy", (a, b), difference, words)]
+
+
+def _row(name: str, form: str, key: str, groups: tuple[Group, Group], estimate: Estimate, words: str) -> Comparison:
+    is_ratio = key in RATIOS
+    if math.isnan(estimate.value):
+        verdict = "unknown: a side has no such figure"
+    elif math.isnan(estimate.low):
+        verdict = f"B {words}; a side is a single run, so nothing is known of its noise"
+    elif estimate.is_beyond_noise(1.0 if is_ratio else 0.0):
+        verdict = f"B {words}: more than noise"
+    else:
+        verdict = "cannot be told from noise"
+    counts = [(describe(group.values(key)), len(group.outcomes)) for group in groups]
+    if any(sample.num < total for sample, total in counts) and not math.isnan(estimate.value):
+        verdict += ", among the runs that have it"
+    a, b = (
+        format_figure(sample.mean, form) + (f" ({sample.num} of {total})" if sample.num < total else "")
+        for sample, total in counts
+    )
+    return Comparison(name, a, b, estimate, is_ratio, verdict)
+
+
+def comparison_notes(a: Group, b: Group) -> list[str]:
+    """List what a reader should know before trusting a comparison: other hardware, versions, numbers of ranks."""
+    firsts = [(side, group.begun[0].header) for side, group in (("A", a), ("B", b)) if group.begun]
+    inside = [f"{side}: {note}" for side, group in (("A", a), ("B", b)) for note in group_notes(group)]
+    return [*differences(firsts), *inside]
+
+
+def show_comparison(a: Group, b: Group, as_json: bool) -> str:
+    """Compare two groups; return text to be read.
+
+    Args:
+        a: The first group.
+        b: The second.
+        as_json: Return JSON instead.
+
+    Raises:
+        SettingError: They cannot be compared.
+    """
+    rows = compare(a, b)
+    return to_json(_values(a, b, rows)) if as_json else _text(a, b, rows)
+
+
+def _text(a: Group, b: Group, rows: list[Comparison]) -> str:
+    cells = []
+    for row in rows:
+        form = "{:.3f}" if row.is_ratio else "{:+.2%}"
+        value = format_figure(row.estimate.value, form)
+        interval = format_interval(row.estimate, form) if not math.isnan(row.estimate.low) else DASH
+        cells.append([row.figure, row.a, row.b, "B/A" if row.is_ratio else "B - A", value, interval])
+    table = format_table(["figure", "A", "B", "", "value", "95 % interval"], cells)
+    heads = [
+        f"{side}: {group.name}, {format_count(len(group.outcomes), 'run')}" for side, group in (("A", a), ("B", b))
+    ]
+    verdicts = [f"{row.figure.partition(',')[0]}: {row.verdict}." for row in rows]
+    notes = [f"Note: {note}." for note in comparison_notes(a, b)]
+    return "\n".join([*heads, "", table, "", *verdicts, *notes])
+
+
+def _values(a: Group, b: Group, rows: list[Comparison]) -> dict[str, Any]:
+    figures = [
+        {"figure": row.figure, "kind": "ratio" if row.is_ratio else "difference"}
+        | plain(asdict(row.estimate))
+        | {"verdict": row.verdict}
+        for row in rows
+    ]
+    groups = {"a": group_values(a), "b": group_values(b)}
+    return groups | {"figures": figures, "notes": comparison_notes(a, b)}
