@@ -14,8 +14,21 @@ from trainer.config.recipe import Recipe, built_in, check_resumable, load_recipe
 from trainer.optim import kfac
 
 NAMES = [
-    "cifar10-resnet32", "cifar10-resnet32-kfac", "fashion-mnist-resnet8", "imagenet-resnet50", "imagenet-resnet50-kfac",
-]  # fmt: skip
+    "cifar10-resnet32",
+    "cifar10-resnet32-kfac",
+    "cifar10-speedrun",
+    "fashion-mnist-resnet20",
+    "fashion-mnist-resnet20-kfac",
+    "fashion-mnist-resnet8",
+    "imagenet-resnet50",
+    "imagenet-resnet50-fast16",
+    "imagenet-resnet50-fast24",
+    "imagenet-resnet50-fast32",
+    "imagenet-resnet50-kfac",
+    "imagenet-resnet50-mild",
+    "imagenet-resnet50-mild-kfac",
+    "imagenet-resnet50-mlperf-lars",
+]
 
 
 def test_built_in_recipes_are_valid_and_name_their_source():

@@ -1,0 +1,64 @@
+"""Every built-in recipe, scaled down, to its last step: photographs stand in for ImageNet, noise for CIFAR."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from datapipe.packing import PackOptions, pack
+from trainer.config.recipe import Recipe, built_in, load_recipe
+from trainer.run import run
+
+pytestmark = pytest.mark.usefixtures("alone")
+SLOW = "imagenet-resnet50-kfac", "imagenet-resnet50-mild-kfac"  # their largest factors have 4,608 columns
+
+
+@pytest.fixture(scope="module")
+def data_sets(packed_folders, sample_dir, tmp_path_factory):
+    """Return folders of packed data by the first word of a recipe's name."""
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 40), ("val", 10)):
+        for i in range(count):
+            path = folder / "raw" / split / f"class{i % 10}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    pack(folder / "raw", folder / "cifar", PackOptions(workers=1))
+    pack(sample_dir, folder / "fashion", PackOptions(workers=1))
+    return {"imagenet": packed_folders["tar"], "cifar10": folder / "cifar", "fashion": folder / "fashion"}
+
+
+def scaled_down(recipe: Recipe) -> list[str]:
+    """Return changes with which a recipe takes seconds, and has all its parts."""
+    changes = ["train.epochs=2", "train.log_every=1", "train.target_accuracy=none", "train.compile=false"]
+    changes += ["optimizer.lr=0.01", "data.threads=1"]
+    if recipe.schedule.name == "step":
+        changes.append("schedule.milestones=[1]")
+    if recipe.schedule.name != "onecycle" and recipe.schedule.warmup_epochs:
+        changes.append("schedule.warmup_epochs=0.5")
+    if recipe.optimizer.preconditioner != "none":
+        changes += ["kfac.factor_update_steps=1", "kfac.inv_update_steps=2"]
+    if recipe.ema.half_life_steps:
+        changes += ["ema.half_life_steps=2", "ema.update_every_steps=1"]
+    if recipe.data.start_size:
+        changes += ["data.start_size=32", "data.grow=[0, 0.5]"]
+    if recipe.name.startswith("imagenet"):
+        changes += ["data.size=64", "train.batch_size=16"]
+        changes += ["data.eval_size=80"] if recipe.data.eval_size else []
+    elif recipe.name.startswith("cifar"):
+        changes.append("train.batch_size=16")
+    return changes
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in built_in()])
+def test_a_recipe_runs_to_its_end(name, data_sets, tmp_path, metrics):
+    recipe = load_recipe(name, scaled_down(load_recipe(name)))
+    assert run(recipe, data_sets[name.split("-")[0]], tmp_path / "run", False, "cpu") == 0
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["status"] == "completed"
+    assert lines[-1]["accuracy"] is not None
+    steps = [line for line in lines if line["event"] == "train"]
+    epochs = [line for line in lines if line["event"] == "epoch"]
+    assert [line["epoch"] for line in epochs] == [1, 2]
+    assert len(steps) == epochs[-1]["step"] == lines[0]["train_samples"] // recipe.train.batch_size * 2
+    assert all(line["loss"] is not None for line in steps)
+    assert any(line["event"] == "kfac" for line in lines) == (recipe.optimizer.preconditioner != "none")
