@@ -28,8 +28,10 @@ from .local_checkpoints import local_folder, open_local
 from .loop import train
 from .precision import Precision, choose_precision
 from .record import write_end, write_report, write_start
+from .rehearsal import rehearse
 from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
+from .reporting.timing import Clock
 from .resume import read_checkpoint, restore
 from .state import Losses, State
 from .stop import SIGNALS, StopSignal
@@ -74,19 +76,22 @@ def run(
         SettingError: A setting is wrong; with several ranks, on all of them.
         DatapipeError: Training failed; with several ranks, on all of them.
     """
+    clock = Clock()
     if not rank_timeout_s > 0:
         raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
     place = rank_placement(os.environ)
     World(world_size=place.world_size).batch_size(recipe.train.batch_size)
     if local is not None:
-        stage(data, local, StageOptions(placement=place))
+        with clock.section("staging"):
+            stage(data, local, StageOptions(placement=place))
         data = local
     with connected(place, device, rank_timeout_s) as world:
         set_threads(world)
+        clock.use(world.device)
         world.watch.run = out
         precision = choose_precision(recipe.train.precision, world.device)
         stop = StopSignal(world, stop_signals, ends_at)
-        end = _run(recipe, data, out, resume, world, precision, stop, local_checkpoints)
+        end = _run(recipe, data, out, resume, world, precision, clock, stop, local_checkpoints)
     if world.is_main:
         report = None if end["status"] == "interrupted" else write_report(out)
         print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
@@ -102,6 +107,7 @@ def _run(
     resume: bool,
     world: World,
     precision: Precision,
+    clock: Clock,
     stop: StopSignal,
     local_checkpoints: Path | None,
 ) -> dict[str, Any]:
@@ -109,8 +115,10 @@ def _run(
     with ExitStack() as stack:
         with ended_by_signals() if world.world_size > 1 else nullcontext():  # Python's handlers wait for other ranks
             checkpoint = _open_run(recipe, data, out, resume, world, stack, local_checkpoints)
-            job = open_job(recipe, data, out, world, precision, stack)
+            job = open_job(recipe, data, out, world, precision, clock, stack)
             check_start(job)
+            rehearse(job)
+            clock.end_start()
             state, metrics_bytes = State(Losses(recipe.train.spike_factor)), 0
             with together(world):
                 if checkpoint is not None:

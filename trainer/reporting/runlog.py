@@ -17,9 +17,11 @@ from datapipe.errors import DatapipeError
 NAME = "metrics.jsonl"
 FORMAT = 1
 FAILED_HOSTS = "failed-hosts"  # file beside it: the hosts of the ranks for which the run has ended
-# The parts of a run's time: those of a step, then the rest.
+# The parts of a run's time: those before its first step, those of a step, then the rest.
+START_SECTIONS = ("staging", "start", "compile")
 STEP_SECTIONS = ("wait", "forward_backward", "optimizer")
-SECTIONS = (*STEP_SECTIONS, "evaluation", "checkpoint", "other")
+SECTIONS = (*START_SECTIONS, *STEP_SECTIONS, "evaluation", "checkpoint", "other")
+BESIDE_TRAINING = (*START_SECTIONS, "evaluation", "checkpoint")  # not in the time that images/s refers to
 DATA_BOUND_SHARE = 0.1  # of wait_share: below a tenth, a faster loader would gain little
 
 Line = dict[str, Any]
