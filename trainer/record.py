@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ from datapipe.console import format_count
 from datapipe.errors import DatapipeError
 
 from .job import Job
-from .reporting import metrics
+from .reporting import metrics, mlperf
 from .reporting.runlog import FORMAT, wait_share
 from .state import State
 
@@ -46,6 +47,9 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             train_samples=job.train_loader.num_samples,
             val_samples=job.val_loader.num_samples,
             num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
+            peak_lr=job.peak_lr,
+            mlperf=mlperf.read_labels(os.environ),
+            elapsed_s=job.clock.elapsed_s,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             command=sys.argv,
         )

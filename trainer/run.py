@@ -29,6 +29,7 @@ from .loop import train
 from .precision import Precision, choose_precision
 from .record import write_end, write_report, write_start
 from .rehearsal import rehearse
+from .reporting.mlperf import read_labels
 from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
 from .reporting.timing import Clock
@@ -79,6 +80,7 @@ def run(
     clock = Clock()
     if not rank_timeout_s > 0:
         raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
+    read_labels(os.environ)  # while nothing is begun
     place = rank_placement(os.environ)
     World(world_size=place.world_size).batch_size(recipe.train.batch_size)
     if local is not None:

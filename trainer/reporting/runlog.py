@@ -44,6 +44,7 @@ class Run:
     train: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
     end: Line | None = None
+    written_at: float = math.nan  # when the last line was, in seconds since 1970
     label: str = ""  # tells it from the report's other runs
 
     def time_s(self) -> dict[str, float]:
@@ -143,7 +144,7 @@ def _lines(text: str) -> Iterator[Line]:
 
 def _collect(header: Line, lines: list[Line]) -> Run:
     """Sort lines by their event; those after a resumed run's checkpoint count only as it wrote them again."""
-    run = Run(header)
+    run = Run(header, written_at=number(lines[-1].get("written_at")))
     for line in lines:
         match line["event"]:
             case "train":
