@@ -60,10 +60,8 @@ def write_report(runs: list[Path], out: Path) -> Path:
     for run, label in zip(loaded, _labels(loaded, runs), strict=True):
         run.label = label
     make_folder(out)
-    several = len(loaded) > 1
-    if not several:
-        write_log(loaded[0], out)
     drawings = write_plots(loaded, out)
+    several = len(loaded) > 1
     page = _template().render(
         light=LIGHT,
         dark=DARK,
@@ -77,6 +75,8 @@ def write_report(runs: list[Path], out: Path) -> Path:
     )
     with atomic_write(out / "report.html") as file:
         file.write(page.encode())
+    if not several:
+        write_log(loaded[0], out)
     return out / "report.html"
 
 
