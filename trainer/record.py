@@ -34,10 +34,11 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
     if resumed:
         logger.info("resuming at step %d, in epoch %d", state.step, state.epoch + 1)
     if job.metrics.is_empty:
+        recipe = job.recipe.model_dump(mode="json")
         job.metrics.write(
             "run",
             format=FORMAT,
-            recipe=job.recipe.model_dump(mode="json"),
+            recipe=recipe,
             recipe_name=job.recipe.name,
             commit=metrics.commit(),
             versions=metrics.versions(),
@@ -48,7 +49,7 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             val_samples=job.val_loader.num_samples,
             num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
             peak_lr=job.peak_lr,
-            mlperf=mlperf.read_labels(os.environ),
+            mlperf=mlperf.read_labels(os.environ, recipe),
             elapsed_s=job.clock.elapsed_s,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             command=sys.argv,

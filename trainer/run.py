@@ -80,7 +80,7 @@ def run(
     clock = Clock()
     if not rank_timeout_s > 0:
         raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
-    read_labels(os.environ)  # while nothing is begun
+    read_labels(os.environ, recipe.model_dump(mode="json"))  # while nothing is begun
     place = rank_placement(os.environ)
     World(world_size=place.world_size).batch_size(recipe.train.batch_size)
     if local is not None:

@@ -1,7 +1,4 @@
-"""An MLPerf-compliant training log, made of a run's metrics: in the form of ruleset 4.0.0, the last one with ResNet.
-
-Its division is always "open": the closed one asks for a polynomial schedule, which no recipe here can have.
-"""
+"""An MLPerf-compliant training log, made of a run's metrics: in the form of ruleset 4.0.0, the last one with ResNet."""
 
 from __future__ import annotations
 
@@ -18,20 +15,48 @@ from .runlog import Line, Run, number
 
 NAME = "mlperf.log"
 STATUSES = "cloud", "onprem", "preview", "research"
+DIVISIONS = "open", "closed"
 LABELS = {
+    "MLPERF_DIVISION": "submission_division",
     "MLPERF_ORG": "submission_org",
     "MLPERF_PLATFORM": "submission_platform",
     "MLPERF_STATUS": "submission_status",
+}
+CLOSED: dict[
+    str, dict[str, list[Any]]
+] = {  # what a recipe of the closed division has; the checker looks at the numbers
+    "model": {"name": ["resnet50"], "blur_pool": [False]},
+    "optimizer": {"name": ["sgd", "lars"], "preconditioner": ["none"], "max_grad_norm": [None]},
+    "schedule": {"name": ["polynomial"]},
+    "data": {"size": [224], "start_size": [None], "eval_size": [None, 224], "mixup": [0], "cutmix": [0]},
+    "ema": {"half_life_steps": [None]},
+    "train": {
+        "loss": ["cross_entropy"],
+        "label_smoothing": [0, 0.1],
+        "precise_bn_batches": [0],
+        "evaluate_mirrored": [False],
+    },
 }
 POINT, START, STOP = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 OWN_PREFIX = {"sgd": "sgd_opt", "lars": "lars_opt"}  # of the keys of an optimizer that MLPerf knows
 
 
-def read_labels(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what the MLPERF_* variables say about who trains on what, by the log's keys. Raises SettingError."""
+def read_labels(environment: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the MLPERF_* variables say about who trains on what, by the log's keys.
+
+    Raises SettingError for a status or a division that MLPerf does not know, and for a recipe, as plain values, that
+    is not of the closed division.
+    """
     labels = {key: value for name, key in LABELS.items() if (value := environment.get(name))}
-    if (status := labels.get("submission_status", STATUSES[0])) not in STATUSES:
-        raise SettingError(f"MLPERF_STATUS: {status!r} is not one of {', '.join(STATUSES)}")
+    for name, allowed in (("status", STATUSES), ("division", DIVISIONS)):
+        if (value := labels.get(f"submission_{name}", allowed[0])) not in allowed:
+            raise SettingError(f"MLPERF_{name.upper()}: {value!r} is not one of {', '.join(allowed)}")
+    if labels.get("submission_division") == "closed":
+        for section, settings in CLOSED.items():
+            for name, values in settings.items():
+                if (value := recipe[section][name]) not in values:
+                    allows = " or ".join(map(str, values))
+                    raise SettingError(f"MLPERF_DIVISION: closed allows {section}.{name} = {allows}, not {value}")
     return labels
 
 
@@ -102,9 +127,23 @@ def _facts(header: Line) -> dict[str, object]:
     }
     if name in OWN_PREFIX:
         facts[f"{prefix}_momentum"] = optimizer["momentum"]
+        facts |= {f"{prefix}_{key}": value for key, value in _polynomial(header).items()}
     if name == "lars":
         return facts | {"lars_opt_learning_rate_warmup_epochs": warmup_epochs, "lars_epsilon": 0.0}
     return facts | {"opt_learning_rate_warmup_epochs": warmup_epochs}
+
+
+def _polynomial(header: Line) -> dict[str, object]:
+    """Return the form of a polynomial schedule, by key; of another, nothing."""
+    schedule, epochs = header["recipe"]["schedule"], header["recipe"]["train"]["epochs"]
+    if schedule["name"] != "polynomial":
+        return {}
+    steps_per_epoch = header["train_samples"] // header["global_batch_size"]
+    return {
+        "end_learning_rate": float(f"{header['peak_lr'] * schedule['final']:.9g}"),  # the rules compare with 0.0001
+        "learning_rate_decay_poly_power": schedule["power"],
+        "learning_rate_decay_steps": steps_per_epoch * epochs - math.ceil(schedule["warmup_epochs"] * steps_per_epoch),
+    }
 
 
 def _line(key: str, at: float, value: object = None, kind: str = POINT, **metadata: Any) -> Line:

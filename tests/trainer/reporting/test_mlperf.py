@@ -183,7 +183,10 @@ def test_a_run_that_was_killed_and_resumed(train, check, tmp_path, metrics, monk
 
 
 def header(optimizer: dict, **changes) -> dict:
-    recipe = {"optimizer": {"preconditioner": "none", "weight_decay": 5e-5, **optimizer}, "train": {"seed": 3}}
+    recipe = {
+        "optimizer": {"preconditioner": "none", "weight_decay": 5e-5, **optimizer},
+        "train": {"seed": 3, "epochs": 10},
+    }
     recipe["schedule"] = {"name": "constant", "warmup_epochs": 2.0}
     line = {"event": "run", "format": 1, "written_at": 1000.0, "elapsed_s": 10.0, "recipe": recipe, "mlperf": {}}
     return line | {"device": "cpu (x)", "world_size": 2, "global_batch_size": 8, "peak_lr": 9.5} | {
@@ -216,6 +219,54 @@ def test_keys_of_optimizers(tmp_path, optimizer, keys):
     values = {line["key"]: line["value"] for line in parse(path.read_text().splitlines())}
     assert {key: value for key, value in values.items() if "opt" in key or "lars" in key} == keys
     assert (values["submission_org"], values["submission_platform"], values["seed"]) == ("unknown", "cpu (x)", 3)
+
+
+CLOSED = """
+data = {size = 224, mean = [0.5], std = [0.5]}
+model = {name = "resnet50"}
+optimizer = {name = "%s", lr = 10.0, weight_decay = 2e-4}
+schedule = {name = "polynomial", power = 2, final = 1e-5, warmup_epochs = 2.0}
+train = {epochs = 40, batch_size = 3264, label_smoothing = 0.1, target_accuracy = 0.759}
+"""
+
+
+@needs_checker
+@pytest.mark.parametrize("optimizer", ["lars", "sgd"])
+def test_the_closed_division(tmp_path, check, optimizer):
+    (tmp_path / "closed.toml").write_text(CLOSED % optimizer)
+    recipe = load_recipe(str(tmp_path / "closed.toml")).model_dump(mode="json")
+    labels = read_labels({"MLPERF_DIVISION": "closed"}, recipe)
+    first = header({}, recipe=recipe, mlperf=labels, peak_lr=10.0, global_batch_size=3264, train_samples=1_281_167)
+    epoch = {"event": "epoch", "epoch": 1, "step": 392, "written_at": 1060.0, "val_accuracy": 0.76}
+    lines = written(tmp_path, first, epoch).read_text().splitlines()
+    code, said = check(lines)
+    assert code == 0 and "closed_resnet" in said, said
+    assert {line["key"]: line["value"] for line in parse(lines)}[
+        f"{optimizer}_opt_learning_rate_decay_steps"
+    ] == 38 * 392
+    epoch["val_accuracy"] = 0.75
+    assert check(written(tmp_path, first, epoch).read_text().splitlines())[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "optimizer={name='sgd', lr=0.1, preconditioner='kfac'}",
+            "closed allows optimizer.preconditioner = none, not",
+        ),
+        ("train.loss=bce", "closed allows train.loss = cross_entropy, not bce"),
+        ("schedule={name='cosine'}", "closed allows schedule.name = polynomial, not cosine"),
+        ("optimizer={name='muon', lr=0.1}", "closed allows optimizer.name = sgd or lars, not muon"),
+        ("ema.half_life_steps=100", "closed allows ema.half_life_steps = None, not 100"),
+    ],
+)
+def test_what_is_not_of_the_closed_division(tmp_path, change, words):
+    (tmp_path / "closed.toml").write_text(CLOSED % "lars")
+    recipe = load_recipe(str(tmp_path / "closed.toml"), [change]).model_dump(mode="json")
+    assert read_labels({"MLPERF_DIVISION": "open"}, recipe) == {"submission_division": "open"}
+    with pytest.raises(SettingError, match=f"MLPERF_DIVISION: {words}"):
+        read_labels({"MLPERF_DIVISION": "closed"}, recipe)
 
 
 def test_times_and_an_epoch_that_was_done_again(tmp_path):
@@ -251,7 +302,7 @@ def test_metrics_of_an_earlier_version_give_no_log(tmp_path):
 
 
 def test_a_status_that_mlperf_does_not_know(packed, recipe_file, tmp_path, monkeypatch):
-    assert read_labels({}) == {} == read_labels({"MLPERF_ORG": ""})
+    assert read_labels({}, {}) == {} == read_labels({"MLPERF_ORG": ""}, {})
     monkeypatch.setenv("MLPERF_STATUS", "best")
     with pytest.raises(SettingError, match="MLPERF_STATUS: 'best' is not one of cloud, onprem, preview, research"):
         run(load_recipe(str(recipe_file), []), packed, tmp_path / "run", resume=False)
