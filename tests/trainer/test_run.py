@@ -109,7 +109,10 @@ def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_pa
 KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=2"]
 
 
-@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+GROWING = ["data.crop=random_resized", "data.start_size=12", "data.grow=[0.0, 0.5]"]  # 16 px in the second epoch
+
+
+@pytest.mark.parametrize("changes", [[], KFAC, GROWING], ids=["sgd", "kfac", "growing"])
 def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, no_report, monkeypatch, changes):
     """All is compiled then, and the weights, the statistics and random numbers are those of a run that does not."""
     graphs, real, results = [], trainer.run.train, {}
