@@ -50,7 +50,7 @@ DATAPIPE = {
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
 RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loop", "precision"]
-RUNNING += ["local_checkpoints", "recovery", "resume", "run", "state", "stop", "watch"]
+RUNNING += ["local_checkpoints", "record", "recovery", "rehearsal", "resume", "run", "state", "stop", "watch"]
 BELOW = (
     "errors config kfac models optim reporting "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"

@@ -172,7 +172,7 @@ def report(
 ) -> None:
     """Write the report of a run, or one that compares several.
 
-    It is report.html, with its plots as PDF and PNG beside it.
+    It is report.html, with its plots as PDF and PNG beside it, and of a single run its MLPerf-compliant log.
 
     \b
     Example:

@@ -64,27 +64,6 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
 
 
-def settle_buckets(model: nn.Module, images_BCHW: Tensor, world: World) -> None:
-    """Do a backward pass that changes nothing, after which DDP arranges its buckets of gradients for good.
-
-    Otherwise it would do so after the first step, also of a run that is resumed. Where a gradient lies decides in which
-    order ranks add it up, and how a sum over it is rounded: the run would not end with the same bits.
-
-    Args:
-        model: What `wrap` has returned.
-        images_BCHW: The network's input, on its device.
-        world: This process's place among the ranks.
-    """
-    if world.world_size == 1:
-        return
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng([images_BCHW.device] if images_BCHW.is_cuda else []):
-        model(images_BCHW).sum().backward()
-    model.zero_grad(set_to_none=True)
-    for buffer, value in buffers:
-        buffer.copy_(value)
-
-
 def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
     """Return the element-wise sums over all ranks, in float64; every rank must give equally many `values`."""
     if world.world_size == 1:

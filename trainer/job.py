@@ -17,7 +17,7 @@ from datapipe.loaders import Loader, normalise
 
 from . import models, optim
 from .config.recipe import Recipe
-from .distributed import World, settle_buckets, sum_over_ranks, wrap
+from .distributed import World, sum_over_ranks, wrap
 from .ema import Average
 from .errors import DivergedError
 from .kfac import KFAC, AdaptiveDamping
@@ -61,11 +61,15 @@ class Job:
         """Return the number of optimizer steps per epoch."""
         return len(self.train_loader)
 
+    @property
+    def peak_lr(self) -> float:
+        """Return the learning rate that the schedule multiplies."""
+        settings, batch_size = self.recipe.optimizer, self.recipe.train.batch_size
+        return scaled_lr(settings.lr, settings.lr_scaling, batch_size, settings.lr_batch_size)
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of an optimizer step, counted from 0."""
-        settings, train = self.recipe.optimizer, self.recipe.train
-        peak = scaled_lr(settings.lr, settings.lr_scaling, train.batch_size, settings.lr_batch_size)
-        return peak * multiplier(self.recipe.schedule, step, self.steps_per_epoch, train.epochs)
+        return self.peak_lr * multiplier(self.recipe.schedule, step, self.steps_per_epoch, self.recipe.train.epochs)
 
     def prepare(self, images_BCHW: Tensor) -> Tensor:
         """Turn uint8 images into the network's input: float32, normalised, in the chosen memory format."""
@@ -109,14 +113,6 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     return module, wrap(module, world)
 
 
-def _settle(recipe: Recipe, world: World, loader: Loader, model: nn.Module, precision: Precision) -> None:
-    """Have DDP arrange its buckets, by as few images as BN takes, or those for which the network is compiled."""
-    count = loader.options.batch_size if recipe.train.compile else 2
-    images_BCHW = torch.zeros(count, loader.channels, loader.size, loader.size, device=world.device)
-    with precision.autocast():
-        settle_buckets(model, images_BCHW.contiguous(memory_format=_memory_format(recipe)), world)
-
-
 def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler) -> KFAC | None:
     """Build K-FAC or EKFAC over `model`, if the recipe asks for one.
 
@@ -146,6 +142,7 @@ def open_job(
     run: Path,
     world: World,
     precision: Precision,
+    clock: Clock,
     stack: ExitStack,
 ) -> Job:
     """Open everything except the metrics, which belong to an earlier part of the run until this part is accepted.
@@ -156,6 +153,7 @@ def open_job(
         run: Folder of the run.
         world: This process's place among the ranks.
         precision: Arithmetic of the forward pass.
+        clock: What tells where the time goes, since the run began.
         stack: Closes what is opened.
 
     Returns:
@@ -167,7 +165,6 @@ def open_job(
     """
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
     module, model = build_network(recipe, world, train_loader)
-    _settle(recipe, world, train_loader, model, precision)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)
     metrics = MetricsFile(run / METRICS if world.is_main else None)
@@ -187,7 +184,7 @@ def open_job(
         average=Average(module, recipe.ema),
         scaler=scaler,
         precision=precision,
-        clock=Clock(world.device),
+        clock=clock,
         metrics=metrics,
     )
 

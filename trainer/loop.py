@@ -25,6 +25,7 @@ from .optim import set_lr
 from .optim.kfac import set_for_step
 from .precise_bn import estimate_statistics
 from .recovery import Skipper, naming_samples, roll_back
+from .reporting.runlog import BESIDE_TRAINING
 from .resume import save
 from .state import State
 from .stop import RESERVE_S, StoppedWaiting, StopSignal
@@ -223,7 +224,7 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
                 "loss": evaluation.loss,
             }
         )
-    steps_s = sum(time_s.values()) - time_s["evaluation"] - time_s["checkpoint"]
+    steps_s = sum(s for section, s in time_s.items() if section not in BESIDE_TRAINING)
     job.metrics.write(
         "epoch",
         epoch=state.epoch,

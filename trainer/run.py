@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from datapipe.cluster import rank_placement
-from datapipe.console import format_count
-from datapipe.errors import DatapipeError, SettingError
+from datapipe.errors import SettingError
 from datapipe.fsio import locked, make_folder
 from datapipe.staging import StageOptions, stage
 
@@ -30,10 +27,12 @@ from .job import Job, open_job
 from .local_checkpoints import local_folder, open_local
 from .loop import train
 from .precision import Precision, choose_precision
-from .reporting import metrics
-from .reporting.runlog import FORMAT, wait_share
+from .record import write_end, write_report, write_start
+from .rehearsal import rehearse
+from .reporting.mlperf import read_labels
 from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
+from .reporting.timing import Clock
 from .resume import read_checkpoint, restore
 from .state import Losses, State
 from .stop import SIGNALS, StopSignal
@@ -78,21 +77,25 @@ def run(
         SettingError: A setting is wrong; with several ranks, on all of them.
         DatapipeError: Training failed; with several ranks, on all of them.
     """
+    clock = Clock()
     if not rank_timeout_s > 0:
         raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
+    read_labels(os.environ, recipe.model_dump(mode="json"))  # while nothing is begun
     place = rank_placement(os.environ)
     World(world_size=place.world_size).batch_size(recipe.train.batch_size)
     if local is not None:
-        stage(data, local, StageOptions(placement=place))
+        with clock.section("staging"):
+            stage(data, local, StageOptions(placement=place))
         data = local
     with connected(place, device, rank_timeout_s) as world:
         set_threads(world)
+        clock.use(world.device)
         world.watch.run = out
         precision = choose_precision(recipe.train.precision, world.device)
         stop = StopSignal(world, stop_signals, ends_at)
-        end = _run(recipe, data, out, resume, world, precision, stop, local_checkpoints)
+        end = _run(recipe, data, out, resume, world, precision, clock, stop, local_checkpoints)
     if world.is_main:
-        report = None if end["status"] == "interrupted" else _write_report(out)
+        report = None if end["status"] == "interrupted" else write_report(out)
         print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
     if stop.number and end["status"] == "interrupted":
         return stop.exit_code
@@ -106,6 +109,7 @@ def _run(
     resume: bool,
     world: World,
     precision: Precision,
+    clock: Clock,
     stop: StopSignal,
     local_checkpoints: Path | None,
 ) -> dict[str, Any]:
@@ -113,8 +117,10 @@ def _run(
     with ExitStack() as stack:
         with ended_by_signals() if world.world_size > 1 else nullcontext():  # Python's handlers wait for other ranks
             checkpoint = _open_run(recipe, data, out, resume, world, stack, local_checkpoints)
-            job = open_job(recipe, data, out, world, precision, stack)
+            job = open_job(recipe, data, out, world, precision, clock, stack)
             check_start(job)
+            rehearse(job)
+            clock.end_start()
             state, metrics_bytes = State(Losses(recipe.train.spike_factor)), 0
             with together(world):
                 if checkpoint is not None:
@@ -124,7 +130,7 @@ def _run(
             ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
             if ended and world.is_main:
                 logger.info("the run in %s is complete", out)
-            _write_start(job, state, resumed=checkpoint is not None and not ended)
+            write_start(job, state, resumed=checkpoint is not None and not ended)
             with together(world):
                 if local_checkpoints is not None and world.is_main:
                     local = open_local(local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
@@ -191,48 +197,6 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _write_start(job: Job, state: State, resumed: bool) -> None:
-    world = job.world
-    if not world.is_main:
-        return
-    if resumed:
-        logger.info("resuming at step %d, in epoch %d", state.step, state.epoch + 1)
-    if job.metrics.is_empty:
-        job.metrics.write(
-            "run",
-            format=FORMAT,
-            recipe=job.recipe.model_dump(mode="json"),
-            recipe_name=job.recipe.name,
-            commit=metrics.commit(),
-            versions=metrics.versions(),
-            device=metrics.device_name(world.device),
-            world_size=world.world_size,
-            global_batch_size=job.recipe.train.batch_size,
-            train_samples=job.train_loader.num_samples,
-            val_samples=job.val_loader.num_samples,
-            num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            command=sys.argv,
-        )
-    if resumed:
-        job.metrics.write(
-            "resume",
-            epoch=state.epoch,
-            step=state.step,
-            elapsed_s=job.clock.elapsed_s,
-            world_size=world.world_size,
-            waited_s=job.metrics.waited_s,
-            repeated_steps=max(0, job.metrics.cut_step - state.step),
-        )
-    logger.info(
-        "%s on %s, %s, precision %s",
-        job.recipe.name,
-        metrics.device_name(world.device),
-        format_count(world.world_size, "rank"),
-        job.precision.name,
-    )
-
-
 def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any]:
     """Train; write and return the "end" line, which is also written when training fails."""
     try:
@@ -241,18 +205,18 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
             job.local.finish()
             job.local.discard()  # the run's folder has it all
     except torch.OutOfMemoryError as error:
-        _write_end(job, state, "failed")
+        write_end(job, state, "failed")
         message = f"out of memory with train.batch_size = {job.recipe.train.batch_size}: {error}"
         raise TrainingError(message) from error
     except DivergedError as error:
-        _write_end(job, state, "failed")
+        write_end(job, state, "failed")
         raise DivergedError(f"{error}. {_way_back(job, state)}") from error
     except BaseException:
-        _write_end(job, state, "failed")
+        write_end(job, state, "failed")
         raise
     stop.settle()
     job.world.watch.doing("finishing", is_long=True)
-    end = _write_end(job, state, status, stop.reason if status == "interrupted" else None)
+    end = write_end(job, state, status, stop.reason if status == "interrupted" else None)
     with together(job.world):
         job.metrics.sync()
     return end
@@ -266,35 +230,3 @@ def _way_back(job: Job, state: State) -> str:
         kept = "{} is still that of epoch {}, step {}: --resume continues from it".format(path, *state.saved)
     kfac = ", a higher kfac.damping, a lower kfac.kl_clip" if job.preconditioner is not None else ""
     return f"{kept}. In a new run, try a lower optimizer.lr, a longer schedule.warmup_epochs{kfac}; or the data is odd"
-
-
-def _write_end(job: Job, state: State, status: str, stopped_by: str | None = None) -> dict[str, Any]:
-    """Write and return the "end" line. `stopped_by`: what has interrupted the run."""
-    elapsed_s, time_s = job.clock.elapsed_s, job.clock.total()
-    images = state.step * job.recipe.train.batch_size
-    end = {
-        "status": status,
-        "stopped_by": stopped_by,
-        "accuracy": state.accuracy,
-        "best_accuracy": state.best_accuracy,
-        "time_to_target_s": state.time_to(job.recipe.train.target_accuracy),
-        "elapsed_s": elapsed_s,
-        "images_per_s": images / job.clock.training_s if images else 0.0,
-        "wait_share": wait_share(time_s),
-        "time_s": time_s,
-    }
-    job.metrics.write("end", **end)
-    return end
-
-
-def _write_report(out: Path) -> Path | None:
-    """Write the run's report. A failure is only logged: training has succeeded all the same."""
-    try:
-        from .reporting.page import write_report
-
-        return write_report([out], out)
-    except (DatapipeError, OSError) as error:
-        logger.error("no report could be written: %s; `trainer report %s` tries again", error, out)
-    except Exception:
-        logger.exception("no report could be written; `trainer report %s` tries again", out)
-    return None

@@ -135,7 +135,7 @@ class Training:
         metrics = read_run(self.folder)
         for line in (*metrics.train, *metrics.epochs):
             values |= {f"{line['event']} {line['step']} {key}": value for key, value in line.items()}
-        times = "elapsed_s", "time_s", "images_per_s"
+        times = "elapsed_s", "time_s", "images_per_s", "written_at"
         return {key: value for key, value in values.items() if not key.endswith(times)}
 
 

@@ -5,14 +5,18 @@ import logging
 import os
 import shutil
 import signal
+import time
+from itertools import starmap
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import trainer.loading
 import trainer.loop
 import trainer.reporting.page
+import trainer.run
 from datapipe.dataset.manifest import find_data_sets
 from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, DecodeError, SettingError
@@ -23,7 +27,8 @@ from trainer.config.recipe import load_recipe
 from trainer.errors import CheckpointError, DivergedError
 from trainer.run import run
 
-SECTIONS = {"wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
+COMPILE = torch.nn.Module.compile
+SECTIONS = {"staging", "start", "compile", "wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +79,76 @@ def test_target_reached(go, tmp_path, metrics, capsys):
     assert "reached" in shown
     assert str(tmp_path / "run" / "report.html") in shown
     assert (tmp_path / "run" / "report.html").stat().st_size > 0
+
+
+def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_path, metrics, monkeypatch, capsys):
+    real_stage, real_open, slow_s = trainer.run.stage, trainer.loading.open_loader, 0.4
+
+    def slow_stage(*arguments):
+        time.sleep(slow_s)
+        real_stage(*arguments)
+
+    def slow_open(*arguments, **settings):
+        time.sleep(slow_s)  # for each split
+        return real_open(*arguments, **settings)
+
+    monkeypatch.setattr(trainer.run, "stage", slow_stage)
+    monkeypatch.setattr(trainer.loading, "open_loader", slow_open)
+    recipe = load_recipe(str(recipe_file), ["train.target_accuracy=0.01", "train.log_every=5"])
+    assert run(recipe, packed, tmp_path / "run", resume=False, local=tmp_path / "local") == 0
+    epoch, end = metrics(tmp_path / "run")[-2:]
+    assert slow_s < end["time_s"]["staging"] < 2 * slow_s < end["time_s"]["start"]
+    assert end["time_to_target_s"] > 3 * slow_s
+    assert sum(end["time_s"].values()) == pytest.approx(end["elapsed_s"], rel=0.02)
+    steps_s = 320 / epoch["images_per_s"]
+    assert steps_s < end["elapsed_s"] - 3 * slow_s  # rates leave it out
+    assert 320 / end["images_per_s"] == pytest.approx(steps_s, abs=0.1)
+    assert "before the steps  staging 0." in capsys.readouterr().out
+
+
+KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=2"]
+
+
+GROWING = ["data.crop=random_resized", "data.start_size=12", "data.grow=[0.0, 0.5]"]  # 16 px in the second epoch
+
+
+@pytest.mark.parametrize("changes", [[], KFAC, GROWING], ids=["sgd", "kfac", "growing"])
+def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, no_report, monkeypatch, changes):
+    """All is compiled then, and the weights, the statistics and random numbers are those of a run that does not."""
+    graphs, real, results = [], trainer.run.train, {}
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def train(*arguments):
+        before = len(graphs)
+        status = real(*arguments)
+        results["compiled later"] = len(graphs) - before
+        return status
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: COMPILE(module, backend=backend))
+    monkeypatch.setattr(trainer.run, "train", train)
+    for name in ("with", "without"):
+        torch._dynamo.reset()
+        if name == "without":
+            monkeypatch.setattr(trainer.run, "rehearse", lambda job: None)
+        assert go("train.epochs=2", "train.compile=true", *changes) == 0
+        assert (results["compiled later"] == 0) == (name == "with") and graphs
+        assert (metrics(tmp_path / "run")[-1]["time_s"]["compile"] > 0) == (name == "with")
+        content = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+        results[name] = [*_leaves([content[key] for key in ("model", "optimizer", "preconditioner", "random")])]
+        shutil.rmtree(tmp_path / "run")
+    assert len(results["with"]) == len(results["without"]) > 90
+    assert all(starmap(torch.equal, zip(results["with"], results["without"], strict=True)))
+
+
+def _leaves(value):
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    elif isinstance(value, torch.Tensor | int | float):
+        yield torch.as_tensor(value)
 
 
 def test_target_missed_is_1_with_a_report(go, tmp_path, metrics, capsys):

@@ -65,7 +65,8 @@ class MetricsFile:
         """Append one line."""
         if self._path is None or self._file is None:
             return
-        content = {"event": event} | {key: _finite(value) for key, value in fields.items()}
+        content: dict[str, object] = {"event": event, "written_at": round(time.time(), 3)}
+        content |= {key: _finite(value) for key, value in fields.items()}
         text = json.dumps(content, ensure_ascii=False, allow_nan=False)
         # Names of files need not be UTF-8: Python's surrogates for their bytes are written as JSON's \udcXX.
         self._unwritten += text.encode(errors="backslashreplace") + b"\n"

@@ -16,6 +16,7 @@ from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 
 from .formatting import SPACE, format_duration, format_figure, format_value
+from .mlperf import write_log
 from .plots import DARK, LIGHT, write_plots
 from .runlog import DATA_BOUND_SHARE, Run, read_run
 
@@ -26,6 +27,7 @@ IDENTITY = {
     "world size": "world_size",
     "global batch size": "global_batch_size",
 }
+NOT_SHOWN = "event", "format", "written_at", "elapsed_s", "mlperf"  # of the run's first line
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Details:
 
 
 def write_report(runs: list[Path], out: Path) -> Path:
-    """Write report.html, report.pdf and a PNG of each plot.
+    """Write report.html, report.pdf and a PNG of each plot; of a single run also its mlperf.log.
 
     Args:
         runs: Run folders, compared in this order.
@@ -73,6 +75,8 @@ def write_report(runs: list[Path], out: Path) -> Path:
     )
     with atomic_write(out / "report.html") as file:
         file.write(page.encode())
+    if not several:
+        write_log(loaded[0], out)
     return out / "report.html"
 
 
@@ -151,7 +155,7 @@ def _verdict(run: Run) -> str:
 
 
 def _details(run: Run) -> Details:
-    facts = {key: value for key, value in run.header.items() if key not in ("event", "format")}
+    facts = {key: value for key, value in run.header.items() if key not in NOT_SHOWN}
     recipe = dict(facts.pop("recipe", None) or {})
     versions = facts.pop("versions", None) or {}
     settings = {key: recipe.pop(key) for key in list(recipe) if not isinstance(recipe[key], dict)}

@@ -34,6 +34,9 @@ LIGHT = {  # after Okabe and Ito (2008), whose hues colour-blind readers tell ap
     "c3": "#a8467f",
     "c4": "#d99a00",
     "c5": "#6b7683",
+    "c6": "#7a5a2f",
+    "c7": "#5648a8",
+    "c8": "#b3261e",
     "ink": "#1c2126",
     "muted": "#59636e",
     "line": "#dde1e6",
@@ -46,12 +49,18 @@ DARK = {
     "c3": "#e08fbd",
     "c4": "#ffd166",
     "c5": "#98a3af",
+    "c6": "#cfa56b",
+    "c7": "#aca2f5",
+    "c8": "#ff8f85",
     "ink": "#e4e8ec",
     "muted": "#a0aab4",
     "line": "#363d45",
     "paper": "#15191d",
 }
 PARTS = {  # of a run's time: colour and label
+    "staging": ("c6", "staging"),
+    "start": ("c7", "start"),
+    "compile": ("c8", "compilation"),
     "wait": ("c1", "wait for data"),
     "forward_backward": ("c0", "forward + backward"),
     "optimizer": ("c4", "optimizer"),
@@ -233,7 +242,7 @@ def _steps_per_epoch(run: Run) -> float:
 
 
 def _draw_time(figure: Figure, runs: list[Run]) -> list[Artist | Container]:
-    """Draw a bar of PARTS for each run; return what the legend shows."""
+    """Draw a bar for each run, of the PARTS that took time in any; return what the legend shows."""
     axes: Axes = figure.subplots()
     times = [run.time_s() for run in runs]
     totals = [sum(time_s.values()) for time_s in times]
@@ -243,6 +252,8 @@ def _draw_time(figure: Figure, runs: list[Run]) -> list[Artist | Container]:
     handles: list[Artist | Container] = []
     for part, (colour, label) in PARTS.items():
         widths = [time_s[part] / unit_s for time_s in times]
+        if not any(widths):
+            continue
         bars = axes.barh(range(len(runs)), widths, 0.6, left, color=LIGHT[colour], label=label)
         handles.append(bars)
         left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -17,9 +17,11 @@ from datapipe.errors import DatapipeError
 NAME = "metrics.jsonl"
 FORMAT = 1
 FAILED_HOSTS = "failed-hosts"  # file beside it: the hosts of the ranks for which the run has ended
-# The parts of a run's time: those of a step, then the rest.
+# The parts of a run's time: those before its first step, those of a step, then the rest.
+START_SECTIONS = ("staging", "start", "compile")
 STEP_SECTIONS = ("wait", "forward_backward", "optimizer")
-SECTIONS = (*STEP_SECTIONS, "evaluation", "checkpoint", "other")
+SECTIONS = (*START_SECTIONS, *STEP_SECTIONS, "evaluation", "checkpoint", "other")
+BESIDE_TRAINING = (*START_SECTIONS, "evaluation", "checkpoint")  # not in the time that images/s refers to
 DATA_BOUND_SHARE = 0.1  # of wait_share: below a tenth, a faster loader would gain little
 
 Line = dict[str, Any]
@@ -42,6 +44,7 @@ class Run:
     train: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
     end: Line | None = None
+    written_at: float = math.nan  # when the last line was, in seconds since 1970
     label: str = ""  # tells it from the report's other runs
 
     def time_s(self) -> dict[str, float]:
@@ -141,7 +144,7 @@ def _lines(text: str) -> Iterator[Line]:
 
 def _collect(header: Line, lines: list[Line]) -> Run:
     """Sort lines by their event; those after a resumed run's checkpoint count only as it wrote them again."""
-    run = Run(header)
+    run = Run(header, written_at=number(lines[-1].get("written_at")))
     for line in lines:
         match line["event"]:
             case "train":

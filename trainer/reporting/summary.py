@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .runlog import DATA_BOUND_SHARE
+from .runlog import DATA_BOUND_SHARE, START_SECTIONS
 
 
 def summary(end: dict[str, Any], target: float | None, report: Path | None, run: Path) -> str:
@@ -24,8 +24,10 @@ def summary(end: dict[str, Any], target: float | None, report: Path | None, run:
     rows = [("accuracy", accuracy)]
     if end["time_to_target_s"] is not None:
         rows.append(("time to target", f"{end['time_to_target_s']:.1f} s"))
+    start = [f"{section} {end['time_s'][section]:.1f} s" for section in START_SECTIONS if end["time_s"][section]]
     rows += [
         ("training time", f"{end['elapsed_s']:.1f} s"),
+        ("before the steps", ", ".join(start)),
         ("images/s", f"{end['images_per_s']:,.0f}"),
         ("waiting for data", f"{end['wait_share']:.1%} of the steps' time"),
     ]

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from .runlog import SECTIONS
+from .runlog import BESIDE_TRAINING, SECTIONS
 
 
 class Clock:
-    """The seconds spent training, by section, in total and since the epoch began; continues after a resume.
+    """The seconds that a run takes, by section, in total and since the epoch began; continues after a resume.
 
     On a GPU, steps are timed by events that are read when `drain` is called, after the host has waited for the GPU
     anyway. "wait" is then the time for which the GPU had nothing to do because a batch was late.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self) -> None:
+        self._cuda = False
         self._time_s = dict.fromkeys(SECTIONS[:-1], 0.0)
         self._before_s = 0.0  # what earlier runs of this training took
         self._started = time.perf_counter()
@@ -30,13 +30,17 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
-        """Return the seconds since the run began, without those between a stop and a resume."""
+        """Return the seconds since the run began, without those from a stop to the first step after a resume."""
         return self._before_s + time.perf_counter() - self._started
 
     @property
     def training_s(self) -> float:
-        """Return the elapsed seconds without evaluations and checkpoints."""
-        return self.elapsed_s - self._time_s["evaluation"] - self._time_s["checkpoint"]
+        """Return the elapsed seconds without the start, evaluations and checkpoints."""
+        return self.elapsed_s - sum(self._time_s[section] for section in BESIDE_TRAINING)
+
+    def use(self, device: torch.device) -> None:
+        """Time the steps of this device."""
+        self._cuda = device.type == "cuda"
 
     def mark(self) -> Any:
         """Return this moment in the device's work, for `add_step`."""
@@ -82,6 +86,10 @@ class Clock:
         finally:
             self._time_s[name] += time.perf_counter() - started
 
+    def end_start(self) -> None:
+        """Count what has passed so far, and is in no section, as the run's start."""
+        self._time_s["start"] += self.total()["other"]
+
     def total(self) -> dict[str, float]:
         """Return the seconds per section since the training began; "other" is the time outside all others."""
         return self._time_s | {"other": max(0.0, self.elapsed_s - sum(self._time_s.values()))}
@@ -103,6 +111,7 @@ class Clock:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned; that of an earlier version knows fewer sections."""
         self._before_s, self._started = state["elapsed_s"], time.perf_counter()
-        self._time_s, self._epoch_start = dict(state["time_s"]), dict(state["epoch_start"])
+        self._time_s = dict.fromkeys(SECTIONS[:-1], 0.0) | state["time_s"]
+        self._epoch_start = dict.fromkeys(SECTIONS, 0.0) | state["epoch_start"]

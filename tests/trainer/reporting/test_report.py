@@ -18,7 +18,7 @@ from trainer.reporting.plots import MAX_POINTS
 from trainer.reporting.runlog import SECTIONS, read_run
 
 STEPS = 100  # per epoch
-TIME_S = {
+TIME_S = {  # as earlier versions wrote it: without what comes before the first step
     "wait": 3.0,
     "forward_backward": 6.0,
     "optimizer": 1.0,
@@ -154,6 +154,9 @@ def test_a_single_run_shows_the_figures_of_its_end_line(single):
         assert text in page.text, text
     shown = {part: page.row(part)[1] for part in SECTIONS}
     assert shown == {
+        "staging": "0.0 s",
+        "start": "0.0 s",
+        "compile": "0.0 s",
         "wait": "30.0 s",
         "forward_backward": "1 min 00 s",
         "optimizer": "10.0 s",
@@ -181,6 +184,15 @@ def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
     assert [tag for tag, _ in page.tags].count("svg") == 4
     for label in ("validation accuracy", "images/s", "epoch", "time (s)", "target 90.0 %", "wait for data"):
         assert label in page.text
+    assert "compilation" not in page.text  # it took no time
+
+
+def test_what_comes_before_the_first_step_is_shown_apart(tmp_path):
+    time_s = TIME_S | {"staging": 30.0, "start": 20.0, "compile": 40.0}
+    page = Page(write_report([finished(tmp_path / "run", time_s=time_s)], tmp_path / "out"))
+    assert [page.row(part)[1] for part in ("staging", "start", "compile")] == ["30.0 s", "20.0 s", "40.0 s"]
+    for label in ("staging</text>", "start</text>", "compilation</text>"):
+        assert label in page.source
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_follows_the_mode(single):

@@ -11,9 +11,18 @@ def test_summary(tmp_path):
         "elapsed_s": 70.0,
         "images_per_s": 1234.5,
         "wait_share": 0.314,
+        "time_s": {"staging": 3.14, "start": 1.26, "compile": 0.0, "wait": 20.0, "other": 0.1},
     }
     text = summary(end, 0.9, tmp_path / "report.html", tmp_path)
-    for words in ("91.23%", "reached", "61.2 s", "1,234", "report.html", "data-bound: 31% of the steps' time"):
+    for words in (
+        "91.23%",
+        "reached",
+        "61.2 s",
+        "1,234",
+        "report.html",
+        "staging 3.1 s, start 1.3 s\n",
+        "data-bound: 31% of the steps' time",
+    ):
         assert words in text
     text = summary(end | {"wait_share": 0.01, "status": "interrupted"}, 0.99, None, tmp_path)
     assert "data-bound" not in text

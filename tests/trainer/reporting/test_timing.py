@@ -1,16 +1,15 @@
 """The clock of a run."""
 
+import time
+
 import pytest
-import torch
 
 from trainer.reporting.runlog import wait_share
 from trainer.reporting.timing import Clock
 
-CPU = torch.device("cpu")
-
 
 def test_clock_counts_sections_and_goes_on():
-    clock = Clock(CPU)
+    clock = Clock()
     clock.add_step(1.0, 10.0, 13.0, 14.0)
     clock.add_step(5.0, 15.0, 18.0, 20.0)  # waited 5 s, but only 1 s passed between the steps
     clock.drain()
@@ -19,11 +18,26 @@ def test_clock_counts_sections_and_goes_on():
     assert wait_share(time_s) == pytest.approx(2 / 11)
     clock.begin_epoch()
     assert clock.epoch()["forward_backward"] == 0.0
-    later = Clock(CPU)
+    later = Clock()
     later.load_state_dict(clock.state_dict() | {"elapsed_s": 100.0})
     assert later.elapsed_s == pytest.approx(100.0, abs=1.0)
     assert later.total()["forward_backward"] == 6.0
     before = clock.state_dict()
     before["epoch_start"] |= {"elapsed": 3.0}  # as earlier versions saved it
+    del before["time_s"]["staging"], before["epoch_start"]["start"]
     later.load_state_dict(before)
     assert later.epoch() == pytest.approx(clock.epoch(), abs=1.0)
+
+
+def test_what_comes_before_the_first_step_is_apart():
+    clock = Clock()
+    with clock.section("staging"):
+        time.sleep(0.05)
+    time.sleep(0.05)
+    with clock.section("compile"):
+        time.sleep(0.05)
+    clock.end_start()
+    time_s = clock.total()
+    assert all(0.05 <= time_s[section] < 1 for section in ("staging", "start", "compile"))
+    assert clock.training_s == pytest.approx(clock.elapsed_s - sum(time_s.values()) + time_s["other"], abs=0.02)
+    assert time_s["other"] < 0.02

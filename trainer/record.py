@@ -1,0 +1,112 @@
+"""What a run writes about itself: the lines at its start and its end, and its report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from datapipe.console import format_count
+from datapipe.errors import DatapipeError
+
+from .job import Job
+from .reporting import metrics, mlperf
+from .reporting.runlog import FORMAT, wait_share
+from .state import State
+
+logger = logging.getLogger(__name__)
+
+
+def write_start(job: Job, state: State, resumed: bool) -> None:
+    """Write the line about the run, if it begins, or about its being resumed; only the first rank does.
+
+    Args:
+        job: The run.
+        state: Its progress.
+        resumed: Whether it continues from a checkpoint.
+    """
+    world = job.world
+    if not world.is_main:
+        return
+    if resumed:
+        logger.info("resuming at step %d, in epoch %d", state.step, state.epoch + 1)
+    if job.metrics.is_empty:
+        recipe = job.recipe.model_dump(mode="json")
+        job.metrics.write(
+            "run",
+            format=FORMAT,
+            recipe=recipe,
+            recipe_name=job.recipe.name,
+            commit=metrics.commit(),
+            versions=metrics.versions(),
+            device=metrics.device_name(world.device),
+            world_size=world.world_size,
+            global_batch_size=job.recipe.train.batch_size,
+            train_samples=job.train_loader.num_samples,
+            val_samples=job.val_loader.num_samples,
+            num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
+            peak_lr=job.peak_lr,
+            mlperf=mlperf.read_labels(os.environ, recipe),
+            elapsed_s=job.clock.elapsed_s,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=sys.argv,
+        )
+    if resumed:
+        job.metrics.write(
+            "resume",
+            epoch=state.epoch,
+            step=state.step,
+            elapsed_s=job.clock.elapsed_s,
+            world_size=world.world_size,
+            waited_s=job.metrics.waited_s,
+            repeated_steps=max(0, job.metrics.cut_step - state.step),
+        )
+    logger.info(
+        "%s on %s, %s, precision %s",
+        job.recipe.name,
+        metrics.device_name(world.device),
+        format_count(world.world_size, "rank"),
+        job.precision.name,
+    )
+
+
+def write_end(job: Job, state: State, status: str, stopped_by: str | None = None) -> dict[str, Any]:
+    """Write and return the "end" line.
+
+    Args:
+        job: The run.
+        state: Its progress.
+        status: How it has ended.
+        stopped_by: What has interrupted it.
+    """
+    elapsed_s, time_s = job.clock.elapsed_s, job.clock.total()
+    images = state.step * job.recipe.train.batch_size
+    end = {
+        "status": status,
+        "stopped_by": stopped_by,
+        "accuracy": state.accuracy,
+        "best_accuracy": state.best_accuracy,
+        "time_to_target_s": state.time_to(job.recipe.train.target_accuracy),
+        "elapsed_s": elapsed_s,
+        "images_per_s": images / job.clock.training_s if images else 0.0,
+        "wait_share": wait_share(time_s),
+        "time_s": time_s,
+    }
+    job.metrics.write("end", **end)
+    return end
+
+
+def write_report(out: Path) -> Path | None:
+    """Write the run's report; return its path. A failure is only logged: training has succeeded all the same."""
+    try:
+        from .reporting import page  # it takes a while to load
+
+        return page.write_report([out], out)
+    except (DatapipeError, OSError) as error:
+        logger.error("no report could be written: %s; `trainer report %s` tries again", error, out)
+    except Exception:
+        logger.exception("no report could be written; `trainer report %s` tries again", out)
+    return None
