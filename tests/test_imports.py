@@ -49,10 +49,11 @@ DATAPIPE = {
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
-RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loop", "precision"]
-RUNNING += ["local_checkpoints", "record", "recovery", "rehearsal", "resume", "run", "state", "stop", "watch"]
+RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loading", "local_checkpoints"]
+RUNNING += ["loop", "objective", "precise_bn", "precision", "record", "recovery", "rehearsal", "resume", "run", "state"]
+RUNNING += ["stop", "watch"]
 BELOW = (
-    "errors config kfac models optim reporting "
+    "errors config ema kfac losses mixing models optim reporting "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
 )
 TRAINER = {
@@ -60,12 +61,15 @@ TRAINER = {
     "errors": "datapipe",
     "fields": "",
     "kfac": "",
-    "models": "",
+    "losses": "",
+    "mixing": "",
+    "models": "datapipe",
     "reporting": "datapipe",
     # 1
+    "ema": "fields",
     "optim": "fields kfac",
     # 2
-    "config": "fields models optim datapipe datapipe.dataset",
+    "config": "ema fields losses models optim datapipe datapipe.dataset",
     # 3: the trainer itself, whose files import each other
     **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
     # 4

@@ -40,8 +40,7 @@ def per_sample_loss(name: str, logits_BK: Tensor, labels_B: Tensor, label_smooth
 def begin_bias(name: str, module: nn.Module) -> None:
     """Set the last layer's bias to what a loss begins with.
 
-    With "bce" that is the log-odds of one class among all: with zeros, the first steps would only learn that the answer
-    to most questions is no.
+    With "bce" that is the log-odds of one class among all: with zeros, the first steps would learn little else.
 
     Args:
         name: Of the loss.

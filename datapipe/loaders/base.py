@@ -220,8 +220,7 @@ class Loader(ABC):
             raise SettingError(f'size: {size} is not {self.size}, and the crop "pad" scales no image')
         self._check_open()
         self._end_iteration()
-        self.size = size
-        self._change_size()
+        self._take_size(size)
 
     def state_dict(self) -> dict[str, int | str]:
         """Return epoch and step, and what must be the same for them to mean the same."""
@@ -273,9 +272,9 @@ class Loader(ABC):
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         """Iterate over the batches at the given steps; closing the generator stops the work under way."""
 
-    @abstractmethod
-    def _change_size(self) -> None:
-        """Make what depends on `size`; nothing is under way."""
+    def _take_size(self, size: int) -> None:
+        """Give images another size; nothing is under way. A backend also replaces what depends on it."""
+        self.size = size
 
     def _crops(
         self, epoch: int, positions: np.ndarray, samples: np.ndarray, widths: np.ndarray, heights: np.ndarray

@@ -38,7 +38,7 @@ class CpuLoader(ThreadedLoader[Images]):
     def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
         super().__init__(data_set, options)
         self._device = device
-        self._change_size()
+        self._delivery = self._new_delivery()
         only_pixels = data_set.raw_shape is not None
         self._painter = Painter[Images](self.channels, self._decode_whole, self._take_bad, only_pixels)
 
@@ -57,8 +57,12 @@ class CpuLoader(ThreadedLoader[Images]):
     def _finish(self, slots: Images) -> Batch:
         return self._delivery.deliver(slots)
 
-    def _change_size(self) -> None:
-        self._delivery = Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
+    def _take_size(self, size: int) -> None:
+        super()._take_size(size)
+        self._delivery = self._new_delivery()
+
+    def _new_delivery(self) -> Delivery:
+        return Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
 
     def _drain(self) -> None:
         self._delivery.drain()

@@ -87,7 +87,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         self._pads = options.train and self._augment.crop == "pad"
         self._scheduled: deque[EncodedImages] = deque()
         self._pipelines: list[Pipeline] = []
-        self._change_size()
+        self._prepare()
         # A pipeline that is still there when the interpreter shuts down aborts the process.
         weakref.finalize(self, self._pipelines.clear)
 
@@ -99,7 +99,11 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
     def _pipeline(self) -> Pipeline:
         return self._pipelines[0]
 
-    def _change_size(self) -> None:
+    def _take_size(self, size: int) -> None:
+        super()._take_size(size)
+        self._prepare()
+
+    def _prepare(self) -> None:
         shape = (self.options.batch_size, self.size, self.size, self.channels)
         self._memory = BatchMemory(shape, pinned=False)
         self._pipelines[:] = [self._build()]

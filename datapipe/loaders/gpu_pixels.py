@@ -74,9 +74,6 @@ class GpuPixelsLoader(ThreadedLoader[Pixels]):
         images_BSSC = crop_resize_flip_batch(images_BHWC, boxes, flips, self.size)
         return Batch(images_BSSC.permute(0, 3, 1, 2), batch.labels, batch.samples, batch.valid)
 
-    def _change_size(self) -> None:
-        """Change nothing: images are copied whole."""
-
     def _drain(self) -> None:
         self._delivery.drain()
 

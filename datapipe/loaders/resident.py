@@ -111,5 +111,5 @@ class ResidentLoader(Loader):
             torch.zeros(count, dtype=torch.bool, device=self._device),
         )
 
-    def _change_size(self) -> None:
-        raise SettingError(f"size: {self.size} is not that of the images, and backend 'resident' scales none")
+    def _take_size(self, size: int) -> None:
+        raise SettingError(f"size: {size} is not that of the images, and backend 'resident' scales none")

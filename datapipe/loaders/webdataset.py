@@ -80,7 +80,7 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
         self._shards, self._counts = shards, counts
         self._firsts = np.cumsum([0, *counts]).tolist()
         self._device = device
-        self._change_size()
+        self._delivery = self._new_delivery()
         self._painter = Painter[StreamSlots](self.channels, self._decode_whole, self._take_bad)
         self._shard = shards[0]  # that is being read
         self._streams: list[BinaryIO] = []  # that are being read
@@ -100,8 +100,12 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
     def _finish(self, slots: StreamSlots) -> Batch:
         return self._delivery.deliver(slots)
 
-    def _change_size(self) -> None:
-        self._delivery = Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
+    def _take_size(self, size: int) -> None:
+        super()._take_size(size)
+        self._delivery = self._new_delivery()
+
+    def _new_delivery(self) -> Delivery:
+        return Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
 
     def _drain(self) -> None:
         self._delivery.drain()

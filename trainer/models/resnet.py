@@ -10,6 +10,7 @@ B batch, C channels, H height, W width
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,8 +75,8 @@ class ResNet(nn.Module):
         block: type[BasicBlock] | type[Bottleneck],
         blocks: tuple[int, ...],
         num_classes: int,
-        in_channels: int,
-        blur_pool: bool,
+        in_channels: int = 3,
+        blur_pool: bool = False,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
@@ -111,11 +112,5 @@ def _projection(in_channels: int, out_channels: int, stride: int, blur_pool: boo
     return nn.Sequential(OrderedDict([*blur, ("0", convolution), ("1", nn.BatchNorm2d(out_channels))]))
 
 
-def resnet18(num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> ResNet:
-    """Build ResNet-18, of two basic blocks per stage."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, blur_pool)
-
-
-def resnet50(num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> ResNet:
-    """Build ResNet-50, of 3, 4, 6 and 3 bottlenecks."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, blur_pool)
+resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))  # of two basic blocks per stage
+resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))  # of 3, 4, 6 and 3 bottlenecks

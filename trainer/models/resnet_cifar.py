@@ -7,6 +7,8 @@ B batch, C channels, H height, W width
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,7 +42,7 @@ class Block(nn.Module):
 class SmallResNet(nn.Module):
     """Three stages of `blocks` blocks with 16, 32 and 64 channels, at full, half and quarter resolution."""
 
-    def __init__(self, blocks: int, num_classes: int, in_channels: int, blur_pool: bool) -> None:
+    def __init__(self, blocks: int, num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
@@ -64,16 +66,6 @@ def _stage(blocks: int, in_channels: int, out_channels: int, stride: int, blur_p
     return nn.Sequential(first, *(Block(out_channels, out_channels, 1, blur_pool) for _ in range(blocks - 1)))
 
 
-def resnet8(num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> SmallResNet:
-    """Build ResNet-8, of one block per stage."""
-    return SmallResNet(1, num_classes, in_channels, blur_pool)
-
-
-def resnet20(num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> SmallResNet:
-    """Build ResNet-20, of three blocks per stage."""
-    return SmallResNet(3, num_classes, in_channels, blur_pool)
-
-
-def resnet32(num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> SmallResNet:
-    """Build ResNet-32, of five blocks per stage."""
-    return SmallResNet(5, num_classes, in_channels, blur_pool)
+resnet8 = partial(SmallResNet, 1)  # of one block per stage
+resnet20 = partial(SmallResNet, 3)  # of three
+resnet32 = partial(SmallResNet, 5)  # of five

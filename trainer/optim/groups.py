@@ -10,10 +10,16 @@ from torch import nn
 def parameter_groups(model: nn.Module, weight_decay: float, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """Return two groups for an optimizer: matrices and filters decay, vectors (norms and biases) do not.
 
-    `set_lr` gives vectors `vector_lr_factor` times the rate of the others.
-
     Decay of norms' scales and of biases costs accuracy with large batches (Goyal et al. 2017, section 5.1;
-    Jia et al. 2018, arXiv:1807.11205, section 3.2). Groups without parameters are left out.
+    Jia et al. 2018, arXiv:1807.11205, section 3.2).
+
+    Args:
+        model: The network.
+        weight_decay: Of matrices and filters.
+        vector_lr_factor: How many times the rate of the others `set_lr` gives vectors.
+
+    Returns:
+        The groups that have parameters.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
