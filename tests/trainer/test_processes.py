@@ -241,7 +241,7 @@ def test_two_ranks_that_miss_the_target_still_report(train, tmp_path):
 
 def test_two_ranks_keep_the_checkpoint_before_they_lost_themselves(train, port, tmp_path):
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    changes = ["train.batch_size=330", "schedule={name='constant', warmup_epochs=3.0}"]
+    changes = ["train.batch_size=330", "schedule={name='constant', warmup_epochs=2.9}"]
     changes += ["optimizer.lr=1e37", "optimizer.weight_decay=1e30"]  # the second step makes the parameters infinite
     arguments = [word for change in changes for word in ("--set", change)]
     children = [train("run", *arguments, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
