@@ -94,12 +94,14 @@ def train(
     from datapipe.cluster import job_end, parse_time_limit
 
     from .config.recipe import load_recipe
+    from .connection import telling_others
     from .run import run
 
     ends = [job_end(os.environ, now), None if max_time is None else now + parse_time_limit(max_time)]
     ends_at = min((end for end in ends if end is not None), default=None)
-    checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
-    code = run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints)
+    with telling_others():
+        checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
+        code = run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints)
     raise typer.Exit(code)
 
 

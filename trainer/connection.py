@@ -20,11 +20,13 @@ import torch.distributed as dist
 # down, where a thread that frees a tensor aborts a process that has finished its work.
 import torch.distributed.nn
 
-from datapipe.cluster import Placement
-from datapipe.errors import SettingError
+from datapipe.cluster import Placement, rank_placement
+from datapipe.errors import DatapipeError, SettingError
 from datapipe.loaders.device import explain_unseen_gpus
-from datapipe.staging.crew import Crew, open_crew
+from datapipe.staging.crew import Crew
+from datapipe.staging.meeting import open_crew
 from datapipe.staging.network import interface_addresses
+from datapipe.staging.store import CrewError
 
 from .distributed import World
 from .errors import TrainingError
@@ -35,9 +37,12 @@ logger = logging.getLogger(__name__)
 # Longer than a checkpoint takes on a loaded filesystem; the watch notices sooner that a rank does nothing.
 TIMEOUT = timedelta(minutes=30)
 START_S = 300.0  # how long to wait for the other ranks at the start
+REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 DEVICES = "auto", "cpu", "cuda"
+_connections: list[Placement] = []  # of this process: at most one; it stays when the connections have ended
+_refusals: list[str] = []  # why this process did not connect: at most one
 
 
 def choose_device(device: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
@@ -142,6 +147,7 @@ def connected(place: Placement, device: str = "auto", rank_timeout_s: float = RA
         yield world
         return
     logger.info("waiting for %d ranks, at %s, port %d", place.world_size, place.master, place.train_port)
+    _connections.append(place)
     with ExitStack() as stack:
         with ended_by_signals():
             crew = stack.enter_context(open_crew(replace(place, port=place.train_port), START_S, "rank"))
@@ -208,17 +214,39 @@ def _choose_interface(crew: Crew) -> None:
         os.environ.setdefault(NCCL_INTERFACE, names[0])
 
 
-def leave(code: int, error: BaseException | None = None) -> None:
-    """End this process at once if its ranks are still connected, as they are after a failure; else do nothing.
+@contextmanager
+def telling_others() -> Iterator[None]:
+    """Let `leave` tell the other ranks if the block fails before this one is connected: they would wait for it."""
+    try:
+        yield
+    except (DatapipeError, SettingError, OSError) as error:
+        _refusals.append(str(error))
+        raise
 
-    Skips destructors and does not wait for other threads: those of the connections would wait for ranks that wait for
-    this one.
+
+def _refuse(place: Placement, reason: str) -> None:
+    """Tell the other ranks that this one does not come, as far as they do within moments."""
+    if place.world_size > 1 and place.master:
+        port = replace(place, port=place.train_port)
+        with suppress(CrewError, SettingError), open_crew(port, REFUSE_S, "rank", refusal=reason):
+            pass
+
+
+def leave(code: int, error: BaseException | None = None) -> None:
+    """End this process at once if it was connected to other ranks; else do nothing.
+
+    Skips destructors and does not wait for other threads. After a failure the ranks are still connected, and the
+    threads of the connections would wait for ranks that wait for this one. After a success a thread that is left, and
+    frees a tensor while Python ends, would abort a process that has done its work.
 
     Args:
         code: Exit code of the process.
         error: An error whose message has not been written yet; it is written as Python would.
     """
-    if not dist.is_initialized():
+    if not _connections and _refusals:
+        with suppress(SettingError):  # without a place there are no others
+            _refuse(rank_placement(os.environ), _refusals[0])
+    if not _connections:
         return
     if error is not None and not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)

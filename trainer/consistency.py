@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .distributed import gather_everywhere
+from .config.recipe import Recipe
+from .distributed import World, gather_everywhere
 from .errors import TrainingError
-from .job import Job
 from .reporting.metrics import versions
 
 
-def check_start(job: Job) -> None:
-    """Compare what the ranks begin with; all ranks must call this.
+def check_setup(world: World, recipe: Recipe, data_sets: Mapping[str, str]) -> None:
+    """Compare what the ranks build their networks from; all ranks must call this.
+
+    Args:
+        world: This process's place among the ranks.
+        recipe: The recipe of the run.
+        data_sets: What identifies each data set.
 
     Raises:
-        TrainingError: A rank has another data set, such as an old copy on its node, other versions of the software,
-            another recipe or other parameters than the first one; names it, and its host. All ranks raise this.
+        TrainingError: A rank has another data set, such as an old copy on its node, other versions of the software, or
+            another recipe than the first one; names it, and its host. All ranks raise this.
     """
-    world = job.world
+    setup = {"recipe": recipe.model_dump(mode="json"), "data set": dict(data_sets), "versions": versions()}
+    _compare(world, setup)
+
+
+def check_start(world: World, module: nn.Module) -> None:
+    """Do what `check_setup` does, with the parameters that the ranks begin with."""
+    if world.world_size > 1:
+        _compare(world, {"initial parameters": parameter_digest(module)})
+
+
+def _compare(world: World, mine: dict[str, Any]) -> None:
     if world.world_size == 1:
         return
-    mine = {
-        "data set": _data_sets(job),
-        "versions": versions(),
-        "recipe": job.recipe.model_dump(mode="json"),
-        "initial parameters": parameter_digest(job.module),
-    }
     first, *others = gather_everywhere(world, mine)
     for rank, its in enumerate(others, start=1):
         for name, value in first.items():
@@ -39,12 +49,6 @@ def check_start(job: Job) -> None:
                 hosts = world.host_of[rank], world.host_of[0]
                 message = f"rank {rank} ({hosts[0]}) has another {name} than rank 0 ({hosts[1]}): {theirs}, not {ours}"
                 raise TrainingError(message.replace("another versions", "other versions"))
-
-
-def _data_sets(job: Job) -> dict[str, str]:
-    """Return what identifies each data set."""
-    loaders = {"train": job.train_loader, "val": job.val_loader}
-    return {name: str(loader.identity()["data_set"]) for name, loader in loaders.items()}
 
 
 def _where_different(theirs: Any, ours: Any, path: str = "") -> tuple[str, str]:
@@ -57,20 +61,20 @@ def _where_different(theirs: Any, ours: Any, path: str = "") -> tuple[str, str]:
 
 
 @torch.no_grad()
-def check_replicas(job: Job, step: int) -> None:
+def check_replicas(world: World, module: nn.Module, step: int) -> None:
     """Compare the parameters of all ranks, to the bit; all ranks must call this.
 
     Args:
-        job: The run.
+        world: This process's place among the ranks.
+        module: The network.
         step: Number of the last step, for the message.
 
     Raises:
         TrainingError: They differ, as where a rank's memory has lost a bit; names the rank. All ranks raise this.
     """
-    world = job.world
     if world.world_size == 1:
         return
-    names, parameters = zip(*job.module.named_parameters(), strict=True)
+    names, parameters = zip(*module.named_parameters(), strict=True)
     sums = gather_everywhere(world, torch.stack([*map(_sum_bits, parameters)]).tolist())
     (common, count), *_ = Counter(map(tuple, sums)).most_common(1)
     wrong = [rank for rank, its in enumerate(sums) if tuple(its) != common]

@@ -148,7 +148,8 @@ def together(world: World) -> Iterator[None]:
         failure = error
     if world.world_size > 1:
         own = None if failure is None else (isinstance(failure, SettingError), str(failure))
-        verdicts = gather_everywhere(world, own)
+        with world.watch.waiting():
+            verdicts = gather_everywhere(world, own)
         if failure is None:
             for rank, verdict in enumerate(verdicts):
                 if verdict is not None:

@@ -17,6 +17,7 @@ from datapipe.loaders import Loader, normalise
 
 from . import models, optim
 from .config.recipe import Recipe
+from .consistency import check_setup
 from .distributed import World, sum_over_ranks, wrap
 from .ema import Average
 from .errors import DivergedError
@@ -162,8 +163,13 @@ def open_job(
     Raises:
         DatapipeError: There is no usable data set.
         SettingError: The recipe does not fit it.
+        TrainingError: A rank has another recipe, data set, or other software; see `check_setup`.
     """
+    world.watch.doing("opening the data set", is_long=recipe.data.backend == "resident")  # which it decodes
     train_loader, val_loader = open_loaders(recipe, data, world, stack)
+    loaders = {"train": train_loader, "val": val_loader}
+    check_setup(world, recipe, {name: str(loader.identity()["data_set"]) for name, loader in loaders.items()})
+    world.watch.doing("building the network", is_long=True)
     module, model = build_network(recipe, world, train_loader)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)

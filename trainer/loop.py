@@ -134,7 +134,7 @@ def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
                 line_step, line_s = state.step, clock.training_s
             replicas = settings.check_replicas_every_steps
             if replicas and state.step % replicas == 0:
-                check_replicas(job, state.step)
+                check_replicas(job.world, job.module, state.step)
             if job.local is not None:
                 stop.reserve_s = RESERVE_S + 2 * job.local.longest_copy_s  # one may be under way
             if stop.agreed(_is_due(job, state)):

@@ -118,9 +118,10 @@ def _run(
         with ended_by_signals() if world.world_size > 1 else nullcontext():  # Python's handlers wait for other ranks
             checkpoint = _open_run(recipe, data, out, resume, world, stack, local_checkpoints)
             job = open_job(recipe, data, out, world, precision, clock, stack)
-            check_start(job)
+            check_start(world, job.module)
             rehearse(job)
             clock.end_start()
+            world.watch.doing("beginning, or continuing, the run", is_long=True)
             state, metrics_bytes = State(Losses(recipe.train.spike_factor)), 0
             with together(world):
                 if checkpoint is not None:

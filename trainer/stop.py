@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,9 @@ from .distributed import World
 SIGNALS = "TERM", "INT", "USR1", "USR2"
 # Launchers pass on the Ctrl-C that the terminal has already sent: that is not a second one.
 IMPATIENT_AFTER_S = 3.0
-
+UNWIND_S = 2.0  # how long the main thread may take to end after a second one
+END_S = 6.0  # how long a run in which a rank says nothing may take to end after a signal
+LOOK_S = 0.5
 
 TIME_IS_OVER = 128  # as a signal's number: above all of them
 TEMPORARY_FAILURE = 75  # sysexits(3): try again
@@ -32,9 +36,12 @@ class StoppedWaiting(Exception):
 class StopSignal:
     """A context in which signals only set a flag, of which `agreed` informs all ranks at the same step.
 
-    The handler saves nothing, as it may run in the middle of anything. A second Ctrl-C, seconds after the first,
-    interrupts at once. `number` is the signal that was agreed on, TIME_IS_OVER, or 0; `is_due` whether a checkpoint is
-    due.
+    The handler saves nothing, as it may run in the middle of anything; and it runs late, as Python's handlers do, while
+    the main thread waits for other ranks, or computes. A second Ctrl-C, seconds after the first signal, ends the
+    process all the same, and so does the first where another rank says nothing: a thread sees to that. (Schedulers send
+    several SIGTERM, and a checkpoint may just be written.)
+
+    `number` is the signal that was agreed on, TIME_IS_OVER, or 0; `is_due` whether a checkpoint is due.
 
     Args:
         world: This process's place among the ranks.
@@ -58,21 +65,51 @@ class StopSignal:
         self._sent: Any = None
 
     def __enter__(self) -> StopSignal:
+        heard, self._hears = socket.socketpair()
+        self._hears.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._hears.fileno(), warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._receive) for number in self._signals}
+        threading.Thread(target=self._listen, args=(heard,), name="trainer-signals", daemon=True).start()
         return self
 
     def __exit__(self, *_exc: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._hears.close()  # the thread ends
 
     def _receive(self, number: int, _frame: object) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT and self._received and now - self._received_at > IMPATIENT_AFTER_S:
+        if _is_second(number, self._received_at):
             raise KeyboardInterrupt
         if not self._received:
-            self._received, self._received_at = number, now
+            self._received, self._received_at = number, time.monotonic()
         if self._is_waiting:
             raise StoppedWaiting
+
+    def _listen(self, heard: socket.socket) -> None:
+        """End the process where the main thread does not; `heard` has each signal's number as soon as it arrives."""
+        watch, first, first_at, second_at = self._world.watch, 0, 0.0, 0.0
+        with heard:
+            while True:
+                try:
+                    numbers = heard.recv(64)
+                except TimeoutError:
+                    numbers = b"\0"
+                if not numbers:
+                    return
+                for number in numbers:
+                    if _is_second(number, first_at):
+                        second_at = second_at or time.monotonic()
+                    elif number in self._signals and not first:
+                        first, first_at = number, time.monotonic()
+                        watch.exit_code = 128 + number
+                        heard.settimeout(LOOK_S)
+                if second_at and time.monotonic() - second_at > UNWIND_S:
+                    watch.exit_code = 128 + signal.SIGINT
+                    watch.end("of a second Ctrl-C")
+                silent = watch.find_silent() if first and time.monotonic() - first_at > END_S else ""
+                if silent:
+                    watch.end(f"{signal.Signals(first).name} asked for it, and {silent}")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -129,6 +166,10 @@ class StopSignal:
             self._sent = None
             number, is_due = self._flags.tolist()
             self.number, self.is_due = self.number or number, bool(is_due)
+
+
+def _is_second(number: int, first_at: float) -> bool:
+    return number == signal.SIGINT and bool(first_at) and time.monotonic() - first_at > IMPATIENT_AFTER_S
 
 
 def _signal_of(name: str) -> signal.Signals:

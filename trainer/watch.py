@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -23,7 +24,10 @@ from .reporting.runlog import FAILED_HOSTS
 logger = logging.getLogger(__name__)
 
 RANK_TIMEOUT_S = 120.0  # how long a rank may do nothing, unless a setting says otherwise
+LONG_FACTOR = 10  # by how much longer it may take for what is long
 SAY_S = 10.0  # how often to log for which rank the others wait; or half as long as they may
+SAY_LONG_S = 60.0  # from when on, where all ranks are in the same, and it is long
+SILENT_S = 5 * BEAT_S  # how long a rank says nothing before those that have to stop no longer count on it
 PARTING_S = 3 * BEAT_S  # how long the first rank, which may keep the store, stays for others to read why it ends
 LEFT_S = 3 * BEAT_S  # how long a rank that has left may be waited for: most errors are told to all ranks anyway
 NAMED = 8  # of the ranks that are behind
@@ -42,6 +46,8 @@ class Watch:
         self._doing: tuple[int, str, bool, float] = 0, "starting", True, time.monotonic()
         self._section, self._spent_s = -1, [0.0] * len(SECTIONS)
         self._ended = threading.Event()
+        self._crew: Crew | None = None
+        self.exit_code = EXIT_CODE  # where the run ends because of another rank
         self.run: Path | None = None  # the run's folder
 
     def doing(self, what: str, is_long: bool = False, section: int = -1) -> None:
@@ -49,7 +55,7 @@ class Watch:
 
         Args:
             what: words for a message.
-            is_long: whether it may take longer than other ranks would wait.
+            is_long: whether it may take LONG_FACTOR times as long as other steps.
             section: of SECTIONS, where it needs no other rank; -1: it may wait for others.
         """
         number, _, was_long, since = self._doing
@@ -57,6 +63,14 @@ class Watch:
         if self._section >= 0 and not was_long:
             self._spent_s[self._section] += now - since
         self._doing, self._section = (number + 1, what, is_long, now), section
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note that in the block this rank waits until all others have done the same: it is not behind."""
+        _, what, is_long, _ = self._doing
+        self.doing(f"{what}, which others still do", is_long)
+        yield
+        self.doing(what, is_long)
 
     def start(self, crew: Crew, rank: int, world_size: int, timeout_s: float) -> None:
         """Watch the ranks of a crew, in a thread, until `stop`.
@@ -68,7 +82,9 @@ class Watch:
             timeout_s: How long one may do nothing, in seconds.
         """
         self._crew, self._rank, self._world_size, self._timeout_s = crew, rank, world_size, timeout_s
+        self._heard_all = time.monotonic()  # when all ranks last seemed to live
         self._changed: dict[int, tuple[Any, float]] = {}  # by rank: the last beat, and when it came
+        self._blamed: list[int] = []
         self._left: dict[int, float] = {}  # by rank: when it was seen that it had left
         self._compared: tuple[float, dict[int, list[float]]] = time.monotonic(), {}
         self._said, self._patience_s = time.monotonic(), min(SAY_S, timeout_s / 2)
@@ -79,9 +95,17 @@ class Watch:
         """Watch no longer: the ranks part."""
         self._ended.set()
 
+    def find_silent(self) -> str:
+        """Return in words which rank has said nothing for long; "" where none has."""
+        if self._crew is None or time.monotonic() - self._heard_all < SILENT_S:
+            return ""
+        now = time.monotonic()
+        silent = [rank for rank, (_, changed) in [*self._changed.items()] if now - changed > SILENT_S] or [0]
+        return f"{self._crew.names(silent[:NAMED])} has given no sign of life for {now - self._heard_all:.0f} s"
+
     def blame(self, ranks: list[int]) -> None:
         """Write into the run's folder on which hosts ranks are dead, or hang, for the script that leaves these out."""
-        if self.run is None or not ranks:
+        if self.run is None or self._crew is None or not ranks:
             return
         hosts, path = sorted({self._crew.hosts_of_ranks[rank] for rank in ranks}), self.run / FAILED_HOSTS
 
@@ -99,55 +123,59 @@ class Watch:
         return [number, what, is_long, time.monotonic() - since, [*self._spent_s]]
 
     def _run(self) -> None:
+        assert self._crew is not None
         while not self._ended.wait(BEAT_S):
-            self._blamed: list[int] = []
+            self._blamed = []
             try:
-                reason = self._crew.read_announced(VERDICT) or self._judge()
+                reason = self._crew.read_announced(VERDICT) or self._judge(self._crew)
             except CrewError as error:  # the first rank does not answer
                 reason, self._blamed = error.message, [0]
             if reason and not self._ended.is_set():
-                self._end(reason)
+                self.end(reason)
 
-    def _judge(self) -> str:
+    def _judge(self, crew: Crew) -> str:
         """Return why the run must end; "" if it need not. The first rank looks at all others, and they at it.
 
         `_blamed` are then the ranks at fault.
         """
         ranks = [rank for rank in (range(self._world_size) if self._rank == 0 else (0,)) if rank != self._rank]
         now = time.monotonic()
-        for rank, beat in self._crew.read_beats(ranks).items():
+        for rank, beat in crew.read_beats(ranks).items():
             if rank not in self._changed or self._changed[rank][0] != beat:
                 self._changed[rank] = beat, now
         silent = {rank: now - self._changed.setdefault(rank, (None, now))[1] for rank in ranks}
-        for rank, why in self._crew.find_left(ranks).items():
+        for rank, why in crew.find_left(ranks).items():
             if now - self._left.setdefault(rank, now) > LEFT_S:
-                return f"{self._crew.names([rank])} has left: {why}"
+                return f"{crew.names([rank])} has left: {why}"
         rank = max(silent, key=silent.__getitem__)
+        self._heard_all = now - silent[rank]
         if silent[rank] > self._patience_s:
             beat = self._changed[rank][0]
             last = f"; the last was: {beat[1][1]}" if beat and beat[1] else ""
-            message = f"{self._crew.names([rank])} has given no sign of life for {silent[rank]:.0f} s{last}"
+            message = f"{crew.names([rank])} has given no sign of life for {silent[rank]:.0f} s{last}"
             self._blamed = [rank for rank, seconds in silent.items() if seconds > self._timeout_s]
-            return self._say(message, silent[rank])
-        return self._judge_progress(ranks) if self._rank == 0 else ""
+            return self._say(message, silent[rank], self._timeout_s)
+        return self._judge_progress(crew, ranks) if self._rank == 0 else ""
 
-    def _judge_progress(self, ranks: list[int]) -> str:
+    def _judge_progress(self, crew: Crew, ranks: list[int]) -> str:
         """Do what `_judge` does where all are alive: has none of them begun anything for long?"""
         doing = {rank: self._changed[rank][0][1] for rank in ranks if self._changed[rank][0]} | {0: self._describe()}
-        if any(beat is None or beat[2] for beat in doing.values()):
+        if any(beat is None for beat in doing.values()):
             return ""
-        if time.monotonic() - self._compared[0] > COMPARE_S:
-            self._compare_speed({rank: beat[4] for rank, beat in doing.items()})
+        if time.monotonic() - self._compared[0] > COMPARE_S and not any(beat[2] for beat in doing.values()):
+            self._compare_speed(crew, {rank: beat[4] for rank, beat in doing.items()})
         last = min(doing.values())[0]  # the others wait for those that are behind
         behind = [rank for rank, beat in doing.items() if beat[0] == last]
-        what, seconds = doing[behind[0]][1], min(doing[rank][3] for rank in behind)
-        if seconds < self._patience_s:
+        _, what, is_long, _, _ = doing[behind[0]]
+        seconds = min(doing[rank][3] for rank in behind)
+        if seconds < (SAY_LONG_S if is_long and len(behind) == self._world_size else self._patience_s):
             return ""
         self._blamed = behind
-        names = self._crew.names(behind[:NAMED]) + (", …" if len(behind) > NAMED else "")
-        return self._say(f"{names}: no progress for {seconds:.0f} s in: {what}", seconds)
+        names = crew.names(behind[:NAMED]) + (", …" if len(behind) > NAMED else "")
+        limit_s = self._timeout_s * (LONG_FACTOR if is_long else 1)
+        return self._say(f"{names}: no progress for {seconds:.0f} s in: {what}", seconds, limit_s)
 
-    def _compare_speed(self, spent_s: dict[int, list[float]]) -> None:
+    def _compare_speed(self, crew: Crew, spent_s: dict[int, list[float]]) -> None:
         """Log which rank is slower than most, and at what. `spent_s`: by rank, the seconds in each of SECTIONS."""
         begun, before = self._compared
         self._compared = time.monotonic(), spent_s
@@ -163,30 +191,32 @@ class Watch:
         if sum(more_s) > SLOW_SHARE * passed_s:
             worst = more_s.index(max(more_s))
             its_s, most_s = took_s[rank][worst], usual_s[worst]
-            name, what = self._crew.names([rank]), SECTIONS[worst]
+            name, what = crew.names([rank]), SECTIONS[worst]
             logger.warning("slow: %s spent %.1f of %.0f s in %s, most ranks %.1f", name, its_s, passed_s, what, most_s)
 
-    def _say(self, message: str, seconds: float) -> str:
-        """Log for whom all wait; return the message once they have waited long enough."""
-        if seconds > self._timeout_s:
-            return f"{message} (--rank-timeout {self._timeout_s:g})"
+    def _say(self, message: str, seconds: float, limit_s: float) -> str:
+        """Log for whom all wait; return the message once they have waited as long as they may."""
+        if seconds > limit_s:
+            times = f"{LONG_FACTOR} times " if limit_s > self._timeout_s else ""
+            return f"{message} ({times}--rank-timeout {self._timeout_s:g})"
         if time.monotonic() - self._said > self._patience_s:
             self._said = time.monotonic()
             logger.warning("waiting: %s", message)
         return ""
 
-    def _end(self, reason: str) -> None:
-        """End this process at once, whatever its other threads are in."""
+    def end(self, reason: str) -> None:
+        """End this process at once, whatever its other threads are in; from the first rank, also the others."""
         _, what, _, seconds, _ = self._describe()
-        line = f"error: rank {self._rank}: the run ends, because {reason}. This rank: {what}, for {seconds:.0f} s\n"
-        os.write(2, line.encode())  # not by logging, whose lock a thread that hangs may hold
-        if self._rank == 0:
+        who = "" if self._crew is None else f"rank {self._rank}: "
+        line = f"error: {who}the run ends, because {reason}. {'This rank: ' if who else 'It was: '}{what}, for"
+        os.write(2, f"{line} {seconds:.0f} s\n".encode())  # not by logging, whose lock a thread that hangs may hold
+        if self._crew is not None and self._rank == 0:
             try:
                 self._crew.announce(VERDICT, reason)
                 self.blame(self._blamed)
                 time.sleep(PARTING_S)
             except CrewError:
                 pass
-        else:
+        elif self._crew is not None:
             self.blame(self._blamed)
-        os._exit(EXIT_CODE)
+        os._exit(self.exit_code)

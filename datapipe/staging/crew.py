@@ -8,20 +8,18 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..cluster import Placement
-from ..errors import SettingError
 from ..fsio import boot_id
 from .network import find_address, find_unreachable
 from .store import CrewError, LeftError, connect_store
@@ -35,11 +33,10 @@ PARTING_S = 10.0  # how long process 0 keeps the store for others that are not d
 SAY_S = 10.0  # how often to say for whom this process waits
 LOOK_S = 0.1
 FIRST_LOOK_S = 0.005  # the others come to most questions at the same time; each pause is twice the last one
-_numbers = itertools.count()  # of crews in this process, whose keys differ
 
 
 class Crew:
-    """The processes of a job, and its nodes. See `open_crew`.
+    """The processes of a job, and its nodes. See `meeting.open_crew`.
 
     Attributes:
         index: number of this node, from 0.
@@ -150,7 +147,7 @@ class Crew:
 
     def announce(self, name: str, text: str) -> None:
         """Tell all processes something. Raises CrewError."""
-        self._ask(partial(self._store.set, f"announced/{name}", text))
+        self._ask(partial(self._store.set, f"announced/{name}", text), LISTEN_S)
 
     def read_announced(self, name: str) -> str:
         """Return what a process has announced; "" if none has. Raises CrewError."""
@@ -257,44 +254,10 @@ class Crew:
         def part() -> None:
             self._store.set(f"bye/{self._placement.rank}", "")
             others = {*range(self._placement.world_size)}.difference(self.missing)
-            keys = [f"bye/{rank}" for rank in others if self._store.check([f"beat/{rank}"])]
+            keys = [f"bye/{rank}" for rank in others if self.index < 0 or self._store.check([f"beat/{rank}"])]
             deadline = time.monotonic() + PARTING_S
             while self._placement.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
 
         with suppress(CrewError):
             self._ask(part, PARTING_S + LISTEN_S)
-
-
-@contextmanager
-def open_crew(placement: Placement, timeout_s: float, noun: str = "node") -> Iterator[Crew]:
-    """Meet the other processes of a job, and part from them at the end.
-
-    Args:
-        placement: of this process.
-        timeout_s: how long another may give no sign of life, in seconds.
-        noun: "node", where one process of each matters, or "rank", where all do.
-
-    Yields:
-        The processes.
-
-    Raises:
-        SettingError: process 0 cannot be found.
-        CrewError: not all processes came.
-    """
-    if not placement.master:
-        message = f"the host of process 0 is needed, which {placement.launcher or 'the environment'} does not tell"
-        raise SettingError(f"mode: {message}: give --master HOST, or set MASTER_ADDR")
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its workers
-    prefix = f"{noun}/{placement.job}/{placement.world_size}/{restart}/{next(_numbers)}"
-    store, beats = (connect_store(placement, is_first, timeout_s) for is_first in (True, False))
-    stores = dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, beats)
-    crew = Crew(noun, prefix, stores, placement, timeout_s)
-    try:
-        crew.meet()
-        yield crew
-    except BaseException as error:
-        crew.leave(str(error) or type(error).__name__)
-        raise
-    finally:
-        crew.close()

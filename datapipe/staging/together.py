@@ -16,11 +16,12 @@ from .copy import (
     stage_copies,
     transfers,
 )
-from .crew import Crew, open_crew
+from .crew import Crew
 from .exchange import chunk_bytes_for, exchange
 from .keep import EvictedError
 from .local_copy import LocalCopy
 from .lock import BusyError
+from .meeting import open_crew
 from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes

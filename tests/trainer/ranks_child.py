@@ -14,7 +14,7 @@ from torch import nn
 
 from datapipe.cluster import rank_placement
 from datapipe.loaders import normalise, open_loader
-from trainer.connection import connected
+from trainer.connection import connected, leave
 from trainer.distributed import wrap
 from trainer.evaluate import evaluate
 from trainer.precision import choose_precision
@@ -53,3 +53,4 @@ def main(data: Path, global_batch_size: int, out: Path) -> None:
 torch.set_num_threads(1)
 with connected(rank_placement(os.environ)) as world:
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+leave(0)

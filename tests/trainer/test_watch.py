@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,15 +60,37 @@ if "trainer" in sys.orig_argv:
 """
 
 
+# In the place of the last rank: computes for minutes in its 20th step, in which no handler of Python's can run.
+COMPUTES = """
+import os, sys
+if "trainer" in sys.orig_argv and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+    import ctypes
+    import trainer.loop as loop
+    before, calls = loop.batch_loss, []
+    def compute(job, batch, step):
+        calls.append(1)
+        if len(calls) == 20:
+            open("computes", "w").close()
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):  # the second call waits for ever, and no signal interrupts it
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        return before(job, batch, step)
+    loop.batch_loss = compute
+"""
+
+
 @pytest.fixture
 def ranks(start, packed, recipe_file, port, tmp_path):
-    """ranks(2, env={}) -> processes that train together, each started by itself; each says it is a host of its own."""
+    """ranks(2, env={}) -> processes that train together, each started by itself. `of_last`: arguments of the last."""
 
-    def _ranks(count: int, *arguments: object, env: dict[str, str] | None = None) -> list[subprocess.Popen]:
-        command = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", *arguments]
-        command += ["--set", "train.epochs=200", "--set", "train.batch_size=30", "--rank-timeout", LIMIT_S]
+    def _ranks(
+        count: int, *arguments: object, env: dict[str, str] | None = None, of_last: Sequence[object] = ()
+    ) -> list[subprocess.Popen]:
+        command = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run"]
+        command += ["--set", "train.epochs=200", "--set", "train.batch_size=30", "--rank-timeout", LIMIT_S, *arguments]
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (env or {})
-        return [start(*command, env=shared | {"RANK": str(rank)}) for rank in range(count)]
+        others = [*command], [*command, *of_last]
+        return [start(*others[rank == count - 1], env=shared | {"RANK": str(rank)}) for rank in range(count)]
 
     return _ranks
 
@@ -116,6 +139,74 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
         assert f"because rank 1 ({os.uname().nodename}): no progress for" in errors.splitlines()[-1], said
         assert "in: forward pass of step 21 (--rank-timeout 8)" in errors.splitlines()[-1], said
     assert "waiting: rank 1" in said[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_a_signal_ends_all_within_ten_seconds_though_a_rank_is_stopped(ranks, tmp_path, stopped):
+    """The limit for ranks is not over by then. Where the first rank is stopped, its store does not answer either."""
+    children = ranks(3, "--rank-timeout", 100)
+    wait_for_step(tmp_path / "run" / "metrics.jsonl", 12, children)
+    children[stopped].send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    others = [child for child in children if child is not children[stopped]]
+    began = time.monotonic()
+    for child in others:
+        child.terminate()
+    said = [child.communicate(timeout=60)[1] for child in others]
+    assert time.monotonic() - began < 10, said
+    assert [child.returncode for child in others] == [143, 143], said
+    words = f"because SIGTERM asked for it, and rank {stopped} ({os.uname().nodename}) has given no sign of life for"
+    assert all(words in errors.splitlines()[-1] for errors in said), said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_second_ctrl_c_ends_what_computes_on(ranks, tmp_path, count):
+    """Also while no Python code runs: the last rank computes for minutes, and the others wait for it."""
+    (tmp_path / "sitecustomize.py").write_text(COMPUTES)
+    children = ranks(count, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    wait_for_step(tmp_path / "run" / "metrics.jsonl", 12, children)
+    while not (tmp_path / "computes").exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    for child in children:
+        child.send_signal(signal.SIGINT)
+    time.sleep(4)
+    assert [child.poll() for child in children] == [None] * count
+    for child in children:
+        child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    said = [child.communicate(timeout=60)[1] for child in children]
+    assert time.monotonic() - began < 10, said
+    assert [child.returncode for child in children] == [130] * count, said
+    assert all("the run ends, because of a second Ctrl-C" in errors for errors in said), said
+
+
+@pytest.mark.ranks
+def test_a_rank_that_hangs_while_it_opens_the_data_set_ends_the_run(ranks, packed, tmp_path):
+    """A FIFO in place of a manifest hangs whoever opens it."""
+    data = shutil.copytree(packed, tmp_path / "data")
+    (data / "train" / "manifest.json").unlink()
+    os.mkfifo(data / "train" / "manifest.json")
+    children = ranks(2, of_last=["--data", data])
+    said = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [1, 1], said
+    words = f"because rank 1 ({os.uname().nodename}): no progress for"
+    assert all(words in errors.splitlines()[-1] for errors in said), said
+    assert "in: opening the data set (--rank-timeout 8)" in said[0].splitlines()[-1], said
+    assert "waiting: rank 1" in said[0]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_refused_tells_the_others(ranks):
+    """They wait for it, and would for five minutes."""
+    began = time.monotonic()
+    children = ranks(3, of_last=["--set", "train.epochs=0"])
+    said = [child.communicate(timeout=90)[1] for child in children]
+    assert time.monotonic() - began < 60
+    assert [child.returncode for child in children] == [1, 1, 2], said
+    assert all("process 2 has left: train.epochs" in errors.splitlines()[-1] for errors in said[:2]), said
 
 
 @pytest.mark.ranks

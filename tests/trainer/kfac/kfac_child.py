@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.cluster import rank_placement
-from trainer.connection import connected
+from trainer.connection import connected, leave
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, communication, reduce_to_owners
 
 BATCH, STEPS, SAVED_AT, BROKEN_AT = 24, 7, 4, 2
@@ -187,3 +187,4 @@ if __name__ == "__main__":
                     result[what] = [of_rank[way][what] for of_rank in gathered]
         if world.is_main:
             torch.save(found, Path(sys.argv[1]))
+    leave(0)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.cluster import rank_placement
-from trainer.connection import connected
+from trainer.connection import connected, leave
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 
 
@@ -229,3 +229,4 @@ with connected(rank_placement(os.environ)) as world:
     }
     if world.is_main:
         torch.save(found, Path(sys.argv[1]))
+leave(0)
