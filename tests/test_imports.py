@@ -50,8 +50,8 @@ DATAPIPE = {
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
 RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loading", "local_checkpoints"]
-RUNNING += ["loop", "objective", "precise_bn", "precision", "record", "recovery", "rehearsal", "resume", "run", "state"]
-RUNNING += ["stop", "watch"]
+RUNNING += ["loop", "objective", "precise_bn", "precision", "profile", "record", "recovery", "rehearsal", "resume"]
+RUNNING += ["run", "state", "stop", "watch"]
 BELOW = (
     "errors config ema kfac losses mixing models optim reporting "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
@@ -75,7 +75,7 @@ TRAINER = {
     # 4
     "launching": "config datapipe reporting",
     "measuring": "config datapipe datapipe.dataset reporting",
-    "cli": "datapipe (config) (connection) (errors) (launching) (measuring) (reporting) (run)",
+    "cli": "datapipe (config) (connection) (errors) (launching) (measuring) (profile) (reporting) (run)",
     "__main__": "cli",
     "__init__": "",
 }

@@ -40,7 +40,8 @@ INTERFACES = {
 COMMANDS = {
     "datapipe/cli/__init__.py",
     "datapipe/cli/stage.py",
-    "trainer/cli.py",
+    "trainer/cli/__init__.py",
+    "trainer/cli/results.py",
 }  # whose parameters are described by --help
 
 

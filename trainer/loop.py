@@ -63,7 +63,7 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
 def _train_and_evaluate(job: Job, state: State, stop: StopSignal) -> bool:
     """Do the rest of an epoch; return False if it was stopped before its end. Saves a checkpoint."""
     settings = job.recipe.train
-    if not _train_epoch(job, state, stop):
+    if not train_epoch(job, state, stop):
         save(job, state)
         return False
     evaluation, complete = _evaluate(job, state, stop)
@@ -83,8 +83,14 @@ def _is_due(job: Job, state: State) -> bool:
     return job.world.is_main and minutes is not None and time.monotonic() - state.saved_at > 60 * minutes
 
 
-def _train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
-    """Do the rest of the epoch's steps; return False if it was stopped before its end."""
+def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
+    """Do the rest of the epoch's steps; return False if it was stopped before its end.
+
+    Args:
+        job: The run.
+        state: Its progress, which is changed.
+        stop: Says when to stop early.
+    """
     settings, clock, watch = job.recipe.train, job.clock, job.world.watch
     last_step = (state.epoch + 1) * job.steps_per_epoch
     if state.step == last_step:

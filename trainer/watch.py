@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median_low
@@ -49,6 +49,7 @@ class Watch:
         self._crew: Crew | None = None
         self.exit_code = EXIT_CODE  # where the run ends because of another rank
         self.run: Path | None = None  # the run's folder
+        self.listener: Callable[[str, int], None] | None = None  # is told what `doing` is
 
     def doing(self, what: str, is_long: bool = False, section: int = -1) -> None:
         """Note what this rank begins to do. All ranks do the same in the same order, so that the last one is behind.
@@ -63,6 +64,8 @@ class Watch:
         if self._section >= 0 and not was_long:
             self._spent_s[self._section] += now - since
         self._doing, self._section = (number + 1, what, is_long, now), section
+        if self.listener is not None:
+            self.listener(what, section)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

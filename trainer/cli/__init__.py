@@ -6,13 +6,15 @@ import logging
 import os
 import sys
 import time
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from datapipe import __version__, console
+
+from .parameters import Changes, Stage
+from .results import compare, recipes, repeat, report
 
 app = typer.Typer(
     help="Train a recipe on a packed data set until a target accuracy, and report the time it took.\n\n"
@@ -22,15 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help, in half the time
 )
-
-# Options of several commands.
-Stage = Annotated[
-    Path | None, typer.Option(metavar="LOCAL", help="First stage --data to this folder on each node's own disk.")
-]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="section.key=value", help="Change one setting of the recipe; repeatable."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -93,9 +86,9 @@ def train(
     now = time.time()
     from datapipe.cluster import job_end, parse_time_limit
 
-    from .config.recipe import load_recipe
-    from .connection import telling_others
-    from .run import run
+    from ..config.recipe import load_recipe
+    from ..connection import telling_others
+    from ..run import run
 
     ends = [job_end(os.environ, now), None if max_time is None else now + parse_time_limit(max_time)]
     ends_at = min((end for end in ends if end is not None), default=None)
@@ -141,7 +134,7 @@ def launch(
       trainer launch imagenet-resnet50 --scheduler slurm --nodes 2 --gpus-per-node 4 --time 4:00:00 \\
           --data /shared/packed/imagenet --stage /local/imagenet --out runs/imagenet --submit
     """
-    from .launching import Launch
+    from ..launching import Launch
 
     plan = Launch(
         str(Path(recipe).absolute()) if recipe.endswith(".toml") else recipe,
@@ -164,113 +157,35 @@ def launch(
 
 
 @app.command()
-def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared in one report.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write to (default: that of a single run).")
-    ] = None,
-) -> None:
-    """Write the report of a run, or one that compares several.
-
-    It is report.html, with its plots as PDF and PNG beside it, and of a single run its MLPerf-compliant log.
-
-    \b
-    Example:
-      trainer report runs/one-rank runs/two-ranks --out reports/ranks
-    """
-    from datapipe.errors import SettingError
-
-    if out is None and len(runs) > 1:
-        raise SettingError(f"--out is missing: a report on {len(runs)} runs needs a folder of its own")
-    from .reporting.page import write_report
-
-    print(write_report(runs, out or runs[0]))
-
-
-@app.command()
-def repeat(
+def profile(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Built-in recipe, or path of a .toml file.")],
     data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs: each goes to seed-K in it.")],
-    seeds: Annotated[int, typer.Option(metavar="N", help="How many, from the recipe's own seed on.")] = 5,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for trace.json.gz and profile.json.")],
+    steps: Annotated[int, typer.Option(metavar="N", help="How many to time, and to trace.")] = 20,
     changes: Changes = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda.")] = "auto",
     stage: Stage = None,
-    ranks: Annotated[int, typer.Option(metavar="N", help="Processes of each training.")] = 1,
-    launcher: Annotated[
-        str, typer.Option(metavar="NAME", help="What starts them: torchrun (on this host), or srun in a Slurm job.")
-    ] = "torchrun",
-    index: Annotated[
-        int | None,
-        typer.Option(
-            metavar="I",
-            envvar="SLURM_ARRAY_TASK_ID",
-            help="Train with this seed only, from 0; in an array job, its own.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what OUT/repeat.json holds.")] = False,
 ) -> None:
-    """Train a recipe once per seed, and print each run, means and 95 % intervals.
+    """Train some steps of a recipe, and tell what bounds it, and what to change.
 
-    What has finished is not redone, all else is resumed. Exit code 0: all reached their target (or have none); 1: not
-    all; otherwise as `trainer train`.
-
-    \b
-    Example:
-      trainer repeat fashion-mnist-resnet8 --data data/fashion-mnist --out runs/resnet8 --seeds 5
-    """
-    from .measuring.repeat import Repeats
-    from .measuring.repeat import repeat as train_repeats
-    from .measuring.tables import show_group
-
-    plan = Repeats(recipe, data, out, seeds, tuple(changes or ()), device, stage, ranks, launcher)
-    group, code = train_repeats(plan, index)
-    print(show_group(group, as_json), flush=True)
-    raise typer.Exit(code)
-
-
-@app.command()
-def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run, or of repeats.")],
-    b: Annotated[Path | None, typer.Argument(metavar="[B]", help="Another; without it, A alone is shown.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Compare runs, or repeats, B with A: ratios with 95 % intervals, and whether they can be told from noise.
+    On all ranks, as `trainer train`. The trace opens at ui.perfetto.dev, or in chrome://tracing.
 
     \b
     Example:
-      trainer compare runs/sgd runs/kfac
+      trainer profile fashion-mnist-resnet8 --data data/fashion-mnist --out profiles/resnet8
     """
-    from .measuring.runs import read_group
-    from .measuring.tables import show_group
+    from ..config.recipe import load_recipe
+    from ..connection import telling_others
+    from ..profile import profile as profile_steps
 
-    if b is None:
-        print(show_group(read_group(a), as_json))
-        return
-    from .measuring.compare import show_comparison
-
-    print(show_comparison(read_group(a), read_group(b), as_json))
+    with telling_others():
+        text = profile_steps(load_recipe(recipe, changes or []), data, out, steps, device, stage)
+    if text is not None:
+        print(text, flush=True)
 
 
-@app.command()
-def recipes() -> None:
-    """List the built-in recipes, and where their figures come from.
-
-    \b
-    Example:
-      trainer recipes
-    """
-    from .config import built_in
-
-    for name, path in built_in().items():
-        recipe = tomllib.loads(path.read_text(encoding="utf-8"))
-        settings = recipe["train"]
-        target = f", target {settings['target_accuracy']:.1%}" if "target_accuracy" in settings else ""
-        print(name)
-        print(f"    {recipe['model']['name']}, {settings['epochs']} epochs, batch {settings['batch_size']}{target}")
-        print(f"    {recipe['source']}")
+for _command in (report, repeat, compare, recipes):
+    app.command()(_command)
 
 
 def main() -> int:
@@ -289,7 +204,7 @@ def main() -> int:
 
 def _leave(code: int, error: BaseException | None = None) -> None:
     if "trainer.connection" in sys.modules:  # otherwise there is nothing to leave, and torch need not be loaded
-        from .connection import leave
+        from ..connection import leave
 
         leave(code, error)
 

@@ -1,0 +1,136 @@
+"""`trainer profile` on real trainings: where a delay is put, there the trace and the verdict find it."""
+
+import gzip
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+
+# In the place of the trainer's own: something that takes 0.1 s longer in each step.
+DELAYS = {
+    "data": """
+    import time
+    import datapipe.loaders.base as base
+    before = base.Loader.__iter__
+    def late(self):
+        for batch in before(self):
+            time.sleep(0.1)
+            yield batch
+    base.Loader.__iter__ = late
+""",
+    "host": """
+    import time
+    import trainer.loop as loop
+    before = loop._update
+    def late(*arguments):
+        time.sleep(0.1)
+        before(*arguments)
+    loop._update = late
+""",
+    "compute": """
+    import time
+    import torch
+    import trainer.loop as loop
+    before, a = loop._update, torch.rand(600, 600)
+    def late(*arguments):
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            a @ a
+        before(*arguments)
+    loop._update = late
+""",
+}
+
+
+@pytest.fixture
+def profiled(start, packed, recipe_file, tmp_path):
+    """profiled("host", "--steps", 3, ranks=2) -> (what it printed, profile.json, events of the trace)."""
+
+    def _profiled(delay: str, *arguments: object, ranks: int = 1) -> tuple[str, dict, list[dict]]:
+        code = f"import sys\nif 'trainer' in sys.orig_argv:{DELAYS[delay]}" if delay else ""
+        (tmp_path / "sitecustomize.py").write_text(code)
+        out = tmp_path / "profile"
+        command = ["-m", "trainer", "profile", recipe_file, "--data", packed, "--out", out, "--steps", STEPS]
+        child = start(*command, *arguments, ranks=ranks, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+        said, errors = child.communicate(timeout=180)
+        assert child.returncode == 0, errors
+        trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
+        assert sorted(path.name for path in out.iterdir()) == ["profile.json", "trace.json.gz"]
+        return said, json.loads((out / "profile.json").read_text()), trace["traceEvents"]
+
+    return _profiled
+
+
+def track(events: list[dict], rank: int, row: str) -> list[dict]:
+    return sorted((e for e in events if e.get("cat") == row and e["pid"] == rank), key=lambda e: e["ts"])
+
+
+@pytest.mark.parametrize("delay", ["data", "host", "compute"])
+def test_what_takes_longest_is_found(profiled, delay):
+    said, summary, events = profiled(delay)
+    assert max(summary["shares"], key=summary["shares"].get) == delay, summary
+    assert sum(summary["shares"].values()) == pytest.approx(1)
+    assert summary["step_s"] > 0.1 and summary["images_per_s"] == pytest.approx(32 / summary["step_s"])
+    words = {"data": "Waiting for data", "host": "The host", "compute": "Computing"}
+    assert f"{words[delay]} bounds this run: {summary['shares'][delay]:.0%}" in said
+    steps = [e for e in track(events, 0, "host") if e["name"].startswith("forward pass of step")]
+    assert [e["name"] for e in steps] == [f"forward pass of step {n}" for n in range(5 + STEPS + 1, 5 + 2 * STEPS + 1)]
+    delayed = [e for e in track(events, 0, "data" if delay == "data" else "host") if e["dur"] > 0.09e6]
+    assert len(delayed) == STEPS
+
+
+@pytest.mark.ranks
+def test_two_ranks_on_one_clock(profiled):
+    """What all ranks end together, such as a sum of gradients, ends at the same time in the trace."""
+    _, summary, events = profiled("", "--set", "train.batch_size=64", ranks=2)
+    sums = [track(events, rank, "communication") for rank in (0, 1)]
+    assert len(sums[0]) == len(sums[1]) >= STEPS
+    apart_us = sorted(abs(a["ts"] + a["dur"] - b["ts"] - b["dur"]) for a, b in zip(*sums, strict=True))
+    assert apart_us[0] < 2000, apart_us  # on a busy machine a rank may hear later of some
+    assert summary["world_size"] == 2 and len(summary["shares_of_ranks"]) == 2
+    assert all(its["communication"] > 0 for its in summary["shares_of_ranks"])
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        f"rank {rank} ({os.uname().nodename})" for rank in (0, 1)
+    }
+
+
+def test_more_steps_than_the_recipe_has(profiled):
+    _, summary, events = profiled("", "--steps", 20, "--set", "train.epochs=1")
+    assert len(track(events, 0, "data")) == 20 and summary["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--out", "{file}"], "--out {file}: is a file"),
+        (["--data", "{file}"], "{file}"),
+        (["--set", "train.epochs=0"], "train.epochs"),
+    ],
+)
+def test_wrong_use(start, packed, recipe_file, tmp_path, arguments, says):
+    file = tmp_path / "file"
+    file.write_text("")
+    words = [word.format(file=file) for word in arguments]
+    child = start("-m", "trainer", "profile", recipe_file, "--data", packed, "--out", tmp_path / "profile", *words)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode in (1, 2) and says.format(file=file) in errors.splitlines()[-1], errors
+    assert "Traceback" not in errors
+
+
+def test_a_full_disk(start, packed, recipe_file):
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("needs root, and unshare, to mount")
+    on_tmpfs = (
+        'mkdir disk && mount -t tmpfs -o size=4k tmpfs disk || exit 99; "$@"; code=$?; ls -A disk/profile; exit $code'
+    )
+    command = ["-m", "trainer", "profile", recipe_file, "--data", packed, "--out", "disk/profile", "--steps", 2]
+    child = start(*command, prefix=["unshare", "-m", "sh", "-c", on_tmpfs, "sh"])
+    said, errors = child.communicate(timeout=120)
+    assert child.returncode == 1 and "No space left" in errors.splitlines()[-1] and "Traceback" not in errors, errors
+    assert said == ""  # no part of a file is left

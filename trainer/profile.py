@@ -1,0 +1,272 @@
+"""`trainer profile`: some steps of a recipe, timed and then traced on all ranks, and what bounds them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
+
+from datapipe.checks import checked_int
+from datapipe.cluster import rank_placement
+from datapipe.errors import SettingError
+from datapipe.fsio import atomic_write, make_folder
+from datapipe.staging import StageOptions, stage
+
+from .config.recipe import Recipe
+from .connection import connected, ended_by_signals, set_threads
+from .consistency import check_start
+from .distributed import World, gather, together
+from .job import Job, open_job
+from .loop import train_epoch
+from .precision import choose_precision
+from .rehearsal import rehearse
+from .reporting.metrics import MetricsFile
+from .reporting.timing import Clock
+from .reporting.trace import Span, chrome_trace, compute_shares
+from .reporting.verdict import Figures, advise
+from .state import Losses, State
+from .stop import StopSignal
+
+WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
+TRACE, SUMMARY = "trace.json.gz", "profile.json"
+MARK = "trainer.profile: now"
+ROUNDS = 20  # of comparing clocks
+NEVER = {"log_every": 10**9, "checkpoint_every_minutes": None, "checkpoint_every_steps": None}
+NEVER |= {"check_replicas_every_steps": None}
+
+
+class Recorder(StopSignal):
+    """Counts the steps, times some of them, traces as many, and stops: a stop signal as far as training goes."""
+
+    def __init__(self, job: Job, steps: int) -> None:
+        super().__init__(job.world, ())
+        self._job, self._steps, self._count = job, steps, 0
+        activities = [ProfilerActivity.CPU]
+        if job.world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._doing: list[tuple[str, int, float]] = []  # what began, of which section, when
+        self._marked_s = 0.0
+        self.waited_s, self.timed_s, self.traced_s = 0.0, 0.0, 0.0
+        job.world.watch.listener = lambda what, section: self._doing.append((what, section, time.perf_counter()))
+
+    def agreed(self, is_due: bool = False) -> bool:  # nothing is saved
+        """Count a step; return whether that was the last one."""
+        self._count += 1
+        if self._count == WARM_UP:
+            self._synchronize()
+            self._doing.clear()
+            self._began = time.perf_counter()
+        if self._count == WARM_UP + self._steps:
+            self._synchronize()
+            self.timed_s = time.perf_counter() - self._began
+            self.waited_s = sum(span.end_us - span.begin_us for span in self._host_spans() if span.row == "data") / 1e6
+            self._profiler.start()
+            self._marked_s = time.perf_counter()
+            with record_function(MARK):
+                pass
+            self._doing.clear()
+            self._began = time.perf_counter()
+        if self._count == WARM_UP + 2 * self._steps:
+            self._synchronize()
+            self._doing.append(("", -1, time.perf_counter()))
+            self.traced_s = time.perf_counter() - self._began
+            self._profiler.stop()
+            self._job.world.watch.listener = None
+            return True
+        return False
+
+    def _synchronize(self) -> None:
+        if self._job.world.device.type == "cuda":
+            torch.cuda.synchronize(self._job.world.device)
+
+    def _host_spans(self) -> list[Span]:
+        spans = []
+        for (what, section, begin), (_, _, end) in zip(self._doing, self._doing[1:], strict=False):
+            spans.append(Span("data" if section == 0 else "host", what, 1e6 * begin, 1e6 * end))
+        return spans
+
+    def spans(self) -> list[Span]:
+        """Return what the traced steps consisted of, in microseconds of this rank's time.perf_counter."""
+        events: list[Any] = list(self._profiler.events() or ())
+        mark = next(event for event in events if event.name == MARK)
+        shift_us = 1e6 * self._marked_s - mark.time_range.start
+        spans = self._host_spans()
+        is_cuda = self._job.world.device.type == "cuda"
+        for event in events:
+            row = _row_of(event, is_cuda)
+            if row:
+                spans.append(Span(row, event.name, event.time_range.start + shift_us, event.time_range.end + shift_us))
+        return spans
+
+
+def _row_of(event: Any, is_cuda: bool) -> str:
+    """Return the row of an event of the profiler; "" for one that is a part of another, or not a device's work."""
+    name = event.name
+    if name.startswith("gloo:") or "nccl" in name.lower():
+        return "communication" if name.startswith("gloo:") or event.device_type == DeviceType.CUDA else ""
+    if is_cuda:
+        return "compute" if event.device_type == DeviceType.CUDA and not event.is_user_annotation else ""
+    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::")
+    return "compute" if name.startswith("aten::") and is_outermost else ""
+
+
+def profile(
+    recipe: Recipe, data: Path, out: Path, steps: int = 20, device: str = "auto", local: Path | None = None
+) -> str | None:
+    """Train some steps of a recipe, and find out what bounds them.
+
+    As many steps are timed as they are, and then as many traced, which makes them slower.
+
+    Args:
+        recipe: What to train.
+        data: Packed data set: the folder that holds train/ and val/.
+        out: Folder for trace.json.gz and profile.json.
+        steps: How many to time, and to trace.
+        device: auto, cpu or cuda.
+        local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+
+    Returns:
+        What to print: figures and advice; None on ranks other than the first.
+
+    Raises:
+        SettingError: A setting is wrong; with several ranks, on all of them.
+        DatapipeError: There is no usable data set, or a step failed.
+        OSError: The trace cannot be written.
+    """
+    checked_int("--steps", steps, 1)
+    place = rank_placement(os.environ)
+    World(world_size=place.world_size).batch_size(recipe.train.batch_size)
+    if local is not None:
+        stage(data, local, StageOptions(placement=place))
+        data = local
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=NEVER)})
+    with connected(place, device) as world, ExitStack() as stack:
+        set_threads(world)
+        precision = choose_precision(recipe.train.precision, world.device)
+        clock = Clock()
+        clock.use(world.device)
+        with ended_by_signals() if world.world_size > 1 else nullcontext():
+            with together(world):
+                if world.is_main:
+                    _check_folder(out)
+            job = replace(open_job(recipe, data, out, world, precision, clock, stack), metrics=MetricsFile(None))
+            check_start(world, job.module)
+            rehearse(job)
+            recorder = Recorder(job, steps)
+            _train(job, recorder)
+            spans = recorder.spans()
+            offset_us = _clock_offset_us(world)
+            spans = [Span(row, name, begin - offset_us, end - offset_us) for row, name, begin, end in spans]
+            mine = spans, _shares(recorder, spans), recorder.timed_s / steps, _memory_share(world)
+            everyones = gather(world, mine)
+            with together(world):
+                if everyones is not None:
+                    return _write(job, out, everyones, local is not None)
+    return None
+
+
+def _check_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
+    make_folder(out)
+
+
+def _train(job: Job, recorder: Recorder) -> None:
+    """Train until the recorder has all steps, if need be the recipe's epochs again and again."""
+    state = State(Losses(job.recipe.train.spike_factor))
+    while train_epoch(job, state, recorder):
+        state.epoch += 1
+        if state.epoch == job.recipe.train.epochs:
+            state.epoch = state.step = 0
+        job.train_loader.set_epoch(state.epoch)
+
+
+def _shares(recorder: Recorder, spans: list[Span]) -> dict[str, float]:
+    """Return the shares of the steps' time: for data that of the timed steps, and the rest as in the traced ones."""
+    traced = compute_shares(spans)
+    waits = recorder.waited_s / recorder.timed_s
+    rest = 1 - traced["data"]
+    return {row: waits if row == "data" else share / rest * (1 - waits) for row, share in traced.items()}
+
+
+def _clock_offset_us(world: World) -> float:
+    """Return by how much this rank's time.perf_counter is ahead of the first rank's.
+
+    Each asks the first in turn what time it is; the answer that came fastest counts, which is exact to half as long.
+    """
+    best = float("inf"), 0.0
+    for rank in range(1, world.world_size):
+        for _ in range(ROUNDS):
+            asked, its = 1e6 * time.perf_counter(), torch.zeros(1, dtype=torch.float64)
+            if world.rank == rank:
+                dist.send(its, dst=0)
+                dist.recv(its, src=0)
+                now = 1e6 * time.perf_counter()
+                best = min(best, (now - asked, (asked + now) / 2 - its.item()))
+            elif world.is_main:
+                dist.recv(its, src=rank)
+                dist.send(torch.tensor([1e6 * time.perf_counter()], dtype=torch.float64), dst=rank)
+    return best[1]
+
+
+def _memory_share(world: World) -> float:
+    if world.device.type == "cuda":
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        return torch.cuda.max_memory_reserved(world.device) / total
+    used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+    return used * world.local_world_size / (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
+    """Write the trace and the summary; return what to print."""
+    spans, shares, step_s, memory = zip(*everyones, strict=True)
+    world, recipe, options = job.world, job.recipe, job.train_loader.options
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    figures = Figures(
+        shares={row: sum(its[row] for its in shares) / len(shares) for row in shares[0]},
+        step_s=max(step_s),
+        images_per_s=recipe.train.batch_size / max(step_s),
+        memory_share=max(memory),
+        device=world.device.type,
+        world_size=world.world_size,
+        batch_size=options.batch_size,
+        precision=job.precision.name,
+        channels_last=recipe.train.channels_last,
+        is_compiled=recipe.train.compile,
+        threads=torch.get_num_threads(),
+        cores=max(1, cores // world.local_world_size),
+        loader_threads=options.num_threads(),
+        backend=recipe.data.backend,
+        is_staged=is_staged,
+    )
+    lines = advise(figures)
+    trace = json.dumps(chrome_trace(spans, world.host_of), separators=(",", ":")).encode()
+    summary = {"recipe": recipe.name, **figures._asdict(), "shares_of_ranks": list(shares), "verdict": lines}
+    for name, content in ((TRACE, gzip.compress(trace, 6)), (SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")):
+        with atomic_write(out / name) as file:
+            file.write(content)
+    return _show(figures, shares, world, lines, out / TRACE)
+
+
+def _show(figures: Figures, shares: tuple[dict[str, float], ...], world: World, lines: list[str], path: Path) -> str:
+    names = [f"rank {rank} ({host})" for rank, host in enumerate(world.host_of)] or ["rank 0"]
+    width = max(map(len, names))
+    text = [f"{figures.images_per_s:,.0f} images/s, {1000 * figures.step_s:.1f} ms a step", ""]
+    text.append(f"{'':{width}}  waiting for data  computing  communication  host")
+    for name, its in zip(names, shares, strict=True):
+        numbers = f"{its['data']:16.0%}  {its['compute']:9.0%}  {its['communication']:13.0%}  {its['host']:4.0%}"
+        text.append(f"{name:{width}}  {numbers}")
+    first, *rest = lines
+    return "\n".join([*text, "", first[0].upper() + first[1:] + ".", *(f"- {line}" for line in rest), "", str(path)])
