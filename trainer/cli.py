@@ -82,6 +82,9 @@ def train(
     over; 128 + number: stopped by a signal (SIGTERM 143, Ctrl-C 130, SIGUSR1 138). After these a checkpoint is saved,
     from which --resume continues.
 
+    Processes that a launcher started train together, and one that would train on its own in a job of several nodes is
+    refused. Where that is meant: srun -N1 -n1, or RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500.
+
     \b
     Example:
       trainer train fashion-mnist-resnet8 --data data/fashion-mnist --out runs/first \\

@@ -1,7 +1,8 @@
 """Which process of a job this is, and what its scheduler tells, from environment variables. Pure."""
 
 from .launchers import Task
-from .place import Placement, first_host, lonely, placement, rank_placement
+from .place import Placement, first_host, placement
+from .ranks import lonely, rank_placement
 from .scheduler import ended_job, job_end, num_nodes, parse_time_limit
 from .tasks import detect
 

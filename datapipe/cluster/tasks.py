@@ -20,7 +20,7 @@ def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
         return parse_task(explicit)
     inner = next(filter(None, (launcher.task(environ) for launcher in LAUNCHERS)), None)
     if inner and inner.launcher == SLURM_STEP.name:
-        check_step(environ, inner)
+        check_step(environ, inner, "give --task I/N (0/1: everything)")
     array = _array(environ)
     if array is None:
         return inner or Task(0, 1, "")
