@@ -94,13 +94,12 @@ def train(
           --data data/imagenet --out runs/imagenet
     """
     now = time.time()
-    from datapipe.cluster import job_end, parse_time_limit
+    from .time_limit import find_end
 
+    ends_at = find_end(os.environ, max_time, now)
     from .config.recipe import load_recipe
     from .run import run
 
-    ends = [job_end(os.environ, now), None if max_time is None else now + parse_time_limit(max_time)]
-    ends_at = min((end for end in ends if end is not None), default=None)
     checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
     code = run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints)
     raise typer.Exit(code)

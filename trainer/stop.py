@@ -14,15 +14,17 @@ import torch.distributed as dist
 from datapipe.errors import SettingError
 
 from .distributed import World
+from .time_limit import RESERVE_S
 
 SIGNALS = "TERM", "INT", "USR1", "USR2"
+# The system lets no process handle the first two; the others say that the process itself is broken.
+NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 # Launchers pass on the Ctrl-C that the terminal has already sent: that is not a second one.
 IMPATIENT_AFTER_S = 3.0
 
 
 TIME_IS_OVER = 128  # as a signal's number: above all of them
 TEMPORARY_FAILURE = 75  # sysexits(3): try again
-RESERVE_S = 30.0  # for the checkpoint and the end, besides twice the longest step
 
 
 class StoppedWaiting(Exception):
@@ -42,7 +44,7 @@ class StopSignal:
         ends_at: When this process is to have ended, in seconds since 1970; None: whenever it is done.
 
     Raises:
-        SettingError: A name is not that of a signal.
+        SettingError: A name is not that of a signal, or of one after which nothing can be saved.
     """
 
     def __init__(self, world: World, names: Sequence[str] = SIGNALS, ends_at: float | None = None) -> None:
@@ -50,7 +52,7 @@ class StopSignal:
         self._ends_at, self.reserve_s = ends_at, RESERVE_S
         self._called_at, self._longest_s = 0.0, 0.0  # the last call of `agreed`, and the longest time between two
         self._world = world
-        self._signals = [_signal_of(name) for name in names]
+        self._signals = [signal_of(name) for name in names]
         self._received = 0
         self._received_at = 0.0
         self._is_waiting = False
@@ -131,8 +133,15 @@ class StopSignal:
             self.number, self.is_due = self.number or number, bool(is_due)
 
 
-def _signal_of(name: str) -> signal.Signals:
+def signal_of(name: str) -> signal.Signals:
+    """Return the signal that --stop-signals names. Raises SettingError where nothing can be saved after it."""
     try:
-        return signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
+        number = signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
     except KeyError:
-        raise SettingError(f"--stop-signals {name}: no such signal; such as {','.join(SIGNALS)}") from None
+        raise SettingError(f"--stop-signals {name!r}: no such signal; such as {','.join(SIGNALS)}") from None
+    if number in NEVER:
+        names = ",".join(SIGNALS)
+        raise SettingError(
+            f"--stop-signals {name}: no process can save a checkpoint after it; allowed: such as {names}"
+        )
+    return number
