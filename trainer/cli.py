@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from datapipe import __version__, console
+from datapipe.cluster import name_rank
 
 app = typer.Typer(
     help="Train a recipe on a packed data set until a target accuracy, and report the time it took.\n\n"
@@ -277,7 +278,7 @@ def main() -> int:
     """Run the command line; return its exit code, which the installed script exits with."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it logs every glyph of a report's PDF
     try:
-        code = console.run(app)
+        code = console.run(app, *name_rank(os.environ))
     except BaseException as error:
         # A SystemExit comes from a SIGTERM that arrived while a message was being written.
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

@@ -2,9 +2,9 @@
 
 from .launchers import Task
 from .place import Placement, first_host, placement
-from .ranks import lonely, rank_placement
+from .ranks import lonely, name_rank, rank_placement
 from .scheduler import ended_job, job_end, num_nodes, parse_time_limit
-from .tasks import detect
+from .tasks import detect, name_task
 
 __all__ = [
     "Placement",
@@ -14,6 +14,8 @@ __all__ = [
     "first_host",
     "job_end",
     "lonely",
+    "name_rank",
+    "name_task",
     "num_nodes",
     "parse_time_limit",
     "placement",

@@ -40,6 +40,21 @@ def rank_placement(environ: Mapping[str, str]) -> Placement:
     return place
 
 
+def name_rank(environ: Mapping[str, str]) -> tuple[str, bool]:
+    """Return what this rank is called in the log, and whether it is the first, which informs; ("", True) for one alone.
+
+    An environment that is wrong is not refused here: the command itself says so, if it needs it.
+
+    >>> name_rank({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}), name_rank({"RANK": "3"})
+    (('rank 3', False), ('', True))
+    """
+    try:
+        place = placement(environ)
+    except SettingError:
+        return "", True
+    return (f"rank {place.rank}", place.rank == 0) if place.world_size > 1 else ("", True)
+
+
 def lonely(environ: Mapping[str, str], placement: Placement) -> str:
     """Say what to do where this process knows only of those on its node, and its job has more; "" otherwise.
 

@@ -30,6 +30,21 @@ def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
     return Task(index, count, f"{array.launcher}, {inner.launcher}")
 
 
+def name_task(environ: Mapping[str, str]) -> str:
+    """Return what this process is called in the log, where there are several; "" otherwise. It never raises.
+
+    Each task informs of its own share.
+
+    >>> name_task({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}), name_task({}), name_task({"PBS_ARRAYID": "3"})
+    ('task 3', '', '')
+    """
+    try:
+        task = detect(environ)
+    except SettingError:  # which the command itself says, if it needs it
+        return ""
+    return f"task {task.index}" if task.count > 1 else ""
+
+
 def _array(environ: Mapping[str, str]) -> Task | None:
     for name in ("PBS_ARRAY_INDEX", "PBS_ARRAYID"):  # PBS Pro, Torque
         if name in environ:
