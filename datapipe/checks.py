@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Integral, Real
+from pathlib import Path
 
 from .errors import SettingError
 
@@ -57,3 +58,27 @@ def check_name(name: str, value: object, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
         raise SettingError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+def check_apart(option: str, folder: Path, other_option: str, other: Path) -> None:
+    """Check that two folders do not lie in each other: neither could be replaced or removed without the other.
+
+    Args:
+        option: That names the first, for the error.
+        folder: The first.
+        other_option: That names the second.
+        other: The second.
+
+    Raises:
+        SettingError: They are the same, or one is in the other.
+    """
+    first, second = folder.resolve(), other.resolve()
+    if first == second:
+        relation = "is"
+    elif first.is_relative_to(second):
+        relation = "lies in"
+    elif second.is_relative_to(first):
+        relation = "holds"
+    else:
+        return
+    raise SettingError(f"{option} {folder}: {relation} {other_option} {other}; allowed: a folder apart from it")

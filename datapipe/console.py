@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import os
 import signal
 import sys
 import time
@@ -19,19 +18,26 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
 
 
-def run(command: Callable[[], object]) -> int:
-    """Run a command line and return its exit code: 0 success, 1 data or a check failed, 2 usage.
+def run(command: Callable[[], object], name: str = "", is_informing: bool = True) -> int:
+    """Run a command line.
 
     SIGTERM unwinds the stack as Ctrl-C does, so that no file is left half-written under its final name. Characters
     that the terminal's encoding does not have (× in ASCII, a file's name that is not UTF-8) are printed escaped.
+
+    Args:
+        command: What to run.
+        name: Of this process in the log, such as "rank 3"; "" where it is the only one.
+        is_informing: Whether it logs more than warnings; of several at the same work, one does.
+
+    Returns:
+        The exit code: 0 success, 1 data or a check failed, 2 usage.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    rank = os.environ.get("RANK", "0")
     logging.basicConfig(
-        level=logging.INFO if rank == "0" else logging.WARNING,
-        format=f"%(asctime)s {'' if 'RANK' not in os.environ else f'rank {rank} '}%(levelname)s %(message)s",
+        level=logging.INFO if is_informing else logging.WARNING,
+        format=f"%(asctime)s {name and f'{name} '}%(levelname)s %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )

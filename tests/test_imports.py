@@ -53,7 +53,7 @@ RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate",
 RUNNING += ["loop", "objective", "precise_bn", "precision", "profile", "record", "recovery", "rehearsal", "resume"]
 RUNNING += ["run", "state", "stop", "watch"]
 BELOW = (
-    "errors config ema kfac losses mixing models optim reporting "
+    "errors config ema kfac losses mixing models optim reporting time_limit "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
 )
 TRAINER = {
@@ -65,6 +65,7 @@ TRAINER = {
     "mixing": "",
     "models": "datapipe",
     "reporting": "datapipe",
+    "time_limit": "datapipe",
     # 1
     "ema": "fields",
     "optim": "fields kfac",
@@ -73,9 +74,9 @@ TRAINER = {
     # 3: the trainer itself, whose files import each other
     **{name: f"{BELOW} {' '.join(RUNNING)}" for name in RUNNING},
     # 4
-    "launching": "config datapipe reporting",
+    "launching": "config datapipe reporting time_limit",
     "measuring": "config datapipe datapipe.dataset reporting",
-    "cli": "datapipe (config) (connection) (errors) (launching) (measuring) (profile) (reporting) (run)",
+    "cli": "datapipe (config) (connection) (errors) (launching) (measuring) (profile) (reporting) (run) (time_limit)",
     "__main__": "cli",
     "__init__": "",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from datapipe.checks import check_apart
 from datapipe.cluster import rank_placement
 from datapipe.errors import SettingError
 from datapipe.fsio import locked, make_folder
@@ -35,7 +37,8 @@ from .reporting.summary import summary
 from .reporting.timing import Clock
 from .resume import read_checkpoint, restore
 from .state import Losses, State
-from .stop import SIGNALS, StopSignal
+from .stop import SIGNALS, StopSignal, signal_of
+from .time_limit import warn_if_short
 from .watch import RANK_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -80,7 +83,12 @@ def run(
     clock = Clock()
     if not rank_timeout_s > 0:
         raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
-    read_labels(os.environ, recipe.model_dump(mode="json"))  # while nothing is begun
+    for name in stop_signals:  # while nothing is begun
+        signal_of(name)
+    read_labels(os.environ, recipe.model_dump(mode="json"))
+    check_apart("--out", out, "--data", data)
+    if local is not None:
+        check_apart("--out", out, "--stage", local)
     place = rank_placement(os.environ)
     World(world_size=place.world_size).batch_size(recipe.train.batch_size)
     if local is not None:
@@ -93,6 +101,8 @@ def run(
         world.watch.run = out
         precision = choose_precision(recipe.train.precision, world.device)
         stop = StopSignal(world, stop_signals, ends_at)
+        if world.is_main:
+            warn_if_short(ends_at, time.time())
         end = _run(recipe, data, out, resume, world, precision, clock, stop, local_checkpoints)
     if world.is_main:
         report = None if end["status"] == "interrupted" else write_report(out)
@@ -158,7 +168,6 @@ def _open_run(
     checkpoint = None
     with together(world):
         if world.is_main:
-            _check_apart(data, out)
             _lock(out, stack)
             begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
             if begun and not resume:
@@ -168,15 +177,6 @@ def _open_run(
             if resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
     return broadcast(world, checkpoint)
-
-
-def _check_apart(data: Path, out: Path) -> None:
-    """Raise SettingError when the run's folder and the data set's lie in each other: neither could be replaced."""
-    run_folder, data_set = out.resolve(), data.resolve()
-    if run_folder.is_relative_to(data_set):
-        raise SettingError(f"--out {out}: lies in the data set, --data {data}; use a folder of its own")
-    if data_set.is_relative_to(run_folder):
-        raise SettingError(f"--out {out}: holds the data set, --data {data}; use a folder of its own")
 
 
 def _lock(out: Path, stack: ExitStack) -> None:

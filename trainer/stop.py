@@ -16,8 +16,11 @@ import torch.distributed as dist
 from datapipe.errors import SettingError
 
 from .distributed import World
+from .time_limit import RESERVE_S
 
 SIGNALS = "TERM", "INT", "USR1", "USR2"
+# The system lets no process handle the first two; the others say that the process itself is broken.
+NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 # Launchers pass on the Ctrl-C that the terminal has already sent: that is not a second one.
 IMPATIENT_AFTER_S = 3.0
 UNWIND_S = 2.0  # how long the main thread may take to end after a second one
@@ -26,7 +29,6 @@ LOOK_S = 0.5
 
 TIME_IS_OVER = 128  # as a signal's number: above all of them
 TEMPORARY_FAILURE = 75  # sysexits(3): try again
-RESERVE_S = 30.0  # for the checkpoint and the end, besides twice the longest step
 
 
 class StoppedWaiting(Exception):
@@ -49,7 +51,7 @@ class StopSignal:
         ends_at: When this process is to have ended, in seconds since 1970; None: whenever it is done.
 
     Raises:
-        SettingError: A name is not that of a signal.
+        SettingError: A name is not that of a signal, or of one after which nothing can be saved.
     """
 
     def __init__(self, world: World, names: Sequence[str] = SIGNALS, ends_at: float | None = None) -> None:
@@ -57,7 +59,7 @@ class StopSignal:
         self._ends_at, self.reserve_s = ends_at, RESERVE_S
         self._called_at, self._longest_s = 0.0, 0.0  # the last call of `agreed`, and the longest time between two
         self._world = world
-        self._signals = [_signal_of(name) for name in names]
+        self._signals = [signal_of(name) for name in names]
         self._received = 0
         self._received_at = 0.0
         self._is_waiting = False
@@ -172,8 +174,15 @@ def _is_second(number: int, first_at: float) -> bool:
     return number == signal.SIGINT and bool(first_at) and time.monotonic() - first_at > IMPATIENT_AFTER_S
 
 
-def _signal_of(name: str) -> signal.Signals:
+def signal_of(name: str) -> signal.Signals:
+    """Return the signal that --stop-signals names. Raises SettingError where nothing can be saved after it."""
     try:
-        return signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
+        number = signal.Signals[f"SIG{name.strip().upper().removeprefix('SIG')}"]
     except KeyError:
-        raise SettingError(f"--stop-signals {name}: no such signal; such as {','.join(SIGNALS)}") from None
+        raise SettingError(f"--stop-signals {name!r}: no such signal; such as {','.join(SIGNALS)}") from None
+    if number in NEVER:
+        names = ",".join(SIGNALS)
+        raise SettingError(
+            f"--stop-signals {name}: no process can save a checkpoint after it; allowed: such as {names}"
+        )
+    return number

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__, console
+from ..cluster import name_task
 from ..errors import SettingError
 from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, ORDERS, STORES
 from ..public_data import DATASETS
@@ -46,7 +47,7 @@ app = typer.Typer(
 
 def main() -> int:
     """Run the command line; return its exit code."""
-    code = console.run(_run)
+    code = console.run(_run, name_task(os.environ))
     if code and "torch.distributed" in sys.modules:
         # A thread may still wait for other nodes in torch, which aborts when the interpreter ends around it.
         sys.stdout.flush()

@@ -119,7 +119,7 @@ def stage(
         in_background=background,
     )
     if warning := lonely(os.environ, place):
-        logger.warning(warning)
+        logger.warning("%s; or give --node I/N", warning)
     if mode == "auto" and place.world_size > 1 and not place.master:
         logger.warning("each node copies all: the host of process 0 is not known; give --master HOST to exchange")
     if background and "SLURM_STEP_ID" in os.environ:

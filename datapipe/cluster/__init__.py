@@ -1,9 +1,10 @@
 """Which process of a job this is, and what its scheduler tells, from environment variables. Pure."""
 
 from .launchers import Task
-from .place import Placement, first_host, lonely, placement, rank_placement
+from .place import Placement, first_host, placement
+from .ranks import lonely, name_rank, rank_placement
 from .scheduler import ended_job, job_end, num_nodes, parse_time_limit
-from .tasks import detect
+from .tasks import detect, name_task
 
 __all__ = [
     "Placement",
@@ -13,6 +14,8 @@ __all__ = [
     "first_host",
     "job_end",
     "lonely",
+    "name_rank",
+    "name_task",
     "num_nodes",
     "parse_time_limit",
     "placement",

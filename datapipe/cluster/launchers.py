@@ -44,6 +44,8 @@ class Launcher:
     def task(self, environ: Mapping[str, str]) -> Task | None:
         if not {self.index, self.count} <= environ.keys() or (self.beside and not environ.keys() & {*self.beside}):
             return None
+        if not (environ[self.index] or environ[self.count]):
+            return None  # emptied, as in RANK= WORLD_SIZE= trainer train
         index, count = number_of(environ, self.index), number_of(environ, self.count)
         if index >= count:
             raise SettingError(f"{self.index}: {index} is out of range; allowed: below {self.count}, which is {count}")
@@ -52,10 +54,10 @@ class Launcher:
     def check_unset(self, environ: Mapping[str, str]) -> None:
         """Raise SettingError when only some of the variables are set: a process would take itself to be alone."""
         names = {self.index, self.count}
-        # A batch script of Slurm, which runs once, has the first.
-        if names & environ.keys() and not names <= environ.keys() and self.name != "Slurm job step":
-            (has,), (lacks,) = names & environ.keys(), names - environ.keys()
-            raise SettingError(f"{has}: is set in the environment, and {lacks} is not; set both, or give --node I/N")
+        given = {name for name in names if environ.get(name)}
+        if len(given) == 1 and self.name != "Slurm job step":  # a batch script of Slurm, which runs once, has the first
+            (has,), (lacks,) = given, names - given
+            raise SettingError(f"{has}: is set in the environment, and {lacks} is not; set both, or unset {has}")
 
 
 # Not SLURM_NTASKS: a batch script, which runs once, has that and SLURM_PROCID=0 as well.
@@ -63,7 +65,13 @@ SLURM_STEP = Launcher("Slurm job step", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 # Innermost first. Both mpiruns start a helper on each node by srun, whose variables our process then inherits; torchrun
 # is started once per node by any of the others.
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "MASTER_ADDR")),
+    Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        beside=("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "MASTER_ADDR"),
+        local_count="LOCAL_WORLD_SIZE",
+    ),
     # PMIx tells the name of a job since Open MPI 2; before, and beside it until 4, Open MPI itself did.
     Launcher(
         "Open MPI",
@@ -123,13 +131,22 @@ def parse_task(value: str, option: str = "--task") -> Task:
     return Task(int(match[1]), int(match[2]), option)
 
 
-def check_step(environ: Mapping[str, str], step: Task) -> None:
-    """Refuse variables of another job: sbatch, called in a step, passes on that step's, and its script is in none."""
+def check_step(environ: Mapping[str, str], step: Task, remedy: str = "unset SLURM_STEP_NUM_TASKS") -> None:
+    """Refuse variables of another job: sbatch, called in a step, passes on that step's, and its script is in none.
+
+    Args:
+        environ: the environment variables.
+        step: what they say of a step.
+        remedy: what to do where the process is not to be started by srun.
+
+    Raises:
+        SettingError: The step is not of this job.
+    """
     tasks = environ.get("SLURM_NTASKS", str(step.count))
     if step.count > 1 and tasks != str(step.count):
         raise SettingError(
             f"SLURM_STEP_NUM_TASKS: {step.count} is not SLURM_NTASKS, which is {tasks}; it may be left from the job "
-            "that submitted this one. Run this by srun, or give --task I/N (0/1: everything)"
+            f"that submitted this one. Run this by srun, or {remedy}"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import SettingError
 from .launchers import SLURM_STEP, innermost, is_on_one_host, launchers_job, number_of, parse_task
-from .scheduler import JOBS, NUM_NODES
+from .scheduler import JOBS
 
 MAX_PORT = 65535
 
@@ -79,46 +79,6 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
     if not address and is_on_one_host(environ, place.launcher):
         address = "localhost"
     return replace(place, master=address, port=port, has_store=has_store)
-
-
-def rank_placement(environ: Mapping[str, str]) -> Placement:
-    """Find out which rank of a training this process is, as `placement` does.
-
-    Args:
-        environ: the environment variables.
-
-    Returns:
-        A process alone only where nothing speaks against that.
-
-    Raises:
-        SettingError: as `placement`; or a process that would train alone is one of several, as it seems.
-    """
-    place = placement(environ)
-    if not place.launcher:
-        problem = lonely(environ, place)
-        if problem:
-            raise SettingError(problem)
-    if place.world_size > 1 and not place.master:
-        raise SettingError(f"MASTER_ADDR: {place.launcher} does not tell the host of rank 0; set it, on all nodes")
-    return place
-
-
-def lonely(environ: Mapping[str, str], placement: Placement) -> str:
-    """Say so where a process that believes to be alone is in a job of several nodes; "" otherwise."""
-    if placement.world_size > 1 or placement.launcher == "--node":
-        return ""
-    for name in NUM_NODES:
-        nodes = environ.get(name, "1")
-        if nodes.isdecimal() and int(nodes) > 1:
-            return f"this job has {nodes} nodes ({name}), and this process knows of one: start it on each, as by srun"
-    processes = environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        message = f"WORLD_SIZE: is {processes} in the environment, and MASTER_ADDR is not set"
-        return f"{message}: set RANK, MASTER_ADDR and MASTER_PORT as well, or use torchrun"
-    node = environ.get("PBS_NODENUM", "0")
-    if node.isdecimal() and int(node) > 0:  # the first one's does not tell it from a job of one node
-        return f"this is node {node} of a job (PBS_NODENUM), and PBS does not tell how many there are: give --node I/N"
-    return ""
 
 
 def _port(*job: str) -> int:

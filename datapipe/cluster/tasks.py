@@ -20,7 +20,7 @@ def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
         return parse_task(explicit)
     inner = next(filter(None, (launcher.task(environ) for launcher in LAUNCHERS)), None)
     if inner and inner.launcher == SLURM_STEP.name:
-        check_step(environ, inner)
+        check_step(environ, inner, "give --task I/N (0/1: everything)")
     array = _array(environ)
     if array is None:
         return inner or Task(0, 1, "")
@@ -28,6 +28,21 @@ def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
         return array
     index, count = array.index * inner.count + inner.index, array.count * inner.count
     return Task(index, count, f"{array.launcher}, {inner.launcher}")
+
+
+def name_task(environ: Mapping[str, str]) -> str:
+    """Return what this process is called in the log, where there are several; "" otherwise. It never raises.
+
+    Each task informs of its own share.
+
+    >>> name_task({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}), name_task({}), name_task({"PBS_ARRAYID": "3"})
+    ('task 3', '', '')
+    """
+    try:
+        task = detect(environ)
+    except SettingError:  # which the command itself says, if it needs it
+        return ""
+    return f"task {task.index}" if task.count > 1 else ""
 
 
 def _array(environ: Mapping[str, str]) -> Task | None:

@@ -12,6 +12,7 @@ from datapipe import open_loader
 from datapipe.dataset.index import ENCODINGS, RECORD
 from datapipe.dataset.manifest import FORMAT_VERSION, SEAL, Manifest
 from datapipe.names import FORMATS, KINDS
+from trainer.stop import SIGNALS, TEMPORARY_FAILURE, signal_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -58,3 +59,10 @@ def test_arguments_of_the_loader() -> None:
         if None not in defaults and inspect.Parameter.empty not in defaults:
             stated = [text.strip("` \"'") for text in cells[2].split(",")]
             assert stated == [f"{value:g}" if isinstance(value, float) else str(value) for value in defaults], cells
+
+
+def test_each_exit_code_is_described() -> None:
+    """Those of signals that stop a run, and that of a run whose time was over."""
+    codes = {code for cells in rows("troubleshooting.md", "Exit codes") for code in re.findall(r"\d+", cells[0])}
+    stopped = {128 + signal_of(name) for name in SIGNALS} | {TEMPORARY_FAILURE}
+    assert codes == {str(code) for code in {0, 1, 2} | stopped}

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from datapipe.cluster import parse_time_limit
 from datapipe.errors import SettingError
@@ -28,6 +30,13 @@ SHOWN = {"slurm": "tools/slurm/train.sbatch", "pbs": "tools/pbs/train.pbs", "mpi
 SETTINGS = ["--set", "train.epochs=1", "--set", "train.target_accuracy=none", "--set", "data.threads=1"]
 
 
+def make_data(folder: Path) -> Path:
+    """Make what a packed data set looks like from outside."""
+    for split in ("train", "val"):
+        (folder / "data" / split).mkdir(parents=True)
+    return folder / "data"
+
+
 @pytest.mark.parametrize("scheduler", SHOWN)
 def test_the_scripts_under_tools_are_what_it_writes(scheduler):
     text = Launch(**EXAMPLE, scheduler=scheduler).render()
@@ -41,12 +50,13 @@ def test_the_scripts_under_tools_are_what_it_writes(scheduler):
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 @pytest.mark.parametrize("more", [{}, {"time": None, "stage": None}, {"changes": ("name=c d",), "path": Path("/x y")}])
 def test_bash_can_read_what_it_writes(tmp_path, scheduler, gpus, more):
-    nodes = 1 if scheduler == "local" else 3
+    nodes = 1 if scheduler == "local" else 4
     launch = Launch(
         **(
             EXAMPLE
             | {
                 "nodes": nodes,
+                "data": make_data(tmp_path),
                 "gpus_per_node": gpus,
                 "out": tmp_path / ("a run" if scheduler in ("mpi", "local") else "run"),
             }
@@ -69,17 +79,57 @@ def test_bash_can_read_what_it_writes(tmp_path, scheduler, gpus, more):
         ({"nodes": 0}, "--nodes"),
         ({"gpus_per_node": -1}, "--gpus-per-node"),
         ({"time": "soon"}, "time limit 'soon'"),
+        ({"time": "0:20"}, r"--time 0:20: is 20 s, of which 30 s are kept.*allowed: more"),
+        ({"time": "0:30"}, "--time 0:30"),
         ({"scheduler": "local"}, "--nodes 2"),
         ({"scheduler": "mpi", "options": ("-A abc",)}, "--option"),
         ({"options": ("account=abc",)}, "--option"),
         ({"scheduler": "mpi", "max_restarts": 3}, "--max-restarts"),
         ({"out": Path("/a b")}, "--out"),
         ({"out": Path("/a%j")}, "--out"),
+        ({"out": Path("/shared/packed/imagenet/runs/1")}, "--out .*: lies in --data .*; allowed: a folder apart"),
+        ({"out": Path("/shared")}, "--out .*: holds --data"),
+        ({"stage": Path("/shared/packed/imagenet")}, "--stage .*: is --data"),
+        ({"stage": Path("/shared/packed/imagenet/local")}, "--stage .*: lies in --data"),
+        ({"stage": Path("/shared/runs/imagenet")}, "--stage .*: is --out"),
+        ({"stage": Path("/shared/runs/../runs/imagenet/local")}, "--stage .*: lies in --out"),
+        ({"local_checkpoints": Path("/shared/runs/imagenet/local")}, "--local-checkpoints .*: lies in --out"),
+        ({"local_checkpoints": Path("/shared/packed/imagenet/a")}, "--local-checkpoints .*: lies in --data"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change, word):
     with pytest.raises(SettingError, match=word):
         Launch(**EXAMPLE | change)
+
+
+@given(st.integers(1, 12), st.integers(0, 9))
+def test_as_many_ranks_as_share_a_batch(nodes, gpus):
+    launch = Launch(**EXAMPLE | {"nodes": nodes, "gpus_per_node": gpus, "changes": ("train.batch_size=120",)})
+    if 120 % (nodes * max(1, gpus)) == 0:
+        assert f"#SBATCH --nodes={nodes}\n" in launch.render()
+        return
+    with pytest.raises(SettingError, match=rf"--nodes {nodes}.*train\.batch_size = 120 is not a multiple.*allowed"):
+        launch.render()
+
+
+def test_what_is_refused_leaves_nothing(command, tmp_path):
+    """A recipe that is not there, a data set that is not, ranks that do not share a batch, OUT that is a file."""
+    make_data(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    line = ["trainer", "launch", "fashion-mnist-resnet8", "--scheduler", "slurm"]
+    for change, words in (
+        ({2: "fashion-mnist-resnet9"}, "fashion-mnist-resnet9"),
+        ({"--data": tmp_path / "dota"}, f"error: --data {tmp_path / 'dota'}: train/ is not there"),
+        ({"--nodes": 7}, "error: --nodes 7: are 7 ranks"),
+        ({"--out": tmp_path / "file"}, f"error: --out {tmp_path / 'file'}: is a file; allowed: a folder"),
+        ({"--time": "0:20"}, "error: --time 0:20"),
+    ):
+        options = {"--data": tmp_path / "data", "--out": tmp_path / "run"}
+        options |= {name: value for name, value in change.items() if name != 2}
+        words_of_line = [*line[:2], change.get(2, line[2]), *line[3:]]
+        done = command(*words_of_line, *(word for option in options.items() for word in option))
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "file"]
 
 
 @pytest.mark.parametrize("text", ["", "0", "1:2:3:4", "-5", "1h", "0:00"])
@@ -102,13 +152,26 @@ def test_a_local_run(tmp_path, command, sample_dir):
 
 
 def test_a_script_that_was_edited_stays(tmp_path):
-    launch = Launch(**EXAMPLE | {"out": tmp_path})
+    launch = Launch(**EXAMPLE | {"out": tmp_path / "run", "data": make_data(tmp_path)})
     path = launch.write()
     assert launch.write() == path
     path.write_text(path.read_text() + "# mine\n")
     with pytest.raises(SettingError, match="--overwrite"):
         launch.write()
     assert launch.write(overwrite=True).read_text() == launch.render()
+
+
+def test_the_tasks_of_srun_get_the_cores_that_the_job_has(tmp_path):
+    """Since Slurm 22.05 srun does not take --cpus-per-task from the job. srun is played; it says what it was given."""
+    (tmp_path / "srun").write_text(f'#!/bin/sh\necho "${{SRUN_CPUS_PER_TASK:-none}}" >>{tmp_path}/told\n')
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    for name in ("srun", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    launch = Launch(**EXAMPLE | {"data": make_data(tmp_path), "out": tmp_path / "run", "path": tmp_path})
+    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+    for more in ({"SLURM_CPUS_PER_TASK": "12"}, {}):
+        subprocess.run(["bash", launch.write()], env=env | more, check=True, timeout=60)
+    assert (tmp_path / "told").read_text().split() == ["12", "12", "none", "none"]  # of staging, and of training
 
 
 @pytest.mark.slow
@@ -147,7 +210,8 @@ def test_a_pbs_job_submits_itself_again_if_its_time_was_over(tmp_path, writes, b
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    launch = Launch(**EXAMPLE | {"out": tmp_path / "run", "nodes": 1, "path": tmp_path}, scheduler="pbs")
+    changes = {"data": make_data(tmp_path), "out": tmp_path / "run", "nodes": 1, "path": tmp_path}
+    launch = Launch(**EXAMPLE | changes, scheduler="pbs")
     launch.write()
     if before:
         subprocess.run(["sh", "-c", line.format(before)], check=True)

@@ -369,9 +369,9 @@ def test_no_data(go, packed, tmp_path):
 def test_a_run_and_its_data_set_lie_apart(packed, recipe_file):
     recipe = load_recipe(str(recipe_file), [])
     for out, words in (
-        (packed, "lies in the data set"),
-        (packed / "run", "lies in"),
-        (packed.parent, "holds the data"),
+        (packed, "is --data"),
+        (packed / "run", "lies in --data"),
+        (packed.parent, "holds --data"),
     ):
         with pytest.raises(SettingError, match=f"--out .*: {words}"):
             run(recipe, packed, out, resume=False)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from datapipe import __version__, console
+from datapipe.cluster import name_rank
 
 from .parameters import Changes, Stage
 from .results import compare, recipes, repeat, report
@@ -75,6 +76,9 @@ def train(
     over; 128 + number: stopped by a signal (SIGTERM 143, Ctrl-C 130, SIGUSR1 138). After these a checkpoint is saved,
     from which --resume continues.
 
+    Processes that a launcher started train together, and one that would train on its own in a job of several nodes is
+    refused. Where that is meant: srun -N1 -n1, or RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500.
+
     \b
     Example:
       trainer train fashion-mnist-resnet8 --data data/fashion-mnist --out runs/first \\
@@ -84,14 +88,13 @@ def train(
           --data data/imagenet --out runs/imagenet
     """
     now = time.time()
-    from datapipe.cluster import job_end, parse_time_limit
+    from ..time_limit import find_end
 
+    ends_at = find_end(os.environ, max_time, now)
     from ..config.recipe import load_recipe
     from ..connection import telling_others
     from ..run import run
 
-    ends = [job_end(os.environ, now), None if max_time is None else now + parse_time_limit(max_time)]
-    ends_at = min((end for end in ends if end is not None), default=None)
     with telling_others():
         checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
         code = run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints)
@@ -192,7 +195,7 @@ def main() -> int:
     """Run the command line; return its exit code, which the installed script exits with."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it logs every glyph of a report's PDF
     try:
-        code = console.run(app)
+        code = console.run(app, *name_rank(os.environ))
     except BaseException as error:
         # A SystemExit comes from a SIGTERM that arrived while a message was being written.
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

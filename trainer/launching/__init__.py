@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from datapipe.checks import check_name, checked_int
+from datapipe.checks import check_apart, check_name, checked_int
 from datapipe.cluster import parse_time_limit
 from datapipe.console import format_count
 from datapipe.errors import SettingError
@@ -19,6 +19,7 @@ from datapipe.fsio import atomic_write, make_folder
 
 from ..config.recipe import load_recipe
 from ..reporting.runlog import FAILED_HOSTS
+from ..time_limit import parse_limit
 
 SCHEDULERS = "slurm", "pbs", "mpi", "local"
 MAX_RESTARTS = 20
@@ -67,7 +68,7 @@ class Launch:
         if self.max_restarts is not None:
             checked_int("--max-restarts", self.max_restarts, 0)
         if self.time is not None:
-            parse_time_limit(self.time)
+            parse_limit("--time", self.time)
         if self.scheduler == "local" and self.nodes != 1:
             raise SettingError(f"--nodes {self.nodes}: is 1 with --scheduler local; for hosts without a scheduler, mpi")
         if self.scheduler in ("slurm", "pbs"):
@@ -82,13 +83,21 @@ class Launch:
             if "\n" in option or not option.startswith("-"):
                 raise SettingError(f"--option {option!r}: begins with a hyphen, such as --option=--account=abc")
 
+        check_apart("--out", self.out, "--data", self.data)
+        if self.stage is not None:
+            check_apart("--stage", self.stage, "--data", self.data)
+            check_apart("--stage", self.stage, "--out", self.out)
+        if self.local_checkpoints is not None:
+            check_apart("--local-checkpoints", self.local_checkpoints, "--out", self.out)
+            check_apart("--local-checkpoints", self.local_checkpoints, "--data", self.data)
+
     @property
     def script(self) -> Path:
         """Where the script is written: in the run's folder."""
         return self.out / f"launch.{ {'slurm': 'sbatch', 'pbs': 'pbs'}.get(self.scheduler, 'sh') }"
 
     def render(self) -> str:
-        """Return the script's text."""
+        """Return the script's text. Raises SettingError for a recipe that is wrong, or that the ranks cannot share."""
         seconds = parse_time_limit(self.time) if self.time else 0
         where = [*([] if self.scheduler == "local" else [format_count(self.nodes, "node")])]
         where += [format_count(self.gpus_per_node, "GPU") if self.gpus_per_node else "the processor"]
@@ -98,7 +107,7 @@ class Launch:
             "name": re.sub(r"[^A-Za-z0-9_.-]", "_", Path(self.recipe).stem)[:15],  # what PBS takes at most
             "size": " with ".join(where) + (" each" if self.nodes > 1 and self.gpus_per_node else ""),
             "ranks_per_node": max(1, self.gpus_per_node),
-            "batch_size": load_recipe(self.recipe, self.changes).train.batch_size,
+            "batch_size": self._read_batch_size(),
             "failed_hosts": shlex.quote(str(self.out / FAILED_HOSTS)),
             "data": shlex.quote(str(self.data)),
             "stage": self.stage and shlex.quote(str(self.stage)),
@@ -120,6 +129,17 @@ class Launch:
         )
         return environment.get_template(f"{self.scheduler}.jinja").render(values)
 
+    def _read_batch_size(self) -> int:
+        """Return the recipe's global batch size. Raises SettingError where the ranks cannot share it equally."""
+        size, ranks = load_recipe(self.recipe, self.changes).train.batch_size, self.nodes * max(1, self.gpus_per_node)
+        if size % ranks:
+            given = f"--nodes {self.nodes}" + (f" --gpus-per-node {self.gpus_per_node}" if self.gpus_per_node else "")
+            raise SettingError(
+                f"{given}: are {ranks} ranks, and train.batch_size = {size} is not a multiple of that; allowed: as "
+                "many as share it equally, or another one by --set train.batch_size=N"
+            )
+        return size
+
     def _arguments(self) -> list[str]:
         device = [] if self.gpus_per_node else ["--device", "cpu"]
         data = str(self.stage or self.data)
@@ -134,14 +154,23 @@ class Launch:
             overwrite: Whether another script may be there, which somebody may have edited.
 
         Raises:
-            SettingError: There is one.
+            SettingError: There is one; there is no data set, or OUT is a file; or as `render`. Nothing is written then.
             OSError: It cannot be written.
         """
+        text = self.render().encode()
+        for split in ("train", "val"):
+            if not (self.data / split).is_dir():
+                raise SettingError(
+                    f"--data {self.data}: {split}/ is not there, as seen from here; allowed: the folder of a packed "
+                    "data set, which holds train/ and val/, on a filesystem that all nodes share"
+                )
+        if self.out.exists() and not self.out.is_dir():
+            raise SettingError(f"--out {self.out}: is a file; allowed: a folder, or what does not exist yet")
         make_folder(self.out)
-        if not overwrite and self.script.exists() and self.script.read_bytes() != self.render().encode():
+        if not overwrite and self.script.exists() and self.script.read_bytes() != text:
             raise SettingError(f"{self.script}: is another script, perhaps edited; --overwrite replaces it")
         with atomic_write(self.script) as file:
-            file.write(self.render().encode())
+            file.write(text)
         return self.script
 
     def submit(self) -> int:

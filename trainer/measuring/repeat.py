@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from datapipe.checks import check_name, checked_int
-from datapipe.cluster import num_nodes, rank_placement
+from datapipe.cluster import num_nodes, placement, rank_placement
 from datapipe.dataset.manifest import INDEX, SPLITS, Manifest
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, locked, make_folder
@@ -108,7 +108,8 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
         raise SettingError(
             f"--ranks {plan.ranks}: train.batch_size, {recipe.train.batch_size}, is not a multiple of it"
         )
-    if rank_placement(os.environ).world_size > 1:
+    find = placement if plan.launcher == "srun" else rank_placement  # srun itself takes all nodes of the job
+    if find(os.environ).world_size > 1:
         raise SettingError("this is one of several processes of a launcher; start it once, and give it --ranks")
     facts = _describe_data(plan.data)
     _check_out(plan, recipe, facts)

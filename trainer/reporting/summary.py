@@ -40,5 +40,7 @@ def summary(end: dict[str, Any], target: float | None, report: Path | None, run:
             f"data-bound: {share} of the steps' time was spent waiting; datapipe bench says which stage is slow"
         )
     if end["status"] == "interrupted":
-        lines.append(f"interrupted; a checkpoint is saved, and --resume continues {run}")
+        stopped_by = end["stopped_by"]
+        reason = "since the time is nearly over" if stopped_by == "time" else f"by {stopped_by}"
+        lines.append(f"interrupted {reason}; a checkpoint is saved, and --resume continues {run}")
     return "\n".join(lines)

@@ -216,6 +216,16 @@ def test_several_processes_of_a_launcher(plan, monkeypatch):
         repeat(plan())
 
 
+def test_in_a_job_of_two_nodes_srun_uses_both(fake, monkeypatch):
+    """From the batch script, which runs on one of them; torchrun would leave the other idle."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    endings = {0: (0, "target_reached")}
+    with pytest.raises(SettingError, match="this job has 2 nodes"):
+        fake(endings)
+    group, code = fake(endings, launcher="srun")
+    assert code == 0 and group.outcomes[0].attempts[-1]["nodes"] == 2
+
+
 def test_out_is_a_file(plan, tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(SettingError, match="is a file"):

@@ -6,6 +6,7 @@ from trainer.reporting.summary import summary
 def test_summary(tmp_path):
     end = {
         "status": "target_reached",
+        "stopped_by": None,
         "accuracy": 0.9123,
         "time_to_target_s": 61.2,
         "elapsed_s": 70.0,
@@ -24,6 +25,10 @@ def test_summary(tmp_path):
         "data-bound: 31% of the steps' time",
     ):
         assert words in text
-    text = summary(end | {"wait_share": 0.01, "status": "interrupted"}, 0.99, None, tmp_path)
-    assert "data-bound" not in text
-    assert "--resume" in text
+    for reason, words in (
+        ("time", "interrupted since the time is nearly over;"),
+        ("SIGTERM", "interrupted by SIGTERM;"),
+    ):
+        stopped = end | {"wait_share": 0.01, "status": "interrupted", "stopped_by": reason}
+        last = summary(stopped, 0.99, None, tmp_path).splitlines()[-1]
+        assert last.startswith(words) and last.endswith(f"--resume continues {tmp_path}")  # and no word of data-bound
