@@ -46,6 +46,7 @@ class Watch:
         self._doing: tuple[int, str, bool, float] = 0, "starting", True, time.monotonic()
         self._section, self._spent_s = -1, [0.0] * len(SECTIONS)
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
         self.exit_code = EXIT_CODE  # where the run ends because of another rank
         self.run: Path | None = None  # the run's folder
@@ -92,11 +93,14 @@ class Watch:
         self._compared: tuple[float, dict[int, list[float]]] = time.monotonic(), {}
         self._said, self._patience_s = time.monotonic(), min(SAY_S, timeout_s / 2)
         crew.describe = self._describe
-        threading.Thread(target=self._run, name="trainer-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="trainer-watch", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Watch no longer: the ranks part."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join(2 * BEAT_S)
 
     def find_silent(self) -> str:
         """Return in words which rank has said nothing for long; "" where none has."""

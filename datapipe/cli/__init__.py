@@ -48,7 +48,7 @@ app = typer.Typer(
 def main() -> int:
     """Run the command line; return its exit code."""
     code = console.run(_run, name_task(os.environ))
-    if code and "torch.distributed" in sys.modules:
+    if "datapipe.staging.crew" in sys.modules or (code and "torch.distributed" in sys.modules):
         # A thread may still wait for other nodes in torch, which aborts when the interpreter ends around it.
         sys.stdout.flush()
         sys.stderr.flush()

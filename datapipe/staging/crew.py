@@ -60,7 +60,8 @@ class Crew:
         self.missing: list[int] = []  # of the ranks, those that `explain` found silent
         self.local_ranks: list[int] = []
         self.describe: Callable[[], Any] = lambda: None
-        threading.Thread(target=self._beat, name="datapipe-beat", daemon=True).start()
+        self._heart = threading.Thread(target=self._beat, name="datapipe-beat", daemon=True)
+        self._heart.start()
 
     def meet(self) -> None:
         """Find out who the nodes are. Raises CrewError when a process does not come, and names it."""
@@ -250,6 +251,7 @@ class Crew:
     def close(self) -> None:
         """Part. Process 0, which may keep the store, waits a moment for the others."""
         self._ended.set()
+        self._heart.join(LISTEN_S)  # a thread that is in the store when Python ends would abort the process
 
         def part() -> None:
             self._store.set(f"bye/{self._placement.rank}", "")
