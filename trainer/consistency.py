@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from datapipe.dataset.manifest import SPLITS
+
 from .distributed import gather_everywhere
 from .errors import TrainingError
 from .job import Job
@@ -26,7 +28,7 @@ def check_start(job: Job) -> None:
     if world.world_size == 1:
         return
     mine = {
-        "data set": _data_sets(job),
+        "data set": dict(zip(SPLITS, job.data_sets, strict=True)),
         "versions": versions(),
         "recipe": job.recipe.model_dump(mode="json"),
         "initial parameters": parameter_digest(job.module),
@@ -39,12 +41,6 @@ def check_start(job: Job) -> None:
                 hosts = world.host_of[rank], world.host_of[0]
                 message = f"rank {rank} ({hosts[0]}) has another {name} than rank 0 ({hosts[1]}): {theirs}, not {ours}"
                 raise TrainingError(message.replace("another versions", "other versions"))
-
-
-def _data_sets(job: Job) -> dict[str, str]:
-    """Return what identifies each data set."""
-    loaders = {"train": job.train_loader, "val": job.val_loader}
-    return {name: str(loader.identity()["data_set"]) for name, loader in loaders.items()}
 
 
 def _where_different(theirs: Any, ours: Any, path: str = "") -> tuple[str, str]:

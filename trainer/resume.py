@@ -103,7 +103,7 @@ def _content(job: Job, state: State) -> dict[str, Any]:
     return {
         "recipe": job.recipe.model_dump(mode="json"),
         "global_batch_size": job.recipe.train.batch_size,
-        "data_sets": _data_sets(job),
+        "data_sets": job.data_sets,
         "state": state.state_dict(),
         "clock": job.clock.state_dict(),
         "loader": job.train_loader.state_dict(),
@@ -123,10 +123,6 @@ def _average(job: Job) -> tuple[dict[str, Any] | None, list[Any] | None]:
     with job.average.in_place(), averaged_buffers(job.module, job.world) as own_buffers:
         average = {name: value.clone() for name, value in job.module.state_dict().items()}
         return average, gather(job.world, _on_cpu(own_buffers))
-
-
-def _data_sets(job: Job) -> list[str]:
-    return [str(loader.identity()["data_set"]) for loader in (job.train_loader, job.val_loader)]
 
 
 def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dict[str, Any] | None:
@@ -227,7 +223,7 @@ def _is_after_evaluation(job: Job, state: State) -> bool:
 
 
 def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
-    if content["data_sets"] != _data_sets(job):
+    if content["data_sets"] != job.data_sets:
         raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
     job.module.load_state_dict(content["model"])
     buffers = content.get("buffers", [])  # not in a checkpoint of an earlier version
