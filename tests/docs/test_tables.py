@@ -12,6 +12,8 @@ from datapipe import open_loader
 from datapipe.dataset.index import ENCODINGS, RECORD
 from datapipe.dataset.manifest import FORMAT_VERSION, SEAL, Manifest
 from datapipe.names import FORMATS, KINDS
+from trainer.config import built_in
+from trainer.config.recipe import load_recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -58,3 +60,10 @@ def test_arguments_of_the_loader() -> None:
         if None not in defaults and inspect.Parameter.empty not in defaults:
             stated = [text.strip("` \"'") for text in cells[2].split(",")]
             assert stated == [f"{value:g}" if isinstance(value, float) else str(value) for value in defaults], cells
+
+
+def test_each_recipe_is_in_the_table() -> None:
+    table = rows("recipes.md", "Those that are built in")
+    assert sorted(re.findall("`(.+)`", cells[0])[0] for cells in table) == [*built_in()]
+    for name, *_, measured in ([re.findall("`(.+)`", cells[0])[0], *cells[1:]] for cells in table):
+        assert measured == "no" or "not run yet" not in load_recipe(name).source, name
