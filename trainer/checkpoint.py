@@ -1,6 +1,7 @@
 """Checkpoints: files that each hold everything a run needs to continue as if it had never stopped.
 
-`checkpoint.pt` is the last one, `checkpoint-1.pt` the one before it, `best.pt` that of the best epoch.
+`checkpoint.pt` is the last one, `checkpoint-1.pt` the one before it, `best.pt` that of the best epoch. A damaged one in
+whose place an earlier one is used becomes `checkpoint-damaged.pt`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,8 +27,23 @@ from .errors import CheckpointError
 FORMAT = 1
 NAME = "checkpoint.pt"
 BEST = "best.pt"
-# Errors that zipfile and torch raise for bytes that are not a checkpoint.
-UNREADABLE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError)
+FOLDER = 0x10  # MS-DOS's bit for one in a ZIP archive: torch would take what memory holds for such a part's bytes
+# Errors that zipfile and torch raise for bytes that are not a checkpoint, and a disk that cannot read them.
+UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def save_checkpoint(path: Path, content: dict[str, Any], keep: int = 1) -> None:
@@ -90,6 +107,15 @@ def list_checkpoints(run: Path) -> list[Path]:
     return [path for path in (run / NAME, *paths) if path.exists()]
 
 
+def set_aside(run: Path, damaged: Iterable[str]) -> None:
+    """Give damaged checkpoints names under which they displace no other, and the last one that is left its own."""
+    for path in map(Path, damaged):
+        os.replace(path, path.with_stem(f"{path.stem}-damaged"))
+    last = next(iter(list_checkpoints(run)), None)
+    if last is not None and last.name != NAME:
+        os.replace(last, run / NAME)
+
+
 class _Writer:
     """A file that keeps its first error.
 
@@ -121,18 +147,27 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Return what `save_checkpoint` was given, with its tensors on the CPU. Runs no code from the file.
 
     Raises:
-        CheckpointError: The file is not a checkpoint, is damaged (its checksums are compared), or has the format of
-            another version.
+        CheckpointError: The file is not a checkpoint, is damaged (its checksums are compared), cannot be read from its
+            disk, or has the format of another version.
+        FileNotFoundError: There is none.
+        PermissionError: It may not be read.
     """
     try:
         with named(path), zipfile.ZipFile(path) as archive:  # torch does not compare the CRC-32 sums that it writes
             damaged = archive.testzip()
+            folders = [part.filename for part in archive.infolist() if part.external_attr & FOLDER]
         if damaged is not None:
-            raise CheckpointError(f"damaged: wrong checksum of {damaged}; start a new run", path=path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+            raise CheckpointError(f"damaged: wrong checksum of {damaged!r}", path=path)
+        if folders:
+            raise CheckpointError(f"damaged: {folders[0]!r} should not be a folder", path=path)
+        with named(path):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, PermissionError):  # says nothing of what the file holds
+        raise
     except UNREADABLE as error:
-        first = str(error).partition("\n")[0]
-        raise CheckpointError(f"not a readable checkpoint: {first}; start a new run", path=path) from error
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        reason = f"not a readable checkpoint: {reason or type(error).__name__}"
+        raise CheckpointError(reason, path=path) from error
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:
         raise CheckpointError(f"has format {version!r}; this version reads {FORMAT}", path=path)

@@ -63,6 +63,11 @@ class Job:
         return len(self.train_loader)
 
     @property
+    def data_sets(self) -> list[str]:
+        """Return what identifies the training set and the validation set, as their loaders tell."""
+        return [str(loader.identity()["data_set"]) for loader in (self.train_loader, self.val_loader)]
+
+    @property
     def peak_lr(self) -> float:
         """Return the learning rate that the schedule multiplies."""
         settings, batch_size = self.recipe.optimizer, self.recipe.train.batch_size

@@ -50,6 +50,8 @@ def train(job: Job, state: State, stop: StopSignal) -> str:
         DatapipeError: A loader failed.
     """
     settings = job.recipe.train
+    if settings.when_diverged == "roll_back" and state.saved is None:
+        save(job, state, may_fail=True)  # there would be nothing to roll back to in the first epoch
     while (status := state.status(settings.target_accuracy, settings.epochs)) is None:
         try:
             with naming_samples(job):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datapipe.console import format_count
+from datapipe.dataset.manifest import MANIFEST, SPLITS, Manifest
 from datapipe.errors import DatapipeError
 
 from .job import Job
@@ -47,6 +48,8 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             global_batch_size=job.recipe.train.batch_size,
             train_samples=job.train_loader.num_samples,
             val_samples=job.val_loader.num_samples,
+            num_classes=job.train_loader.num_classes,
+            data_sets=_data_sets(job),
             num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
             peak_lr=job.peak_lr,
             mlperf=mlperf.read_labels(os.environ, recipe),
@@ -63,6 +66,7 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             world_size=world.world_size,
             waited_s=job.metrics.waited_s,
             repeated_steps=max(0, job.metrics.cut_step - state.step),
+            target_accuracy=job.recipe.train.target_accuracy,
         )
     logger.info(
         "%s on %s, %s, precision %s",
@@ -71,6 +75,14 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
         format_count(world.world_size, "rank"),
         job.precision.name,
     )
+
+
+def _data_sets(job: Job) -> list[str]:
+    """Return the checksums of the data sets' indices, whatever loads them; without manifests, what loaders tell."""
+    folders = [job.data / split for split in SPLITS]
+    if all((folder / MANIFEST).is_file() for folder in folders):
+        return [Manifest.read(folder).index_checksum for folder in folders]
+    return job.data_sets
 
 
 def write_end(job: Job, state: State, status: str, stopped_by: str | None = None) -> dict[str, Any]:
@@ -87,6 +99,7 @@ def write_end(job: Job, state: State, status: str, stopped_by: str | None = None
     end = {
         "status": status,
         "stopped_by": stopped_by,
+        "target_accuracy": job.recipe.train.target_accuracy,
         "accuracy": state.accuracy,
         "best_accuracy": state.best_accuracy,
         "time_to_target_s": state.time_to(job.recipe.train.target_accuracy),

@@ -14,6 +14,7 @@ from datapipe.console import format_count
 from datapipe.dataset.index import read_keys
 from datapipe.errors import ManifestError
 
+from .checkpoint import set_aside
 from .distributed import broadcast, gather, together
 from .errors import BadStep, DivergedError
 from .job import Job, read_losses
@@ -132,8 +133,8 @@ def roll_back(job: Job, state: State, error: DivergedError) -> None:
         error: Why.
 
     Raises:
-        DivergedError: There is no checkpoint yet, the run was rolled back as often as it may, or the recipe says to
-            stop.
+        DivergedError: There is no checkpoint, as none could be written, the run was rolled back as often as it may, or
+            the recipe says to stop.
         CheckpointError: The checkpoint cannot be read.
     """
     settings = job.recipe.train
@@ -150,6 +151,9 @@ def roll_back(job: Job, state: State, error: DivergedError) -> None:
     assert content is not None  # it has been saved
     with together(job.world):
         restore(job, state, content, is_resumed=False)
+    with together(job.world):
+        if job.world.is_main:
+            set_aside(job.run, content["damaged"])
     job.optimizer.zero_grad(set_to_none=True)
     state.recoveries, state.lr_factor = recoveries, lr_factor
     if job.world.is_main:

@@ -103,7 +103,7 @@ def _content(job: Job, state: State) -> dict[str, Any]:
     return {
         "recipe": job.recipe.model_dump(mode="json"),
         "global_batch_size": job.recipe.train.batch_size,
-        "data_sets": _data_sets(job),
+        "data_sets": job.data_sets,
         "state": state.state_dict(),
         "clock": job.clock.state_dict(),
         "loader": job.train_loader.state_dict(),
@@ -125,10 +125,6 @@ def _average(job: Job) -> tuple[dict[str, Any] | None, list[Any] | None]:
         return average, gather(job.world, _on_cpu(own_buffers))
 
 
-def _data_sets(job: Job) -> list[str]:
-    return [str(loader.identity()["data_set"]) for loader in (job.train_loader, job.val_loader)]
-
-
 def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dict[str, Any] | None:
     """Return the newest checkpoint of a run, if there is one.
 
@@ -137,31 +133,34 @@ def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dic
         recipe: What is to be learnt.
         local: Folder of this run's checkpoints on the node's own disk, if there may be one.
 
+    Returns:
+        Its content, its "path", and the paths of newer ones in `run` that are "damaged".
+
     Raises:
         CheckpointError: There are some, and none can be read.
+        PermissionError: One may not be read.
         SettingError: Its recipe learns something else than `recipe`.
     """
-    contents, first_error = [], None
-    for paths in ([local / CHECKPOINT] if local and (local / CHECKPOINT).exists() else [], list_checkpoints(run)):
-        try:
-            contents += [_load_newest(paths)] if paths else []
-            if contents and local and contents[0][0].parent == local and not _fits_metrics(contents[0][1], run):
-                logger.warning("%s: the run was continued elsewhere meanwhile; it is not used", contents.pop()[0])
-        except CheckpointError as error:
-            first_error = error
+    errors: list[CheckpointError] = []  # of those that cannot be read
+    ours = _load_newest([path for path in [local / CHECKPOINT] if path.exists()], errors) if local else None
+    if ours is not None and not _fits_metrics(ours[1], run):
+        logger.warning("%s: the run was continued elsewhere meanwhile; it is not used", ours[0])
+        ours = None
+    contents = [each for each in (_load_newest(list_checkpoints(run), errors), ours) if each is not None]
     if not contents:
-        if first_error is not None:
-            raise first_error
+        if errors:
+            raise CheckpointError(f"{errors[0].message}; start a new run", path=errors[0].path)
         return None
-    if first_error is not None:
-        logger.warning("%s; continuing from %s", first_error, contents[0][0])
-    path, content = max(reversed(contents), key=lambda each: _progress(each[1]))
+    path, content = max(contents, key=lambda each: _progress(each[1]))
+    if errors:
+        logger.warning("%s; continuing from %s", "; ".join(map(str, errors)), path)
     try:
         old = parse(content["recipe"])
     except (SettingError, KeyError) as error:
         raise CheckpointError(f"holds no recipe that this version knows: {error}", path=path) from error
     check_resumable(old, recipe)
-    return content | {"path": str(path)}
+    damaged = [str(error.path) for error in errors if Path(str(error.path)).parent == run]
+    return content | {"path": str(path), "damaged": damaged}
 
 
 def _fits_metrics(content: dict[str, Any], run: Path) -> bool:
@@ -174,20 +173,14 @@ def _progress(content: dict[str, Any]) -> tuple[int, int]:
     return state.get("epoch", 0), state.get("step", 0)
 
 
-def _load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint that can be read. Raises CheckpointError where none can."""
-    first: CheckpointError | None = None
+def _load_newest(paths: list[Path], errors: list[CheckpointError]) -> tuple[Path, dict[str, Any]] | None:
+    """Return the first checkpoint that can be read, if there is one, and add the errors of those before it."""
     for path in paths:
         try:
-            content = load_checkpoint(path)
+            return path, load_checkpoint(path)
         except CheckpointError as error:
-            first = first or error
-        else:
-            if first is not None:
-                logger.warning("%s; continuing from the one before it, %s", first, path.name)
-            return path, content
-    assert first is not None
-    raise first
+            errors.append(error)
+    return None
 
 
 def restore(job: Job, state: State, content: dict[str, Any], is_resumed: bool = True) -> int:
@@ -230,7 +223,7 @@ def _is_after_evaluation(job: Job, state: State) -> bool:
 
 
 def _put_back(job: Job, state: State, content: dict[str, Any]) -> None:
-    if content["data_sets"] != _data_sets(job):
+    if content["data_sets"] != job.data_sets:
         raise CheckpointError("was trained on another data set than --data has now", path=job.run / CHECKPOINT)
     job.module.load_state_dict(content["model"])
     buffers = content.get("buffers", [])  # not in a checkpoint of an earlier version

@@ -20,6 +20,7 @@ from datapipe.fsio import locked, make_folder
 from datapipe.staging import StageOptions, stage
 
 from .checkpoint import NAME as CHECKPOINT
+from .checkpoint import set_aside
 from .config.recipe import Recipe
 from .connection import connected, ended_by_signals, set_threads
 from .consistency import check_start
@@ -138,6 +139,8 @@ def _run(
                     metrics_bytes = restore(job, state, checkpoint)
             with together(world):  # only once all ranks agree: a run that is refused stays as it is
                 job.metrics.open(metrics_bytes)
+                if checkpoint is not None and world.is_main:
+                    set_aside(out, checkpoint["damaged"])
             ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
             if ended and world.is_main:
                 logger.info("the run in %s is complete", out)

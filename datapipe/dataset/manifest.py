@@ -102,6 +102,12 @@ class Manifest(_Record):
         return len(self.classes)
 
     @property
+    def index_checksum(self) -> str:
+        """Checksum of the index, which tells two data sets apart."""
+        (checksum,) = (file.xxh3_128 for file in self.files if file.name == INDEX)
+        return checksum
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all files except the manifest."""
         return sum(file.size_bytes for file in self.all_files())

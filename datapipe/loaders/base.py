@@ -22,7 +22,6 @@ import torch
 
 from ..checks import checked_int
 from ..dataset import DataSet
-from ..dataset.manifest import INDEX
 from ..errors import DatapipeError, SettingError
 from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
@@ -70,7 +69,6 @@ class DataDescription(NamedTuple):
     def from_data_set(cls, data_set: DataSet) -> DataDescription:
         """Describe a packed data set."""
         manifest, index = data_set.manifest, data_set.index
-        (checksum,) = (file.xxh3_128 for file in manifest.files if file.name == INDEX)
         return cls(
             num_samples=len(data_set),
             num_classes=manifest.num_classes,
@@ -78,7 +76,7 @@ class DataDescription(NamedTuple):
             width=manifest.width,
             height=manifest.height,
             smallest=(int(index["width"].min()), int(index["height"].min())),
-            checksum=checksum,
+            checksum=manifest.index_checksum,
             classes=tuple(manifest.classes),
         )
 

@@ -44,6 +44,7 @@ def command_lines(page: Path) -> Iterator[list[str]]:
 PARAMETERS = {
     "page": PAGES,
     "page_with_python": [page for page in PAGES if code_blocks(page, "python") and page.name != "CONTRIBUTING.md"],
+    "page_with_toml": [page for page in PAGES if code_blocks(page, "toml") and page.name != "CONTRIBUTING.md"],
     "page_with_commands": [page for page in PAGES if any(command_lines(page))],
 }
 

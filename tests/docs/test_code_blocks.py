@@ -1,8 +1,9 @@
-"""Code on the pages works: Python runs, and shell commands are commands that exist."""
+"""Code on the pages works: Python runs, shell commands are commands that exist, and settings are accepted."""
 
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import typer.main
 from datapipe.cli import app as datapipe_app
 from datapipe.packing import PackOptions, pack
 from trainer.cli import app as trainer_app
+from trainer.config import built_in
+from trainer.config.recipe import parse
 
 APPS = {"datapipe": typer.main.get_command(datapipe_app), "trainer": typer.main.get_command(trainer_app)}
 ROOT = Path(__file__).parents[2]
@@ -62,3 +65,15 @@ def test_the_steps_of_the_quickstart(commands, workplace: Path, tmp_path: Path, 
         done = command(*words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "local" / "fashion-mnist" / "train" / "manifest.json").is_file()
+
+
+def test_settings_are_accepted(page_with_toml: Path, blocks) -> None:
+    """Parts of recipes, put into a built-in one; with another `name`, a section is as they have it."""
+    for block in blocks(page_with_toml, "toml"):
+        table = tomllib.loads(built_in()["imagenet-resnet50"].read_text())
+        for section, its in tomllib.loads(block).items():
+            if isinstance(its, dict):
+                old = table.get(section, {})
+                is_other = its.get("name", old.get("name")) != old.get("name")
+                table[section] = its if is_other else old | its
+        parse(table)

@@ -12,6 +12,8 @@ from datapipe import open_loader
 from datapipe.dataset.index import ENCODINGS, RECORD
 from datapipe.dataset.manifest import FORMAT_VERSION, SEAL, Manifest
 from datapipe.names import FORMATS, KINDS
+from trainer.config import built_in
+from trainer.config.recipe import load_recipe
 from trainer.stop import SIGNALS, TEMPORARY_FAILURE, signal_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -66,3 +68,10 @@ def test_each_exit_code_is_described() -> None:
     codes = {code for cells in rows("troubleshooting.md", "Exit codes") for code in re.findall(r"\d+", cells[0])}
     stopped = {128 + signal_of(name) for name in SIGNALS} | {TEMPORARY_FAILURE}
     assert codes == {str(code) for code in {0, 1, 2} | stopped}
+
+
+def test_each_recipe_is_in_the_table() -> None:
+    table = rows("recipes.md", "Those that are built in")
+    assert sorted(re.findall("`(.+)`", cells[0])[0] for cells in table) == [*built_in()]
+    for name, *_, measured in ([re.findall("`(.+)`", cells[0])[0], *cells[1:]] for cells in table):
+        assert measured == "no" or "not run yet" not in load_recipe(name).source, name

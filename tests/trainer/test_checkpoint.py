@@ -2,11 +2,19 @@
 
 import os
 import zipfile
+from random import Random
 
 import pytest
 import torch
 
-from trainer.checkpoint import keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
+from trainer.checkpoint import (
+    keep_as,
+    list_checkpoints,
+    load_checkpoint,
+    restore_random,
+    save_checkpoint,
+    set_aside,
+)
 from trainer.errors import CheckpointError
 
 
@@ -67,6 +75,79 @@ def test_one_flipped_bit_in_the_directory(path):
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"checkpoint\.pt"):
         load_checkpoint(path)
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    return left == right
+
+
+def test_any_damage_is_told_or_does_no_harm(tmp_path):
+    """Bits flipped, bytes replaced and the end cut off, mostly in tables that no checksum covers."""
+    path, random = tmp_path / "checkpoint.pt", Random(0)
+    save_checkpoint(path, {"weights": torch.arange(40.0), "state": {"step": 3, "names": ["a"]}})
+    data, content = path.read_bytes(), load_checkpoint(path)
+    with zipfile.ZipFile(path) as archive:
+        heads = [range(part.header_offset, part.header_offset + 64) for part in archive.infolist()]
+        tables = [at for each in (*heads, range(archive.start_dir, len(data))) for at in each]
+    causes = set()
+    for number in range(3000):
+        damaged = bytearray(data)
+        for _ in range(random.choice([1, 1, 1, 4])):
+            at = random.choice(tables) if random.random() < 0.9 else random.randrange(len(data))
+            damaged[at] = damaged[at] ^ 1 << random.randrange(8) if random.random() < 0.7 else random.randrange(256)
+        path.write_bytes(damaged[: random.randrange(len(data))] if number % 20 == 0 else damaged)
+        try:
+            read = load_checkpoint(path)
+        except CheckpointError as error:
+            assert error.path == path and "\n" not in str(error)
+            causes.add(type(error.__cause__))
+        else:
+            assert same(read, content), f"number {number}"
+    assert {OSError, zipfile.BadZipFile, type(None)} <= causes  # a place before the file's begin; wrong checksums
+
+
+def test_a_part_that_would_be_a_folder_is_not_read_from_memory(path):
+    """torch leaves the bytes of such a part as it finds them."""
+    with zipfile.ZipFile(path) as archive:
+        at = archive.start_dir
+    data = bytearray(path.read_bytes())
+    data[at + 38] ^= 0x10  # external attributes of the first part
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="should not be a folder"):
+        load_checkpoint(path)
+
+
+def test_what_is_not_the_file_s_fault_is_told_as_it_is(path, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.pt"):
+        load_checkpoint(tmp_path / "absent.pt")
+    (tmp_path / "folder.pt").mkdir()
+    with pytest.raises(CheckpointError, match=r"folder\.pt: not a readable checkpoint: Is a directory"):
+        load_checkpoint(tmp_path / "folder.pt")
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    path.chmod(0)
+    with pytest.raises(PermissionError, match=r"checkpoint\.pt"):
+        load_checkpoint(path)
+
+
+def test_damaged_ones_displace_none(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    for step in range(4):
+        save_checkpoint(path, {"step": step}, keep=4)
+    set_aside(tmp_path, [])
+    assert steps(tmp_path) == [3, 2, 1, 0]
+    set_aside(tmp_path, [str(path), str(tmp_path / "checkpoint-1.pt")])
+    assert steps(tmp_path) == [1, 0]
+    assert load_checkpoint(path)["step"] == 1
+    assert load_checkpoint(tmp_path / "checkpoint-damaged.pt")["step"] == 3
+    assert load_checkpoint(tmp_path / "checkpoint-1-damaged.pt")["step"] == 2
+    for step in range(2, 5):
+        save_checkpoint(path, {"step": step}, keep=4)
+    assert steps(tmp_path) == [4, 3, 2, 1]
 
 
 def test_newer_format(path):

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import trainer.loop
+import trainer.recovery
 from datapipe.dataset.index import read_keys
+from tests.trainer.test_run import damage
 from trainer.checkpoint import load_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.errors import DivergedError
@@ -170,14 +172,45 @@ def test_rolled_back_the_rate_is_lower_until_the_end_also_when_resumed(go, fault
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]["lr_factor"] == 0.25
 
 
-def test_rolling_back_ends_without_a_checkpoint_and_after_so_many(go, fault):
-    changes = ["train.when_diverged=roll_back", "train.max_recoveries=2"]
-    fault(5)
-    with pytest.raises(DivergedError, match=r"nan at step 5\. There is no checkpoint yet"):
-        go("first", *changes)
+def test_rolling_back_ends_after_so_many(go, fault):
     fault(*range(15, 100))
     with pytest.raises(DivergedError, match="at step 11, after 2 recoveries"):
-        go("second", *changes)
+        go("run", "train.when_diverged=roll_back", "train.max_recoveries=2")
+
+
+@pytest.mark.parametrize("changes", [[], KFAC], ids=["sgd", "kfac"])
+def test_rolled_back_in_the_first_epoch_ends_with_the_same_bits(go, fault, tmp_path, metrics, changes):
+    changes = ["train.when_diverged=roll_back", "train.roll_back_lr_factor=1.0", "train.epochs=1", *changes]
+    go("whole", *changes)
+    fault(5)
+    assert go("run", *changes) == 0
+    _assert_same(*(load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("whole", "run")))
+    (line,) = (line for line in metrics(tmp_path / "run") if line["event"] == "roll_back")
+    assert (line["step"], line["from_step"]) == (0, 5)
+    assert [line["step"] for line in read_run(tmp_path / "run").train] == list(range(1, 11))
+
+
+def test_other_policies_save_nothing_before_the_first_step(go, fault, tmp_path):
+    fault(5)
+    with pytest.raises(DivergedError, match=r"nan at step 5\. There is no checkpoint yet"):
+        go("run")
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_rolling_back_passes_over_a_damaged_checkpoint(go, fault, tmp_path, monkeypatch):
+    """The good one is then not displaced by it."""
+    real = trainer.recovery.read_checkpoint
+
+    def read(run, *others):
+        damage(run / "checkpoint.pt")
+        return real(run, *others)
+
+    monkeypatch.setattr(trainer.recovery, "read_checkpoint", read)
+    fault(17)
+    assert go("run", "train.when_diverged=roll_back", "train.epochs=2") == 0
+    contents = {path.name: path for path in (tmp_path / "run").glob("*.pt")}
+    assert contents.keys() == {"best.pt", "checkpoint.pt", "checkpoint-1.pt", "checkpoint-damaged.pt"}
+    assert load_checkpoint(contents["checkpoint-1.pt"])["state"]["step"] == 10
 
 
 CHILD = """

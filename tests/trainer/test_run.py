@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -320,22 +321,62 @@ def test_damaged_checkpoint(go, tmp_path, no_report):
         go("train.epochs=2", resume=True)
 
 
-def test_a_damaged_checkpoint_has_one_before_it(go, tmp_path, metrics, no_report, caplog):
+def _weights(path):
+    """Return where a checkpoint has some weights."""
+    return path.read_bytes().index(load_checkpoint(path)["model"]["fc.weight"].numpy().tobytes())
+
+
+def _offset(path):
+    """Return where a checkpoint tells its directory's place: a wrong bit leads to before its begin."""
+    return path.read_bytes().rindex(b"PK\6\6") + 48
+
+
+def damage(path, place=_weights):
+    """Flip a bit of a checkpoint."""
+    content, at = bytearray(path.read_bytes()), place(path)
+    content[at] ^= 1
+    path.unlink()  # best.pt may be another name of it
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (_weights, r"damaged: wrong checksum of 'archive/data/\d+'"),
+        (_offset, "not a readable checkpoint: Invalid argument"),
+    ],
+    ids=["checksum", "read error"],
+)
+def test_a_damaged_checkpoint_has_one_before_it(go, tmp_path, metrics, no_report, caplog, place, reason):
     run = tmp_path / "run"
     assert go("train.epochs=3") == 0
     before = load_checkpoint(run / "checkpoint.pt")
-    content = bytearray((run / "checkpoint.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (run / "checkpoint.pt").unlink()  # best.pt may be another name of it
-    (run / "checkpoint.pt").write_bytes(content)
+    damage(run / "checkpoint.pt", place)
+    damaged = (run / "checkpoint.pt").read_bytes()
     assert go("train.epochs=3", resume=True) == 0
-    assert "damaged: wrong checksum" in caplog.text
-    assert "continuing from the one before it, checkpoint-1.pt" in caplog.text
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert re.fullmatch(rf"{run}/checkpoint\.pt: {reason}; continuing from {run}/checkpoint-1\.pt", warning)
     after = load_checkpoint(run / "checkpoint.pt")
     assert all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
     assert [line["step"] for line in metrics(run) if line["event"] == "train"] == [
         *range(1, after["state"]["step"] + 1)
     ]
+    # The good one has not made room for the damaged one.
+    assert load_checkpoint(run / "checkpoint-1.pt")["state"]["epoch"] == 2
+    assert (run / "checkpoint-damaged.pt").read_bytes() == damaged
+
+
+def test_a_damaged_checkpoint_stays_where_the_run_is_refused(go, tmp_path, no_report):
+    run = tmp_path / "run"
+    assert go("train.epochs=2") == 0
+    damage(run / "checkpoint.pt")
+    before = {path.name: path.read_bytes() for path in run.glob("*.pt")}
+    with pytest.raises(SettingError, match=r"optimizer\.lr"):
+        go("train.epochs=2", "optimizer.lr=0.01", resume=True)
+    assert {path.name: path.read_bytes() for path in run.glob("*.pt")} == before
+    damage(run / "checkpoint-1.pt")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt: damaged: wrong checksum of .*; start a new run$"):
+        go("train.epochs=2", resume=True)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any
 
 from datapipe.checks import check_name, checked_int
 from datapipe.cluster import num_nodes, placement, rank_placement
-from datapipe.dataset.manifest import INDEX, SPLITS, Manifest
+from datapipe.dataset.manifest import SPLITS, Manifest
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, locked, make_folder
 
@@ -147,7 +147,7 @@ def _choose(plan: Repeats, recipe: Recipe, index: int | None) -> list[int]:
 
 def _describe_data(data: Path) -> dict[str, Any]:
     manifests = [Manifest.read(data / split) for split in SPLITS]
-    sums = [file.xxh3_128 for manifest in manifests for file in manifest.files if file.name == INDEX]
+    sums = [manifest.index_checksum for manifest in manifests]
     return {"num_classes": manifests[0].num_classes, "data_sets": sums}
 
 

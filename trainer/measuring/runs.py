@@ -175,7 +175,7 @@ def check_comparable(groups: Mapping[str, Sequence[Outcome]]) -> None:
         this = f"{group}, {outcome.name}"
         target = outcome.run.figures()["target"]
         facts: dict[str, object] = {"target": format_figure(target, "{:.4%}") if target > 0 else "none"}
-        facts |= {words: outcome.header[key] for key, words in SHARED.items() if key in outcome.header}
+        facts |= {words: outcome.header[key] for key, words in SHARED.items() if outcome.header.get(key) is not None}
         for words, value in facts.items():
             name, known = first.setdefault(words, (this, value))
             if known != value:

@@ -61,8 +61,10 @@ class Run:
         return {"target": target} | {name: number(figures.get(name)) for name in names}
 
     def _target(self) -> float:
+        """Return the last one: a run that is resumed may have another."""
         train = (self.header.get("recipe") or {}).get("train") or {}
-        return number(train.get("target_accuracy"))
+        lines = [line for line in [train, *self.resumes, self.end or {}] if "target_accuracy" in line]
+        return number(lines[-1]["target_accuracy"]) if lines else math.nan
 
     def _figures_so_far(self, target: float) -> Line:
         accuracies = [(number(line.get("val_accuracy")), line.get("elapsed_s")) for line in self.epochs]

@@ -95,7 +95,14 @@ def test_each_seed_once(again, tmp_path, metrics, command):
     assert [figure["value"] for figure in figures] == [1, 1, 1, 1, 0] and figures[0]["low"] < 1 < figures[0]["high"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
+    ],
+)
 def test_stopped_and_continued(again, tmp_path, metrics, number, code):
     """The training saves a checkpoint, and no other seed begins; called again, it continues there."""
     child = again("runs", "--seeds", 2, "--set", "train.epochs=2")

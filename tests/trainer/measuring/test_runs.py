@@ -156,7 +156,7 @@ def test_what_cannot_be_compared(five, its, words):
 
 
 def test_data_sets_that_only_the_repeats_know(five):
-    """A run's own header does not tell them."""
+    """The headers of earlier versions do not tell them."""
     groups = []
     for name in "ab":
         (five(name) / "seed-0" / ATTEMPTS).write_text(json.dumps({"exit_code": 0, "data_sets": [name, name]}))
