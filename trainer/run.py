@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from .loop import train
 from .precision import Precision, choose_precision
 from .record import write_end, write_report, write_start
 from .rehearsal import rehearse
+from .reporting.loggers import LoggerFactory, find_loggers
 from .reporting.mlperf import read_labels
 from .reporting.runlog import NAME as METRICS
 from .reporting.summary import summary
@@ -56,6 +57,7 @@ def run(
     stop_signals: Sequence[str] = SIGNALS,
     ends_at: float | None = None,
     local_checkpoints: Path | None = None,
+    log: Sequence[str] = (),
 ) -> int:
     """Train a recipe on a data set.
 
@@ -71,6 +73,7 @@ def run(
         ends_at: When the process is to have ended, after a checkpoint, in seconds since 1970; None: when it is done.
         local_checkpoints: Folder on the first rank's own disk, to which checkpoints are written before they are copied
             to `out` in the background; None: they are written to `out`.
+        log: Names of loggers that are told the run's metrics, too; see `find_loggers`.
 
     Returns:
         The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end
@@ -86,6 +89,7 @@ def run(
         raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
     for name in stop_signals:  # while nothing is begun
         signal_of(name)
+    loggers = find_loggers(log)
     read_labels(os.environ, recipe.model_dump(mode="json"))
     check_apart("--out", out, "--data", data)
     if local is not None:
@@ -104,7 +108,7 @@ def run(
         stop = StopSignal(world, stop_signals, ends_at)
         if world.is_main:
             warn_if_short(ends_at, time.time())
-        end = _run(recipe, data, out, resume, world, precision, clock, stop, local_checkpoints)
+        end = _run(recipe, data, out, resume, world, precision, clock, stop, local_checkpoints, loggers)
     if world.is_main:
         report = None if end["status"] == "interrupted" else write_report(out)
         print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
@@ -123,6 +127,7 @@ def _run(
     clock: Clock,
     stop: StopSignal,
     local_checkpoints: Path | None,
+    loggers: Mapping[str, LoggerFactory],
 ) -> dict[str, Any]:
     """Train; return the "end" line. The job is closed here, while the ranks are still connected."""
     with ExitStack() as stack:
@@ -139,6 +144,7 @@ def _run(
                     metrics_bytes = restore(job, state, checkpoint)
             with together(world):  # only once all ranks agree: a run that is refused stays as it is
                 job.metrics.open(metrics_bytes)
+                job.metrics.log_to(loggers)
                 if checkpoint is not None and world.is_main:
                     set_aside(out, checkpoint["damaged"])
             ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None

@@ -69,6 +69,10 @@ def train(
         Path | None,
         typer.Option(metavar="LOCAL", help="Write checkpoints to a node's own disk first, and copy them meanwhile."),
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Also log to csv, tensorboard, or what a package adds; repeatable."),
+    ] = None,
 ) -> None:
     """Train a recipe until its target accuracy, or for all its epochs.
 
@@ -97,7 +101,9 @@ def train(
 
     with telling_others():
         checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
-        code = run(checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints)
+        code = run(
+            checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints, log or ()
+        )
     raise typer.Exit(code)
 
 

@@ -18,6 +18,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder to write to (default: that of a single run).")
     ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Write it again and again, until all runs end.")] = False,
 ) -> None:
     """Write the report of a run, or one that compares several.
 
@@ -31,6 +32,11 @@ def report(
 
     if out is None and len(runs) > 1:
         raise SettingError(f"--out is missing: a report on {len(runs)} runs needs a folder of its own")
+    if watch:
+        from ..reporting.watching import watch_report
+
+        print(watch_report(runs, out or runs[0]))
+        return
     from ..reporting.page import write_report
 
     print(write_report(runs, out or runs[0]))

@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from io import FileIO
@@ -20,6 +21,9 @@ from pathlib import Path
 import torch
 
 from datapipe.fsio import named
+
+from .loggers import LoggerFactory, Loggers
+from .runlog import read_lines
 
 logger = logging.getLogger(__name__)
 DIGEST_BYTES = 4096
@@ -40,6 +44,7 @@ class MetricsFile:
         self._file: FileIO | None = None
         self._unwritten = b""
         self.waited_s, self.cut_step = 0.0, 0
+        self.loggers: Loggers | None = None
 
     def open(self, keep_bytes: int = 0) -> None:
         """Open the file after its first `keep_bytes`, which the checkpoint knows; the rest is cut off.
@@ -61,6 +66,11 @@ class MetricsFile:
             self._file.truncate(keep_bytes)
         self.is_empty = size == 0
 
+    def log_to(self, factories: Mapping[str, LoggerFactory]) -> None:
+        """Tell loggers whatever is written from now on, and at first the lines so far. Raises what `Loggers` does."""
+        if self._path is not None and factories:
+            self.loggers = Loggers(factories, self._path.parent, read_lines(self._path))
+
     def write(self, event: str, **fields: object) -> None:
         """Append one line."""
         if self._path is None or self._file is None:
@@ -72,6 +82,8 @@ class MetricsFile:
         self._unwritten += text.encode(errors="backslashreplace") + b"\n"
         with suppress(OSError):  # `sync` meets it again
             self._write_rest(self._file)
+        if self.loggers is not None:
+            self.loggers.write(content)
 
     def _write_rest(self, file: FileIO) -> None:
         while self._unwritten:
@@ -87,7 +99,9 @@ class MetricsFile:
             return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        """Close the file, if it is open."""
+        """Close the file, if it is open, and the loggers."""
+        if self.loggers is not None:
+            self.loggers.close()
         if self._file is not None:
             with suppress(OSError):  # `sync` has raised it, or another error is being raised
                 self._file.close()

@@ -38,12 +38,13 @@ class Details:
     tables: dict[str, dict[str, str]]
 
 
-def write_report(runs: list[Path], out: Path) -> Path:
+def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> Path:
     """Write report.html, report.pdf and a PNG of each plot; of a single run also its mlperf.log.
 
     Args:
         runs: Run folders, compared in this order.
         out: Folder to write to; made where it does not exist.
+        refresh_s: How often a browser loads the page again, in seconds; None: never.
 
     Returns:
         The path of report.html.
@@ -63,6 +64,7 @@ def write_report(runs: list[Path], out: Path) -> Path:
     drawings = write_plots(loaded, out)
     several = len(loaded) > 1
     page = _template().render(
+        refresh_s=refresh_s,
         light=LIGHT,
         dark=DARK,
         labels=[run.label for run in loaded],

@@ -125,7 +125,7 @@ def read_run(folder: Path) -> Run:
     path = folder / NAME
     if not path.is_file():
         raise DatapipeError("no such file: is this the folder of a training run?", path=path)
-    lines = list(_lines(path.read_text(encoding="utf-8", errors="replace")))
+    lines = read_lines(path)
     if not lines or lines[0]["event"] != "run":
         raise DatapipeError("does not begin with a whole line about a run: killed at its start?", path=path)
     header = lines[0]
@@ -134,6 +134,11 @@ def read_run(folder: Path) -> Run:
     if (version := header.get("format")) != FORMAT:
         raise DatapipeError(f"format {version!r}: this version reads format {FORMAT} only; upgrade it", path=path)
     return _collect(header, lines)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Return the whole lines of a metrics.jsonl. Raises OSError."""
+    return [*_lines(path.read_text(encoding="utf-8", errors="replace"))]
 
 
 def _lines(text: str) -> Iterator[Line]:

@@ -1,0 +1,162 @@
+"""In how many seconds does Fashion-MNIST's speedrun reach 92.0 % on this machine, and what does each of its ideas save?
+
+    python -m benchmarks.bench_speedrun [--seeds 5] [--only NAME …]
+
+The recipe `fashion-mnist-speedrun` against the plain `fashion-mnist-resnet8`, both for the same target, each with the
+learning rate and the epochs that were fastest to the target in equally many trials, whose seed is not counted. Then the
+speedrun without one of its ideas, or with another in its place, tuned again over the epochs. All are trained with each
+seed, in turns, one process after another. The time to target is a run's own, from its start to the
+first evaluation at or above the target; a seed that misses it counts as missed, and the mean is then of the others.
+Writes results/speedrun.json after every training, and does none again that is there: remove the file to begin again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import corpus
+from benchmarks.measure import RESULTS, WORK, command_line, environment, process, table, write_record
+from trainer.config.recipe import load_recipe
+from trainer.measuring.statistics import describe, mean_ratio
+
+TARGET = 0.92
+TRIAL_SEED = 1000
+PLAIN, SPEEDRUN = "fashion-mnist-resnet8", "fashion-mnist-speedrun"
+MUON = 'optimizer={name="muon", lr=%g, adam_lr=0.002}'
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe with changes, and what is tried: each learning rate with each number of epochs."""
+
+    recipe: str
+    changes: tuple[str, ...] = ()
+    rates: tuple[float, ...] = (0.1,)
+    epochs: tuple[int, ...] = (4, 5, 6)
+    rate: str = "optimizer.lr=%g"
+
+    def trials(self) -> Iterator[tuple[str, ...]]:
+        """Yield the settings of each trial."""
+        for rate, epochs in itertools.product(self.rates, self.epochs):
+            yield (*self.changes, self.rate % rate, f"train.epochs={epochs}")
+
+
+VARIANTS = {
+    "plain ResNet-8": Variant(PLAIN, (), (0.1, 0.2, 0.4), (4, 5, 6)),
+    "speedrun": Variant(SPEEDRUN, (), (0.05, 0.1, 0.2), (4, 5, 6)),
+    "images decoded each epoch": Variant(SPEEDRUN, ("data.backend=cpu",)),
+    "flips at random": Variant(SPEEDRUN, ("data.flip=true",)),
+    "no flips": Variant(SPEEDRUN, ("data.flip=false",)),
+    "evaluated without mirrored images": Variant(SPEEDRUN, ("train.evaluate_mirrored=false",)),
+    "ResNet-8, nothing whitened": Variant(SPEEDRUN, ("model.name=resnet8",)),
+    "Muon": Variant(SPEEDRUN, (), (0.01, 0.03), rate=MUON),
+    "K-FAC": Variant(SPEEDRUN, ("optimizer.preconditioner=kfac", "kfac.damping=0.03"), (0.1,)),
+}
+
+
+class Runs:
+    """The trainings so far, in the record; `train` does what is not there yet."""
+
+    def __init__(self, data: Path) -> None:
+        self._data = data
+        path = RESULTS / "speedrun.json"
+        self.record = json.loads(path.read_text()) if path.exists() else {"environment": environment(), "runs": []}
+
+    def train(self, recipe: str, changes: tuple[str, ...], seed: int) -> dict:
+        """Return what a training took, from the record or by doing it."""
+        key = {"recipe": recipe, "changes": [*changes], "seed": seed}
+        known = next((run for run in self.record["runs"] if key.items() <= run.items()), None)
+        if known is None:
+            known = key | self._train(recipe, changes, seed)
+            self.record["runs"].append(known)
+            write_record("speedrun", self.record)
+        return known
+
+    def _train(self, recipe: str, changes: tuple[str, ...], seed: int) -> dict:
+        out = WORK / "runs" / "speedrun"
+        shutil.rmtree(out, ignore_errors=True)
+        settings = (*changes, f"train.seed={seed}", f"train.target_accuracy={TARGET}")
+        words = [word for change in settings for word in ("--set", change)]
+        command = [sys.executable, "-m", "trainer", "train", recipe, "--data", str(self._data), "--out", str(out)]
+        _, took = process([*command, *words], (0, 1))
+        events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        end = events[-1]
+        keys = ("status", "best_accuracy", "time_to_target_s", "elapsed_s", "images_per_s", "wait_share")
+        epochs = sum(event["event"] == "epoch" for event in events)
+        print(recipe, *settings, f"{end['best_accuracy']:.2%}, {end['elapsed_s']:.0f} s", flush=True)
+        return {"trained_epochs": epochs, **{key: end[key] for key in keys}, **took}
+
+
+def tune(runs: Runs, variant: Variant) -> tuple[str, ...]:
+    """Return the settings of the trial that was fastest to the target; where none reached it, of the most accurate."""
+    trials = [(runs.train(variant.recipe, changes, TRIAL_SEED), changes) for changes in variant.trials()]
+    reached = [(run["time_to_target_s"], changes) for run, changes in trials if run["time_to_target_s"] is not None]
+    if reached:
+        return min(reached)[1]
+    return max(trials, key=lambda trial: trial[0]["best_accuracy"])[1]
+
+
+def summarise(runs_of: dict[str, list[dict]]) -> dict[str, dict]:
+    """Return of each variant how many seeds reached the target, their means, and the ratio to the first variant's."""
+    by_variant = {}
+    (_, first), *_ = runs_of.items()
+    base = [run["time_to_target_s"] for run in first if run["time_to_target_s"] is not None]
+    for name, its in runs_of.items():
+        reached = [run for run in its if run["time_to_target_s"] is not None]
+        times = [run["time_to_target_s"] for run in reached]
+        by_variant[name] = {
+            "changes": its[0]["changes"],
+            "seeds": len(its),
+            "reached": len(reached),
+            "time_to_target_s": vars(describe(times)),
+            "cpu_s": vars(describe([run["process_cpu_s"] for run in reached])),
+            "epochs": vars(describe([run["trained_epochs"] for run in reached])),
+            "best_accuracy": vars(describe([run["best_accuracy"] for run in its])),
+            "ratio": vars(mean_ratio(base, times)),
+        }
+    return by_variant
+
+
+def show(by_variant: dict[str, dict]) -> str:
+    """Return a table of what `summarise` returned."""
+    header = ["to 92.0 %", "reached", "seconds", "95 %", "epochs", "best, %", "of plain", "95 %"]
+    rows = []
+    for name, its in by_variant.items():
+        time, ratio = its["time_to_target_s"], its["ratio"]
+        row = [
+            name,
+            f"{its['reached']} of {its['seeds']}",
+            f"{time['mean']:.1f}",
+            f"{time['low']:.1f}–{time['high']:.1f}",
+        ]
+        row += [f"{its['epochs']['mean']:.1f}", f"{100 * its['best_accuracy']['mean']:.2f}", f"{ratio['value']:.2f}"]
+        rows.append([*row, f"{ratio['low']:.2f}–{ratio['high']:.2f}"])
+    return table(header, rows)
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--seeds", type=int, default=5, help="of each variant (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=[*VARIANTS], choices=[*VARIANTS], metavar="NAME", help="variants")
+    arguments = parser.parse_args()
+    runs = Runs(corpus.fashion_mnist() / "tar")
+    chosen = {name: tune(runs, VARIANTS[name]) for name in VARIANTS if name in arguments.only}
+    runs_of: dict[str, list[dict]] = {name: [] for name in chosen}
+    for seed in range(arguments.seeds):
+        for name, changes in chosen.items():
+            runs_of[name].append(runs.train(VARIANTS[name].recipe, changes, seed))
+    runs.record["summary"] = summarise(runs_of)
+    runs.record["recipes"] = {name: load_recipe(name).model_dump(mode="json") for name in (PLAIN, SPEEDRUN)}
+    print("\n" + show(runs.record["summary"]))
+    print(write_record("speedrun", runs.record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
