@@ -52,8 +52,15 @@ class World:
         return global_batch_size // self.world_size
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
-    """Return a model whose backward pass averages gradients over the ranks; on one rank, the model itself."""
+def wrap(model: nn.Module, world: World, bucket_mib: int = 25, gradient_dtype: str = "float32") -> nn.Module:
+    """Return a model whose backward pass averages gradients over the ranks; on one rank, the model itself.
+
+    Args:
+        model: The network, on this rank's device.
+        world: This process's place among the ranks.
+        bucket_mib: Size of the parts in which gradients are sent, in MiB.
+        gradient_dtype: Type in which they are sent: float32 or bfloat16.
+    """
     if world.world_size == 1:
         return model
     devices = [world.local_rank] if world.device.type == "cuda" else None
@@ -61,7 +68,19 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 renamed the option
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {option: False}
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **options)
+    options |= {"device_ids": devices, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mib}
+    wrapped = DistributedDataParallel(model, **options)
+    if gradient_dtype == "bfloat16":
+        wrapped.register_comm_hook(None, lambda _, bucket: _send_bfloat16(bucket))
+    return wrapped
+
+
+def _send_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients in bfloat16, as torch's own hook does, which only NCCL may use."""
+    gradients = bucket.buffer()
+    sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    return work.get_future().then(lambda _: gradients.copy_(sent))
 
 
 def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:

@@ -116,7 +116,8 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
         torch.backends.cudnn.benchmark = True  # every batch has the same shape
     if recipe.train.compile:
         module.compile()  # in place, so that parameters keep their names
-    return module, wrap(module, world)
+    train = recipe.train
+    return module, wrap(module, world, train.bucket_mib, train.gradient_dtype)
 
 
 def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler) -> KFAC | None:
@@ -136,8 +137,9 @@ def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler:
     """
     if recipe.optimizer.preconditioner == "none":
         return None
+    parts = recipe.train.accumulation_steps
     try:
-        return kfac.build(recipe.optimizer.preconditioner, recipe.kfac, model, scaler, world.world_size)
+        return kfac.build(recipe.optimizer.preconditioner, recipe.kfac, model, scaler, world.world_size, parts)
     except ValueError as error:
         raise SettingError(f"kfac: {error}") from error
 

@@ -79,6 +79,12 @@ def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
             f"train.batch_size = {recipe.train.batch_size}: leaves one image per rank, from which batch "
             "normalisation learns nothing; must leave at least 2"
         )
+    parts = recipe.train.accumulation_steps
+    if train.options.batch_size % parts or train.options.batch_size < 2 * parts:
+        raise SettingError(
+            f"train.accumulation_steps = {parts}: must divide the {train.options.batch_size} images of a rank into "
+            "equal parts of at least 2"
+        )
     if len(recipe.data.mean) != train.channels:
         raise SettingError(
             f"data.mean = {list(recipe.data.mean)}: the images have {format_count(train.channels, 'channel')}; it must "

@@ -20,7 +20,7 @@ from .distributed import averaged_buffers, sum_over_ranks
 from .errors import DivergedError
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
-from .objective import batch_loss
+from .objective import backward, batch_loss
 from .optim import set_lr
 from .optim.kfac import set_for_step
 from .precise_bn import estimate_statistics
@@ -112,15 +112,12 @@ def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             except StoppedWaiting:
                 stop.agreed()
                 return False
-            watch.doing(f"forward pass of step {state.step + 1}", is_long=is_first, section=1)
             waited_s = time.perf_counter() - asked
 
             begin = clock.mark()
             if skipper is not None:
                 skipper.begin()
-            loss = batch_loss(job, batch, state.step)
-            watch.doing(f"backward pass of step {state.step + 1}", is_long=is_first)
-            job.scaler.scale(loss).backward()
+            loss = backward(job, batch, state.step, is_long=is_first)
             middle = clock.mark()
             lr = job.learning_rate(state.step) * state.lr_factor
             state.step += 1

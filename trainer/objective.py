@@ -5,7 +5,11 @@ B batch, C channels, H height, W width, K classes
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import fields
+
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.loaders import Batch
 
@@ -34,3 +38,35 @@ def batch_loss(job: Job, batch: Batch, step: int) -> Tensor:
         loss_B = mixed.weight * loss_B + (1.0 - mixed.weight) * other_B
     # Still a mean over all slots, so that valid samples weigh the same on each rank, and as much as K-FAC assumes.
     return loss_B.where(mixed.valid, 0).mean()
+
+
+def backward(job: Job, batch: Batch, step: int, is_long: bool = False) -> Tensor:
+    """Add the gradients of a batch's mean loss to the parameters', in parts, if the recipe says so.
+
+    Args:
+        job: The run.
+        batch: This rank's slice of the step's global batch.
+        step: Number of the step in the run, from 0.
+        is_long: Whether it may take longer than other steps.
+
+    Returns:
+        The loss, a scalar.
+    """
+    watch, parts = job.world.watch, _divide(batch, job.recipe.train.accumulation_steps)
+    losses = []
+    for number, part in enumerate(parts, start=1):
+        watch.doing(f"forward pass of step {step + 1}", is_long=is_long, section=1)
+        is_last, model = number == len(parts), job.model
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+            loss = batch_loss(job, part, step) / len(parts)
+            watch.doing(f"backward pass of step {step + 1}", is_long=is_long)
+            job.scaler.scale(loss).backward()
+        losses.append(loss.detach())
+    return sum(losses[1:], start=losses[0])
+
+
+def _divide(batch: Batch, count: int) -> list[Batch]:
+    if count == 1:
+        return [batch]
+    chunks = (getattr(batch, field.name).chunk(count) for field in fields(batch))
+    return [Batch(*part) for part in zip(*chunks, strict=True)]

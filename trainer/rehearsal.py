@@ -25,7 +25,7 @@ def rehearse(job: Job) -> None:
     if job.recipe.train.compile:
         with job.clock.section("compile"):
             for size in sorted({data.size_at(epoch, epochs) for epoch in range(epochs)}):
-                _pass(job, job.train_loader.options.batch_size, size)
+                _pass(job, job.train_loader.options.batch_size // job.recipe.train.accumulation_steps, size)
             _evaluate(job, job.val_loader.options.batch_size, job.val_loader.size)
             if job.world.device.type == "cuda":
                 torch.cuda.synchronize(job.world.device)

@@ -1,6 +1,8 @@
 """Losses, mixing, averages and precise statistics against their definitions, in float64."""
 
+import contextlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from datapipe.loaders import Batch
+from trainer import objective
+from trainer.distributed import World
 from trainer.ema import Average
 from trainer.ema import Settings as EmaSettings
 from trainer.losses import LOSSES, begin_bias, per_sample_loss
@@ -180,3 +184,28 @@ def test_precise_statistics_are_means_over_batches(count):
         torch.testing.assert_close(module[0].running_var, variance.expand(2))
     assert module[0].momentum == module[2].momentum == 0.1
     assert all(torch.equal(*pair) for pair in zip(module.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_gradients_of_parts_are_those_of_the_whole(count):
+    """In float64, of a network without batch normalisation; invalid samples lie in one part only."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    images = torch.randint(0, 256, (8, 3, 2, 2), dtype=torch.uint8)
+    batch = Batch(images, torch.arange(8) % 3, torch.arange(8), torch.tensor([True] * 6 + [False] * 2))
+    train = SimpleNamespace(loss="cross_entropy", label_smoothing=0.1, seed=0, accumulation_steps=count)
+    job = SimpleNamespace(
+        recipe=SimpleNamespace(data=SimpleNamespace(mixup=0, cutmix=0), train=train), model=module, world=World(),
+        prepare=lambda images: images.double() / 255, precision=SimpleNamespace(autocast=contextlib.nullcontext),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+    )  # fmt: skip
+    loss = objective.backward(job, batch, 0)
+    found = [parameter.grad.clone() for parameter in module.parameters()]
+    logits = module(images.double() / 255)
+    # The logits are rounded to float32, as in training.
+    losses = nn.functional.cross_entropy(logits.float(), batch.labels, label_smoothing=0.1, reduction="none")
+    expected_loss = (losses * batch.valid).sum() / 8
+    expected = torch.autograd.grad(expected_loss, [*module.parameters()])
+    torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-6, atol=0)
+    for gradient, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, its, rtol=1e-6, atol=1e-9)

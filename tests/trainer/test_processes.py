@@ -183,6 +183,41 @@ def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("kfac", [[], KFAC], ids=["sgd", "kfac"])
+def test_parts_of_a_batch_are_as_good_as_ranks(train, tmp_path, metrics, kfac):
+    """Four parts on one rank, two on two: batch normalisation sees the same eight images each time."""
+    losses = []
+    for ranks, parts in ((1, 4), (2, 2)):
+        changes = ["train.epochs=1", f"train.accumulation_steps={parts}", "data.order=full", *kfac]
+        words = [word for change in changes for word in ("--set", change)]
+        code, _, err = finish(train(f"run{ranks}", *words, ranks=ranks))
+        assert code == 0, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{ranks}") if line["event"] == "train"])
+    assert len(losses[0]) == 10 and losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+@pytest.mark.ranks
+def test_gradients_that_are_sent_in_fewer_bits_train_about_the_same(train, tmp_path, metrics):
+    losses = []
+    for number, dtype in enumerate(("float32", "bfloat16")):
+        changes = ["train.epochs=1", f"train.gradient_dtype={dtype}", "train.bucket_mib=1"]
+        words = [word for change in changes for word in ("--set", change)]
+        code, _, err = finish(train(f"run{number}", *words, ranks=2))
+        assert code == 0, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
+    assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+@pytest.mark.parametrize(("parts", "batch_size"), [(3, 32), (32, 32), (5, 32)])
+def test_parts_that_a_batch_does_not_have_are_refused(train, tmp_path, parts, batch_size):
+    words = ["--set", f"train.accumulation_steps={parts}", "--set", f"train.batch_size={batch_size}"]
+    code, _, err = finish(train("run", *words))
+    assert code == 2 and f"train.accumulation_steps = {parts}: must divide the 32 images of a rank" in err, err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_data_set_is_staged_first(train, tmp_path, ranks):
     """Once for all ranks of a node."""

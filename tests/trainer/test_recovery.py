@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-import trainer.loop
+import trainer.objective
 import trainer.recovery
 from datapipe.dataset.index import read_keys
 from tests.trainer.test_run import damage
@@ -35,13 +35,13 @@ def fault(monkeypatch):
     """fault(12, math.nan): multiply the loss of the forward passes with these numbers, from 1."""
 
     def _fault(*numbers, factor=math.nan):
-        real, count = trainer.loop.batch_loss, iter(range(1, 10**6))
+        real, count = trainer.objective.batch_loss, iter(range(1, 10**6))
 
         def wrong(job, batch, step):
             loss = real(job, batch, step)
             return loss * factor if next(count) in numbers else loss
 
-        monkeypatch.setattr(trainer.loop, "batch_loss", wrong)
+        monkeypatch.setattr(trainer.objective, "batch_loss", wrong)
 
     return _fault
 
@@ -76,13 +76,13 @@ def test_the_end_names_the_samples(go, fault, packed, tmp_path, metrics, caplog)
     # The same batch as an undisturbed run trains on in that step.
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.loop, "batch_loss", _remembering(seen))
+        patch.setattr(trainer.objective, "batch_loss", _remembering(seen))
         go("other", "train.epochs=1")
     assert line["keys"] == [keys[sample] for sample in seen[6]]
 
 
 def _remembering(seen):
-    real = trainer.loop.batch_loss
+    real = trainer.objective.batch_loss
 
     def loss(job, batch, step):
         seen.append(batch.samples.tolist())
@@ -112,7 +112,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics
 
 
 def test_gradients_that_are_not_finite_are_skipped_too(go, monkeypatch, tmp_path, metrics):
-    real, count = trainer.loop.batch_loss, iter(range(1, 100))
+    real, count = trainer.objective.batch_loss, iter(range(1, 100))
 
     def wrong(job, batch, step):
         loss = real(job, batch, step)
@@ -120,7 +120,7 @@ def test_gradients_that_are_not_finite_are_skipped_too(go, monkeypatch, tmp_path
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
 
-    monkeypatch.setattr(trainer.loop, "batch_loss", wrong)
+    monkeypatch.setattr(trainer.objective, "batch_loss", wrong)
     assert go("run", "train.when_diverged=skip") == 0
     assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "skip"] == [5]
 
@@ -215,13 +215,13 @@ def test_rolling_back_passes_over_a_damaged_checkpoint(go, fault, tmp_path, monk
 
 CHILD = """
 import math, sys
-import trainer.loop
+import trainer.objective
 from trainer.cli import main
-real, count = trainer.loop.batch_loss, iter(range(1, 10**6))
+real, count = trainer.objective.batch_loss, iter(range(1, 10**6))
 def wrong(job, batch, step):
     loss, number = real(job, batch, step), next(count)
     return loss * math.nan if number == 17 and job.world.rank == 1 else loss
-trainer.loop.batch_loss = wrong
+trainer.objective.batch_loss = wrong
 sys.exit(main())
 """
 

@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 HANGS = """
 import os, sys, time
 if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
-    import trainer.loop as loop
-    before, calls = loop.batch_loss, []
+    import trainer.objective as objective
+    before, calls = objective.batch_loss, []
     def hang(job, batch, step):
         calls.append(1)
         while len(calls) > 20:
             time.sleep(1)
         return before(job, batch, step)
-    loop.batch_loss = hang
+    objective.batch_loss = hang
 """
 
 # In the place of rank 1: a bit of its parameters changes in its 20th step.
@@ -49,14 +49,14 @@ if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
 SLOW = """
 import os, sys, time
 if "trainer" in sys.orig_argv:
-    import trainer.loop as loop
+    import trainer.objective as objective
     import trainer.watch as watch
     watch.COMPARE_S = 4
-    before = loop.batch_loss
+    before = objective.batch_loss
     def slow(job, batch, step):
         time.sleep(0.1 * (os.environ.get("RANK") == "1"))
         return before(job, batch, step)
-    loop.batch_loss = slow
+    objective.batch_loss = slow
 """
 
 
@@ -65,8 +65,8 @@ COMPUTES = """
 import os, sys
 if "trainer" in sys.orig_argv and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
     import ctypes
-    import trainer.loop as loop
-    before, calls = loop.batch_loss, []
+    import trainer.objective as objective
+    before, calls = objective.batch_loss, []
     def compute(job, batch, step):
         calls.append(1)
         if len(calls) == 20:
@@ -75,7 +75,7 @@ if "trainer" in sys.orig_argv and int(os.environ["RANK"]) == int(os.environ["WOR
             for _ in range(2):  # the second call waits for ever, and no signal interrupts it
                 ctypes.CDLL(None).pthread_mutex_lock(mutex)
         return before(job, batch, step)
-    loop.batch_loss = compute
+    objective.batch_loss = compute
 """
 
 

@@ -78,6 +78,18 @@ class Recipe(Section):
             )
         return section
 
+    @field_validator("train")
+    @classmethod
+    def _sends_gradients_one_way(cls, section: Train, info: ValidationInfo) -> Train:
+        optimizer, kfac = info.data.get("optimizer"), info.data.get("kfac")
+        if optimizer is None or kfac is None or section.gradient_dtype == "float32":
+            return section
+        if optimizer.preconditioner != "none" and kfac.grad_worker_fraction == 0:
+            raise ValueError(
+                'gradient_dtype must be "float32" with kfac.grad_worker_fraction = 0, which sends them itself'
+            )
+        return section
+
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
@@ -153,6 +165,7 @@ MAY_CHANGE = {
     "train.max_recoveries",
     "train.roll_back_lr_factor",
     "train.log_every",
+    "train.bucket_mib",
     "train.compile",
     "train.channels_last",
 }

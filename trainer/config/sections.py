@@ -13,6 +13,7 @@ from ..fields import BelowOne, Count, Fraction, FromZero, Positive, Section, one
 from ..losses import LOSSES
 
 POLICIES = "stop", "skip", "roll_back"
+GRADIENT_DTYPES = "float32", "bfloat16"
 
 _CountFromZero = Annotated[int, Field(ge=0)]
 _Size = Annotated[int, Field(ge=8, le=4096)]
@@ -125,6 +126,13 @@ class Train(Section):
     """How often the run goes through the training images, at most."""
     batch_size: Count
     """Images per step, over all ranks; a multiple of the number of ranks."""
+    accumulation_steps: Count = 1
+    """Parts in which a rank computes its images of a step, one after another, to need less memory; gradients are sent
+    once. Batch normalisation sees a part at a time."""
+    gradient_dtype: Annotated[str, one_of("gradient_dtype", GRADIENT_DTYPES)] = "float32"
+    """Type in which the ranks send each other gradients; "bfloat16": half as many bytes, rounded to 8 bits."""
+    bucket_mib: Count = 25
+    """Size of the parts in which gradients are sent, each as soon as it is complete, in MiB; the first is smaller."""
     precision: Literal["auto", "bf16", "fp16", "off"] = "auto"
     """Arithmetic of the forward pass; "auto": "bf16" where the device computes in it natively, else "off" (float32).
 

@@ -86,7 +86,12 @@ class Settings(Section):
 
 
 def build(
-    name: str, settings: Settings, model: nn.Module, scaler: torch.amp.GradScaler | None, world_size: int
+    name: str,
+    settings: Settings,
+    model: nn.Module,
+    scaler: torch.amp.GradScaler | None,
+    world_size: int,
+    accumulation_steps: int = 1,
 ) -> KFAC:
     """Return the preconditioner that a recipe asks for.
 
@@ -98,6 +103,7 @@ def build(
         model: The model, in DistributedDataParallel if there are several ranks.
         scaler: The scaler of mixed precision, if there is one.
         world_size: The number of ranks.
+        accumulation_steps: Backward passes before each step.
 
     Raises:
         ValueError: A setting does not fit the model or the ranks.
@@ -105,7 +111,7 @@ def build(
     names = KFACSettings.__dataclass_fields__.keys() - {*FROM_THE_RUN}
     arguments: dict[str, Any] = {field: getattr(settings, field) for field in names}
     arguments["grad_worker_fraction"] = settings.grad_worker_fraction or 1 / world_size
-    arguments |= settings.at_epoch(0.0)
+    arguments |= settings.at_epoch(0.0) | {"accumulation_steps": accumulation_steps}
     preconditioner = KINDS[name](model, skip=settings.skip, grad_scaler=scaler, **arguments)
     at_owners = settings.grad_worker_fraction == 0 and not preconditioner.scales_gradients()
     if at_owners and isinstance(model, DistributedDataParallel):

@@ -20,6 +20,7 @@ NAMES = [
     "fashion-mnist-resnet20",
     "fashion-mnist-resnet20-kfac",
     "fashion-mnist-resnet8",
+    "fashion-mnist-speedrun",
     "imagenet-resnet50",
     "imagenet-resnet50-fast16",
     "imagenet-resnet50-fast24",
@@ -250,3 +251,11 @@ def test_the_input_grows_between_two_epochs():
     assert sizes(4, "start_size=150", "grow=[0.5, 0.5]") == [150, 150, 224, 224]
     assert sizes(4, "start_size=150", "grow=[0, 1]", "size_step=100") == [150, 150, 150, 200]
     assert sizes(2, "start_size=100", "grow=[1, 1]") == [100, 100]
+
+
+def test_gradients_that_kfac_sends_itself_are_sent_as_they_are():
+    changes = ["optimizer.preconditioner=kfac", "kfac.grad_worker_fraction=0", "train.gradient_dtype=bfloat16"]
+    with pytest.raises(SettingError, match=r'^train: gradient_dtype must be "float32" with kfac\.grad_worker_fraction'):
+        load_recipe("fashion-mnist-resnet8", changes)
+    load_recipe("fashion-mnist-resnet8", [*changes, "kfac.grad_worker_fraction=1"])
+    load_recipe("fashion-mnist-resnet8", changes[2:])
