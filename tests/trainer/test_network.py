@@ -22,10 +22,13 @@ HANG_S = 8 * LIMIT_S
 # `trainer`, which says at the end by which interfaces gloo and NCCL were to go.
 SAYS_INTERFACES = """
 import os, sys
-from trainer.cli import main
-code = main()
-print("interfaces:", os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"))
-sys.exit(code)
+from trainer import cli
+before = cli._leave
+def leave(*arguments):
+    print("interfaces:", os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"), flush=True)
+    before(*arguments)
+cli._leave = leave
+sys.exit(cli.main())
 """
 
 pytestmark = [pytest.mark.slow, pytest.mark.testbed, pytest.mark.ranks]
