@@ -46,7 +46,7 @@ class StatisticsHook:
             fraction: The share of the samples that is summed, above 0 to 1: the first ones, at least one.
         """
         self.layer, self.is_active = layer, False
-        self._fraction = 1.0 if layer.whole_batch else fraction
+        self._fraction = fraction
         self._gradient_scale = gradient_scale
         self.on_complete: Callable[[int], None] = lambda _: None
         self._num_pending = 0  # calls of this forward pass whose gradients are not there yet

@@ -96,8 +96,8 @@ class KFAC:
             lr: The optimizer's learning rate, for `kl_clip`. Set it to that of each step if it changes.
             accumulation_steps: Micro-batches in a step. The loss of each was divided by this number, and its backward
                 pass comes before the next one's forward pass. Otherwise factors are wrong.
-            factor_fraction: The share of a batch's samples that enters the factors, for less work; above 0 to 1. Norms
-                take all samples.
+            factor_fraction: The share of a batch's samples that enters the factors, for less work; above 0 to 1. For
+                a batch norm's factors these samples are the batch.
             solver: "eigen", with the damping on the product of the factors, or "cholesky", with the damping on each
                 factor; see solvers.py.
             stagger: Layers take turns in updating their factors and solutions, so that all steps take about equally

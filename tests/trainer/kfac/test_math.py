@@ -23,7 +23,11 @@ from tests.trainer.kfac.brute_force import (
     truth,
 )
 from trainer.kfac import KFAC
-from trainer.kfac.layers import Norm
+
+NORMS = [
+    nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.LayerNorm(5), nn.LayerNorm((2, 3)), nn.GroupNorm(2, 4),
+    nn.LayerNorm(5, bias=False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fraction", "number"), [(1.0, 6), (0.5, 3), (0.4, 3), (0.01, 1)])
@@ -39,11 +43,32 @@ def test_factors_of_some_samples(name, fraction, number):
     close(found[1], g)
 
 
-@pytest.mark.parametrize("module", [nn.BatchNorm2d(3), nn.LayerNorm([4])], ids=str)
-def test_norms_take_all_samples(module):
+@pytest.mark.parametrize("module", NORMS, ids=str)
+def test_norms_of_some_samples(module):
+    """The first samples count, as if a batch norm's batch were these; gradients are those of the whole batch."""
     x = input_of(module := randomised(module))
-    some, _, _ = stepped(copy.deepcopy(module), x, factor_fraction=0.5)
-    assert torch.equal(some.factors("0")[0], stepped(module, x)[0].factors("0")[0])
+    output = module(x)
+    (g,) = torch.autograd.grad(loss_of(output).sum(), output)
+    rows = scale_and_shift(module, normalised(module, x[:3]), g[:3])
+    preconditioner, _, _ = stepped(module, x, factor_fraction=0.5)
+    close(preconditioner.factors("0")[0], torch.einsum("nuj,nuk->ujk", rows, rows) / 3)
+
+
+def normalised(module, x):
+    """Return what a norm multiplies with its scale."""
+    plain = copy.deepcopy(module)
+    nn.init.ones_(plain.weight)
+    if plain.bias is not None:
+        nn.init.zeros_(plain.bias)
+    return plain(x).detach()
+
+
+def scale_and_shift(module, normalised, g):
+    """Return each sample's gradients of a norm's parameters [N, U, k], from those at its output."""
+    parts = [normalised * g, g][: len(list(module.parameters()))]
+    if isinstance(module, nn.LayerNorm):
+        return torch.stack([part.reshape(len(g), -1, module.weight.numel()).sum(1) for part in parts], -1)
+    return torch.stack([part.reshape(*part.shape[:2], -1).sum(2) for part in parts], -1)
 
 
 @pytest.mark.parametrize("solver", ["eigen", "cholesky"])
@@ -129,17 +154,11 @@ def test_the_padding_of_an_embedding_counts_for_nothing():
     assert preconditioner.factors("0")[0].tolist() == [[0.5, 0.5, 0, 0, 0, 0, 0.5]] and not found[0, :, 2].any()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.LayerNorm(5), nn.LayerNorm((2, 3)), nn.GroupNorm(2, 4),
-     nn.LayerNorm(5, bias=False)],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("module", NORMS, ids=str)
 def test_a_norm_against_brute_force(module):
     """Each unit's Fisher matrix from per-sample gradients, with the batch's statistics as they are."""
     module = randomised(module)
     x = input_of(module)
-    normalised = Norm(module).normalise(x)  # of which the gradients below are taken
     shape = (1, -1, *[1] * (x.dim() - 2)) if not isinstance(module, nn.LayerNorm) else module.weight.shape
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -148,7 +167,7 @@ def test_a_norm_against_brute_force(module):
         output = output + parameters["bias"].reshape(shape) if "bias" in parameters else output
         return loss_of(output)[0]
 
-    gradients = vmap(grad(loss), (None, 0))(parameters, normalised)
+    gradients = vmap(grad(loss), (None, 0))(parameters, normalised(module, x))
     rows = torch.stack([gradients[name].flatten(1) for name in parameters], -1)  # [N, U, k]
     wanted = torch.einsum("nuj,nuk->ujk", rows, rows) / len(x)
     preconditioner, raw, found = stepped(module, x)
