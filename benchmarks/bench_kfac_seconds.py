@@ -1,0 +1,110 @@
+"""Does K-FAC reach an accuracy in fewer seconds than the best other optimizer, Muon and SOAP included?
+
+    python -m benchmarks.bench_kfac_seconds [--model resnet8] [--batch-size 4096] [--seeds 5] [--kfac damping=1e-4 …]
+
+Trains as bench_optimizers does, with the best settings that it recorded, K-FAC's with the changes of `--kfac`. The
+others are Muon and SOAP, which are faster than SGD, LARS and LAMB in all of those records. Two trainings run at a time,
+one thread each, all of a seed after another, so that they share the machine's hours. Writes
+results/kfac-seconds-MODEL-BATCH.json after every training, and does none again that is there already: remove the file
+to begin again. The record keeps K-FAC's runs with other changes, which the summary leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.bench_optimizers import Runs, interval, reached, report, to_target
+from benchmarks.measure import RESULTS, command_line, table
+from benchmarks.optimizer_run import TARGETS, Run
+
+OTHERS = ("Muon", "SOAP")
+GOALS = {512: 1.0, 4096: 0.8}  # of the other's seconds, by batch
+
+
+def ratios(kfac: list[list[dict]], other: list[list[dict]], target: float) -> dict | None:
+    """Return K-FAC's steps, seconds and CPU seconds to a target over another's: the geometric mean over the seeds.
+
+    Args:
+        kfac: What each seed's evaluations found.
+        other: The same of the other optimizer. A seed that misses the target counts with all of its run, which is less
+            than it needs: the ratio is then "at most".
+        target: The accuracy.
+
+    Returns:
+        By what is counted the ratio and its 95 % interval (Student's t, of the logarithms); None where K-FAC misses it.
+    """
+    ours = [reached(lines, target) for lines in kfac]
+    if None in ours:
+        return None
+    theirs = [reached(lines, target) or lines[-1] for lines in other]
+    result: dict = {"at_most": any(line["accuracy"] < target for line in theirs)}
+    for key in ("step", "wall_s", "cpu_s"):
+        logs = interval([math.log(mine[key] / its[key]) for mine, its in zip(ours, theirs, strict=True)])
+        half_width = logs["half_width"] or math.inf
+        ends = [math.exp(logs["mean"] + sign * half_width) if half_width < math.inf else None for sign in (-1, 1)]
+        result[key] = {"ratio": math.exp(logs["mean"]), "interval": ends}
+    return result
+
+
+def summarise(done: Runs, rounds: list[dict[str, Run]], goal: float) -> dict:
+    """Return the means to each target of the rounds that are done, and K-FAC's ratios to the others."""
+    rounds = [turn for turn in rounds if all(run in done for run in turn.values())]
+    if not rounds:
+        return {}
+    runs = {name: [done[turn[name]] for turn in rounds] for name in rounds[0]}
+    means = {name: {"targets": {f"{t:.2f}": to_target(lines, t) for t in TARGETS}} for name, lines in runs.items()}
+    compared = {
+        f"{target:.2f}": {name: ratios(runs["K-FAC"], runs[name], target) for name in OTHERS} for target in TARGETS
+    }
+    return {"found": means, "shares": compared, "goal": goal}
+
+
+def report_ratios(compared: dict[str, dict], goal: float) -> str:
+    rows = []
+    for target, by_name in compared.items():
+        for name, its in by_name.items():
+            if its is None:
+                rows.append([f"{float(target):.0%}", name, "missed", "", "", "no"])
+                continue
+            cells = []
+            for key in ("step", "wall_s", "cpu_s"):
+                low, high = its[key]["interval"]
+                cells.append(f"{its[key]['ratio']:.2f}" + (f" ({low:.2f}–{high:.2f})" if low is not None else ""))
+            met = "yes" if its["wall_s"]["ratio"] <= goal else "no"
+            rows.append([f"{float(target):.0%}", ("at most, " if its["at_most"] else "") + name, *cells, met])
+    return table(["K-FAC to", "over", "steps", "seconds", "CPU s", f"≤ {goal:g}"], rows)
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default="resnet8", help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=4096, choices=GOALS, help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
+    parser.add_argument("--kfac", nargs="*", default=[], metavar="SETTING=VALUE", help="changes of K-FAC's settings")
+    arguments = parser.parse_args()
+    tuned = json.loads((RESULTS / f"optimizers-{arguments.model}-{arguments.batch_size}.json").read_text())
+    changes = {key: json.loads(value) for key, value in (word.split("=", 1) for word in arguments.kfac)}
+
+    def run_of(name: str, seed: int) -> Run:
+        best = tuned["found"][name]["best"]
+        kfac = best["kfac"] | changes if name == "K-FAC" else {}
+        return Run(arguments.model, arguments.batch_size, tuned["settings"]["epochs"], best["optimizer"], kfac,
+                   seed=seed, precision=tuned["settings"]["precision"])  # fmt: skip
+
+    name = f"kfac-seconds-{arguments.model}-{arguments.batch_size}"
+    done = Runs(name, vars(arguments) | {"targets": TARGETS})
+    rounds = [{name: run_of(name, seed) for name in ("K-FAC", *OTHERS)} for seed in range(1, 1 + arguments.seeds)]
+    done.summary = lambda: summarise(done, rounds, GOALS[arguments.batch_size])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(done.do, (run for turn in rounds for run in turn.values())))
+    summary = done.summary()
+    print(report(summary["found"]), report_ratios(summary["shares"], summary["goal"]), sep="\n\n")
+    print(done.write())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
