@@ -209,6 +209,43 @@ def test_gradients_that_are_sent_in_fewer_bits_train_about_the_same(train, tmp_p
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("more", [[], KFAC, ["train.accumulation_steps=2"]], ids=["sgd", "kfac", "parts"])
+def test_a_graph_that_is_said_to_be_static_learns_the_same(train, tmp_path, metrics, more):
+    losses = []
+    for number, static in enumerate(("false", "true")):
+        changes = ["train.epochs=1", f"train.static_graph={static}", *more]
+        code, _, err = finish(train(f"run{number}", *(w for c in changes for w in ("--set", c)), ranks=2))
+        assert code == 0, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
+    assert losses[0] == losses[1] and len(losses[0]) == 10
+
+
+@pytest.mark.ranks
+def test_powersgd_sends_less_from_its_step_on_and_still_learns(train, tmp_path, metrics):
+    losses = []
+    for number, rank in enumerate(('"none"', "2")):
+        changes = ["train.epochs=2", f"train.powersgd_rank={rank}", "train.powersgd_start_step=5"]
+        code, _, err = finish(train(f"run{number}", *(w for c in changes for w in ("--set", c)), ranks=2))
+        assert code == 0, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
+    whole, narrow = losses
+    assert whole[:4] == narrow[:4] and whole[-1] != narrow[-1]
+    assert narrow[-1] < (narrow[0] + whole[-1]) / 2, "more than half of what whole gradients learn"
+
+
+@pytest.mark.ranks
+def test_ranks_compile_one_network(train, tmp_path, metrics):
+    """And cut its graph so that gradients are sent early; the losses are those of networks that are not compiled."""
+    losses = []
+    for number, compiled in enumerate(("false", "true")):
+        changes = ["train.epochs=1", f"train.compile={compiled}", "train.precision=off"]
+        code, _, err = finish(train(f"run{number}", *(w for c in changes for w in ("--set", c)), ranks=2))
+        assert code == 0 and "not compiled" not in err, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
 @pytest.mark.parametrize(("parts", "batch_size"), [(3, 32), (32, 32), (5, 32)])
 def test_parts_that_a_batch_does_not_have_are_refused(train, tmp_path, parts, batch_size):
     words = ["--set", f"train.accumulation_steps={parts}", "--set", f"train.batch_size={batch_size}"]
