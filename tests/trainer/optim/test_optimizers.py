@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from datapipe.errors import SettingError
 from trainer import optim
@@ -113,9 +114,57 @@ def one_step(name, number=1, **changes):
     for _ in range(number):
         gradients.append([torch.randn(w.shape, generator=generator, dtype=w.dtype) for w in before])
         for parameter, gradient in zip(model.parameters(), gradients[-1], strict=True):
-            parameter.grad = gradient.clone()
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)  # autograd's lie as the parameters do
         optimizer.step()
     return before, [list(of) for of in zip(*gradients, strict=True)], [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("nesterov", [False, True], ids=["classical", "nesterov"])
+def test_sgd_is_what_its_settings_say(nesterov):
+    changes = {"lr": 0.2, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "vector_lr_factor": 2}
+    for w, gradients, new in zip(*one_step("sgd", 3, **changes), strict=True):
+        velocity = torch.zeros_like(w)
+        for g in gradients:  # `set_lr` multiplies the rate of vectors, and nobody has called it
+            g = g + (0.1 * w if w.ndim > 1 else 0)
+            velocity = 0.9 * velocity + g
+            w = w - 0.2 * (g + 0.9 * velocity if nesterov else velocity)
+        torch.testing.assert_close(new, w)
+
+
+@pytest.mark.parametrize("kfac", [False, True], ids=["alone", "kfac"])
+def test_gradients_lie_in_memory_as_their_parameters_do(kfac):
+    """Which fused SGD takes for granted on a CPU."""
+    model = network()
+    preconditioner = KFAC(model, factor_update_steps=1, inv_update_steps=1) if kfac else None
+    run(model, optim.build(settings("sgd"), model), 2, preconditioner)
+    assert any(not parameter.is_contiguous() for parameter in model.parameters())
+    assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is called of torch, each of which is a kernel or several."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars", "lamb"])
+def test_a_step_takes_no_more_calls_for_more_layers(name):
+    numbers = []
+    for depth in (2, 9):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+        optimizer = optim.build(settings(name, weight_decay=0.1), model)
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        with Calls() as calls:
+            optimizer.step()
+        numbers.append(calls.number)
+    assert numbers[0] == numbers[1] > 0
 
 
 def test_lars_is_what_its_paper_says():
