@@ -24,7 +24,7 @@ from datapipe.fsio import atomic_write, make_folder
 from datapipe.staging import StageOptions, stage
 
 from .config.recipe import Recipe
-from .connection import connected, ended_by_signals, set_threads
+from .connection import connected, ended_by_signals, keep_freed_memory, set_threads
 from .consistency import check_start
 from .distributed import World, gather, together
 from .job import Job, open_job
@@ -154,6 +154,7 @@ def profile(
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=NEVER)})
     with connected(place, device) as world, ExitStack() as stack:
         set_threads(world)
+        keep_freed_memory(world.device)
         precision = choose_precision(recipe.train.precision, world.device)
         clock = Clock()
         clock.use(world.device)
