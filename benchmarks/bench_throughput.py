@@ -111,12 +111,12 @@ def run(case: Case, images: int, way: str, number: int) -> dict:
 
 def ratios(runs: dict[str, list[dict]]) -> dict[str, dict]:
     """Return the trainer's images/s over the other ways', by round, and whether the median meets the goal."""
-    found = {}
+    by_way = {}
     for way, goal in GOALS.items():
         pairs = zip(runs[OURS], runs[way], strict=True)
-        found[way] = spread(ours["images_per_s"] / other["images_per_s"] for ours, other in pairs)
-        found[way] |= {"goal": goal, "met": found[way]["median"] >= goal}
-    return found
+        by_way[way] = spread(ours["images_per_s"] / other["images_per_s"] for ours, other in pairs)
+        by_way[way] |= {"goal": goal, "met": by_way[way]["median"] >= goal}
+    return by_way
 
 
 def report(cases: dict[str, dict]) -> str:

@@ -112,7 +112,7 @@ def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics
 @pytest.mark.ranks
 def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     """Each layer has one owner, to whom its gradient is reduced; the state of all of them is in the checkpoint."""
-    changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5")
+    changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5", "train.precision=off")
     changes = [word for change in changes for word in ("--set", change)]
     for ranks, epochs in ((2, 1), (1, 2), (2, 3)):
         code, _, err = finish(train("run", "--resume", *changes, "--set", f"train.epochs={epochs}", ranks=ranks))
@@ -123,6 +123,12 @@ def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     assert all(0 < cosine < 0.999 for line in told for cosine in line["cosines"].values())
     assert len({line["damping"] for line in told}) >= 3  # it adapts, and goes on where it was
     assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 1, 2]
+    layers = told[0]["cosines"].keys()  # factors in steps 0, 1, 2, one of 3 to 5, one of 6 to 8; some in step 9
+    solved = [name for name in layers if "bn" not in name]
+    assert told[1]["step"] == 10 and 5 * len(layers) < told[1]["factor_updates"] < 6 * len(layers)
+    assert told[1]["solution_updates"] == 5 * len(solved)
+    assert [rank["rank"] for rank in lines[-1]["ranks"]] == [0, 1]
+    assert all(rank["memory_bytes"] > 2**26 and rank["time_s"]["wait"] >= 0 for rank in lines[-1]["ranks"])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
