@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from datapipe.errors import SettingError
 from trainer import optim
@@ -116,6 +117,70 @@ def one_step(name, number=1, **changes):
             parameter.grad = gradient.clone()
         optimizer.step()
     return before, [list(of) for of in zip(*gradients, strict=True)], [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["rows", "pixels"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_sgd_is_its_formula_whatever_the_order_of_gradients_in_memory(fused, memory_format, monkeypatch):
+    """In float64. By itself torch's fused kernel takes weights and gradients of different orders for the same."""
+    monkeypatch.setattr(optim.sgd, "GRAIN_SIZE", 1 if fused else 10**9)
+    model = network(torch.float64)
+    optimizer = optim.build(settings("sgd", lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.1), model)
+    assert bool(optimizer.param_groups[0]["fused"]) is fused
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    momentum = [torch.zeros_like(w) for w in expected]
+    generator = torch.Generator().manual_seed(1)
+    for number in range(3):
+        for w, v, parameter in zip(expected, momentum, model.parameters(), strict=True):
+            raw = torch.randn(w.shape, generator=generator, dtype=w.dtype)
+            parameter.grad = raw.clone(memory_format=memory_format if raw.ndim == 4 else torch.contiguous_format)
+            g = raw + (0.1 * w if w.ndim > 1 else 0)
+            v.mul_(0.9).add_(g)
+            w.sub_(0.3 * (g + 0.9 * v))
+        if number == 2:  # a resumed run, whose momentum lay in memory in another order
+            state = optimizer.state_dict()
+            for its in state["state"].values():
+                its["momentum_buffer"] = its["momentum_buffer"].contiguous()
+            optimizer.load_state_dict(state)
+        optimizer.step()
+    for w, parameter in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach(), w)
+
+
+def test_sgd_is_fused_where_tensors_are_large():
+    from trainer import models
+
+    for name, is_fused in (("resnet8", False), ("resnet50", True)):
+        optimizer = optim.build(settings("sgd"), models.build(name, num_classes=10, in_channels=3))
+        assert bool(optimizer.param_groups[0]["fused"]) is is_fused
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "muon"])
+def test_a_step_has_as_many_kernels_whatever_the_number_of_layers(name):
+    """All tensors, or all of one shape, at once."""
+    counts = []
+    for layers in (3, 6):
+        model = nn.Sequential(*(nn.Conv2d(4, 4, 3) for _ in range(layers)), nn.Linear(4, 2))
+        optimizer = optim.build(settings(name), model)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            with Kernels() as kernels:
+                optimizer.step()
+        counts.append(kernels.count)
+    assert counts[1] <= counts[0]
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that are not views."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **kwargs or {})
 
 
 def test_lars_is_what_its_paper_says():
