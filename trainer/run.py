@@ -26,6 +26,7 @@ from .connection import connected, ended_by_signals, set_threads
 from .consistency import check_start
 from .distributed import World, broadcast, together
 from .errors import DivergedError, TrainingError
+from .host_memory import keep_freed_memory
 from .job import Job, open_job
 from .local_checkpoints import local_folder, open_local
 from .loop import train
@@ -102,6 +103,8 @@ def run(
         data = local
     with connected(place, device, rank_timeout_s) as world:
         set_threads(world)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         clock.use(world.device)
         world.watch.run = out
         precision = choose_precision(recipe.train.precision, world.device)
