@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 # Longer than a checkpoint takes on a loaded filesystem; the watch notices sooner that a rank does nothing.
 TIMEOUT = timedelta(minutes=30)
 START_S = 300.0  # how long to wait for the other ranks at the start
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -108,22 +106,6 @@ def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world.local_world_size))
-
-
-def keep_freed_memory(device: torch.device, environ: Mapping[str, str] = os.environ) -> bool:
-    """Have this process keep memory that it frees, for the next step's tensors, unless the environment says otherwise.
-
-    On a CPU each step frees what its passes allocated. glibc would give large pieces back to the system, which then
-    clears them again page by page: a fifth of the time of a small network's step.
-
-    Returns:
-        Whether it does: not for a GPU, whose memory torch itself keeps, nor with another C library.
-    """
-    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if device.type != "cpu" or chosen or mallopt is None:
-        return False
-    return bool(mallopt(M_MMAP_THRESHOLD, 2**30) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 @contextmanager

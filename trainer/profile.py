@@ -24,9 +24,10 @@ from datapipe.fsio import atomic_write, make_folder
 from datapipe.staging import StageOptions, stage
 
 from .config.recipe import Recipe
-from .connection import connected, ended_by_signals, keep_freed_memory, set_threads
+from .connection import connected, ended_by_signals, set_threads
 from .consistency import check_start
 from .distributed import World, gather, together
+from .host_memory import keep_freed_memory
 from .job import Job, open_job
 from .loop import train_epoch
 from .precision import choose_precision
@@ -154,7 +155,8 @@ def profile(
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=NEVER)})
     with connected(place, device) as world, ExitStack() as stack:
         set_threads(world)
-        keep_freed_memory(world.device)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         precision = choose_precision(recipe.train.precision, world.device)
         clock = Clock()
         clock.use(world.device)

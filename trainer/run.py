@@ -22,10 +22,11 @@ from datapipe.staging import StageOptions, stage
 from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import set_aside
 from .config.recipe import Recipe
-from .connection import connected, ended_by_signals, keep_freed_memory, set_threads
+from .connection import connected, ended_by_signals, set_threads
 from .consistency import check_start
 from .distributed import World, broadcast, together
 from .errors import DivergedError, TrainingError
+from .host_memory import keep_freed_memory
 from .job import Job, open_job
 from .local_checkpoints import local_folder, open_local
 from .loop import train
@@ -102,7 +103,8 @@ def run(
         data = local
     with connected(place, device, rank_timeout_s) as world:
         set_threads(world)
-        keep_freed_memory(world.device)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         clock.use(world.device)
         world.watch.run = out
         precision = choose_precision(recipe.train.precision, world.device)

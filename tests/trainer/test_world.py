@@ -1,14 +1,10 @@
 """The ranks: who they are, how they share cores and batches, how they fail together."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from datapipe.errors import SettingError
-from trainer.connection import keep_freed_memory, set_threads
+from trainer.connection import set_threads
 from trainer.distributed import World, together
 
 
@@ -33,33 +29,6 @@ def test_threads(env, changes, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
     set_threads(World(world_size=4, local_world_size=4), env)
     assert chosen == ([3] if changes else [])
-
-
-FREES = """
-import resource, sys
-import torch
-from trainer.connection import keep_freed_memory
-
-kept = keep_freed_memory(torch.device("cpu"))
-for step in range(20):
-    if step == 10:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**21 + 2**18 * number) for number in range(8)]
-    del tensors
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def test_memory_that_a_step_frees_is_there_for_the_next():
-    faults = {}
-    for name, env in (("kept", {}), ("as chosen", {"MALLOC_TRIM_THRESHOLD_": "131072"})):
-        command = [sys.executable, "-c", FREES]
-        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=True)
-        kept, number = done.stdout.split()
-        assert kept == str(name == "kept")
-        faults[name] = int(number)
-    assert 20 * faults["kept"] < faults["as chosen"]
-    assert not keep_freed_memory(torch.device("cuda"))
 
 
 def test_together_raises_what_was_raised():
