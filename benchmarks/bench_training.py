@@ -71,7 +71,7 @@ def main() -> int:
 
     described = environment()
     folder = corpus.fashion_mnist(arguments.images)
-    changes = (f"train.epochs={arguments.epochs}", "train.target_accuracy=none", "data.threads=2")
+    changes = (f"train.epochs={arguments.epochs}", "train.target_accuracy=none", "data.threads=2", "data.backend=cpu")
 
     def run(name: str, number: int) -> dict:
         seed = f"train.seed={number}"  # each round has another network and order, so that accuracy has a spread

@@ -13,7 +13,7 @@ BATCH_SIZE, EPOCHS = 64, 1000  # more epochs than it ever trains
 RANK_TIMEOUT_S = 20
 OURS = {
     "train.batch_size": BATCH_SIZE, "train.epochs": EPOCHS, "train.target_accuracy": "none", "data.threads": 1,
-    "train.evaluate_every": EPOCHS, "train.precision": "off",
+    "train.evaluate_every": EPOCHS, "train.precision": "off", "data.backend": "cpu",
 }  # fmt: skip
 
 

@@ -53,13 +53,14 @@ RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate",
 RUNNING += ["loop", "objective", "precise_bn", "precision", "profile", "record", "recovery", "rehearsal", "resume"]
 RUNNING += ["run", "state", "stop", "watch"]
 BELOW = (
-    "errors config ema kfac losses mixing models optim reporting time_limit "
+    "errors config ema host_memory kfac losses mixing models optim reporting time_limit "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
 )
 TRAINER = {
     # 0
     "errors": "datapipe",
     "fields": "",
+    "host_memory": "",
     "kfac": "",
     "losses": "",
     "mixing": "",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.errors import DatapipeError, SettingError
@@ -52,7 +53,15 @@ class World:
         return global_batch_size // self.world_size
 
 
-def wrap(model: nn.Module, world: World, bucket_mib: int = 25, gradient_dtype: str = "float32") -> nn.Module:
+def wrap(
+    model: nn.Module,
+    world: World,
+    bucket_mib: int = 25,
+    gradient_dtype: str = "float32",
+    static_graph: bool = False,
+    powersgd_rank: int | None = None,
+    powersgd_start_step: int = 1000,
+) -> nn.Module:
     """Return a model whose backward pass averages gradients over the ranks; on one rank, the model itself.
 
     Args:
@@ -60,6 +69,9 @@ def wrap(model: nn.Module, world: World, bucket_mib: int = 25, gradient_dtype: s
         world: This process's place among the ranks.
         bucket_mib: Size of the parts in which gradients are sent, in MiB.
         gradient_dtype: Type in which they are sent: float32 or bfloat16.
+        static_graph: Whether every step uses the same parameters, in the same order, of which DDP then makes use.
+        powersgd_rank: Rank of the matrices that are sent in place of gradients; None: gradients are sent.
+        powersgd_start_step: Backward passes after which that begins, at least 2.
     """
     if world.world_size == 1:
         return model
@@ -69,9 +81,13 @@ def wrap(model: nn.Module, world: World, bucket_mib: int = 25, gradient_dtype: s
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {option: False}
     options |= {"device_ids": devices, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket_mib}
+    options["static_graph"] = static_graph
     wrapped = DistributedDataParallel(model, **options)
     if gradient_dtype == "bfloat16":
         wrapped.register_comm_hook(None, lambda _, bucket: _send_bfloat16(bucket))
+    if powersgd_rank is not None:
+        state = PowerSGDState(None, powersgd_rank, powersgd_start_step)
+        wrapped.register_comm_hook(state, powerSGD_hook)
     return wrapped
 
 

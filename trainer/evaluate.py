@@ -69,7 +69,8 @@ def evaluate(
             images_BCHW = prepare(batch.images)
             logits_BK = model(images_BCHW).float()
             if with_mirrored:
-                logits_BK = (logits_BK + model(images_BCHW.flip(-1)).float()) / 2
+                half_BK = logits_BK / 2  # before the next pass, as with CUDA graphs that writes to the same memory
+                logits_BK = half_BK + model(images_BCHW.flip(-1)).float() / 2
         sums += _sums(logits_BK, batch)
         if stopped():
             return None

@@ -114,10 +114,11 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     module = module.to(world.device, memory_format=memory_format)  # type: ignore[call-overload]  # not in torch's types
     if world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # every batch has the same shape
-    if recipe.train.compile:
-        module.compile()  # in place, so that parameters keep their names
     train = recipe.train
-    return module, wrap(module, world, train.bucket_mib, train.gradient_dtype)
+    if train.compile:
+        module.compile(mode=train.compile_mode)  # in place, so that parameters keep their names
+    names = ("bucket_mib", "gradient_dtype", "static_graph", "powersgd_rank", "powersgd_start_step")
+    return module, wrap(module, world, **{name: getattr(train, name) for name in names})
 
 
 def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler) -> KFAC | None:

@@ -22,7 +22,7 @@ from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
 from .objective import backward, batch_loss
 from .optim import set_lr
-from .optim.kfac import set_for_step
+from .optim.kfac import preconditioner_counts, set_for_step
 from .precise_bn import estimate_statistics
 from .recovery import Skipper, naming_samples, roll_back
 from .reporting.runlog import BESIDE_TRAINING
@@ -268,16 +268,16 @@ def _log_preconditioner(job: Job, state: State) -> None:
     """
     preconditioner = job.preconditioner
     if preconditioner is not None:
-        counts = [preconditioner.skipped(), preconditioner.fallbacks()]
-        skipped, fallbacks = map(int, sum_over_ranks(job.world, counts))
+        counts = preconditioner_counts(preconditioner)
+        totals = sum_over_ranks(job.world, [*counts.values()])
         job.metrics.write(
             "kfac",
             epoch=state.epoch,
             step=state.step,
+            elapsed_s=job.clock.elapsed_s,
             cosines=preconditioner.cosines(),
-            skipped=skipped,
-            fallbacks=fallbacks,
             damping=preconditioner.damping,
+            **{name: int(total) for name, total in zip(counts, totals, strict=True)},
         )
 
 

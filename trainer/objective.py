@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import fields
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,6 +53,8 @@ def backward(job: Job, batch: Batch, step: int, is_long: bool = False) -> Tensor
     Returns:
         The loss, a scalar.
     """
+    if job.recipe.train.compile_mode != "default":
+        torch.compiler.cudagraph_mark_step_begin()  # CUDA graphs may reuse the memory of the last step's results
     watch, parts = job.world.watch, _divide(batch, job.recipe.train.accumulation_steps)
     losses = []
     for number, part in enumerate(parts, start=1):

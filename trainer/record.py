@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from datapipe.console import format_count
 from datapipe.dataset.manifest import MANIFEST, SPLITS, Manifest
 from datapipe.errors import DatapipeError
 
+from .distributed import gather
 from .job import Job
 from .reporting import metrics, mlperf
 from .reporting.runlog import FORMAT, wait_share
@@ -44,6 +46,7 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             commit=metrics.commit(),
             versions=metrics.versions(),
             device=metrics.device_name(world.device),
+            hardware=metrics.hardware(world.device, len(set(world.host_of)) or 1),
             world_size=world.world_size,
             global_batch_size=job.recipe.train.batch_size,
             train_samples=job.train_loader.num_samples,
@@ -85,7 +88,21 @@ def _data_sets(job: Job) -> list[str]:
     return job.data_sets
 
 
-def write_end(job: Job, state: State, status: str, stopped_by: str | None = None) -> dict[str, Any]:
+def describe_ranks(job: Job) -> list[dict[str, Any]] | None:
+    """Return where each rank's time went, and the most memory that it had, on the first rank; all must call this."""
+    world, time_s = job.world, job.clock.total()
+    host = world.host_of[world.rank] if world.host_of else socket.gethostname()
+    mine = {"rank": world.rank, "host": host, "wait_share": wait_share(time_s), **metrics.memory_bytes(world.device)}
+    return gather(world, mine | {"time_s": time_s})
+
+
+def write_end(
+    job: Job,
+    state: State,
+    status: str,
+    stopped_by: str | None = None,
+    ranks: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Write and return the "end" line.
 
     Args:
@@ -93,6 +110,7 @@ def write_end(job: Job, state: State, status: str, stopped_by: str | None = None
         state: Its progress.
         status: How it has ended.
         stopped_by: What has interrupted it.
+        ranks: What `describe_ranks` returned; None where the run has failed.
     """
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.total()
     images = state.step * job.recipe.train.batch_size
@@ -107,6 +125,7 @@ def write_end(job: Job, state: State, status: str, stopped_by: str | None = None
         "images_per_s": images / job.clock.training_s if images else 0.0,
         "wait_share": wait_share(time_s),
         "time_s": time_s,
+        "ranks": ranks,
     }
     job.metrics.write("end", **end)
     return end

@@ -5,9 +5,16 @@ B batch, C channels, H height, W width
 
 from __future__ import annotations
 
-import torch
+import logging
+from contextlib import nullcontext
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from .distributed import gather_everywhere
 from .job import Job
+
+logger = logging.getLogger(__name__)
 
 
 def rehearse(job: Job) -> None:
@@ -19,40 +26,69 @@ def rehearse(job: Job) -> None:
 
     A network that is to be compiled is compiled, for training and for evaluation, so that no step is slower than the
     others; the time that it takes is counted apart. It is compiled for all sizes that the run will have, in their
-    order, so that a resumed run computes with the same kernels.
+    order, so that a resumed run computes with the same kernels. If a rank cannot compile it, no rank does.
     """
-    data, epochs = job.recipe.data, job.recipe.train.epochs
     if job.recipe.train.compile:
         with job.clock.section("compile"):
+            _compile(job)
+    if job.world.world_size > 1:
+        compiled = job.recipe.train.compile  # for this number of images only
+        _pass(job, _part_size(job) if compiled else 2, job.train_loader.size)  # batch normalisation needs 2
+
+
+def _part_size(job: Job) -> int:
+    """Return how many images of this rank the network sees at a time in training."""
+    return job.train_loader.options.batch_size // job.recipe.train.accumulation_steps
+
+
+def _compile(job: Job) -> None:
+    """Compile the network, or undo it on all ranks. No gradient is sent, as a rank that fails would leave others alone.
+
+    DDP is there nonetheless, so that the compiler knows where to cut the graph to send gradients early.
+    """
+    data, epochs, failure = job.recipe.data, job.recipe.train.epochs, None
+    try:
+        with job.model.no_sync() if isinstance(job.model, DistributedDataParallel) else nullcontext():
             for size in sorted({data.size_at(epoch, epochs) for epoch in range(epochs)}):
-                _pass(job, job.train_loader.options.batch_size // job.recipe.train.accumulation_steps, size)
-            _evaluate(job, job.val_loader.options.batch_size, job.val_loader.size)
-            if job.world.device.type == "cuda":
-                torch.cuda.synchronize(job.world.device)
-    elif job.world.world_size > 1:
-        _pass(job, 2, job.train_loader.size)  # as few as batch normalisation takes
+                _pass(job, _part_size(job), size)
+        _evaluate(job, job.val_loader.options.batch_size, job.val_loader.size)
+        if job.world.device.type == "cuda":
+            torch.cuda.synchronize(job.world.device)
+    except torch.OutOfMemoryError:
+        raise  # without compilation there would be even less
+    except (RuntimeError, OSError, ImportError) as error:
+        failure = f"rank {job.world.rank}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    failures = [text for text in gather_everywhere(job.world, failure) if text is not None]
+    if failures:
+        job.module._compiled_call_impl = None  # what `compile` has set
+        if job.world.is_main:
+            logger.warning("train.compile: not compiled, which is slower, as it failed. %s", failures[0])
 
 
 def _pass(job: Job, num_images: int, size: int) -> None:
     buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
     device = job.world.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        with job.precision.autocast():
-            logits_BK = job.model(_black(job, num_images, size))
-        logits_BK.float().sum().backward()
-    job.model.zero_grad(set_to_none=True)
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    if job.preconditioner is not None:
-        job.preconditioner.discard()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with job.precision.autocast():
+                logits_BK = job.model(_black(job, num_images, size))
+            logits_BK.float().sum().backward()
+    finally:
+        job.model.zero_grad(set_to_none=True)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        if job.preconditioner is not None:
+            job.preconditioner.discard()
 
 
 @torch.no_grad()
 def _evaluate(job: Job, num_images: int, size: int) -> None:
     job.module.eval()
-    with job.precision.autocast():
-        job.module(_black(job, num_images, size))
-    job.module.train()
+    try:
+        with job.precision.autocast():
+            job.module(_black(job, num_images, size))
+    finally:
+        job.module.train()
 
 
 def _black(job: Job, num_images: int, size: int) -> torch.Tensor:

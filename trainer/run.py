@@ -31,7 +31,7 @@ from .job import Job, open_job
 from .local_checkpoints import local_folder, open_local
 from .loop import train
 from .precision import Precision, choose_precision
-from .record import write_end, write_report, write_start
+from .record import describe_ranks, write_end, write_report, write_start
 from .rehearsal import rehearse
 from .reporting.loggers import LoggerFactory, find_loggers
 from .reporting.mlperf import read_labels
@@ -229,7 +229,8 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
         raise
     stop.settle()
     job.world.watch.doing("finishing", is_long=True)
-    end = write_end(job, state, status, stop.reason if status == "interrupted" else None)
+    ranks = describe_ranks(job)
+    end = write_end(job, state, status, stop.reason if status == "interrupted" else None, ranks)
     with together(job.world):
         job.metrics.sync()
     return end

@@ -198,7 +198,7 @@ def test_a_rank_that_fails_is_gone_while_the_other_waits_in_nccl(sample, tmp_pat
         for rank, folder in enumerate((sample, damaged)):
             command = [
                 sys.executable, "-m", "trainer", "train", "fashion-mnist-resnet8", "--data", str(folder),
-                "--out", str(tmp_path / "run"), "--set", "train.batch_size=64",
+                "--out", str(tmp_path / "run"), "--set", "train.batch_size=64", "--set", "data.backend=cpu",
             ]  # fmt: skip
             env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}

@@ -44,7 +44,9 @@ def faults(how: str) -> int:
 def test_a_tensor_takes_the_memory_of_one_that_was_freed():
     pages = TENSOR_BYTES // os.sysconf("SC_PAGE_SIZE")
     assert faults("kept") < 2 * pages
-    assert faults("as it is") > (ROUNDS - 3) * pages // 512  # or else there is nothing to keep: 512 pages are a huge one
+    assert (
+        faults("as it is") > (ROUNDS - 3) * pages // 512
+    )  # or else there is nothing to keep: 512 pages are a huge one
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])

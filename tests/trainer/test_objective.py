@@ -193,7 +193,9 @@ def test_the_gradients_of_parts_are_those_of_the_whole(count):
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     images = torch.randint(0, 256, (8, 3, 2, 2), dtype=torch.uint8)
     batch = Batch(images, torch.arange(8) % 3, torch.arange(8), torch.tensor([True] * 6 + [False] * 2))
-    train = SimpleNamespace(loss="cross_entropy", label_smoothing=0.1, seed=0, accumulation_steps=count)
+    train = SimpleNamespace(
+        loss="cross_entropy", label_smoothing=0.1, seed=0, accumulation_steps=count, compile_mode="default"
+    )
     job = SimpleNamespace(
         recipe=SimpleNamespace(data=SimpleNamespace(mixup=0, cutmix=0), train=train), model=module, world=World(),
         prepare=lambda images: images.double() / 255, precision=SimpleNamespace(autocast=contextlib.nullcontext),

@@ -112,7 +112,7 @@ def test_killed_at_random_steps_ends_with_the_same_bits(train, tmp_path, metrics
 @pytest.mark.ranks
 def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     """Each layer has one owner, to whom its gradient is reduced; the state of all of them is in the checkpoint."""
-    changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5")
+    changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5", "train.precision=off")
     changes = [word for change in changes for word in ("--set", change)]
     for ranks, epochs in ((2, 1), (1, 2), (2, 3)):
         code, _, err = finish(train("run", "--resume", *changes, "--set", f"train.epochs={epochs}", ranks=ranks))
@@ -123,6 +123,12 @@ def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     assert all(0 < cosine < 0.999 for line in told for cosine in line["cosines"].values())
     assert len({line["damping"] for line in told}) >= 3  # it adapts, and goes on where it was
     assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 1, 2]
+    layers = told[0]["cosines"].keys()  # factors in steps 0, 1, 2, one of 3 to 5, one of 6 to 8; some in step 9
+    solved = [name for name in layers if "bn" not in name]
+    assert told[1]["step"] == 10 and 5 * len(layers) < told[1]["factor_updates"] < 6 * len(layers)
+    assert told[1]["solution_updates"] == 5 * len(solved)
+    assert [rank["rank"] for rank in lines[-1]["ranks"]] == [0, 1]
+    assert all(rank["memory_bytes"] > 2**26 and rank["time_s"]["wait"] >= 0 for rank in lines[-1]["ranks"])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
@@ -207,6 +213,43 @@ def test_gradients_that_are_sent_in_fewer_bits_train_about_the_same(train, tmp_p
         losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
     assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("more", [[], KFAC, ["train.accumulation_steps=2"]], ids=["sgd", "kfac", "parts"])
+def test_a_graph_that_is_said_to_be_static_learns_the_same(train, tmp_path, metrics, more):
+    losses = []
+    for number, static in enumerate(("false", "true")):
+        changes = ["train.epochs=1", f"train.static_graph={static}", *more]
+        code, _, err = finish(train(f"run{number}", *(w for c in changes for w in ("--set", c)), ranks=2))
+        assert code == 0, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
+    assert losses[0] == losses[1] and len(losses[0]) == 10
+
+
+@pytest.mark.ranks
+def test_powersgd_sends_less_from_its_step_on_and_still_learns(train, tmp_path, metrics):
+    losses = []
+    for number, rank in enumerate(('"none"', "2")):
+        changes = ["train.epochs=2", f"train.powersgd_rank={rank}", "train.powersgd_start_step=5"]
+        code, _, err = finish(train(f"run{number}", *(w for c in changes for w in ("--set", c)), ranks=2))
+        assert code == 0, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
+    whole, narrow = losses
+    assert whole[:4] == narrow[:4] and whole[-1] != narrow[-1]
+    assert narrow[-1] < (narrow[0] + whole[-1]) / 2, "more than half of what whole gradients learn"
+
+
+@pytest.mark.ranks
+def test_ranks_compile_one_network(train, tmp_path, metrics):
+    """And cut its graph so that gradients are sent early; the losses are those of networks that are not compiled."""
+    losses = []
+    for number, compiled in enumerate(("false", "true")):
+        changes = ["train.epochs=1", f"train.compile={compiled}", "train.precision=off"]
+        code, _, err = finish(train(f"run{number}", *(w for c in changes for w in ("--set", c)), ranks=2))
+        assert code == 0 and "not compiled" not in err, err
+        losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 @pytest.mark.parametrize(("parts", "batch_size"), [(3, 32), (32, 32), (5, 32)])

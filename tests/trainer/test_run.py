@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
 
 import trainer.loading
 import trainer.loop
@@ -128,7 +130,7 @@ def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, 
         results["compiled later"] = len(graphs) - before
         return status
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: COMPILE(module, backend=backend))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: COMPILE(module, backend=backend))
     monkeypatch.setattr(trainer.run, "train", train)
     for name in ("with", "without"):
         torch._dynamo.reset()
@@ -142,6 +144,19 @@ def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, 
         shutil.rmtree(tmp_path / "run")
     assert len(results["with"]) == len(results["without"]) > 90
     assert all(starmap(torch.equal, zip(results["with"], results["without"], strict=True)))
+
+
+def test_a_network_that_does_not_compile_is_trained_as_it_is(go, tmp_path, metrics, no_report, caplog):
+    losses = []
+    for compiled in ("false", "true"):
+        torch._dynamo.reset()
+        with fresh_cache(), inductor.patch({"cpp.cxx": ("/bin/false",)}):
+            assert go("train.epochs=1", "train.log_every=1", f"train.compile={compiled}") == 0
+        losses.append([line["loss"] for line in metrics(tmp_path / "run") if line["event"] == "train"])
+        shutil.rmtree(tmp_path / "run")
+    assert losses[0] == losses[1]
+    warning = next(record.getMessage() for record in caplog.records if "train.compile" in record.getMessage())
+    assert warning.startswith("train.compile: not compiled, which is slower, as it failed. rank 0: ")
 
 
 def _leaves(value):

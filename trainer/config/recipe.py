@@ -82,12 +82,12 @@ class Recipe(Section):
     @classmethod
     def _sends_gradients_one_way(cls, section: Train, info: ValidationInfo) -> Train:
         optimizer, kfac = info.data.get("optimizer"), info.data.get("kfac")
-        if optimizer is None or kfac is None or section.gradient_dtype == "float32":
+        if optimizer is None or kfac is None or optimizer.preconditioner == "none" or kfac.grad_worker_fraction:
             return section
-        if optimizer.preconditioner != "none" and kfac.grad_worker_fraction == 0:
-            raise ValueError(
-                'gradient_dtype must be "float32" with kfac.grad_worker_fraction = 0, which sends them itself'
-            )
+        for name, whole in (("gradient_dtype", "float32"), ("powersgd_rank", None)):
+            if getattr(section, name) != whole:
+                text = f'{name} must be "{whole or "none"}"'
+                raise ValueError(f"{text} with kfac.grad_worker_fraction = 0, which sends gradients itself")
         return section
 
 
@@ -166,7 +166,9 @@ MAY_CHANGE = {
     "train.roll_back_lr_factor",
     "train.log_every",
     "train.bucket_mib",
+    "train.static_graph",
     "train.compile",
+    "train.compile_mode",
     "train.channels_last",
 }
 

@@ -14,6 +14,7 @@ from ..losses import LOSSES
 
 POLICIES = "stop", "skip", "roll_back"
 GRADIENT_DTYPES = "float32", "bfloat16"
+COMPILE_MODES = "default", "reduce-overhead", "max-autotune"
 
 _CountFromZero = Annotated[int, Field(ge=0)]
 _Size = Annotated[int, Field(ge=8, le=4096)]
@@ -133,6 +134,13 @@ class Train(Section):
     """Type in which the ranks send each other gradients; "bfloat16": half as many bytes, rounded to 8 bits."""
     bucket_mib: Count = 25
     """Size of the parts in which gradients are sent, each as soon as it is complete, in MiB; the first is smaller."""
+    static_graph: bool = False
+    """Promise DDP that each step uses the same parameters in the same order, which saves it work."""
+    powersgd_rank: Annotated[Count | None, or_none()] = None
+    """Rank of the two narrow matrices that are sent in place of a layer's gradient (PowerSGD, Vogels et al. 2019);
+    "none": gradients are sent whole."""
+    powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
+    """Step from which PowerSGD is used, counted from where a process begins; gradients are sent whole before."""
     precision: Literal["auto", "bf16", "fp16", "off"] = "auto"
     """Arithmetic of the forward pass; "auto": "bf16" where the device computes in it natively, else "off" (float32).
 
@@ -141,7 +149,10 @@ class Train(Section):
     channels_last: bool = True
     """Keep images and weights with the channels last in memory."""
     compile: bool = False
-    """Compile the network with `torch.compile`."""
+    """Compile the network with `torch.compile`; where that fails, it is trained as it is, and the log says why."""
+    compile_mode: Annotated[str, one_of("mode", COMPILE_MODES)] = "default"
+    """How it is compiled; "reduce-overhead": with CUDA graphs, which launch all kernels of a pass at once;
+    "max-autotune": also with the fastest of several kernels, which takes minutes to find."""
     loss: Annotated[str, one_of("loss", LOSSES)] = "cross_entropy"
     """What is minimised; "bce": the sum over classes of binary cross-entropies."""
     label_smoothing: BelowOne = 0.0
@@ -182,3 +193,16 @@ class Train(Section):
     """By which the learning rate is multiplied each time that the run is rolled back."""
     log_every: Count = 50
     """Steps between lines of metrics.jsonl."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Train:
+        if self.compile_mode != "default" and not self.compile:
+            raise ValueError(f'compile_mode = "{self.compile_mode}" needs compile = true')
+        if self.compile_mode != "default" and self.accumulation_steps > 1:
+            raise ValueError(
+                f'compile_mode must be "default" with accumulation_steps = {self.accumulation_steps}: each pass of a '
+                "CUDA graph overwrites the gradients of the one before"
+            )
+        if self.powersgd_rank is not None and self.gradient_dtype != "float32":
+            raise ValueError(f'powersgd_rank must be "none" with gradient_dtype = "{self.gradient_dtype}"')
+        return self

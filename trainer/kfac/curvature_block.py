@@ -59,6 +59,7 @@ class CurvatureBlock:
         self.num_rows = 0
         self._has_finite_factors = False
         self.has_factors = self.has_solution = False
+        self.num_updates = {"factors": 0, "solution": 0}  # by this rank
 
     # --- factors ---
 
@@ -86,6 +87,7 @@ class CurvatureBlock:
             for name, factor in new.items():
                 self.averages[name].update(factor, decay, finite)
             self.has_factors = True
+            self.num_updates["factors"] += bool(new)
         self.new = {}
 
     def discard(self) -> None:
@@ -127,6 +129,7 @@ class CurvatureBlock:
         if self.is_owner and self.has_finite_factors():
             solution = solver.update_inverse(self.factor("a"), self.factor("g"), damping, self.solution)
             self.solution = self._as_received(solution)
+            self.num_updates["solution"] += 1
 
     def _as_received(self, solution: Solution) -> Solution:
         """Cast and make contiguous, exactly as the receivers of a solution will have it.

@@ -139,3 +139,19 @@ def set_for_step(preconditioner: KFAC, settings: Settings, epoch: float, lr: flo
         if name != "damping" or settings.damping_update_steps is None:
             setattr(preconditioner, name, value)
     preconditioner.lr = lr
+
+
+def preconditioner_counts(preconditioner: KFAC) -> dict[str, int]:
+    """Return what has happened on this rank since it was built; the ranks' sums have each once. Waits for the device.
+
+    Returns:
+        Updates of a layer's factors and of its solution, updates that were skipped, solutions that failed.
+    """
+    is_first = preconditioner.communicator.rank == 0
+    counted = [block for block in preconditioner.blocks.values() if (is_first if block.is_norm else block.is_owner)]
+    return {
+        "factor_updates": sum(block.num_updates["factors"] for block in counted),
+        "solution_updates": sum(block.num_updates["solution"] for block in counted),
+        "skipped": preconditioner.skipped(),
+        "fallbacks": preconditioner.fallbacks(),
+    }

@@ -9,7 +9,9 @@ import math
 import os
 import platform
 import re
+import resource
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -157,11 +159,38 @@ def commit() -> str | None:
 
 def device_name(device: torch.device) -> str:
     """Return the kind and the model of a device, e.g. "cuda (NVIDIA H100 80GB HBM3)"."""
+    model = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
+    return f"{device.type} ({model})"
+
+
+def hardware(device: torch.device, hosts: int) -> dict[str, str | int]:
+    """Return what a run is computed on, as the first rank's host has it: memory in bytes, cores that it may use.
+
+    Args:
+        device: The rank's.
+        hosts: The number of hosts.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts: dict[str, str | int] = {"hosts": hosts, "cpu": _cpu_model(), "cores": cores, "memory_bytes": memory}
     if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
+        gpu = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory}
+    return facts
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """Return the most memory that this process has had so far: of the host, and of a GPU what torch has reserved."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    most = {"memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device.type == "cuda":
+        most["gpu_memory_bytes"] = torch.cuda.max_memory_reserved(device)
+    return most
+
+
+def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{device.type} ({name})"
+        return platform.processor() or platform.machine()

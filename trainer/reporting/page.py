@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from datapipe.fsio import atomic_write, make_folder
 
 from .formatting import SPACE, format_duration, format_figure, format_value
 from .mlperf import write_log
-from .plots import DARK, LIGHT, write_plots
-from .runlog import DATA_BOUND_SHARE, Run, read_run
+from .plots import write_plots
+from .runlog import DATA_BOUND_SHARE, Line, Run, number, read_run
+from .svg import DARK, LIGHT
 
 # Columns of the comparison that say what was run, which one run's details show anyway.
 IDENTITY = {
@@ -159,14 +161,51 @@ def _verdict(run: Run) -> str:
 def _details(run: Run) -> Details:
     facts = {key: value for key, value in run.header.items() if key not in NOT_SHOWN}
     recipe = dict(facts.pop("recipe", None) or {})
-    versions = facts.pop("versions", None) or {}
+    versions, hardware = (facts.pop(name, None) or {} for name in ("versions", "hardware"))
     settings = {key: recipe.pop(key) for key in list(recipe) if not isinstance(recipe[key], dict)}
     time = {part: format_duration(seconds) for part, seconds in run.time_s().items()}
-    tables = {"run": facts | settings, "versions": versions, "time": time, **recipe}
+    tables = {
+        "run": facts | settings,
+        "hardware": dict(_with_units(hardware)),
+        "versions": versions,
+        "time": time,
+        "ranks": {f"rank {rank.get('rank')}": _rank_in_words(rank) for rank in run.ranks()},
+        "what K-FAC did": _kfac_in_words(run),
+        **recipe,
+    }
     return Details(
         run.label,
         {
             format_value(title): {format_value(key): format_value(value) for key, value in table.items()}
             for title, table in tables.items()
+            if table
         },
     )
+
+
+def _with_units(facts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield facts by name, those in bytes as GiB."""
+    for key, value in facts.items():
+        if key.endswith("_bytes"):
+            yield (
+                key.removesuffix("_bytes").replace("_", " "),
+                format_figure(number(value) / 2**30, f"{{:,.1f}}{SPACE}GiB"),
+            )
+        else:
+            yield key, value
+
+
+def _rank_in_words(rank: Line) -> str:
+    """Return where a rank was, for how much of its steps' time it waited for data, and its memory at most."""
+    memory = [f"{name} {value}" for name, value in _with_units(rank) if name.endswith("memory")]
+    waited = format_figure(number(rank.get("wait_share")), "{:.1%}")
+    return ", ".join([format_value(rank.get("host")), f"waiting for data {waited}", *memory])
+
+
+def _kfac_in_words(run: Run) -> dict[str, object]:
+    """Return what the last line about K-FAC says: updates of layers' factors and solutions, and what went wrong."""
+    if not run.kfac:
+        return {}
+    names = ("factor_updates", "solution_updates", "skipped", "fallbacks", "damping")
+    cosine = format_figure(number(run.kfac[-1]["cosine"]), "{:.2f}")
+    return {name.replace("_", " "): run.kfac[-1].get(name) for name in names} | {"median cosine": cosine}

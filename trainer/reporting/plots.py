@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-from xml.etree import ElementTree
 
 from datapipe.fsio import atomic_write
 
-from .formatting import SPACE, format_figure, time_unit
-from .runlog import Line, Run, number
+from .formatting import SPACE, format_figure, format_value, time_unit
+from .runlog import Line, Run, number, seconds_of
+from .svg import LIGHT, svg_for_page
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -23,40 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.container import Container
     from matplotlib.figure import Figure
 
-MAX_POINTS = 400  # of a curve: more cannot be told apart on the page
-WIDTH = 9.0  # inches
-LEGEND_COLUMNS = 105  # characters that fit beside each other
+MAX_POINTS = 300  # of a curve: more cannot be told apart on the page
+WIDE, NARROW = 9.0, 4.5  # inches; the narrow one, for a narrow screen, has its halves below each other
+LEGEND_COLUMNS = 11.5  # characters of an inch that fit beside each other
+MAX_RANKS = 32  # of which the time is shown
 
-LIGHT = {  # after Okabe and Ito (2008), whose hues colour-blind readers tell apart
-    "c0": "#0072b2",
-    "c1": "#c24e00",
-    "c2": "#00855f",
-    "c3": "#a8467f",
-    "c4": "#d99a00",
-    "c5": "#6b7683",
-    "c6": "#7a5a2f",
-    "c7": "#5648a8",
-    "c8": "#b3261e",
-    "ink": "#1c2126",
-    "muted": "#59636e",
-    "line": "#dde1e6",
-    "paper": "#ffffff",
-}
-DARK = {
-    "c0": "#5ab4ee",
-    "c1": "#f58a4b",
-    "c2": "#3cc79a",
-    "c3": "#e08fbd",
-    "c4": "#ffd166",
-    "c5": "#98a3af",
-    "c6": "#cfa56b",
-    "c7": "#aca2f5",
-    "c8": "#ff8f85",
-    "ink": "#e4e8ec",
-    "muted": "#a0aab4",
-    "line": "#363d45",
-    "paper": "#15191d",
-}
 PARTS = {  # of a run's time: colour and label
     "staging": ("c6", "staging"),
     "start": ("c7", "start"),
@@ -74,14 +44,14 @@ class Curve(NamedTuple):
     """One curve per run: a key of the lines of metrics.jsonl, and how it is drawn."""
 
     key: str
-    lines: Literal["train", "epochs"]
+    lines: Literal["train", "epochs", "kfac"]
     style: dict[str, Any]
     label: str = ""  # in the legend
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of all runs. Without curves, it shows where the time went."""
+    """A plot of all runs; a curve that no run has is left out. Without curves, it shows where the time went."""
 
     name: str
     title: str
@@ -91,10 +61,11 @@ class Plot:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A plot as it stands in the page."""
+    """A plot as it stands in the page, for a wide and for a narrow screen."""
 
     title: str
-    svg: str
+    wide: str
+    narrow: str
 
 
 PLOTS = (
@@ -108,8 +79,11 @@ PLOTS = (
             Curve("val_loss", "epochs", {"linestyle": "--"}, "validation"),
         ],
     ),
+    Plot("learning-rate", "Learning rate", "learning rate", [Curve("lr", "train", {"marker": ""})]),
     Plot("throughput", "Speed", "images/s", [Curve("images_per_s", "train", {"marker": ""})]),
+    Plot("kfac", "K-FAC", "cosine of gradients", [Curve("cosine", "kfac", {"marker": ""})]),
     Plot("time", "Where the time went"),
+    Plot("ranks", "Where each rank's time went"),
 )
 
 
@@ -124,16 +98,31 @@ def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
         file = stack.enter_context(atomic_write(out / "report.pdf"))
         pdf = stack.enter_context(PdfPages(file, metadata={"CreationDate": None}))
         for plot in PLOTS:
-            figure = Figure(layout="constrained")
-            _draw(figure, plot, runs)
-            pdf.savefig(figure)
-            figure.set_layout_engine("none")  # it is laid out once, for all three files
+            if not _is_for(plot, runs):
+                (out / f"{plot.name}.png").unlink(missing_ok=True)  # of an earlier report
+                continue
+            wide, narrow = (Figure(layout="constrained") for _ in range(2))
+            _draw(wide, plot, runs, WIDE)
+            _draw(narrow, plot, runs, NARROW)
+            pdf.savefig(wide)
+            wide.set_layout_engine("none")  # it is laid out once, for all three files
             with atomic_write(out / f"{plot.name}.png") as image:
-                figure.savefig(image, format="png", dpi=150)
-            svg = io.BytesIO()
-            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-            drawings.append(Drawing(plot.title, _svg_for_page(svg.getvalue(), plot.title)))
+                wide.savefig(image, format="png", dpi=150)
+            drawings.append(Drawing(plot.title, *(_svg(figure, plot.title) for figure in (wide, narrow))))
     return drawings
+
+
+def _is_for(plot: Plot, runs: list[Run]) -> bool:
+    """Return whether the runs have what an optional plot shows."""
+    if plot.name == "kfac":
+        return any(run.kfac for run in runs)
+    return plot.name != "ranks" or (len(runs) == 1 and len(runs[0].ranks()) > 1)
+
+
+def _svg(figure: Figure, title: str) -> str:
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    return svg_for_page(svg.getvalue(), title)
 
 
 def plot_style() -> AbstractContextManager[None]:
@@ -164,22 +153,25 @@ def plot_style() -> AbstractContextManager[None]:
     )
 
 
-def _draw(figure: Figure, plot: Plot, runs: list[Run]) -> None:
+def _draw(figure: Figure, plot: Plot, runs: list[Run], width: float) -> None:
     if plot.curves:
-        figure.set_size_inches(WIDTH, 3.4 + 0.1 * len(runs))
-        handles = _draw_curves(figure, plot, runs)
+        rows = 1 if width == WIDE else 2
+        figure.set_size_inches(width, 3.4 * rows + 0.1 * len(runs))
+        handles = _draw_curves(figure, plot, runs, rows)
     else:
-        figure.set_size_inches(WIDTH, 1.3 + 0.45 * len(runs))
-        handles = _draw_time(figure, runs)
+        bars = {run.label: run.time_s() for run in runs} if plot.name == "time" else _times_of_ranks(runs[0])
+        figure.set_size_inches(width, (1.3 if width == WIDE else 2.2) + 0.45 * len(bars))
+        handles = _draw_time(figure, bars)
     if handles:
+        fitting = LEGEND_COLUMNS * width
         widths = [len(str(handle.get_label())) + 6 for handle in handles]
-        columns = len(handles) if sum(widths) <= LEGEND_COLUMNS else max(1, LEGEND_COLUMNS // max(widths))
+        columns = len(handles) if sum(widths) <= fitting else max(1, int(fitting // max(widths)))
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
 
 
-def _draw_curves(figure: Figure, plot: Plot, runs: list[Run]) -> list[Artist | Container]:
+def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list[Artist | Container]:
     """Draw a plot's curves by epoch and by time; return what the legend shows."""
-    by_epoch, by_time = figure.subplots(1, 2, sharey=True)
+    by_epoch, by_time = figure.subplots(rows, 2 // rows, sharey=True)
     seconds = [number(line.get("elapsed_s"), 0.0) for run in runs for line in run.train + run.epochs]
     unit_s, unit = time_unit(max(seconds, default=0.0))
     handles: list[Artist | Container] = []
@@ -195,7 +187,7 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run]) -> list[Artist | C
             by_epoch.plot([point.epoch for point in points], values, **style)
             by_time.plot([point.elapsed_s / unit_s for point in points], values, **style)
     by_epoch.set(xlabel="epoch", ylabel=plot.label, xlim=(0, None))
-    by_time.set(xlabel=f"time ({unit})", xlim=(0, None))
+    by_time.set(xlabel=f"time ({unit})", xlim=(0, None), ylabel=plot.label if rows > 1 else "")
     grey: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": ":"}
     if plot.name == "accuracy":
         by_epoch.yaxis.set_major_formatter(lambda value, _position: f"{100 * value:.4g}{SPACE}%")
@@ -222,7 +214,7 @@ class Point(NamedTuple):
 
 def curve_points(run: Run, curve: Curve) -> list[Point]:
     """Return at most MAX_POINTS points of a curve, evenly chosen; lines without a number are left out."""
-    lines: list[Line] = run.train if curve.lines == "train" else run.epochs
+    lines: list[Line] = getattr(run, curve.lines)
     steps_per_epoch = _steps_per_epoch(run)
     points = []
     for line in lines:
@@ -241,57 +233,37 @@ def _steps_per_epoch(run: Run) -> float:
     return steps / epochs if steps and epochs else math.nan
 
 
-def _draw_time(figure: Figure, runs: list[Run]) -> list[Artist | Container]:
-    """Draw a bar for each run, of the PARTS that took time in any; return what the legend shows."""
+def _times_of_ranks(run: Run) -> dict[str, dict[str, float]]:
+    """Return each rank's seconds in each section; of many ranks those that waited for data the shortest and longest."""
+    ranks = sorted(run.ranks(), key=lambda rank: number(rank.get("wait_share"), 0.0))
+    if len(ranks) > MAX_RANKS:
+        ranks = ranks[: MAX_RANKS // 2] + ranks[-MAX_RANKS // 2 :]
+    ranks.sort(key=lambda rank: number(rank.get("rank"), 0.0))
+    return {f"rank {format_value(rank.get('rank'))}": seconds_of([rank]) for rank in ranks}
+
+
+def _draw_time(figure: Figure, times: dict[str, dict[str, float]]) -> list[Artist | Container]:
+    """Draw a bar for each entry, of the PARTS that took time in any; return what the legend shows."""
     axes: Axes = figure.subplots()
-    times = [run.time_s() for run in runs]
-    totals = [sum(time_s.values()) for time_s in times]
+    totals = [sum(time_s.values()) for time_s in times.values()]
     longest = max(totals)
     unit_s, unit = time_unit(longest)
-    left = [0.0] * len(runs)
+    left = [0.0] * len(times)
+    least = longest / (2.4 * figure.get_figwidth())  # of a bar in which its share fits
     handles: list[Artist | Container] = []
     for part, (colour, label) in PARTS.items():
-        widths = [time_s[part] / unit_s for time_s in times]
+        widths = [time_s[part] / unit_s for time_s in times.values()]
         if not any(widths):
             continue
-        bars = axes.barh(range(len(runs)), widths, 0.6, left, color=LIGHT[colour], label=label)
+        bars = axes.barh(range(len(times)), widths, 0.6, left, color=LIGHT[colour], label=label)
         handles.append(bars)
         left = [start + width for start, width in zip(left, widths, strict=True)]
         shares = [
-            format_figure(time_s[part] / total, "{:.0%}") if time_s[part] > longest / 22 else ""  # if it fits
-            for time_s, total in zip(times, totals, strict=True)
+            format_figure(time_s[part] / total, "{:.0%}") if time_s[part] > least else ""
+            for time_s, total in zip(times.values(), totals, strict=True)
         ]
         axes.bar_label(bars, shares, label_type="center", color="black" if colour == "c4" else LIGHT["paper"])
-    axes.set(xlabel=f"time ({unit})", yticks=range(len(runs)), yticklabels=[run.label for run in runs])
-    axes.set(xlim=(0, None), ylim=(len(runs) - 0.5, -0.5))  # the first run on top
+    axes.set(xlabel=f"time ({unit})", yticks=range(len(times)), yticklabels=[*times])
+    axes.set(xlim=(0, None), ylim=(len(times) - 0.5, -0.5))  # the first on top
     axes.grid(visible=False, axis="y")
     return handles
-
-
-def _svg_for_page(svg: bytes, title: str) -> str:
-    """Return matplotlib's SVG as an element of an HTML page: without namespaces, in the page's colours."""
-    root = ElementTree.fromstring(svg)
-    values = [value for element in root.iter() for value in element.attrib.values()]
-    references = {name for value in values for name in re.findall(r"#(\w+)", value)}
-    for element in root.iter():
-        element.tag = _local(element.tag)
-        attributes = {_local(name): _use_variables(value) for name, value in element.attrib.items()}
-        if attributes.get("id") not in references:
-            attributes.pop("id", None)
-        element.attrib.clear()
-        element.attrib.update(attributes)
-    for metadata in root.findall("metadata"):
-        root.remove(metadata)
-    root.attrib |= {"role": "img", "aria-label": title}
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _local(name: str) -> str:
-    return name.rpartition("}")[2]
-
-
-def _use_variables(value: str) -> str:
-    """Write the page's variables in place of colours."""
-    for name, colour in LIGHT.items():
-        value = value.replace(colour, f"var(--{name})")
-    return value

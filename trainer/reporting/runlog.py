@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import harmonic_mean
+from statistics import harmonic_mean, median
 from typing import Any
 
 from datapipe.errors import DatapipeError
@@ -43,15 +43,19 @@ class Run:
     skips: list[Line] = field(default_factory=list)
     train: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
+    kfac: list[Line] = field(default_factory=list)  # with the median "cosine" of the layers
     end: Line | None = None
     written_at: float = math.nan  # when the last line was, in seconds since 1970
     label: str = ""  # tells it from the report's other runs
 
     def time_s(self) -> dict[str, float]:
         """Return the seconds spent in each of SECTIONS."""
-        lines = [self.end] if self.end else self.epochs
-        times = [line.get("time_s") or {} for line in lines]
-        return {section: sum(number(time_s.get(section), 0.0) for time_s in times) for section in SECTIONS}
+        return seconds_of([self.end] if self.end else self.epochs)
+
+    def ranks(self) -> list[Line]:
+        """Return what the end line says of each rank; nothing before the end, and of runs of earlier versions."""
+        ranks = (self.end or {}).get("ranks")
+        return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the end line, or what the epochs so far amount to; NaN where unknown."""
@@ -113,6 +117,12 @@ class Run:
         return notes
 
 
+def seconds_of(lines: list[Line]) -> dict[str, float]:
+    """Return the seconds in each of SECTIONS that the "time_s" of some lines have together."""
+    times = [line.get("time_s") or {} for line in lines]
+    return {section: sum(number(time_s.get(section), 0.0) for time_s in times) for section in SECTIONS}
+
+
 def read_run(folder: Path) -> Run:
     """Read a run's metrics.jsonl.
 
@@ -159,6 +169,11 @@ def _collect(header: Line, lines: list[Line]) -> Run:
             case "epoch":
                 # A run that is resumed near an epoch's end reports the epoch again.
                 run.epochs = [other for other in run.epochs if other.get("epoch") != line.get("epoch")] + [line]
+            case "kfac":
+                cosines = line.get("cosines")
+                values = [*map(number, cosines.values())] if isinstance(cosines, dict) else []
+                known = [value for value in values if not math.isnan(value)]
+                run.kfac.append(line | {"cosine": median(known) if known else None})
             case "end":
                 run.end = line
             case "resume" | "roll_back" as event:
@@ -167,6 +182,7 @@ def _collect(header: Line, lines: list[Line]) -> Run:
                 run.train = [line for line in run.train if number(line.get("step")) <= step]
                 run.epochs = [line for line in run.epochs if number(line.get("step")) <= step]
                 run.skips = [line for line in run.skips if number(line.get("step")) <= step]
+                run.kfac = [line for line in run.kfac if number(line.get("step")) <= step]
                 run.end = None
             case "skip":
                 run.skips.append(line)

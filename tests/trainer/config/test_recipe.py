@@ -171,7 +171,7 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
 
 
 def test_what_a_recipe_leaves_out_the_loader_decides():
-    assert load_recipe("fashion-mnist-resnet8").data.loader_settings() == {"backend": "cpu"}
+    assert load_recipe("cifar10-resnet32").data.loader_settings() == {"backend": "cpu"}
     given = {"threads": 2, "backend": "dali", "cache": "/local", "io": "mmap", "block_mib": 4}
     given |= {"max_bad": 0, "retries": 0, "timeout_s": 9.0}
     changes = [f"data.{name}={value}" for name, value in given.items()]
@@ -253,9 +253,28 @@ def test_the_input_grows_between_two_epochs():
     assert sizes(2, "start_size=100", "grow=[1, 1]") == [100, 100]
 
 
-def test_gradients_that_kfac_sends_itself_are_sent_as_they_are():
-    changes = ["optimizer.preconditioner=kfac", "kfac.grad_worker_fraction=0", "train.gradient_dtype=bfloat16"]
-    with pytest.raises(SettingError, match=r'^train: gradient_dtype must be "float32" with kfac\.grad_worker_fraction'):
+@pytest.mark.parametrize(("change", "allowed"), [("gradient_dtype=bfloat16", "float32"), ("powersgd_rank=2", "none")])
+def test_gradients_that_kfac_sends_itself_are_sent_as_they_are(change, allowed):
+    changes = ["optimizer.preconditioner=kfac", "kfac.grad_worker_fraction=0", f"train.{change}"]
+    name = change.partition("=")[0]
+    with pytest.raises(SettingError, match=rf'^train: {name} must be "{allowed}" with kfac\.grad_worker_fraction'):
         load_recipe("fashion-mnist-resnet8", changes)
     load_recipe("fashion-mnist-resnet8", [*changes, "kfac.grad_worker_fraction=1"])
     load_recipe("fashion-mnist-resnet8", changes[2:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["compile_mode=max-autotune"], 'train: compile_mode = "max-autotune" needs compile = true'),
+        (["compile=true", "compile_mode=reduce-overhead", "accumulation_steps=2"],
+         'train: compile_mode must be "default" with accumulation_steps = 2'),
+        (["powersgd_rank=1", "gradient_dtype=bfloat16"], 'train: powersgd_rank must be "none" with gradient_dtype'),
+        (["powersgd_start_step=1"], "train.powersgd_start_step = 1"),
+        (["powersgd_rank=0"], "train.powersgd_rank = 0"),
+        (["compile=true", "compile_mode=fast"], "max-autotune"),
+    ],
+)  # fmt: skip
+def test_ways_to_compile_and_to_send_that_do_not_go_together(changes, message):
+    with pytest.raises(SettingError, match=re.escape(message)):
+        load_recipe("fashion-mnist-resnet8", [f"train.{change}" for change in changes])

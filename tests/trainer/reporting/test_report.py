@@ -174,17 +174,41 @@ def test_the_verdict_follows_the_wait_share(tmp_path, without_plots, share, boun
 
 def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
     out = single.parent
-    names = {"report.html", "report.pdf", "accuracy.png", "loss.png", "throughput.png", "time.png"}
+    plots = ("accuracy", "loss", "learning-rate", "throughput", "time")
+    names = {"report.html", "report.pdf", *(f"{name}.png" for name in plots)}
     assert {path.name for path in out.iterdir()} == names  # and nothing temporary is left
     pdf = (out / "report.pdf").read_bytes()
-    assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type /Page\b", pdf)) == 4
+    assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type /Page\b", pdf)) == len(plots)
     for path in out.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
     page = Page(out / "report.html")
-    assert [tag for tag, _ in page.tags].count("svg") == 4
+    assert [tag for tag, _ in page.tags].count("svg") == 2 * len(plots)  # for wide and for narrow screens
     for label in ("validation accuracy", "images/s", "epoch", "time (s)", "target 90.0 %", "wait for data"):
         assert label in page.text
     assert "compilation" not in page.text  # it took no time
+
+
+def test_ranks_memory_hardware_and_kfac_are_shown(tmp_path):
+    hardware = {"hosts": 2, "cpu": "Some Model 5000", "cores": 8, "memory_bytes": 16 * 2**30}
+    ranks = [
+        {"rank": rank, "host": f"node{rank}", "wait_share": 0.25 * rank, "memory_bytes": (1 + rank) * 2**30,
+         "gpu_memory_bytes": 3 * 2**29, "time_s": TIME_S}
+        for rank in range(2)
+    ]  # fmt: skip
+    kfac = {"event": "kfac", "epoch": 0, "step": 50, "elapsed_s": 5.0, "factor_updates": 40, "solution_updates": 20,
+            "cosines": {"a": 0.5, "b": 0.75, "c": None}, "skipped": 0, "fallbacks": 1, "damping": 0.003}  # fmt: skip
+    again = kfac | {"step": 60, "factor_updates": 48, "cosines": {"a": 0.25, "b": 0.26, "c": 0.9}}
+    lines = [header(world_size=2, hardware=hardware), train(50), kfac, train(60), again, epoch(1, 0.85)]
+    out = tmp_path / "out"
+    page = Page(write_report([write(tmp_path / "run", *lines, end(ranks=ranks))], out))
+    assert page.row("hosts") == ["hosts", "2"] and page.row("memory") == ["memory", "16.0 GiB"]
+    assert page.row("rank 1")[1] == "node1, waiting for data 25.0 %, memory 2.0 GiB, gpu memory 1.5 GiB"
+    assert [page.row(name)[1] for name in ("factor updates", "fallbacks", "median cosine")] == ["48", "1", "0.26"]
+    for title in ("K-FAC", "Where each rank's time went", "Learning rate"):
+        assert title in page.text
+    assert (out / "kfac.png").exists() and (out / "ranks.png").exists()
+    write_report([finished(tmp_path / "other")], out)
+    assert not (out / "kfac.png").exists() and not (out / "ranks.png").exists()
 
 
 def test_what_comes_before_the_first_step_is_shown_apart(tmp_path):
@@ -222,7 +246,7 @@ def test_several_runs_are_compared_in_order(tmp_path):
     assert {row["time to target"] for row in rows} == {"2 min 54 s"}
     assert {row["recipe name"] for row in rows} == {"fashion-mnist-resnet8"}
     assert {row["global batch size"] for row in rows} == {"512"}
-    assert page.source.count("one/run · 1 rank</text>") == 4  # named in each plot
+    assert page.source.count("one/run · 1 rank</text>") == 2 * 5  # named in each plot
     assert "var(--c0)" in page.source and "var(--c1)" in page.source
 
 
@@ -241,7 +265,7 @@ def test_labels_are_distinct_and_no_longer_than_needed(tmp_path, without_plots):
 def test_a_label_that_matplotlib_would_read_its_own_way(tmp_path):
     run, other = finished(tmp_path / "_$x^2$ & <b>"), finished(tmp_path / "other")
     page = Page(write_report([run, other], tmp_path / "out"))
-    assert page.source.count("_$x^2$ &amp; &lt;b&gt;</text>") == 4
+    assert page.source.count("_$x^2$ &amp; &lt;b&gt;</text>") == 2 * 5  # of each plot for wide and for narrow screens
 
 
 def test_the_same_input_gives_the_same_bytes(single, tmp_path):
