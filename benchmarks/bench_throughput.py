@@ -1,149 +1,165 @@
 """How many images/s does a training reach, beside a usual loop, and beside itself without data to load?
 
-    python -m benchmarks.bench_throughput [--rounds 5] [--only resnet8 resnet50] [--images 30000 640]
+    python -m benchmarks.bench_throughput [--rounds 7] [--only resnet8 resnet50] [--images 12000 1280] [--threads 2]
 
-ResNet-8 on Fashion-MNIST, 28 pixels, and ResNet-50 on photographs, 96 pixels: `trainer train` with loading, `trainer
-train` on random images of the input's size that are in memory when the steps begin, and a loop as in torchvision's
-reference scripts (reference_training.py), all with the same torch, precision, threads and batch. Every run is a process
-of its own; the runs alternate. Ratios are of the runs of a round. Writes results/throughput.json.
+ResNet-8 on Fashion-MNIST, 28 pixels, and ResNet-50 on photographs, 96 pixels: the trainer with its loader, on images as
+they are and stored at 160 pixels, and on batches that are in memory; a loop as in torchvision's reference scripts, as
+it is and with channels last in memory; and the latter on batches in memory, which is what the network alone takes. The
+same torch, precision, threads and batch. Each is a process of its own, which trains for an epoch whenever it is its
+turn; the first does not count. The trainer evaluates in its turns, too. Ratios are of the epochs of a round. Writes
+results/throughput.json.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+import torch
 
 from benchmarks import corpus
 from benchmarks.measure import (
-    WORK,
+    Child,
+    column,
     command_line,
     environment,
     interleaved,
-    process,
     shown,
     spread,
     summarise,
     table,
     write_record,
 )
-from datapipe.packing import PackOptions, pack
+from benchmarks.train_epochs import LAST, NETWORK, OURS, OURS_IN_MEMORY, OURS_SMALL, REFERENCE
+from datapipe.images.recode import RecodeOptions
+from datapipe.packing import PackOptions
 
-GOALS = {"reference loop": 1.15, "trainer, images in memory": 0.97}  # of the trainer's images/s over theirs
-OURS = "trainer"
-WAYS = (OURS, *GOALS)
-FIGURES = ("images_per_s", "process_cpu_s")
+FIGURES = {"images_per_s": "wall_s", "images_per_cpu_s": "cpu_s"}
 VAL_IMAGES = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, and what is changed in it to train here."""
+    """A recipe, what is changed in it to train here, and the ways that are compared."""
 
     recipe: str
     changes: tuple[str, ...]
-    size: int
+    ways: tuple[str, ...]
     channels: int
-    images: int  # to train on, as many for each way
+    images: int  # to train on
+    whole: tuple[int, int]  # images for training and validation of the recipe's data set
 
     def folder(self, images: int) -> Path:
-        """The corpus, with `images/` and `tar/`."""
+        """The corpus, with `images/` and what is packed of it."""
         if self.channels == 1:
             return corpus.fashion_mnist(images)
         folder = corpus.photographs(images, VAL_IMAGES)
         corpus.packed_as(folder, "tar", PackOptions(format="tar", shard_mib=64))
+        small = RecodeOptions(resize="short=160", quality=95, restart=8)
+        corpus.packed_as(folder, "short160", PackOptions(format="tar", shard_mib=64, recode=small))
         return folder
 
 
-COMMON = ("train.epochs=1", "train.target_accuracy=none", "data.threads=2")
-LARGE = ("data.size=96", "train.batch_size=64", 'schedule={name="constant"}', "train.checkpoint_every_steps=none")
+ALL = (OURS, OURS_SMALL, OURS_IN_MEMORY, REFERENCE, LAST, NETWORK)
+# The trainer's images/s over theirs, and what is aimed at.
+GOALS = {REFERENCE: 1.15, OURS_IN_MEMORY: 0.97}
+LARGE = ("data.size=96", "train.batch_size=64", 'schedule={name="constant"}', "train.checkpoint_every_steps=none",
+         "model.num_classes=1000")  # fmt: skip
 CASES = {
-    "resnet8": Case("fashion-mnist-resnet8", COMMON, 28, 1, 60_000),
-    "resnet50": Case("imagenet-resnet50", (*COMMON, *LARGE), 96, 3, 1280),
-}
+    "resnet8": Case("fashion-mnist-resnet8", (), tuple(way for way in ALL if way != OURS_SMALL), 1, 12_000,
+                    (60_000, 10_000)),
+    "resnet50": Case("imagenet-resnet50", LARGE, ALL, 3, 1280, (1_281_167, 50_000)),
+}  # fmt: skip
 
 
-def noise(images: int, size: int, channels: int) -> Path:
-    """Folder with random images of one size, packed, of 10 classes."""
-    folder = WORK / f"noise-{images}-{size}-{channels}"
-    if not folder.exists():
-        source, random = WORK / "noise.tmp", np.random.default_rng(0)
-        shutil.rmtree(source, ignore_errors=True)
-        for split, count in (("train", images), ("val", VAL_IMAGES)):
-            for number in range(count):
-                path = source / split / str(number % 10) / f"{number:06}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                pixels = random.integers(256, size=(size, size, channels), dtype=np.uint8)
-                Image.fromarray(pixels.squeeze()).save(path, compress_level=0)
-        pack(source, folder, PackOptions(format="tar"))
-        shutil.rmtree(source)
-    return folder
+def measure(case: Case, images: int, rounds: int, threads: int) -> dict:
+    """All ways in turns."""
+    changes = (*case.changes, f"data.threads={threads}")
+    with ExitStack() as stack:
+        children = {}
+        for way in case.ways:
+            words = [
+                "-m",
+                "benchmarks.train_epochs",
+                way,
+                str(case.folder(images)),
+                case.recipe,
+                str(threads),
+                *changes,
+            ]
+            children[way] = stack.enter_context(Child(way, [sys.executable, *words]))
+            children[way].ask(0)
+
+        def run(way: str, number: int) -> dict:
+            figures = rates(children[way].ask(number + 1))
+            if way == OURS:
+                of_evaluation = rates(children[way].ask("evaluate"))
+                figures |= evaluation_shares(figures, of_evaluation, case.whole)
+            return figures
+
+        runs = interleaved(case.ways, rounds, run)
+    ways = {way: summarise(its, tuple(FIGURES)) for way, its in runs.items()}
+    shares = {name: column(runs[OURS], f"evaluation_{name}") for name in ("time", "cpu_time")}
+    found = {"images": images, "changes": changes, "ways": ways, "ratios": ratios(runs), "evaluation_share": shares}
+    return found | {"corpus": corpus.describe(case.folder(images))}
 
 
-def train(recipe: str, data: Path, changes: tuple[str, ...]) -> dict:
-    """What `trainer train` says of a run in a fresh folder."""
-    out = WORK / "runs" / "throughput"
-    shutil.rmtree(out, ignore_errors=True)
-    words = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "trainer", "train", recipe, "--data", str(data), "--out", str(out), *words]
-    _, took = process(command)
-    end = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    return {**{key: end[key] for key in ("images_per_s", "wait_share", "time_s")}, **took}
+def rates(answer: dict) -> dict[str, float]:
+    return {figure: answer["images"] / answer[unit] for figure, unit in FIGURES.items()}
 
 
-def run(case: Case, images: int, way: str, number: int) -> dict:
-    changes = (*case.changes, f"train.seed={number}")
-    if way == OURS:
-        return train(case.recipe, case.folder(images) / "tar", changes)
-    if way == "reference loop":
-        folder = case.folder(images) / "images" / "train"
-        command = [sys.executable, "-m", "benchmarks.reference_training", str(folder), case.recipe, *changes]
-        output, took = process(command)
-        return json.loads(output.splitlines()[-1]) | took
-    still = ("data.backend=resident", "data.crop=none", "data.flip=false")
-    return train(case.recipe, noise(images, case.size, case.channels), (*changes, *still))
+def evaluation_shares(training: dict, evaluation: dict, whole: tuple[int, int]) -> dict[str, float]:
+    """Return how long one evaluation takes, as a share of an epoch, on the recipe's whole data set."""
+    train_images, val_images = whole
+    names = ("evaluation_time", "evaluation_cpu_time")
+    return {
+        name: val_images / evaluation[figure] / (train_images / training[figure])
+        for name, figure in zip(names, FIGURES, strict=True)
+    }
 
 
 def ratios(runs: dict[str, list[dict]]) -> dict[str, dict]:
     """Return the trainer's images/s over the other ways', by round, and whether the median meets the goal."""
-    by_way = {}
-    for way, goal in GOALS.items():
-        pairs = zip(runs[OURS], runs[way], strict=True)
-        by_way[way] = spread(ours["images_per_s"] / other["images_per_s"] for ours, other in pairs)
-        by_way[way] |= {"goal": goal, "met": by_way[way]["median"] >= goal}
+    by_way: dict[str, dict] = {}
+    for way in (way for way in runs if way != OURS):
+        pairs = [*zip(runs[OURS], runs[way], strict=True)]
+        by_way[way] = spread(ours["images_per_s"] / its["images_per_s"] for ours, its in pairs)
+        by_way[way]["of_cpu"] = spread(ours["images_per_cpu_s"] / its["images_per_cpu_s"] for ours, its in pairs)
+        if way in GOALS:
+            by_way[way] |= {"goal": GOALS[way], "met": by_way[way]["median"] >= GOALS[way]}
     return by_way
 
 
 def report(cases: dict[str, dict]) -> str:
-    header = ["", "images/s", "CPU s", "trainer's over it", "goal"]
+    header = ["", "images/s", "images/CPU-s", "trainer's over it", "by CPU time", "goal"]
     rows = []
     for name, case in cases.items():
         for way, its in case["ways"].items():
-            ratio = case["ratios"].get(way)
-            cells = (
-                [shown(ratio, 2), f"≥ {ratio['goal']:g}: {'met' if ratio['met'] else 'missed'}"] if ratio else ["", ""]
-            )
-            rows.append([f"{name}, {way}", shown(its["images_per_s"]), shown(its["process_cpu_s"]), *cells])
-    return table(header, rows)
+            cells = ["", "", ""]
+            if (ratio := case["ratios"].get(way)) is not None:
+                goal = f"≥ {ratio['goal']:g}: {'met' if ratio['met'] else 'missed'}" if "goal" in ratio else ""
+                cells = [shown(ratio, 2), shown(ratio["of_cpu"], 2), goal]
+            rows.append([f"{name}, {way}", *(shown(its[figure], 1) for figure in FIGURES), *cells])
+    lines = [table(header, rows)]
+    for name, case in cases.items():
+        time, cpu_time = (case["evaluation_share"][of]["median"] for of in ("time", "cpu_time"))
+        lines.append(f"{name}: an evaluation takes {time:.1%} of an epoch's time, {cpu_time:.1%} of its CPU time.")
+    return "\n".join(lines)
 
 
-def main() -> int:
-    parser = command_line(__doc__, rounds=5)
+def main(words: Sequence[str] | None = None) -> int:
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--only", nargs="+", default=[*CASES], choices=[*CASES], metavar="CASE", help="(default: all)")
     parser.add_argument("--images", type=int, nargs="+", metavar="N", help="to train on, for each case")
-    arguments = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="(default: %(default)s)")
+    arguments = parser.parse_args(words)
     counts = arguments.images or [CASES[name].images for name in arguments.only]
-    record: dict = {"environment": environment(), "rounds": arguments.rounds, "cases": {}}
+    record: dict = {"environment": environment(), "rounds": arguments.rounds, "threads": arguments.threads, "cases": {}}
     for name, images in zip(arguments.only, counts, strict=True):
-        case = CASES[name]
-        runs = interleaved(WAYS, arguments.rounds, lambda way, number: run(case, images, way, number))  # noqa: B023
-        ways = {way: summarise(its, FIGURES) for way, its in runs.items()}
-        record["cases"][name] = {"images": images, "changes": case.changes, "ways": ways, "ratios": ratios(runs)}
+        record["cases"][name] = measure(CASES[name], images, arguments.rounds, arguments.threads)
     print(report(record["cases"]) + "\n\nMedians (smallest–largest) over the rounds.")
     print(write_record("throughput", record))
     return 0

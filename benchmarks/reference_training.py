@@ -1,20 +1,15 @@
 """A recipe trained as torchvision's reference scripts for classification train: the loop that most begin with.
 
-    python -m benchmarks.reference_training IMAGES RECIPE [section.key=value …]
-
 A folder of files a class, Pillow, a DataLoader whose workers normalise each image as float32, torch's plain SGD, and
-the loss and the accuracy of each step read at once. Network, batch, precision, threads and learning rate are the
-recipe's. The last line on standard output is JSON: images, and images/s from an epoch's first batch on, without the
-workers' start.
+the loss and the accuracies of each step read at once. Network, batch, precision and threads are the recipe's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import sys
-import time
+from collections.abc import Iterable
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainer import models
-from trainer.config.recipe import Recipe, load_recipe
+from trainer.config.recipe import Recipe
 from trainer.precision import choose_precision
+
+IN_MEMORY = 8  # batches
+TOP = 5
 
 
 class ImageFolder(Dataset):
@@ -69,41 +67,51 @@ def _random_resized(image: Image.Image, size: int, area: tuple[float, float]) ->
     return image.resize((size, size), Image.Resampling.BILINEAR)
 
 
-def train(folder: Path, recipe: Recipe) -> dict:
-    settings, optimizer = recipe.train, recipe.optimizer
-    torch.manual_seed(settings.seed)
-    images = ImageFolder(folder, recipe)
-    workers = recipe.data.threads or 2
-    loader = DataLoader(images, settings.batch_size, shuffle=True, drop_last=True, num_workers=workers)
-    precision = choose_precision(settings.precision, torch.device("cpu"))
-    model = models.build(recipe.model.name, num_classes=images.num_classes, in_channels=len(recipe.data.mean))
-    sgd = torch.optim.SGD(model.parameters(), optimizer.lr, optimizer.momentum, weight_decay=optimizer.weight_decay,
-                          nesterov=optimizer.nesterov)  # fmt: skip
-    seen, spent_s, losses, right = 0, 0.0, [], 0
-    for _ in range(settings.epochs):
-        began = None
-        for images_BCHW, labels_B in loader:
-            if began is None:
-                began = time.perf_counter()
-                seen -= len(labels_B)  # whose preparation is not in the time
-            with precision.autocast():
-                logits_BK = model(images_BCHW)
-            loss = F.cross_entropy(logits_BK.float(), labels_B, label_smoothing=settings.label_smoothing)
-            sgd.zero_grad()
+class Reference:
+    """The loop, of which each call of `train` is an epoch.
+
+    Args:
+        folder: With a folder of images for each class.
+        recipe: What is trained.
+        memory_format: Of weights and images; the reference scripts leave them contiguous.
+        in_memory: Train on a few batches that are in memory, again and again: what the network alone takes.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, memory_format: torch.memory_format, in_memory: bool) -> None:
+        settings, optimizer = recipe.train, recipe.optimizer
+        torch.manual_seed(settings.seed)
+        images, workers = ImageFolder(folder, recipe), recipe.data.threads or 2
+        self._loader: Iterable = DataLoader(
+            images, settings.batch_size, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True
+        )
+        self._format, self._smoothing = memory_format, settings.label_smoothing
+        self._precision = choose_precision(settings.precision, torch.device("cpu"))
+        if in_memory:
+            batches = [(self._laid_out(x), y) for x, y in islice(self._loader, IN_MEMORY)]
+            self._loader = list(islice(cycle(batches), len(images) // settings.batch_size))
+        num_classes, channels = recipe.model.num_classes or images.num_classes, len(recipe.data.mean)
+        network = models.build(recipe.model.name, num_classes=num_classes, in_channels=channels)
+        self._network = network.to(memory_format=memory_format)
+        self._sgd = torch.optim.SGD(network.parameters(), optimizer.lr, optimizer.momentum,
+                                    weight_decay=optimizer.weight_decay, nesterov=optimizer.nesterov)  # fmt: skip
+
+    def _laid_out(self, images_BCHW: Tensor) -> Tensor:
+        return images_BCHW.contiguous(memory_format=self._format)
+
+    def train(self) -> dict[str, float]:
+        """Train for an epoch. Return the number of images, the last loss and the mean accuracies in per cent."""
+        self._network.train()
+        images, loss_now, right, near = 0, math.nan, 0.0, 0.0
+        for images_BCHW, labels_B in self._loader:
+            with self._precision.autocast():
+                logits_BK = self._network(self._laid_out(images_BCHW))
+            loss = F.cross_entropy(logits_BK.float(), labels_B, label_smoothing=self._smoothing)
+            self._sgd.zero_grad()
             loss.backward()
-            sgd.step()
-            losses.append(loss.item())
-            right += int((logits_BK.argmax(1) == labels_B).sum())
-            seen += len(labels_B)
-        spent_s += time.perf_counter() - (began or 0.0)
-    return {"images": seen, "images_per_s": seen / spent_s, "loss": losses[-1], "right": right}
-
-
-def main() -> int:
-    folder, recipe, *changes = sys.argv[1:]
-    print(json.dumps(train(Path(folder), load_recipe(recipe, changes))))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            self._sgd.step()
+            is_right = logits_BK.topk(min(TOP, logits_BK.shape[1])).indices == labels_B[:, None]
+            loss_now = loss.item()
+            right += is_right[:, 0].sum().item()
+            near += is_right.any(1).sum().item()
+            images += len(labels_B)
+        return {"images": images, "loss": loss_now, "top1": 100 * right / images, "top5": 100 * near / images}

@@ -73,6 +73,7 @@ class ResidentLoader(Loader):
             rows = slice(first, first + count)
             images_NHWC[rows, inside, inside] = batch.images[:count].permute(0, 2, 3, 1).to(device)
             self._labels[rows], self._valid[rows] = batch.labels[:count].to(device), batch.valid[:count].to(device)
+        self._images_NHWC = images_NHWC
         # [N, top, left, C, S, S]: all crops of all images, which take no memory of their own.
         self._crops_of = images_NHWC.unfold(1, self.size, 1).unfold(2, self.size, 1)
 
@@ -93,7 +94,10 @@ class ResidentLoader(Loader):
         boxes, flips = self._crops(epoch, positions, samples, side, side)
         columns = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
         rows, tops, lefts, mirrored = torch.from_numpy(columns).to(self._device).unbind(1)  # one copy
-        images_BCSS = self._crops_of[rows, tops, lefts]
+        if self._pad:
+            images_BCSS = self._crops_of[rows, tops, lefts]
+        else:  # whole images, which are copied in one piece each
+            images_BCSS = self._images_NHWC.index_select(0, rows).permute(0, 3, 1, 2)
         if flips.any():
             images_BCSS = torch.where(mirrored.bool()[:, None, None, None], images_BCSS.flip(-1), images_BCSS)
         batch = Batch(images_BCSS, self._labels[rows], rows, self._valid[rows])

@@ -1,0 +1,111 @@
+"""Train epochs in a process of its own: `python -m benchmarks.train_epochs WAY CORPUS RECIPE THREADS CHANGE…`.
+
+For each line on standard input, an epoch's number or "evaluate", it answers with a line of JSON: images, wall_s and
+cpu_s (of this process and its children). WAY is one of WAYS; CORPUS holds the images as files, in `images`, and packed,
+in the folder that the way reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import WORK, timed
+from benchmarks.reference_training import IN_MEMORY, Reference
+from datapipe.loaders import Loader
+from trainer.config.recipe import Recipe, load_recipe
+from trainer.distributed import World
+from trainer.evaluate import evaluate
+from trainer.host_memory import keep_freed_memory
+from trainer.job import open_job
+from trainer.loop import train_epoch
+from trainer.precision import choose_precision
+from trainer.reporting.metrics import MetricsFile
+from trainer.reporting.timing import Clock
+from trainer.state import Losses, State
+from trainer.stop import StopSignal
+
+OURS, OURS_SMALL, OURS_IN_MEMORY = "trainer", "trainer, stored at 160 pixels", "trainer, images in memory"
+REFERENCE, LAST, NETWORK = "reference loop", "reference loop, channels last", "network alone, channels last"
+FOLDERS = {OURS: "tar", OURS_SMALL: "short160", OURS_IN_MEMORY: "tar"}  # which packed data set ours read
+WAYS = (*FOLDERS, REFERENCE, LAST, NETWORK)
+
+
+class InMemory:
+    """A loader that gives the first few batches of another, again and again."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._batches = list(islice(iter(loader), IN_MEMORY))
+        loader.set_epoch(0)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator:
+        yield from islice(cycle(self._batches), len(self))
+
+    def __getattr__(self, name: str):
+        return getattr(self._loader, name)
+
+
+class Ours:
+    """The project's own training loop, as `trainer train` sets it up on a processor."""
+
+    def __init__(self, data: Path, recipe: Recipe, in_memory: bool, stack: ExitStack) -> None:
+        keep_freed_memory()
+        world = World()
+        precision = choose_precision(recipe.train.precision, world.device)
+        job = open_job(recipe, data, WORK / "runs", world, precision, Clock(), stack)
+        loader = InMemory(job.train_loader) if in_memory else job.train_loader
+        self._job = replace(job, train_loader=loader, metrics=MetricsFile(None))
+
+    def train(self, epoch: int) -> int:
+        """Train for an epoch; return the number of images."""
+        job = self._job
+        job.train_loader.set_epoch(epoch)
+        train_epoch(job, State(Losses()), StopSignal(job.world, ()))
+        return job.steps_per_epoch * job.recipe.train.batch_size
+
+    def evaluate(self) -> int:
+        """Evaluate; return the number of images."""
+        job = self._job
+        job.val_loader.set_epoch(0)
+        count = job.val_loader.num_samples
+        evaluate(job.module, job.val_loader, job.prepare, num_samples=count, world=job.world, precision=job.precision)
+        return count
+
+
+def main() -> int:
+    way, corpus, name, threads, *changes = sys.argv[1:]
+    recipe = load_recipe(name, changes)
+    torch.set_num_threads(int(threads))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is not an answer
+    with ExitStack() as stack:
+        if way in FOLDERS:
+            ours = Ours(Path(corpus, FOLDERS[way]), recipe, way == OURS_IN_MEMORY, stack)
+        else:
+            memory_format = torch.contiguous_format if way == REFERENCE else torch.channels_last
+            loop = Reference(Path(corpus, "images", "train"), recipe, memory_format, way == NETWORK)
+        for line in sys.stdin:
+            with timed() as seconds:
+                if way not in FOLDERS:
+                    images = loop.train()["images"]
+                else:
+                    images = ours.evaluate() if line.strip() == "evaluate" else ours.train(int(line))
+            answers.write(json.dumps({"images": images, **seconds}) + "\n")
+            answers.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
