@@ -92,6 +92,25 @@ def drawn(folder: Path, count: int) -> Path:
     return folder
 
 
+def noise(count: int, size: int, channels: int, val_count: int) -> Path:
+    """Packed data set of random images of one size, of ten classes, for what needs no picture."""
+    folder = WORK / f"noise-{count}-{val_count}-{size}-{channels}"
+    if not folder.exists():
+        source, random = _emptied(WORK / "noise.tmp"), np.random.default_rng(0)
+        for split, number in (("train", count), ("val", val_count)):
+            for i in range(number):
+                path = source / split / str(i % 10) / f"{i:06}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pixels = random.integers(256, size=(size, size, channels), dtype=np.uint8)
+                Image.fromarray(pixels.squeeze()).save(path, compress_level=0)
+        temporary = WORK / "noise-packed.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        pack(source, temporary, PackOptions(format="tar"))
+        temporary.rename(folder)
+        shutil.rmtree(source)
+    return folder
+
+
 def packed(folder: Path) -> Path:
     """The same folder, with its images packed as `tar`, `hdf5` and `lmdb` unless they are already."""
     shard_bytes = sum(path.stat().st_size for path in folder.glob("images/train/*/*")) / SHARDS

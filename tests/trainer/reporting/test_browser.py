@@ -168,6 +168,8 @@ def test_text_can_be_read_on_what_is_behind_it(view):
 
 def test_plots_stand_side_by_side_or_below_each_other(view):
     plots = view.page.evaluate(PLOTS)
+    of_report = re.search(r"out/(\w+)/", view.page.url)[1]
+    assert len({plot["title"] for plot in plots}) == len(plots) == {"one": 7, "three": 6, "begun": 0}[of_report]
     for above, below in pairwise(plots):
         assert above["sides"][3] < below["sides"][1], (above["title"], below["title"])
     with_halves = [plot for plot in plots if "epoch" in {text for text, *_ in plot["texts"]}]

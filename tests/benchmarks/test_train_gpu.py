@@ -1,0 +1,70 @@
+"""The benchmark of training on a GPU, as far as a processor can run it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import corpus
+from benchmarks.gpu import bench_train_gpu as bench
+
+SMALL = [
+    "--device",
+    "cpu",
+    "--model",
+    "resnet8",
+    "--size",
+    "24",
+    "--batch-size",
+    "8",
+    "--images",
+    "40",
+    "--epochs",
+    "2",
+]
+QUICK = "synthetic", "JPEG, DALI"
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(tuple(bench.WAYS), marks=pytest.mark.slow)], ids=["quick", "all"]
+)
+def test_every_way_trains(
+    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def absent(*_: object) -> None:
+        raise SystemExit("not here")
+
+    monkeypatch.setattr(corpus, "photographs", absent)
+    monkeypatch.setattr(bench, "VAL_IMAGES", 16)
+    for module in (corpus, bench):
+        monkeypatch.setattr(module, "WORK", tmp_path)
+    monkeypatch.setattr(bench, "WAYS", {name: bench.WAYS[name] for name in names})
+    monkeypatch.setattr(sys, "argv", ["bench", *SMALL, "--rounds", "1"])
+    assert bench.main() == 0
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith(names)]
+    assert len(lines) == len(names) and "without" not in said
+    assert "of MLPerf's best stack" in said
+
+
+def test_a_way_that_does_not_work_is_said_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(corpus, "photographs", lambda *_: corpus.drawn(tmp_path / "drawn", 40))
+    (corpus.drawn(tmp_path / "drawn", 40) / "images" / "val").symlink_to("train")
+    monkeypatch.setattr(bench, "VAL_IMAGES", 16)
+    for module in (corpus, bench):
+        monkeypatch.setattr(module, "WORK", tmp_path)
+    ways = {"synthetic": bench.WAYS["synthetic"], "broken": ("jpeg", ("data.backend=resident",))}
+    monkeypatch.setattr(bench, "WAYS", ways)
+    monkeypatch.setattr(sys, "argv", ["bench", *SMALL, "--rounds", "1"])
+    assert bench.main() == 0
+    said = capsys.readouterr().out
+    assert "without broken: " in said and "\nsynthetic " in said and "\nbroken " not in said
+
+
+def test_operations_of_resnet50_are_those_of_its_paper() -> None:
+    """torchvision's model card: 4.09 billion products. (He et al. 2016 have 3.8, with strides in other layers.)"""
+    assert bench.operations("resnet50", 224) == pytest.approx(3 * 2 * 4.09e9, rel=0.01)
