@@ -82,7 +82,7 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
         table=_comparison(loaded) if several else None,
         figures=None if several else _figures_in_words(loaded[0]),
         verdict=None if several else _verdict(loaded[0]),
-        notes=[f"{run.label}: {note}" if several else note for run in loaded for note in run.notes()],
+        notes=_notes(loaded),
         plots=drawings,
         details=[_details(run) for run in loaded],
     )
@@ -91,6 +91,17 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
     if not several:
         write_log(loaded[0], out)
     return out / "report.html"
+
+
+def _notes(runs: list[Run]) -> list[str]:
+    """Return what a reader should know before trusting the figures."""
+    if len(runs) == 1:
+        return runs[0].notes()
+    notes = [f"{run.label}: {note}" for run in runs for note in run.notes()]
+    data_sets = [run.header.get("data_sets") for run in runs]
+    if any(known != data_sets[0] for known in data_sets):
+        notes.insert(0, "Not all runs are known to be of the same data set, so that accuracies may not be comparable.")
+    return notes
 
 
 def _template() -> Template:
