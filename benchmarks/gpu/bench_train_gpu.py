@@ -6,7 +6,7 @@
 and with CUDA graphs; then from packed JPEG, which DALI or the processor decodes. Every run is a process of its own, and
 the runs alternate; the first epoch of each is not counted. Peaks are of dense bfloat16 without sparsity, from NVIDIA's
 data sheets; operations are those of the forward pass, counted by torch, three times. Needs one GPU, and for DALI's line
-the extra `dali`; what a way lacks is said, and the others go on. Prints one table, writes results/train_gpu.json.
+the extra `dali`; what a way lacks is said, and the others continue. Prints one table, writes results/train_gpu.json.
 `--device cpu` runs all that does not need a GPU, for a test.
 """
 

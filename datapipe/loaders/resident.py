@@ -56,7 +56,9 @@ class ResidentLoader(Loader):
         super().__init__(data, options)
         if (data.width, data.height) != (self.size, self.size):
             sides = f"of {data.width}×{data.height}" if data.width and data.height else "of different sizes"
-            raise SettingError(f"size: {self.size} with images {sides}; backend 'resident' scales none")
+            raise SettingError(
+                f"size: {self.size} with images {sides}, which backend 'resident' does not scale; others do"
+            )
         if options.train and self._augment.crop == "random_resized":
             raise SettingError("crop: 'random_resized' scales images, and backend 'resident' none; allowed: pad, none")
         self._device = device

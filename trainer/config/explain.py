@@ -44,7 +44,7 @@ def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
             return f"{name}.name is missing"
         case "union_tag_invalid":
             return f"{name}.name = {value.get('name')!r}: allowed: {finding['ctx']['expected_tags']}"
-        case "value_error" if section is None or isinstance(value, dict):
+        case "value_error" if section is None or isinstance(value, dict | BaseModel):
             return f"{name}: {finding['ctx']['error']}"
         case "value_error":
             return f"{name} = {value!r}: {finding['ctx']['error']}"

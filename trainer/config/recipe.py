@@ -18,6 +18,7 @@ from datapipe.errors import SettingError
 
 from ..ema import Settings as EmaSettings
 from ..fields import Section
+from ..models import SMALLEST_INPUT, WITHOUT_STRIDES
 from ..optim import Optimizer
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
@@ -47,6 +48,20 @@ class Recipe(Section):
     """How the learning rate changes during the run."""
     train: Train
     """How long, in which steps, and in which arithmetic the network is trained."""
+
+    @field_validator("model")
+    @classmethod
+    def _takes_the_input(cls, section: Model, info: ValidationInfo) -> Model:
+        if section.blur_pool and section.name in WITHOUT_STRIDES:
+            raise ValueError(
+                f'blur_pool must be false with name = "{section.name}", which drops no pixels but in pooling'
+            )
+        data, smallest = info.data.get("data"), SMALLEST_INPUT.get(section.name, 0)
+        for name in ("size", "start_size", "eval_size") if data is not None else ():
+            if (getattr(data, name) or smallest) < smallest:
+                size = getattr(data, name)
+                raise ValueError(f'name = "{section.name}" takes {smallest} pixels or more, not data.{name} = {size}')
+        return section
 
     @field_validator("kfac")
     @classmethod

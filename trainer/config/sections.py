@@ -103,6 +103,13 @@ class Data(Section):
         return self
 
     @model_validator(mode="after")
+    def _keeps_resident_images(self) -> Data:
+        for name in ("start_size", "eval_size") if self.backend == "resident" else ():
+            if getattr(self, name) not in (None, self.size):
+                raise ValueError(f'{name} must be "none" with backend = "resident", which scales no images')
+        return self
+
+    @model_validator(mode="after")
     def _same_channels(self) -> Data:
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} numbers and std {len(self.std)}; one per channel")

@@ -53,7 +53,7 @@ def compare(a: Group, b: Group) -> list[Comparison]:
     Raises:
         SettingError: Their targets, data sets or validation images differ.
     """
-    check_comparable({f"A, {a.name}": a.outcomes, f"B, {b.name}": b.outcomes})
+    check_comparable({_name(side, group): group.outcomes for side, group in (("A", a), ("B", b))})
     rows = []
     for key, (name, form, less, more) in RATIOS.items():
         if key not in ("elapsed_s", "images_per_s") and not a.has_target:
@@ -67,6 +67,11 @@ def compare(a: Group, b: Group) -> list[Comparison]:
     points = 100 * abs(difference.value)
     words = f"is {format_figure(points, '{:.2f}')} points {'lower' if difference.value < 0 else 'higher'}"
     return [*rows, _row("accuracy", "{:.2%}", "accuracy", (a, b), difference, words)]
+
+
+def _name(side: str, group: Group) -> str:
+    """Return what tells a group from the other; a single run's folder is named by the run anyway."""
+    return side if [outcome.name for outcome in group.outcomes] == [group.name] else f"{side}, {group.name}"
 
 
 def _row(name: str, form: str, key: str, groups: tuple[Group, Group], estimate: Estimate, words: str) -> Comparison:

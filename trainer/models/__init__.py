@@ -22,6 +22,7 @@ REGISTRY = {
     "resnet50": "resnet:resnet50",
 }
 WITHOUT_STRIDES = "whitened", "whitened_small"
+SMALLEST_INPUT = {"whitened": 9, "whitened_small": 9}  # pixels on a side: less is nothing after three poolings
 
 
 def build(name: str, *, num_classes: int, in_channels: int = 3, blur_pool: bool = False) -> nn.Module:

@@ -18,8 +18,8 @@ from datapipe.fsio import atomic_write, make_folder
 
 from .formatting import SPACE, format_duration, format_figure, format_value
 from .mlperf import write_log
-from .plots import write_plots
-from .runlog import DATA_BOUND_SHARE, Line, Run, number, read_run
+from .plots import PARTS, write_plots
+from .runlog import DATA_BOUND_SHARE, STEP_SECTIONS, Line, Run, number, read_run, seconds_of
 from .svg import DARK, LIGHT
 
 # Columns of the comparison that say what was run, which one run's details show anyway.
@@ -29,15 +29,24 @@ IDENTITY = {
     "world size": "world_size",
     "global batch size": "global_batch_size",
 }
+LONGEST_LABEL = 40  # characters of the end of a path
+MEMORY = "memory_bytes", "gpu_memory_bytes"  # of a rank, at most
 NOT_SHOWN = "event", "format", "written_at", "elapsed_s", "mlperf"  # of the run's first line
 
 
 @dataclass(frozen=True)
 class Details:
-    """What was run, on what, with which settings, and where the time went: tables of names and values."""
+    """What was run, on what, with which settings, and where the time went.
+
+    Attributes:
+        label: of the run.
+        tables: of names and values, by title.
+        ranks: a row for each rank, by column; of a run of earlier versions, or before its end, none.
+    """
 
     label: str
     tables: dict[str, dict[str, str]]
+    ranks: list[dict[str, str]]
 
 
 def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> Path:
@@ -73,7 +82,7 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
         table=_comparison(loaded) if several else None,
         figures=None if several else _figures_in_words(loaded[0]),
         verdict=None if several else _verdict(loaded[0]),
-        notes=[f"{run.label}: {note}" for run in loaded for note in run.notes()],
+        notes=_notes(loaded),
         plots=drawings,
         details=[_details(run) for run in loaded],
     )
@@ -82,6 +91,17 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
     if not several:
         write_log(loaded[0], out)
     return out / "report.html"
+
+
+def _notes(runs: list[Run]) -> list[str]:
+    """Return what a reader should know before trusting the figures."""
+    if len(runs) == 1:
+        return runs[0].notes()
+    notes = [f"{run.label}: {note}" for run in runs for note in run.notes()]
+    data_sets = [run.header.get("data_sets") for run in runs]
+    if any(known != data_sets[0] for known in data_sets):
+        notes.insert(0, "Not all runs are known to be of the same data set, so that accuracies may not be comparable.")
+    return notes
 
 
 def _template() -> Template:
@@ -104,7 +124,7 @@ def _labels(runs: list[Run], folders: list[Path]) -> list[str]:
     sizes = [run.header.get("world_size") for run in runs]
     labels = []
     for name, size in zip(names, sizes, strict=True):
-        label = name[-40:]
+        label = name if len(name) <= LONGEST_LABEL else f"…{name[1 - LONGEST_LABEL :]}"
         if sizes.count(size) < len(sizes):
             label += f" · {size} rank" if size == 1 else f" · {size} ranks"
         # A matplotlib legend leaves out labels that begin with an underscore.
@@ -113,15 +133,17 @@ def _labels(runs: list[Run], folders: list[Path]) -> list[str]:
 
 
 def _figures_in_words(run: Run) -> dict[str, str]:
-    """Return a run's figures as the page shows them, by name."""
+    """Return a run's figures as the page shows them, by name; the memory, where it is known, is that of a rank."""
     figures = run.figures()
     end = run.end or {"status": "in progress"}
+    most = {key: max((number(rank.get(key), 0.0) for rank in run.ranks()), default=0.0) for key in MEMORY}
     return {
         "accuracy": format_figure(figures["accuracy"], "{:.2%}"),
         "target": format_figure(figures["target"], "{:.2%}"),
         "time to target": format_duration(figures["time_to_target_s"]),
         "images/s": format_figure(figures["images_per_s"], "{:,.0f}"),
         "waiting for data": format_figure(figures["wait_share"], "{:.1%}"),
+        **{name: str(value) for name, value in _with_units({key: n for key, n in most.items() if n})},
         "status": format_value(end.get("status")).replace("_", " "),
     }
 
@@ -169,7 +191,6 @@ def _details(run: Run) -> Details:
         "hardware": dict(_with_units(hardware)),
         "versions": versions,
         "time": time,
-        "ranks": {f"rank {rank.get('rank')}": _rank_in_words(rank) for rank in run.ranks()},
         "what K-FAC did": _kfac_in_words(run),
         **recipe,
     }
@@ -180,6 +201,7 @@ def _details(run: Run) -> Details:
             for title, table in tables.items()
             if table
         },
+        [_rank_in_words(rank) for rank in run.ranks()],
     )
 
 
@@ -195,11 +217,16 @@ def _with_units(facts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield key, value
 
 
-def _rank_in_words(rank: Line) -> str:
-    """Return where a rank was, for how much of its steps' time it waited for data, and its memory at most."""
-    memory = [f"{name} {value}" for name, value in _with_units(rank) if name.endswith("memory")]
-    waited = format_figure(number(rank.get("wait_share")), "{:.1%}")
-    return ", ".join([format_value(rank.get("host")), f"waiting for data {waited}", *memory])
+def _rank_in_words(rank: Line) -> dict[str, str]:
+    """Return where a rank was, what its steps' time went into, and the most memory that it had, by column."""
+    seconds = {section: format_duration(s) for section, s in seconds_of([rank]).items() if section in STEP_SECTIONS}
+    seconds["wait"] += f" ({format_figure(number(rank.get('wait_share')), '{:.1%}')})"
+    return {
+        "rank": format_value(rank.get("rank")),
+        "host": format_value(rank.get("host")),
+        **{PARTS[section][1]: text for section, text in seconds.items()},
+        **{name: str(value) for name, value in _with_units(rank) if name.endswith("memory")},
+    }
 
 
 def _kfac_in_words(run: Run) -> dict[str, object]:

@@ -81,26 +81,45 @@ PLOTS = (
     ),
     Plot("learning-rate", "Learning rate", "learning rate", [Curve("lr", "train", {"marker": ""})]),
     Plot("throughput", "Speed", "images/s", [Curve("images_per_s", "train", {"marker": ""})]),
-    Plot("kfac", "K-FAC", "cosine of gradients", [Curve("cosine", "kfac", {"marker": ""})]),
+    Plot(
+        "kfac",
+        "K-FAC",
+        "cosine of gradients",
+        [
+            Curve("cosine", "kfac", {"marker": "", "linestyle": "-"}, "median of the layers"),
+            Curve("lowest_cosine", "kfac", {"marker": "", "linestyle": "--"}, "lowest"),
+        ],
+    ),
     Plot("time", "Where the time went"),
     Plot("ranks", "Where each rank's time went"),
 )
 
 
 def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
-    """Draw PLOTS; write them to `out` as report.pdf and as one PNG each; return them for the page."""
+    """Draw those of PLOTS that have something to show.
+
+    Args:
+        runs: What they show.
+        out: Folder for report.pdf, and a PNG of each; those of an earlier report that are not drawn are removed.
+
+    Returns:
+        The plots, for the page.
+    """
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure
 
-    drawings = []
+    drawings: list[Drawing] = []
+    shown = [plot for plot in PLOTS if _has_content(plot, runs)]
+    files = {f"{plot.name}.png" for plot in PLOTS if plot not in shown} | (set() if shown else {"report.pdf"})
+    for name in files:
+        (out / name).unlink(missing_ok=True)  # of an earlier report
+    if not shown:
+        return drawings
     with ExitStack() as stack:
         stack.enter_context(plot_style())
         file = stack.enter_context(atomic_write(out / "report.pdf"))
         pdf = stack.enter_context(PdfPages(file, metadata={"CreationDate": None}))
-        for plot in PLOTS:
-            if not _is_for(plot, runs):
-                (out / f"{plot.name}.png").unlink(missing_ok=True)  # of an earlier report
-                continue
+        for plot in shown:
             wide, narrow = (Figure(layout="constrained") for _ in range(2))
             _draw(wide, plot, runs, WIDE)
             _draw(narrow, plot, runs, NARROW)
@@ -112,11 +131,13 @@ def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
     return drawings
 
 
-def _is_for(plot: Plot, runs: list[Run]) -> bool:
-    """Return whether the runs have what an optional plot shows."""
-    if plot.name == "kfac":
-        return any(run.kfac for run in runs)
-    return plot.name != "ranks" or (len(runs) == 1 and len(runs[0].ranks()) > 1)
+def _has_content(plot: Plot, runs: list[Run]) -> bool:
+    """Return whether the runs have what a plot shows."""
+    if plot.name == "time":
+        return any(any(run.time_s().values()) for run in runs)
+    if plot.name == "ranks":
+        return len(runs) == 1 and len(runs[0].ranks()) > 1
+    return any(curve_points(run, curve) for run in runs for curve in plot.curves)
 
 
 def _svg(figure: Figure, title: str) -> str:
@@ -160,8 +181,9 @@ def _draw(figure: Figure, plot: Plot, runs: list[Run], width: float) -> None:
         handles = _draw_curves(figure, plot, runs, rows)
     else:
         bars = {run.label: run.time_s() for run in runs} if plot.name == "time" else _times_of_ranks(runs[0])
-        figure.set_size_inches(width, (1.3 if width == WIDE else 2.2) + 0.45 * len(bars))
-        handles = _draw_time(figure, bars)
+        has_long_names = plot.name == "time" and len(runs) > 1
+        figure.set_size_inches(width, (1.3 if width == WIDE else 1.9) + (0.65 if has_long_names else 0.4) * len(bars))
+        handles = _draw_time(figure, bars, has_long_names)
     if handles:
         fitting = LEGEND_COLUMNS * width
         widths = [len(str(handle.get_label())) + 6 for handle in handles]
@@ -197,7 +219,7 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list
             lines = [axes.axhline(target, **grey, label=text) for axes in (by_epoch, by_time)]
             handles.append(lines[0])
     if plot.name == "throughput":
-        by_epoch.set_ylim(0)
+        by_epoch.set_ylim(0, 1.05 * by_epoch.get_ylim()[1])
     for curve in plot.curves:
         if curve.label:
             handles += by_epoch.plot([], [], **grey | curve.style, label=curve.label)
@@ -242,20 +264,23 @@ def _times_of_ranks(run: Run) -> dict[str, dict[str, float]]:
     return {f"rank {format_value(rank.get('rank'))}": seconds_of([rank]) for rank in ranks}
 
 
-def _draw_time(figure: Figure, times: dict[str, dict[str, float]]) -> list[Artist | Container]:
-    """Draw a bar for each entry, of the PARTS that took time in any; return what the legend shows."""
+def _draw_time(figure: Figure, times: dict[str, dict[str, float]], has_long_names: bool) -> list[Artist | Container]:
+    """Draw a bar for each entry, of the PARTS that took time in any; return what the legend shows.
+
+    Long names stand above their bars. A single bar needs none.
+    """
     axes: Axes = figure.subplots()
     totals = [sum(time_s.values()) for time_s in times.values()]
     longest = max(totals)
     unit_s, unit = time_unit(longest)
-    left = [0.0] * len(times)
+    left, height = [0.0] * len(times), 0.4 if has_long_names else 0.6
     least = longest / (2.4 * figure.get_figwidth())  # of a bar in which its share fits
     handles: list[Artist | Container] = []
     for part, (colour, label) in PARTS.items():
         widths = [time_s[part] / unit_s for time_s in times.values()]
         if not any(widths):
             continue
-        bars = axes.barh(range(len(times)), widths, 0.6, left, color=LIGHT[colour], label=label)
+        bars = axes.barh(range(len(times)), widths, height, left, color=LIGHT[colour], label=label)
         handles.append(bars)
         left = [start + width for start, width in zip(left, widths, strict=True)]
         shares = [
@@ -264,6 +289,10 @@ def _draw_time(figure: Figure, times: dict[str, dict[str, float]]) -> list[Artis
         ]
         axes.bar_label(bars, shares, label_type="center", color="black" if colour == "c4" else LIGHT["paper"])
     axes.set(xlabel=f"time ({unit})", yticks=range(len(times)), yticklabels=[*times])
-    axes.set(xlim=(0, None), ylim=(len(times) - 0.5, -0.5))  # the first on top
+    axes.set(xlim=(0, None), ylim=(len(times) - 0.6, -0.5))  # the first on top
+    if has_long_names or len(times) == 1:
+        axes.set_yticks([])
+    for i, name in enumerate(times if has_long_names else ()):
+        axes.text(0, i - height / 2 - 0.05, name, color=LIGHT["muted"], va="bottom")
     axes.grid(visible=False, axis="y")
     return handles

@@ -22,6 +22,7 @@ START_SECTIONS = ("staging", "start", "compile")
 STEP_SECTIONS = ("wait", "forward_backward", "optimizer")
 SECTIONS = (*START_SECTIONS, *STEP_SECTIONS, "evaluation", "checkpoint", "other")
 BESIDE_TRAINING = (*START_SECTIONS, "evaluation", "checkpoint")  # not in the time that images/s refers to
+COUNTED_BY_PROCESS = ("factor_updates", "solution_updates")  # of a line about K-FAC: a resumed run counts from 0 again
 DATA_BOUND_SHARE = 0.1  # of wait_share: below a tenth, a faster loader would gain little
 
 Line = dict[str, Any]
@@ -43,7 +44,7 @@ class Run:
     skips: list[Line] = field(default_factory=list)
     train: list[Line] = field(default_factory=list)
     epochs: list[Line] = field(default_factory=list)
-    kfac: list[Line] = field(default_factory=list)  # with the median "cosine" of the layers
+    kfac: list[Line] = field(default_factory=list)  # with the median "cosine" of the layers, and the lowest
     end: Line | None = None
     written_at: float = math.nan  # when the last line was, in seconds since 1970
     label: str = ""  # tells it from the report's other runs
@@ -162,6 +163,7 @@ def _lines(text: str) -> Iterator[Line]:
 def _collect(header: Line, lines: list[Line]) -> Run:
     """Sort lines by their event; those after a resumed run's checkpoint count only as it wrote them again."""
     run = Run(header, written_at=number(lines[-1].get("written_at")))
+    before = dict.fromkeys(COUNTED_BY_PROCESS, 0)  # by the processes before the last resume
     for line in lines:
         match line["event"]:
             case "train":
@@ -170,10 +172,7 @@ def _collect(header: Line, lines: list[Line]) -> Run:
                 # A run that is resumed near an epoch's end reports the epoch again.
                 run.epochs = [other for other in run.epochs if other.get("epoch") != line.get("epoch")] + [line]
             case "kfac":
-                cosines = line.get("cosines")
-                values = [*map(number, cosines.values())] if isinstance(cosines, dict) else []
-                known = [value for value in values if not math.isnan(value)]
-                run.kfac.append(line | {"cosine": median(known) if known else None})
+                run.kfac.append(_with_cosines(line) | {key: line[key] + before[key] for key in before if key in line})
             case "end":
                 run.end = line
             case "resume" | "roll_back" as event:
@@ -184,9 +183,19 @@ def _collect(header: Line, lines: list[Line]) -> Run:
                 run.skips = [line for line in run.skips if number(line.get("step")) <= step]
                 run.kfac = [line for line in run.kfac if number(line.get("step")) <= step]
                 run.end = None
+                if event == "resume":
+                    before = {key: run.kfac[-1].get(key, 0) if run.kfac else 0 for key in before}
             case "skip":
                 run.skips.append(line)
     return run
+
+
+def _with_cosines(line: Line) -> Line:
+    """Add the median and the lowest cosine of a line about K-FAC, without layers that had no gradient."""
+    cosines = line.get("cosines")
+    values = [*map(number, cosines.values())] if isinstance(cosines, dict) else []
+    known = [value for value in values if not math.isnan(value)] or [math.nan]
+    return line | {"cosine": median(known), "lowest_cosine": min(known)}
 
 
 def number(value: object, default: float = math.nan) -> float:

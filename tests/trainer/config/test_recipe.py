@@ -111,6 +111,8 @@ def test_set_values():
         ),
         ("schedule={name='constant', warmup_epochs=3}", ["train", "epochs = 3", "schedule.warmup_epochs = 3"]),
         ("data.start_size=40", ["data", "start_size = 40", "size = 28"]),
+        ("data.start_size=20", ["data", 'start_size must be "none"', 'backend = "resident"']),
+        ("data.eval_size=32", ["data", 'eval_size must be "none"', 'backend = "resident"']),
         ("data.grow=[0.8, 0.4]", ["data.grow", "[0.8, 0.4]", "first"]),
         ("data.grow=[0.8, 1.4]", ["data.grow[1]", "1.4", "less than or equal to 1"]),
         ("data.area=[0, 1]", ["data.area[0]", "0", "greater than 0"]),
@@ -131,6 +133,15 @@ def test_wrong_settings_are_named(change, words):
         load_recipe("fashion-mnist-resnet8", [change])
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)  # one mistake, one line
+    assert "Settings(" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["size", "start_size", "eval_size"])
+def test_a_network_that_pools_three_times_needs_more_than_eight_pixels(name):
+    changes = ["data.backend=cpu", "data.crop=random_resized", "data.size=12"]
+    with pytest.raises(SettingError, match=rf'^model: name = "whitened" takes 9 pixels or more, not data\.{name} = 8$'):
+        load_recipe("cifar10-speedrun", [*changes, f"data.{name}=8"])
+    load_recipe("cifar10-speedrun", [*changes, f"data.{name}=9"])
 
 
 def test_all_mistakes_are_told_at_once():

@@ -30,6 +30,19 @@ def test_every_model_takes_grey_and_colour(name, in_channels):
     assert model(torch.randn(2, in_channels, 33, 29)).shape == (2, 7)
 
 
+@pytest.mark.parametrize(
+    ("name", "blur_pool"),
+    [(name, blur) for name in models.REGISTRY for blur in {False, name not in models.WITHOUT_STRIDES}],
+)
+def test_the_smallest_input(name, blur_pool):
+    model, smallest = models.build(name, num_classes=7, blur_pool=blur_pool), models.SMALLEST_INPUT.get(name, 8)
+    for size in range(smallest, smallest + 9):  # odd ones, too
+        assert model(torch.randn(2, 3, size, size)).shape == (2, 7)
+    if name in models.SMALLEST_INPUT:
+        with pytest.raises(RuntimeError, match="too small"):
+            model(torch.randn(2, 3, smallest - 1, smallest - 1))
+
+
 def torchvision_keys(blocks, convolutions):
     """state_dict keys of torchvision's resnet, written down from its naming alone."""
     bn = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]

@@ -197,16 +197,26 @@ def test_ranks_memory_hardware_and_kfac_are_shown(tmp_path):
     ]  # fmt: skip
     kfac = {"event": "kfac", "epoch": 0, "step": 50, "elapsed_s": 5.0, "factor_updates": 40, "solution_updates": 20,
             "cosines": {"a": 0.5, "b": 0.75, "c": None}, "skipped": 0, "fallbacks": 1, "damping": 0.003}  # fmt: skip
-    again = kfac | {"step": 60, "factor_updates": 48, "cosines": {"a": 0.25, "b": 0.26, "c": 0.9}}
-    lines = [header(world_size=2, hardware=hardware), train(50), kfac, train(60), again, epoch(1, 0.85)]
+    lost = kfac | {"step": 60, "factor_updates": 48}
+    resume = {"event": "resume", "epoch": 0, "step": 50, "elapsed_s": 5.0, "world_size": 2}
+    again = kfac | {"step": 60, "factor_updates": 8, "cosines": {"a": 0.25, "b": 0.26, "c": 0.9}}
+    begin = header(world_size=2, hardware=hardware)
+    lines = [begin, train(50), kfac, train(60), lost, resume, train(60), again, epoch(1, 0.85)]
     out = tmp_path / "out"
     page = Page(write_report([write(tmp_path / "run", *lines, end(ranks=ranks))], out))
     assert page.row("hosts") == ["hosts", "2"] and page.row("memory") == ["memory", "16.0 GiB"]
-    assert page.row("rank 1")[1] == "node1, waiting for data 25.0 %, memory 2.0 GiB, gpu memory 1.5 GiB"
+    columns = ["rank", "host", "wait for data", "forward + backward", "optimizer", "memory", "gpu memory"]
+    assert page.row("rank") == columns
+    assert page.row("1") == ["1", "node1", "3.0 s (25.0 %)", "6.0 s", "1.0 s", "2.0 GiB", "1.5 GiB"]
+    assert "memory 2.0 GiB gpu memory 1.5 GiB" in page.text  # that of the rank that had most
     assert [page.row(name)[1] for name in ("factor updates", "fallbacks", "median cosine")] == ["48", "1", "0.26"]
     for title in ("K-FAC", "Where each rank's time went", "Learning rate"):
         assert title in page.text
     assert (out / "kfac.png").exists() and (out / "ranks.png").exists()
+    assert {key: read_run(tmp_path / "run").kfac[-1][key] for key in ("cosine", "lowest_cosine")} == {
+        "cosine": 0.26,
+        "lowest_cosine": 0.25,
+    }
     write_report([finished(tmp_path / "other")], out)
     assert not (out / "kfac.png").exists() and not (out / "ranks.png").exists()
 
