@@ -103,8 +103,8 @@ def measure(case: Case, images: int, rounds: int, threads: int) -> dict:
         runs = interleaved(case.ways, rounds, run)
     ways = {way: summarise(its, tuple(FIGURES)) for way, its in runs.items()}
     shares = {name: column(runs[OURS], f"evaluation_{name}") for name in ("time", "cpu_time")}
-    found = {"images": images, "changes": changes, "ways": ways, "ratios": ratios(runs), "evaluation_share": shares}
-    return found | {"corpus": corpus.describe(case.folder(images))}
+    result = {"images": images, "changes": changes, "ways": ways, "ratios": ratios(runs), "evaluation_share": shares}
+    return result | {"corpus": corpus.describe(case.folder(images))}
 
 
 def rates(answer: dict) -> dict[str, float]:
@@ -145,7 +145,7 @@ def report(cases: dict[str, dict]) -> str:
             rows.append([f"{name}, {way}", *(shown(its[figure], 1) for figure in FIGURES), *cells])
     lines = [table(header, rows)]
     for name, case in cases.items():
-        time, cpu_time = (case["evaluation_share"][of]["median"] for of in ("time", "cpu_time"))
+        time, cpu_time = (case["evaluation_share"][key]["median"] for key in ("time", "cpu_time"))
         lines.append(f"{name}: an evaluation takes {time:.1%} of an epoch's time, {cpu_time:.1%} of its CPU time.")
     return "\n".join(lines)
 

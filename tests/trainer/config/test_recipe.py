@@ -182,7 +182,7 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
 
 
 def test_what_a_recipe_leaves_out_the_loader_decides():
-    assert load_recipe("cifar10-resnet32").data.loader_settings() == {"backend": "cpu"}
+    assert load_recipe("imagenet-resnet50").data.loader_settings() == {"backend": "cpu"}
     given = {"threads": 2, "backend": "dali", "cache": "/local", "io": "mmap", "block_mib": 4}
     given |= {"max_bad": 0, "retries": 0, "timeout_s": 9.0}
     changes = [f"data.{name}={value}" for name, value in given.items()]
