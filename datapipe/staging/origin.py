@@ -52,6 +52,11 @@ class Origin:
         except (OSError, ValueError, TypeError) as error:
             raise StagingError(f"cannot be read: {error}", path=folder / ORIGIN) from error
 
+    @staticmethod
+    def is_begun(folder: Path) -> bool:
+        """Return whether a folder has one, or has what a process left that was killed while it wrote the first."""
+        return (folder / ORIGIN).exists() or any(folder.glob(f".{ORIGIN}.*.{PARTIAL}"))
+
     def write(self, folder: Path) -> None:
         """Write it into the copy's folder."""
         path = folder / ORIGIN

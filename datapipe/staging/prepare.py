@@ -17,7 +17,7 @@ from .landing import make_own_name
 from .local_copy import LocalCopy, States
 from .lock import hold_lock
 from .options import StageOptions
-from .origin import ORIGIN
+from .origin import Origin
 from .space import warn_of_place
 from .taking_over import (
     check_handmade,
@@ -182,7 +182,7 @@ def _hold_target(copy: LocalCopy, options: StageOptions, waits: bool) -> Iterato
 def _take_over(copy: LocalCopy, is_locked: bool, options: StageOptions, trusts: bool) -> Prepared:
     """Find out what is in place in a folder that is locked, unless it cannot be, and remove what is not the copy's."""
     copy.check_other(options.replace)  # in the meantime, another process may have put something there
-    is_theirs, was_begun = is_handmade(copy), (copy.target / ORIGIN).exists()
+    is_theirs, was_begun = is_handmade(copy), Origin.is_begun(copy.target)
     remove_other(copy)
     present = copy.find_present(options.timeout_s, trusts, is_locked)
     check_writable(copy, present)

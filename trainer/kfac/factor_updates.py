@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from .communication import Communicator
 from .curvature_block import CurvatureBlock, layer_cost
 from .schedule import StaggeredSchedule, UpdateCost
-from .settings import KFACSettings
+from .settings import KL_CLIP_PER_SAMPLE, Auto, KFACSettings
 from .usage_checks import UsageChecks
 
 
@@ -16,6 +18,7 @@ class FactorUpdates:
 
     Attributes:
         every: The `factor_update_steps` by which the layers of this step were chosen.
+        batch_size: Samples of a step, over all ranks and micro-batches; 0 while that is not known.
         schedule: Which layers update their factors and inverses in a step.
     """
 
@@ -28,7 +31,7 @@ class FactorUpdates:
     ) -> None:
         self._blocks, self._communicator, self._checks = blocks, communicator, checks
         self._settings = settings  # as they were at first: those that may change come with each call
-        self.every = settings.factor_update_steps
+        self.every, self.batch_size = settings.factor_update_steps, 0
         self._unsent: list[str] = []  # layers of this step, in the order in which their factors are sent
         self._complete: set[str] = set()  # layers whose micro-batches are all there
         for name, block in blocks.items():
@@ -47,6 +50,15 @@ class FactorUpdates:
             for name, block in self._blocks.items()
         }
         self.schedule = StaggeredSchedule(costs, self._settings.stagger)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what the next steps depend on, the same on all ranks."""
+        return {"factor_update_steps": self.every, "batch_size": self.batch_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from such a state, once the layers have theirs. `begin_step` is told the interval."""
+        self.batch_size = state["batch_size"]
+        self.reschedule()
 
     def begin_step(self, step: int, every: int) -> None:
         """Switch on the hooks of the layers whose factors are updated in this step.
@@ -98,7 +110,9 @@ class FactorUpdates:
         active = [block for block in self._blocks.values() if block.hook.is_active]
         first_used = [block for block in active if not block.has_factors]
         if first_used:
-            numbers = self._communicator.maximum([block.num_rows for block in first_used], first_used[0].device)
+            sizes = [max(block.hook.batch_size for block in first_used), *(block.num_rows for block in first_used)]
+            size, *numbers = self._communicator.maximum(sizes, first_used[0].device)
+            self.batch_size = size * self._settings.accumulation_steps * self._communicator.world_size
             for block, number in zip(first_used, numbers, strict=True):
                 block.num_rows = number
             self.reschedule()  # costs depend on these
@@ -106,3 +120,7 @@ class FactorUpdates:
             block.end_update(factor_decay)
         if active:
             self._checks.warn_of_new_parameters()
+
+    def kl_clip(self, setting: float | Auto | None) -> float | None:
+        """Return the bound that a setting means, see `KFAC`."""
+        return KL_CLIP_PER_SAMPLE * self.batch_size if setting == "auto" else setting

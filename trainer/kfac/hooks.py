@@ -32,6 +32,7 @@ class StatisticsHook:
     Attributes:
         is_active: Whether this step's statistics are summed.
         on_complete: Called after each micro-batch, with the number of micro-batches so far in this step.
+        batch_size: Samples of the last micro-batch, whatever the fraction.
         num_samples: Samples that have been summed in this step.
         num_rows: Rows that have been summed in this step.
     """
@@ -53,7 +54,7 @@ class StatisticsHook:
         self._is_counted = False  # Have the samples of this forward pass been counted?
         # Has there been a call under no_grad (activation checkpointing)? It may be recomputed, with gradients.
         self._may_be_recomputed = False
-        self._batch_size = 0  # of the last micro-batch, whatever the fraction
+        self.batch_size = 0
         self.clear()
         # Before all other hooks, since what they return is not the layer's output.
         self._handle = layer.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
@@ -119,7 +120,7 @@ class StatisticsHook:
                 total = total * square
             self.sums[name] = self.sums[name] + total if name in self.sums else total
         if not self._is_counted:
-            self._batch_size = num_samples
+            self.batch_size = num_samples
             self.num_samples += sums.num_samples
             self._num_micro_batches += 1
         self._is_counted = True
@@ -140,9 +141,9 @@ class StatisticsHook:
             )
         if x._version != call.version:
             raise RuntimeError(f"{name}: its input was modified in place after it was used, and K-FAC needs it")
-        if self._is_counted and len(x) != self._batch_size:
+        if self._is_counted and len(x) != self.batch_size:
             raise RuntimeError(
-                f"{name}: used for {self._batch_size} and for {len(x)} samples in one forward pass, and the "
+                f"{name}: used for {self.batch_size} and for {len(x)} samples in one forward pass, and the "
                 "loss is a mean over one of them; leave the layer out with `skip`"
             )
         if self._is_counted and self.layer.once_per_pass:

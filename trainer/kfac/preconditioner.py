@@ -23,7 +23,7 @@ from .gradients import precondition_gradients, send_raw_gradients
 from .hooks import StatisticsHook
 from .layers import Layer, Norm
 from .registration import Skip, register_layers, unwrap
-from .settings import InverseDtype, KFACSettings, SolverName
+from .settings import Auto, InverseDtype, KFACSettings, SolverName
 from .solvers import SOLVERS, Solver
 from .state_dict import merge_state_dicts
 from .usage_checks import UsageChecks, require_connected
@@ -65,7 +65,7 @@ class KFAC:
         factor_update_steps: int = KFACSettings.factor_update_steps,
         inv_update_steps: int = KFACSettings.inv_update_steps,
         factor_decay: float = KFACSettings.factor_decay,
-        kl_clip: float | None = KFACSettings.kl_clip,
+        kl_clip: float | Auto | None = KFACSettings.kl_clip,
         lr: float = KFACSettings.lr,
         accumulation_steps: int = KFACSettings.accumulation_steps,
         factor_fraction: float = KFACSettings.factor_fraction,
@@ -92,7 +92,8 @@ class KFAC:
             inv_update_steps: A layer's solution is computed once in so many steps; at first more often, as factors are.
             factor_decay: The weight of what was before in the factors' running averages; from 0 to below 1.
             kl_clip: Bounds the length of the optimizer's step, as if it were `lr` times the gradient, in the metric of
-                the Fisher matrix: gradients are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))). None for no bound.
+                the Fisher matrix: gradients are scaled by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))). "auto": 3e-7 times
+                the samples of a step, over all ranks and micro-batches. None for no bound.
             lr: The optimizer's learning rate, for `kl_clip`. Set it to that of each step if it changes.
             accumulation_steps: Micro-batches in a step. The loss of each was divided by this number, and its backward
                 pass comes before the next one's forward pass. Otherwise factors are wrong.
@@ -205,12 +206,12 @@ class KFAC:
         self._settings = replace(self._settings, factor_decay=value)
 
     @property
-    def kl_clip(self) -> float | None:
-        """The bound of the step, or None."""
+    def kl_clip(self) -> float | Auto | None:
+        """The bound of the step, "auto", or None."""
         return self.settings.kl_clip
 
     @kl_clip.setter
-    def kl_clip(self, value: float | None) -> None:
+    def kl_clip(self, value: float | Auto | None) -> None:
         self._settings = replace(self._settings, kl_clip=value)
 
     @property
@@ -248,7 +249,7 @@ class KFAC:
         self._update_inverses()
         ready = {name: block for name, block in with_gradient.items() if block.is_ready()}
         self._cosines = precondition_gradients(
-            ready, self.communicator, self._solve, self.settings.kl_clip, self.settings.lr
+            ready, self.communicator, self._solve, self._updates.kl_clip(self.settings.kl_clip), self.settings.lr
         )
         if self.gradients_at_owners:
             others = [block for name, block in self.blocks.items() if not (block.is_norm or name in ready)]
@@ -357,7 +358,7 @@ class KFAC:
         return {
             "steps": self.steps,
             "solver": self.settings.solver,
-            "factor_update_steps": self._updates.every,
+            **self._updates.state_dict(),
             "fallbacks": self.fallbacks(),
             "layers": {name: block.state_dict() for name, block in self.blocks.items() if block.is_owner},
         }
@@ -378,7 +379,7 @@ class KFAC:
         self._solver.fallbacks = sum(state["fallbacks"] for state in states) if self.communicator.rank == 0 else 0
         for name, block in self.blocks.items():
             block.load_state_dict(layers[name], block.assignment.column == self.communicator.column)
-        self._updates.reschedule()
+        self._updates.load_state_dict(states[0])
         self._begin_step(states[0]["factor_update_steps"])
 
     # --- registration ---

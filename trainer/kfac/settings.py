@@ -13,13 +13,17 @@ from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
 SolverName = Literal["eigen", "cholesky"]
+Auto = Literal["auto"]
+# The gradient's noise falls with the number of samples in a step, and so grows the step that it allows: measured on
+# Fashion-MNIST with ResNet-8 and ResNet-20, in steps of 512 and 4,096 images.
+KL_CLIP_PER_SAMPLE = 3e-7
 InverseDtype = Literal["bfloat16"]
 
 
 class Allowed(NamedTuple):
     """What a setting may be: a value of type `kind` that `fits`, in words `text`; or None, if that is `optional`."""
 
-    kind: type
+    kind: type | tuple[type, ...]
     fits: Callable[[Any], bool]
     text: str
     optional: bool = False
@@ -27,7 +31,12 @@ class Allowed(NamedTuple):
 
 COUNT = Allowed(Integral, lambda value: value >= 1, "whole numbers from 1")
 POSITIVE = Allowed(Real, lambda value: 0 < value < math.inf, "above 0")
-POSITIVE_OR_NONE = Allowed(Real, lambda value: 0 < value < math.inf, "above 0, or None", optional=True)
+CLIP = Allowed(
+    (Real, str),
+    lambda value: value == "auto" if isinstance(value, str) else 0 < value < math.inf,
+    'above 0, "auto", or None',
+    optional=True,
+)
 FROM_ZERO = Allowed(Real, lambda value: 0 <= value < math.inf, "from 0")
 BELOW_ONE = Allowed(Real, lambda value: 0 <= value < 1, "from 0 to below 1")
 FRACTION = Allowed(Real, lambda value: 0 < value <= 1, "above 0 to 1")
@@ -44,11 +53,11 @@ class KFACSettings:
         ValueError: A value is out of range. The message names the setting, the value and what is allowed.
     """
 
-    damping: float = field(default=0.003, metadata={"allowed": POSITIVE})
+    damping: float = field(default=1.5e-4, metadata={"allowed": POSITIVE})
     factor_update_steps: int = field(default=10, metadata={"allowed": COUNT})
     inv_update_steps: int = field(default=100, metadata={"allowed": COUNT})
-    factor_decay: float = field(default=0.95, metadata={"allowed": BELOW_ONE})
-    kl_clip: float | None = field(default=0.001, metadata={"allowed": POSITIVE_OR_NONE})
+    factor_decay: float = field(default=0.8, metadata={"allowed": BELOW_ONE})
+    kl_clip: float | Auto | None = field(default="auto", metadata={"allowed": CLIP})
     lr: float = field(default=0.1, metadata={"allowed": FROM_ZERO})
     accumulation_steps: int = field(default=1, metadata={"allowed": COUNT})
     factor_fraction: float = field(default=1.0, metadata={"allowed": FRACTION})

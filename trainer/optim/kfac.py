@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..fields import BelowOne, Count, Fraction, Positive, Section, or_none
 from ..kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
-from ..kfac.settings import InverseDtype, KFACSettings, SolverName
+from ..kfac.settings import Auto, InverseDtype, KFACSettings, SolverName
 
 KINDS = {"kfac": KFAC, "ekfac": EKFAC}
 SCHEDULED = "damping", "factor_update_steps", "inv_update_steps"
@@ -53,8 +53,8 @@ class Settings(Section):
     """Steps between adaptations of the damping (Levenberg–Marquardt); "none": it does not adapt."""
     factor_decay: BelowOne = KFACSettings.factor_decay
     """Decay of the factors' running averages."""
-    kl_clip: Annotated[Positive | None, or_none()] = KFACSettings.kl_clip
-    """Bound of a step in the Fisher metric, the trust region; "none": no bound."""
+    kl_clip: Annotated[Positive | Auto | None, or_none()] = KFACSettings.kl_clip
+    """Bound of a step in the Fisher metric, the trust region; "auto": 3e-7 times the images of a step; "none": none."""
     factor_fraction: Annotated[Positive, Field(le=1)] = KFACSettings.factor_fraction
     """Fraction of a batch's samples that enters the factors."""
     spatially_uncorrelated: bool = KFACSettings.spatially_uncorrelated

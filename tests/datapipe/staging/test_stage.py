@@ -9,8 +9,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+import uuid
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Event, Thread
@@ -417,6 +419,18 @@ def test_without_locks_two_processes_do_not_meet(tmp_path, start):
         errors = child.communicate(timeout=60)[1]
         assert child.returncode == 0 and "cannot be locked" in errors, errors
     assert same(tmp_path / "source", tmp_path / "local")
+
+
+def test_what_a_process_left_that_was_killed_at_once_is_removed(tmp_path):
+    """It had not written of what the folder is a copy, by which staging knows the folders that it has begun."""
+    make_data_set(tmp_path / "source", [CHUNK])
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / "local").mkdir()
+    left = tmp_path / "local" / f"..origin.json.{socket.gethostname()}.{child.pid}.{uuid.uuid4().hex}.partial"
+    left.touch()
+    stage(tmp_path / "source", tmp_path / "local")
+    assert not left.exists() and same(tmp_path / "source", tmp_path / "local")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,8 @@ def test_new_eigenvectors_of_ekfac_keep_the_curvature():
     """The diagonal in them is that of the curvature before; samples' gradients then count as in any average."""
     module = randomised(nn.Conv2d(4, 6, 3, padding=1, groups=2))
     x, model = input_of(module), nn.Sequential(module)
-    preconditioner = EKFAC(model, damping=DAMPING, kl_clip=None, factor_update_steps=1, inv_update_steps=1)
+    preconditioner = EKFAC(model, damping=DAMPING, kl_clip=None, factor_decay=0.95,
+                           factor_update_steps=1, inv_update_steps=1)  # fmt: skip
     block, weight = preconditioner.blocks["0"], 0.05
     for number, part in enumerate((x, x, 2 * x, x)):
         module.zero_grad()

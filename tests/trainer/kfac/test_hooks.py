@@ -38,7 +38,7 @@ def test_loss_scaling_changes_nothing():
     x, y = batch()
     found = []
     for model, scaler in ((plain, None), (scaled, torch.amp.GradScaler("cpu", init_scale=1000.0))):
-        preconditioner = KFAC(model, grad_scaler=scaler, **EVERY_STEP)
+        preconditioner = KFAC(model, damping=0.003, grad_scaler=scaler, **EVERY_STEP)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss = F.cross_entropy(model(x), y)
         (scaler.scale(loss) if scaler else loss).backward()

@@ -20,7 +20,8 @@ from trainer.models import build
 @pytest.mark.parametrize("name", [torch.optim.SGD, torch.optim.AdamW])
 def test_any_optimizer_learns(solver, name):
     model, losses, lr = small(), [], 0.05 if name is torch.optim.SGD else 0.01
-    preconditioner, optimizer = KFAC(model, solver=solver, **EVERY_STEP), name(model.parameters(), lr=lr)
+    preconditioner = KFAC(model, solver=solver, kl_clip=0.001, **EVERY_STEP)  # it has few samples, and few steps
+    optimizer = name(model.parameters(), lr=lr)
     for _ in range(30):
         x, y = batch()
         optimizer.zero_grad()
@@ -61,6 +62,28 @@ def test_it_preconditions():
     cosines = preconditioner.cosines()
     assert set(cosines) == set(preconditioner.layers())
     assert all(0 < cosine < 0.98 for cosine in cosines.values()), cosines
+
+
+@pytest.mark.parametrize(("parts", "fraction"), [(1, 1.0), (4, 1.0), (4, 0.5)])
+def test_the_clip_of_its_own_accord_grows_with_the_samples_of_a_step(parts, fraction):
+    found = []
+    for kl_clip in ("auto", 3e-7 * parts * len(batch()[0])):
+        model = small()
+        preconditioner = KFAC(
+            model, kl_clip=kl_clip, accumulation_steps=parts, factor_fraction=fraction, lr=0.5, **EVERY_STEP
+        )
+        for _ in range(parts):
+            x, y = batch()
+            (F.cross_entropy(model(x), y) / parts).backward()
+        preconditioner.step()
+        found.append(gradients(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    state = preconditioner.state_dict()
+    model.zero_grad()
+    preconditioner.remove()
+    resumed = KFAC(model, accumulation_steps=parts)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["batch_size"] == parts * len(batch()[0])
 
 
 def test_the_clip_bounds_the_step_and_nothing_else():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from datapipe.errors import SettingError
+from tests.trainer.kfac.networks import EVERY_STEP
 from trainer import optim
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.config.recipe import load_recipe
@@ -61,7 +62,7 @@ def run(model, optimizer, steps, preconditioner=None, lr=None):
 @pytest.mark.parametrize("name", NAMES)
 def test_learns(name, kfac):
     model = network()
-    preconditioner = KFAC(model, factor_update_steps=1, inv_update_steps=1, lr=LR[name]) if kfac else None
+    preconditioner = KFAC(model, damping=0.003, kl_clip=0.001, lr=LR[name], **EVERY_STEP) if kfac else None
     losses = run(model, optim.build(settings(name, weight_decay=1e-4), model), 40, preconditioner)
     assert losses[-1] < 0.7 * losses[0]
 
