@@ -37,7 +37,8 @@ OURS = {
     "K-FAC, cholesky, SUA, ¼": {"solver": "cholesky", "factor_fraction": 0.25, "spatially_uncorrelated": True},
 }
 NAMES = (SGD, *OURS, PUBLISHED)
-SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
+SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "factor_decay": 0.95,
+            "kl_clip": 0.001, "lr": 0.1}  # fmt: skip
 FIRST_STEPS = 3  # not measured; in them all is computed
 
 

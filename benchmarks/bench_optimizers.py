@@ -78,7 +78,7 @@ def kfac_settings(batch_size: int) -> dict:
     512 × a power of 2 up to 8,192.
     """
     return {"factor_update_steps": max(1, 8192 // batch_size), "inv_update_steps": max(1, 16384 // batch_size),
-            "factor_fraction": min(1.0, 512 / batch_size)}  # fmt: skip
+            "factor_fraction": min(1.0, 512 / batch_size), "factor_decay": 0.95}  # fmt: skip
 
 
 class Runs:

@@ -34,7 +34,8 @@ OURS = {
     "K-FAC, cholesky, bfloat16": {"solver": "cholesky", "inv_dtype": "bfloat16"},
     "K-FAC, eigen": {"solver": "eigen"},
 }
-SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
+SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "factor_decay": 0.95,
+            "kl_clip": 0.001, "lr": 0.1}  # fmt: skip
 NUM_CLASSES = 1000
 WARM_UP = 64  # steps; K-FAC then continues as in its second period
 LONG = 10_000  # an interval with far more steps than layers, whose turns are at its beginning

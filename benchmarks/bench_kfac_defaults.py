@@ -1,0 +1,97 @@
+"""How many more steps does K-FAC need with its defaults than with settings that were tuned?
+
+    python -m benchmarks.bench_kfac_defaults [--seeds 3]
+
+Trains as bench_optimizers does, with K-FAC's own defaults, on each of its records: their K-FAC is that of the best of
+many trials. The learning rate of 0.1 is theirs, too. The same seeds are compared. Two trainings run at a time. Writes
+results/kfac-defaults.json after every training, and does none again that is there already.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+from benchmarks.bench_optimizers import Runs, interval, reached
+from benchmarks.measure import RESULTS, command_line, table
+from benchmarks.optimizer_run import TARGETS, Run
+from trainer.kfac.settings import KFACSettings
+
+RECORDS = tuple((model, batch_size) for batch_size in (512, 4096) for model in ("resnet8", "resnet20"))
+SETTINGS = ("damping", "kl_clip", "factor_decay", "factor_update_steps", "inv_update_steps", "factor_fraction")
+GOAL = 1.1  # of the steps with tuned settings
+
+
+def compare(defaults: list[list[dict]], tuned: list[list[dict]], target: float) -> dict | None:
+    """Return the steps to a target with the defaults and with tuned settings, and their ratio.
+
+    Args:
+        defaults: What each seed's evaluations found.
+        tuned: The same with tuned settings.
+        target: The accuracy.
+
+    Returns:
+        The mean steps of both, and the geometric mean of the seeds' ratios with its 95 % interval; None where a seed
+        misses the target.
+    """
+    pairs = [(reached(ours, target), reached(theirs, target)) for ours, theirs in zip(defaults, tuned, strict=True)]
+    if any(None in pair for pair in pairs):
+        return None
+    logs = interval([math.log(ours["step"] / theirs["step"]) for ours, theirs in pairs])
+    ends = logs["half_width"] and [math.exp(logs["mean"] + sign * logs["half_width"]) for sign in (-1, 1)]
+    steps = {
+        name: interval([pair[i]["step"] for pair in pairs])["mean"] for i, name in enumerate(("defaults", "tuned"))
+    }
+    return steps | {"ratio": math.exp(logs["mean"]), "interval": ends}
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="of each (default: %(default)s)")
+    arguments = parser.parse_args()
+    done = Runs("kfac-defaults", vars(arguments) | {"targets": TARGETS, "goal": GOAL})
+    defaults = {name: asdict(KFACSettings())[name] for name in SETTINGS}  # in the record, so that others make new runs
+    seeds = range(1, 1 + arguments.seeds)
+    runs, tuned = {}, {}
+    for model, batch_size in RECORDS:
+        record = json.loads((RESULTS / f"optimizers-{model}-{batch_size}.json").read_text())
+        best = record["found"]["K-FAC"]["best"]
+        of_seeds = [Run(model, batch_size, record["settings"]["epochs"], best["optimizer"], defaults, seed=seed,
+                        precision=record["settings"]["precision"]) for seed in seeds]  # fmt: skip
+        theirs = [asdict(run) | {"kfac": best["kfac"]} for run in of_seeds]
+        name = f"{model}, {batch_size}"
+        runs[name] = of_seeds
+        tuned[name] = [next(its["found"] for its in record["runs"] if its["run"] == run) for run in theirs]
+
+    def summarise() -> dict:
+        shares = {}
+        for name, of_seeds in runs.items():
+            pairs = [(done[run], its) for run, its in zip(of_seeds, tuned[name], strict=True) if run in done]
+            if pairs:
+                shares[name] = {
+                    f"{target:.2f}": compare(*map(list, zip(*pairs, strict=True)), target) for target in TARGETS
+                }
+        return {"found": shares}
+
+    done.summary = summarise
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(done.do, (run for turn in zip(*runs.values(), strict=True) for run in turn)))
+    rows = []
+    for name, by_target in summarise()["found"].items():
+        for target, its in by_target.items():
+            cells = ["missed", "", "", "no"]
+            if its is not None:
+                ends = " ({:.2f}–{:.2f})".format(*its["interval"]) if its["interval"] else ""
+                met = "yes" if its["ratio"] <= GOAL else "no"
+                cells = [f"{its['defaults']:.0f}", f"{its['tuned']:.0f}", f"{its['ratio']:.2f}{ends}", met]
+            rows.append([name, f"{float(target):.0%}", *cells])
+    print(table(["K-FAC on", "to", "steps", "tuned", "ratio", f"≤ {GOAL}"], rows))
+    print(done.write())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

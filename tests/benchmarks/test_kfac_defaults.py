@@ -1,0 +1,57 @@
+"""K-FAC's defaults against tuned settings: what is trained, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_kfac_defaults as bench
+from benchmarks import bench_optimizers, measure
+from benchmarks.optimizer_run import Run, train
+from trainer.kfac.settings import KFACSettings
+
+SETTINGS = {"epochs": 2, "precision": "off"}
+BEST = {"optimizer": {"name": "sgd", "lr": 0.1, "preconditioner": "kfac"}, "kfac": {"damping": 1e-3, "kl_clip": 1e-3}}
+
+
+def line(step: int, accuracy: float) -> dict:
+    return {"step": step, "accuracy": accuracy}
+
+
+def test_the_ratio_is_the_geometric_mean_of_the_seeds() -> None:
+    found = bench.compare([[line(10, 0.5), line(20, 0.95)], [line(80, 0.91)]], [[line(10, 0.9)], [line(10, 0.9)]], 0.9)
+    assert found is not None and found["ratio"] == pytest.approx(4.0)  # of 2 and 8
+    assert (found["defaults"], found["tuned"]) == (50, 10)
+    assert bench.compare([[line(10, 0.8)]], [[line(10, 0.9)]], 0.9) is None
+
+
+def test_the_defaults_are_trained_with_the_seeds_of_the_record(
+    bright_or_dark: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    trained = []
+
+    def process(command: list[str], **_) -> tuple[str, dict]:
+        trained.append(Run(**json.loads(command[-1])))
+        return json.dumps(train(trained[-1])), {}
+
+    monkeypatch.setattr(bench_optimizers, "process", process)
+    for module in (bench, bench_optimizers, measure):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "RECORDS", (("resnet8", 32),))
+    runs = [
+        {"run": vars(Run("resnet8", 32, 2, BEST["optimizer"], BEST["kfac"], seed=seed)), "found": [line(5, 0.99)]}
+        for seed in (1, 2)
+    ]
+    tuned = {"settings": SETTINGS, "found": {"K-FAC": {"best": BEST}}, "runs": runs}
+    (tmp_path / "optimizers-resnet8-32.json").write_text(json.dumps(tuned))
+    monkeypatch.setattr(sys, "argv", ["bench", "--seeds", "2"])
+    assert bench.main() == 0
+    assert [run.seed for run in trained] == [1, 2]
+    assert all(run.kfac == {name: getattr(KFACSettings(), name) for name in bench.SETTINGS} for run in trained)
+    record = json.loads((tmp_path / "kfac-defaults.json").read_text())
+    assert record["found"]["resnet8, 32"].keys() == {"0.90", "0.91", "0.92"} and len(record["runs"]) == 2
+    assert "resnet8, 32" in capsys.readouterr().out
+    assert bench.main() == 0 and len(trained) == 2, "what is in the record is not trained again"
