@@ -37,8 +37,8 @@ class Variant:
 
     recipe: str
     changes: tuple[str, ...] = ()
-    rates: tuple[float, ...] = (0.1,)
-    epochs: tuple[int, ...] = (4, 5, 6)
+    rates: tuple[float, ...] = (0.4,)
+    epochs: tuple[int, ...] = (3, 4, 5)
     rate: str = "optimizer.lr=%g"
 
     def trials(self) -> Iterator[tuple[str, ...]]:
@@ -48,10 +48,11 @@ class Variant:
 
 
 VARIANTS = {
-    "plain ResNet-8": Variant(PLAIN, (), (0.1, 0.2, 0.4), (4, 5, 6)),
-    "speedrun": Variant(SPEEDRUN, (), (0.05, 0.1, 0.2), (4, 5, 6)),
+    "plain ResNet-8": Variant(PLAIN, (), (0.2, 0.4, 0.8)),
+    "speedrun": Variant(SPEEDRUN, (), (0.2, 0.4, 0.8)),
     "images decoded each epoch": Variant(SPEEDRUN, ("data.backend=cpu",)),
     "flips at random": Variant(SPEEDRUN, ("data.flip=true",)),
+    "shifted by up to a pixel": Variant(SPEEDRUN, ("data.crop=pad", "data.pad=1")),
     "no flips": Variant(SPEEDRUN, ("data.flip=false",)),
     "evaluated without mirrored images": Variant(SPEEDRUN, ("train.evaluate_mirrored=false",)),
     "ResNet-8, nothing whitened": Variant(SPEEDRUN, ("model.name=resnet8",)),
