@@ -25,6 +25,7 @@ from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, DecodeError, SettingError
 from datapipe.fsio import locked
 from datapipe.packing import PackOptions, pack
+from tests.trainer.waits import waits
 from trainer.checkpoint import load_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.errors import CheckpointError, DivergedError
@@ -57,6 +58,29 @@ def go(packed, recipe_file, tmp_path):
 @pytest.fixture
 def no_report(monkeypatch):
     monkeypatch.setattr(trainer.reporting.page, "write_report", lambda runs, out: out / "report.html")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("optimizer.max_grad_norm=1.0", "ema.half_life_steps=4"), ("train.accumulation_steps=2", "data.mixup=0.2"),
+     ("train.precision=bf16",),
+     ('optimizer={name="muon", lr=0.02, adam_lr=0.002}',), ('optimizer={name="soap", lr=0.003}',)],
+    ids=" ".join,
+)  # fmt: skip
+def test_steps_that_do_not_log_never_wait_for_the_device(go, no_report, monkeypatch, tmp_path, changes):
+    found, train_epoch = [], trainer.loop.train_epoch
+
+    def watched(*arguments):
+        with waits() as those:
+            result = train_epoch(*arguments)
+        found.append(those)
+        return result
+
+    monkeypatch.setattr(trainer.loop, "train_epoch", watched)
+    for log_every in (2, 1000):
+        assert go("train.epochs=1", f"train.log_every={log_every}", *changes) == 0
+        shutil.rmtree(tmp_path / "run")
+    assert found[0] and not found[1]
 
 
 def test_target_reached(go, tmp_path, metrics, capsys):
