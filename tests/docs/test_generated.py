@@ -39,7 +39,7 @@ def test_every_command_and_setting_is_in_the_reference(generate) -> None:
     for heading in ("datapipe pack", "datapipe stage", "trainer train", "trainer report"):
         assert f"### {heading}\n" in commands
     assert "`--max-bad N\\|P%`" in commands and "`--set section.key=value`" in commands
-    assert " | number > 0; or pairs of an epoch and such a value | `0.003` |\n" in recipe
+    assert " | number > 0; or pairs of an epoch and such a value | `0.00015` |\n" in recipe
     assert re.search(r"^\| `train.epochs` \| [^|]+ \| whole number ≥ 1 \| required \|$", recipe, re.MULTILINE)
 
 
