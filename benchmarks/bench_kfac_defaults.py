@@ -14,6 +14,7 @@ import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from statistics import mean
 
 from benchmarks.bench_optimizers import Runs, interval, reached
 from benchmarks.measure import RESULTS, command_line, table
@@ -43,7 +44,8 @@ def compare(defaults: list[list[dict]], tuned: list[list[dict]], target: float) 
     logs = interval([math.log(ours["step"] / theirs["step"]) for ours, theirs in pairs])
     ends = logs["half_width"] and [math.exp(logs["mean"] + sign * logs["half_width"]) for sign in (-1, 1)]
     steps = {
-        name: interval([pair[i]["step"] for pair in pairs])["mean"] for i, name in enumerate(("defaults", "tuned"))
+        "defaults": mean(ours["step"] for ours, _ in pairs),
+        "tuned": mean(theirs["step"] for _, theirs in pairs),
     }
     return steps | {"ratio": math.exp(logs["mean"]), "interval": ends}
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from benchmarks.optimizer_run import Run
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
@@ -26,3 +31,20 @@ def bright_or_dark() -> Iterator[None]:
         patch.setattr(optimizer_run, "HELD_OUT", 128)
         patch.setattr(optimizer_run, "EVALUATED_EVERY", 64)
         yield
+
+
+@pytest.fixture
+def trained(bright_or_dark: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """Return the trainings that benchmarks of optimizers do, from now on in this process; records are in tmp_path."""
+    from benchmarks import bench_kfac_defaults, bench_kfac_seconds, bench_optimizers, measure, optimizer_run
+
+    runs: list[Run] = []
+
+    def process(command: list[str], **_) -> tuple[str, dict]:
+        runs.append(optimizer_run.Run(**json.loads(command[-1])))
+        return json.dumps(optimizer_run.train(runs[-1])), {}
+
+    monkeypatch.setattr(bench_optimizers, "process", process)
+    for module in (bench_kfac_defaults, bench_kfac_seconds, bench_optimizers, measure):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return runs

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_kfac_defaults as bench
-from benchmarks import bench_optimizers, measure
-from benchmarks.optimizer_run import Run, train
+from benchmarks.optimizer_run import Run
 from trainer.kfac.settings import KFACSettings
 
 SETTINGS = {"epochs": 2, "precision": "off"}
@@ -22,24 +21,16 @@ def line(step: int, accuracy: float) -> dict:
 
 
 def test_the_ratio_is_the_geometric_mean_of_the_seeds() -> None:
-    found = bench.compare([[line(10, 0.5), line(20, 0.95)], [line(80, 0.91)]], [[line(10, 0.9)], [line(10, 0.9)]], 0.9)
-    assert found is not None and found["ratio"] == pytest.approx(4.0)  # of 2 and 8
-    assert (found["defaults"], found["tuned"]) == (50, 10)
+    defaults = [[line(10, 0.5), line(20, 0.95)], [line(80, 0.91)]]
+    compared = bench.compare(defaults, [[line(10, 0.9)]] * 2, 0.9)
+    assert compared is not None and compared["ratio"] == pytest.approx(4.0)  # of 2 and 8
+    assert (compared["defaults"], compared["tuned"]) == (50, 10)
     assert bench.compare([[line(10, 0.8)]], [[line(10, 0.9)]], 0.9) is None
 
 
 def test_the_defaults_are_trained_with_the_seeds_of_the_record(
-    bright_or_dark: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    trained: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    trained = []
-
-    def process(command: list[str], **_) -> tuple[str, dict]:
-        trained.append(Run(**json.loads(command[-1])))
-        return json.dumps(train(trained[-1])), {}
-
-    monkeypatch.setattr(bench_optimizers, "process", process)
-    for module in (bench, bench_optimizers, measure):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
     monkeypatch.setattr(bench, "RECORDS", (("resnet8", 32),))
     runs = [
         {"run": vars(Run("resnet8", 32, 2, BEST["optimizer"], BEST["kfac"], seed=seed)), "found": [line(5, 0.99)]}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_kfac_seconds as bench
-from benchmarks import bench_optimizers, measure
-from benchmarks.optimizer_run import Run, train
+from benchmarks.optimizer_run import Run
 
 SETTINGS = {"epochs": 2, "precision": "off"}
 BEST = {
@@ -27,31 +26,24 @@ def line(step: int, accuracy: float) -> dict:
 def test_the_ratio_is_the_geometric_mean_of_the_seeds() -> None:
     kfac = [[line(10, 0.5), line(20, 0.95)], [line(10, 0.91)]]
     other = [[line(40, 0.9)], [line(80, 0.93)]]
-    found = bench.ratios(kfac, other, 0.9)
-    assert found is not None and not found["at_most"]
-    assert found["step"]["ratio"] == pytest.approx(0.25)  # of 1/2 and 1/8
-    low, high = found["cpu_s"]["interval"]
-    assert low * high == pytest.approx(found["cpu_s"]["ratio"] ** 2)
+    compared = bench.ratios(kfac, other, 0.9)
+    assert compared is not None and not compared["at_most"]
+    assert compared["step"]["ratio"] == pytest.approx(0.25)  # of 1/2 and 1/8
+    low, high = compared["cpu_s"]["interval"]
+    assert low * high == pytest.approx(compared["cpu_s"]["ratio"] ** 2)
 
 
 def test_a_target_that_the_other_misses_is_a_bound_and_one_that_kfac_misses_no_ratio() -> None:
-    found = bench.ratios([[line(10, 0.92)]], [[line(40, 0.9)]], 0.92)
-    assert found is not None and found["at_most"] and found["step"] == {"ratio": 0.25, "interval": [None, None]}
+    compared = bench.ratios([[line(10, 0.92)]], [[line(40, 0.9)]], 0.92)
+    assert (
+        compared is not None and compared["at_most"] and compared["step"] == {"ratio": 0.25, "interval": [None, None]}
+    )
     assert bench.ratios([[line(40, 0.9)]], [[line(10, 0.92)]], 0.92) is None
 
 
 def test_the_record_compares_with_the_tuned_settings(
-    bright_or_dark: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    trained: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    trained = []
-
-    def process(command: list[str], **_) -> tuple[str, dict]:
-        trained.append(Run(**json.loads(command[-1])))
-        return json.dumps(train(trained[-1])), {}
-
-    monkeypatch.setattr(bench_optimizers, "process", process)
-    for module in (bench, bench_optimizers, measure):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
     monkeypatch.setattr(bench, "GOALS", {32: 1.0})
     tuned = {"settings": SETTINGS, "found": {name: {"best": best} for name, best in BEST.items()}}
     (tmp_path / "optimizers-resnet8-32.json").write_text(json.dumps(tuned))

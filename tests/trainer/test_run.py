@@ -68,19 +68,19 @@ def no_report(monkeypatch):
     ids=" ".join,
 )  # fmt: skip
 def test_steps_that_do_not_log_never_wait_for_the_device(go, no_report, monkeypatch, tmp_path, changes):
-    found, train_epoch = [], trainer.loop.train_epoch
+    of_runs, train_epoch = [], trainer.loop.train_epoch
 
     def watched(*arguments):
-        with waits() as those:
+        with waits() as names:
             result = train_epoch(*arguments)
-        found.append(those)
+        of_runs.append(names)
         return result
 
     monkeypatch.setattr(trainer.loop, "train_epoch", watched)
     for log_every in (2, 1000):
         assert go("train.epochs=1", f"train.log_every={log_every}", *changes) == 0
         shutil.rmtree(tmp_path / "run")
-    assert found[0] and not found[1]
+    assert of_runs[0] and not of_runs[1]
 
 
 def test_target_reached(go, tmp_path, metrics, capsys):

@@ -38,6 +38,6 @@ class _Copies(TorchFunctionMode):
 @contextmanager
 def waits() -> Iterator[list[str]]:
     """Yield a list, to which each number or copy that is taken out of a tensor adds its name."""
-    found: list[str] = []
-    with _Numbers(found), _Copies(found):
-        yield found
+    names: list[str] = []
+    with _Numbers(names), _Copies(names):
+        yield names

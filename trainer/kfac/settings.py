@@ -13,11 +13,11 @@ from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
 SolverName = Literal["eigen", "cholesky"]
+InverseDtype = Literal["bfloat16"]
 Auto = Literal["auto"]
 # The gradient's noise falls with the number of samples in a step, and so grows the step that it allows: measured on
 # Fashion-MNIST with ResNet-8 and ResNet-20, in steps of 512 and 4,096 images.
 KL_CLIP_PER_SAMPLE = 3e-7
-InverseDtype = Literal["bfloat16"]
 
 
 class Allowed(NamedTuple):

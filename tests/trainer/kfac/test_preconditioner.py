@@ -38,9 +38,9 @@ def test_cosines_of_all_layers_wait_for_the_device_once():
     preconditioner = KFAC(model)
     model(torch.randn(8, 4)).square().mean().backward()
     preconditioner.step()
-    with waits() as found:
+    with waits() as names:
         assert len(preconditioner.cosines()) == 5
-    assert len(found) <= 1
+    assert len(names) <= 1
 
 
 def test_it_preconditions():
@@ -56,7 +56,7 @@ def test_it_preconditions():
 
 @pytest.mark.parametrize(("parts", "fraction"), [(1, 1.0), (4, 1.0), (4, 0.5)])
 def test_the_clip_of_its_own_accord_grows_with_the_samples_of_a_step(parts, fraction):
-    found = []
+    by_setting = []
     for kl_clip in ("auto", 3e-7 * parts * len(batch()[0])):
         model = small()
         preconditioner = KFAC(
@@ -66,8 +66,8 @@ def test_the_clip_of_its_own_accord_grows_with_the_samples_of_a_step(parts, frac
             x, y = batch()
             (F.cross_entropy(model(x), y) / parts).backward()
         preconditioner.step()
-        found.append(gradients(model))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        by_setting.append(gradients(model))
+    assert all(torch.equal(a, b) for a, b in zip(*by_setting, strict=True))
     state = preconditioner.state_dict()
     model.zero_grad()
     preconditioner.remove()
