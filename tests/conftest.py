@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from PIL import Image
+
+# Of this process and its children: threads of several processes on few cores wait for each other far longer than they
+# compute.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("shared machine", deadline=None)  # a first call may be slow, and says nothing of the code
 settings.load_profile("shared machine")

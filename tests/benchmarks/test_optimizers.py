@@ -63,7 +63,8 @@ def shrink(patch: pytest.MonkeyPatch, results: Path) -> None:
     patch.setattr(bench, "RESULTS", results)
     patch.setattr(bench, "OPTIMIZERS", {name: OPTIMIZERS[name] for name in ("LARS", "K-FAC")})
     patch.setattr(bench, "FIRST_ORDER", ("LARS",))
-    patch.setattr(sys, "argv", ["bench", "--batch-size", "32", "--trials", "2", "--seeds", "2", "--epochs", "2"])
+    arguments = ["--batch-size", "32", "--trials", "2", "--seeds", "2", "--epochs", "2", "--precision", "off"]
+    patch.setattr(sys, "argv", ["bench", *arguments])
 
 
 def test_the_record_of_a_comparison(record: dict) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTBED = ROOT.parent / "shared" / "testbed"
-SUBNET = "93.8"  # of the nodes' addresses, where they have some: others may be up
+# Of the nodes' addresses, where they have some; each process of pytest-xdist has clusters of its own.
+SUBNET = f"93.{20 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])}"
 STALL_S = 20  # of the filesystem's answer to a task that is to be killed meanwhile
 
 needs_testbed = [

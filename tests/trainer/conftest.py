@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from datapipe.packing import PackOptions, pack
 from tests.ports import free_ports
@@ -54,12 +53,9 @@ def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For runs in this process: one rank, whatever has launched the tests, and one thread, which is faster here."""
+    """For runs in this process: one rank, whatever has launched the tests."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    # Two threads of one small network wait for each other far longer than they work, on cores that are shared.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
 
 
 def _write_idx(folder: Path, stem: str, images: np.ndarray, labels: np.ndarray) -> None:
@@ -95,7 +91,7 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _environment(changes: dict[str, str]) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | changes
+    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 @pytest.fixture

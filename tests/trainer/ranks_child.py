@@ -50,7 +50,6 @@ def main(data: Path, global_batch_size: int, out: Path) -> None:
         out.with_suffix(".json").write_text(json.dumps([result.accuracy, result.loss]))
 
 
-torch.set_num_threads(1)
 with connected(rank_placement(os.environ)) as world:
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
 leave(0)

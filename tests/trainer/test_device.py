@@ -153,7 +153,7 @@ def on_a_gpu_node(tmp_path):
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = str(ROOT)
 
     def _run(*words: object, **changes: str) -> subprocess.CompletedProcess:
         command = [*prefix, sys.executable, "-m", *map(str, words)]

@@ -18,7 +18,6 @@ if sys.argv[1] == "kept" and not keep_freed_memory():
     sys.exit(3)
 import torch
 
-torch.set_num_threads(1)
 faults = []
 for _ in range({ROUNDS}):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

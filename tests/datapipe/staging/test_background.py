@@ -27,7 +27,7 @@ from datapipe.packing import PackOptions, pack
 from datapipe.staging import stage
 from datapipe.staging.landing import Landing
 from datapipe.staging.progress import find_progress
-from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
+from tests.datapipe.staging.data_sets import CHUNK, let_others_in, make_data_set, same
 from tests.ports import free_ports
 
 LOADING = {"batch_size": 2, "size": 16, "block_mib": 1, "threads": 2}  # two lanes: few blocks are divided
@@ -255,8 +255,7 @@ def test_another_users_copy_is_read_and_never_written(source, background, tmp_pa
     child = background("--max-mbps", 1)
     wait_until(lambda: has_begun(tmp_path / "local"), child)
     child.send_signal(signal.SIGSTOP)
-    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent, source.parent.parent):
-        path.chmod(0o755)
+    let_others_in(tmp_path, source)
     before = landed(tmp_path / "local")
     program = (
         "import sys; from datapipe.loaders import open_loader\n"

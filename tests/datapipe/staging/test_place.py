@@ -268,7 +268,7 @@ def test_a_process_that_nobody_joins_ends_soon(tmp_path, command):
     line = "datapipe", "stage", tmp_path / "one", tmp_path / "local", "--node", "0/2", "--master", "127.0.0.1"
     done = command(*line, "--timeout", "2", env=env)
     assert done.returncode == 1 and "process 1 did not answer for 2 s" in done.stderr
-    assert time.monotonic() - begun < 14  # of which torch takes some; the pause for others to part is 10 s
+    assert time.monotonic() - begun < 60  # 2 s, and the pause of 10 s in which who comes late is told
 
 
 def test_what_staging_has_not_put_there_is_never_removed(splits, tmp_path):

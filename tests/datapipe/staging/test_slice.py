@@ -27,7 +27,7 @@ from datapipe.staging import StageOptions, stage
 from datapipe.staging.cleaning import describe
 from datapipe.staging.lock import BusyError
 from datapipe.staging.progress import find_progress
-from tests.datapipe.staging.data_sets import make_data_set
+from tests.datapipe.staging.data_sets import let_others_in, make_data_set
 
 MIB = 1 << 20
 LOADING = {"batch_size": 2, "size": 16, "block_mib": 1, "threads": 2, "order": "blocks", "last": "pad"}
@@ -270,8 +270,7 @@ print(hits)
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_another_user_reads_slots_and_writes_nothing(source, sliced, tmp_path):
     batches(source, sliced, epochs=1)
-    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent, source.parent):
-        path.chmod(0o755)
+    let_others_in(tmp_path, source)
     before = (sliced / "train" / ".tags").read_bytes()
     program = (
         "import json, sys; from datapipe.loaders import open_loader\n"

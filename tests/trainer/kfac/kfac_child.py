@@ -166,7 +166,6 @@ def ways(P: int, alone: dict | None) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     found = {}
     with connected(rank_placement(os.environ)) as world:
         P = world.world_size

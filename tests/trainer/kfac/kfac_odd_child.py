@@ -202,7 +202,6 @@ def refused(kind: type[KFAC] = KFAC, **settings: object) -> str:
     return "nothing"
 
 
-torch.set_num_threads(1)
 with connected(rank_placement(os.environ)) as world:
     rank = world.rank
     found = {

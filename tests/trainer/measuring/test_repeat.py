@@ -277,7 +277,7 @@ def scaling(packed, recipe_file, tmp_path):
         program = tmp_path / "bin" / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         program.chmod(0o755)
-    sizes = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    sizes = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     environment = os.environ | sizes | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
 
     def _scaling(*arguments, **more):

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 
 import pytest
-import torch
 
 from datapipe.errors import SettingError
 from trainer.config.recipe import load_recipe
@@ -32,12 +31,11 @@ REQUIRED = [*ONCE, "cache_clear", "init_start", "epoch_start", "epoch_stop", "ev
 def log(packed, recipe_file, tmp_path_factory):
     """The log of a run that has reached its target."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **LABELS}.items():
+        for name, value in {"CUDA_VISIBLE_DEVICES": "", **LABELS}.items():
             patch.setenv(name, value)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             patch.delenv(name, raising=False)
         patch.setattr(page, "write_plots", lambda *_: [])
-        torch.set_num_threads(1)
         out = tmp_path_factory.mktemp("logged") / "run"
         changes = ["train.target_accuracy=0.01", "train.epochs=4", "train.evaluate_every=3"]
         assert run(load_recipe(str(recipe_file), changes), packed, out, resume=False) == 0
