@@ -444,7 +444,10 @@ def test_an_exchange_to_a_cache_that_a_loader_fills(start, port, noise, caches):
     """On one of the nodes: none waits for it before it copies what it lacks."""
     loader = on_node(1, STAGE_ONCE, noise, caches[1].parent)
     wait_for_chunks(caches[1], 1, [loader])
+    loader.send_signal(signal.SIGSTOP)
     children = exchange_to(start, port, noise, caches)
+    assert children[0].wait(60) == 0
+    loader.send_signal(signal.SIGCONT)
     read, said = results(children)
     assert read == [Manifest.read(noise).size_bytes, 0] and all(
         "each node stages by itself" in errors for errors in said
