@@ -20,6 +20,7 @@ while [[ $# -gt 0 ]]; do
         shift 2
         ;;
     --slurm) slurm=1 && shift ;;
+    -h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" && exit ;;
     --*)
         options+=("$1")
         shift

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 
-# A package that adds two loggers: one writes what it is told, the other fails at its third line.
+# A package that adds loggers: one writes what it is told, others fail at its third line, or end what calls them.
 PACKAGE = """
 import json
 class Logger:
@@ -30,13 +30,18 @@ class Broken(Logger):
         super().write(line)
         if len(self.path.read_text().splitlines()) == 3:
             raise ConnectionError("no such server")
+class Exiting(Logger):
+    def close(self):
+        raise SystemExit(0)
 def refuse(run, lines):
-    raise RuntimeError("not logged in")
+    raise RuntimeError("not logged in:\\nsee the manual")
+def leave(run, lines):
+    raise SystemExit("log in first")
 """
 ENTRY_POINTS = (
     "[trainer.loggers]\nteller = some_logger:Logger\nbroken = some_logger:Broken\nrefuses = some_logger:refuse\n"
 )
-ENTRY_POINTS += "gone = no_such_module:Logger\n"
+ENTRY_POINTS += "exiting = some_logger:Exiting\nleaves = some_logger:leave\ngone = no_such_module:Logger\n"
 
 
 @pytest.fixture
@@ -115,8 +120,10 @@ def test_a_package_adds_a_logger(train, tmp_path):
 
 
 def test_one_that_fails_is_told_of_and_the_run_goes_on(train, metrics, tmp_path):
-    code, errors = end(train("broken"))
-    assert code == 0 and errors.count("--log broken has failed") == 1 and "no such server" in errors
+    code, errors = end(train("broken", "--log", "exiting"))
+    assert code == 0 and errors.count("--log broken has failed") == 1 and "Traceback" not in errors, errors
+    assert "the run continues: ConnectionError: no such server" in errors
+    assert "--log exiting has failed" in errors and "SystemExit: 0" in errors
     assert metrics(tmp_path / "run")[-1]["status"] == "completed"
     assert len((tmp_path / "run" / "told.jsonl").read_text().splitlines()) == 3
 
@@ -124,9 +131,10 @@ def test_one_that_fails_is_told_of_and_the_run_goes_on(train, metrics, tmp_path)
 @pytest.mark.parametrize(
     ("name", "code", "says"),
     [
-        ("nosuch", 2, "--log nosuch: is not known; allowed: broken, csv, gone, refuses, .*teller, tensorboard"),
+        ("nosuch", 2, "--log nosuch: is not known; allowed: broken, csv, exiting, gone, leaves, refuses, .*teller, tensorboard"),
         ("gone", 2, "--log gone: no_such_module:Logger cannot be imported"),
-        ("refuses", 1, "--log refuses: RuntimeError: not logged in"),
+        ("refuses", 1, "--log refuses: RuntimeError: not logged in: see the manual"),
+        ("leaves", 1, "--log leaves: SystemExit: log in first"),
     ],
 )
 def test_one_that_cannot_begin_ends_the_run_before_it_begins(train, name, code, says):

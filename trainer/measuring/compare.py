@@ -76,11 +76,16 @@ def _name(side: str, group: Group) -> str:
 
 def _row(name: str, form: str, key: str, groups: tuple[Group, Group], estimate: Estimate, words: str) -> Comparison:
     is_ratio = key in RATIOS
+    neutral = 1.0 if is_ratio else 0.0
     if math.isnan(estimate.value):
         verdict = "unknown: a side has no such figure"
+    elif estimate.value == neutral and not estimate.low < estimate.high:
+        verdict = "both are equal"
     elif math.isnan(estimate.low):
         verdict = f"B {words}; a side is a single run, so nothing is known of its noise"
-    elif estimate.is_beyond_noise(1.0 if is_ratio else 0.0):
+    elif estimate.low == estimate.high:  # as of whole epochs, by chance
+        verdict = f"B {words}; all runs of each side are equal, so nothing is known of their noise"
+    elif estimate.is_beyond_noise(neutral):
         verdict = f"B {words}: more than noise"
     else:
         verdict = "cannot be told from noise"
@@ -98,6 +103,10 @@ def comparison_notes(a: Group, b: Group) -> list[str]:
     """List what a reader should know before trusting a comparison: other hardware, versions, numbers of ranks."""
     firsts = [(side, group.begun[0].header) for side, group in (("A", a), ("B", b)) if group.begun]
     inside = [f"{side}: {note}" for side, group in (("A", a), ("B", b)) for note in group_notes(group)]
+    every = [((header.get("recipe") or {}).get("train") or {}).get("evaluate_every") for _, header in firsts]
+    if len(set(every)) > 1 and None not in every:  # earlier versions had no such setting
+        what = f"A was evaluated every {format_count(every[0], 'epoch')}, B every {format_count(every[1], 'epoch')}"
+        inside.append(f"{what}: a target is reached at the first evaluation at or above it")
     return [*differences(firsts), *inside]
 
 

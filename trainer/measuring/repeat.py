@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ NAME = "repeat.json"
 MAX_SEED = 2**31 - 1  # of a recipe
 LAUNCHERS = ("torchrun", "srun")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 WRONG_USE, TIME_IS_OVER = 2, 75  # exit codes of `trainer train` after which other seeds would fare no better
 
 
@@ -210,13 +212,21 @@ def _pass_on_signals(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[
 
     previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, process_group=0)
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, process_group=0, preexec_fn=_end_with_parent
+        )
         if received:  # before there was a child
             child.send_signal(signal.SIGTERM)
         yield child, received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Let this process get SIGTERM when the one that has started it is gone, were it by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _write(plan: Repeats, group: Group) -> None:

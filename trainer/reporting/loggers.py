@@ -81,6 +81,7 @@ class TensorBoardLogger:
 
 
 BUILT_IN: dict[str, LoggerFactory] = {"csv": CsvLogger, "tensorboard": TensorBoardLogger}
+FAILURES = (Exception, SystemExit)  # of a package that may be a program's: its exit is not to be the run's
 
 
 def find_loggers(names: Sequence[str]) -> dict[str, LoggerFactory]:
@@ -96,8 +97,9 @@ def find_loggers(names: Sequence[str]) -> dict[str, LoggerFactory]:
         elif name in added:
             try:
                 factories[name] = added[name].load()
-            except Exception as error:
-                raise SettingError(f"--log {name}: {added[name].value} cannot be imported: {error}") from error
+            except FAILURES as error:
+                what = f"{added[name].value} cannot be imported: {_in_a_line(error)}"
+                raise SettingError(f"--log {name}: {what}") from error
         else:
             allowed = ", ".join(sorted({*BUILT_IN, *added}))
             raise SettingError(f"--log {name}: is not known; allowed: {allowed}, or what a package adds as {GROUP!r}")
@@ -115,8 +117,8 @@ class Loggers:
                 self._loggers[name] = factory(run, lines)
             except (SettingError, OSError):
                 raise
-            except Exception as error:
-                raise DatapipeError(f"--log {name}: {type(error).__name__}: {error}") from error
+            except FAILURES as error:
+                raise DatapipeError(f"--log {name}: {_in_a_line(error)}") from error
 
     def write(self, line: Line) -> None:
         """Tell a line to all."""
@@ -130,6 +132,12 @@ class Loggers:
         for name, its in [*self._loggers.items()]:
             try:
                 call(its)
-            except Exception:
+            except FAILURES as error:
                 del self._loggers[name]
-                logger.exception("--log %s has failed, and is told nothing more; the run continues", name)
+                what = "has failed, and is told nothing more; the run continues"
+                logger.error("--log %s %s: %s", name, what, _in_a_line(error))
+                logger.debug("--log %s", name, exc_info=True)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -19,7 +19,7 @@ from datapipe.fsio import atomic_write, make_folder
 from .formatting import SPACE, format_duration, format_figure, format_value
 from .mlperf import write_log
 from .plots import PARTS, write_plots
-from .runlog import DATA_BOUND_SHARE, STEP_SECTIONS, Line, Run, number, read_run, seconds_of
+from .runlog import DATA_BOUND_SHARE, NAME, STEP_SECTIONS, Line, Run, number, read_run, seconds_of
 from .svg import DARK, LIGHT
 
 # Columns of the comparison that say what was run, which one run's details show anyway.
@@ -61,14 +61,16 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
         The path of report.html.
 
     Raises:
-        SettingError: No run is given, or `out` is a file.
+        SettingError: No run is given, or `out` is a file, or of several runs the folder of one.
         DatapipeError: A folder has no readable metrics.jsonl.
     """
     if not runs:
         raise SettingError("runs: [], but a report needs at least one run folder")
+    loaded = [read_run(folder) for folder in runs]
     if out.exists() and not out.is_dir():
         raise SettingError(f"out: {out} is a file; allowed: a folder, or a new name")
-    loaded = [read_run(folder) for folder in runs]
+    if len(runs) > 1 and (out / NAME).exists():
+        raise SettingError(f"out: {out} is the folder of a run; a report on {len(runs)} runs needs a folder of its own")
     for run, label in zip(loaded, _labels(loaded, runs), strict=True):
         run.label = label
     make_folder(out)

@@ -123,15 +123,18 @@ def test_stopped_and_continued(again, tmp_path, metrics, number, code):
         assert "seed-0 was resumed 1 time" in out
 
 
-def test_killed_and_continued(again, tmp_path, metrics):
-    """With the training, in whatever way; the killed repeat itself writes nothing more."""
+@pytest.mark.parametrize("with_training", [True, False])
+def test_killed_and_continued(again, tmp_path, metrics, with_training):
+    """With the training, or alone: the training then saves and ends. The killed repeat itself writes nothing more."""
     every = ("--set", "train.checkpoint_every_steps=3", "--set", "train.epochs=2")
     child = again("runs", "--seeds", 1, *every)
     wait_for_step(child, tmp_path / "runs" / "seed-0", 7)
     (training,) = map(int, Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split())
     child.kill()
-    os.kill(training, signal.SIGKILL)
-    finish(child)
+    if with_training:
+        os.kill(training, signal.SIGKILL)
+    finish(child)  # and the training, which has the same pipe
+    assert (metrics(tmp_path / "runs" / "seed-0")[-1].get("status") == "interrupted") != with_training
     code, _, err = finish(again("runs", "--seeds", 1, *every))
     assert code == 0, err
     lines = metrics(tmp_path / "runs" / "seed-0")
@@ -309,6 +312,11 @@ def test_scaling_over_ranks(scaling, tmp_path):
     child = scaling("--ranks", "1 2", "--times", "2", "--device", "cpu", "--set", "train.epochs=1")
     assert child.communicate(timeout=TIMEOUT_S) and child.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_scaling_explains_itself(scaling):
+    out, err = scaling("--help").communicate(timeout=TIMEOUT_S)
+    assert "bash tools/scaling.sh RECIPE --data DIR --out DIR" in out and err == "" and "set -e" not in out
 
 
 def test_scaling_is_stopped(scaling, tmp_path, metrics):

@@ -391,6 +391,13 @@ def test_a_recipe_that_is_none_is_an_error(tmp_path):
         write_report([write(tmp_path / "run", header(recipe=[1]), end())], tmp_path / "out")
 
 
+def test_a_run_keeps_its_own_report(tmp_path):
+    runs = [finished(tmp_path / name) for name in "ab"]
+    with pytest.raises(SettingError, match="a is the folder of a run; a report on 2 runs needs a folder of its own"):
+        write_report(runs, runs[0])
+    assert [*runs[0].iterdir()] == [runs[0] / "metrics.jsonl"]
+
+
 def test_no_run_at_all_is_a_setting_error(tmp_path):
     with pytest.raises(SettingError, match="runs"):
         write_report([], tmp_path / "out")
