@@ -103,7 +103,7 @@ def comparison_notes(a: Group, b: Group) -> list[str]:
     """List what a reader should know before trusting a comparison: other hardware, versions, numbers of ranks."""
     firsts = [(side, group.begun[0].header) for side, group in (("A", a), ("B", b)) if group.begun]
     inside = [f"{side}: {note}" for side, group in (("A", a), ("B", b)) for note in group_notes(group)]
-    every = [((header.get("recipe") or {}).get("train") or {}).get("evaluate_every") for _, header in firsts]
+    every: list[Any] = [((header.get("recipe") or {}).get("train") or {}).get("evaluate_every") for _, header in firsts]
     if len(set(every)) > 1 and None not in every:  # earlier versions had no such setting
         what = f"A was evaluated every {format_count(every[0], 'epoch')}, B every {format_count(every[1], 'epoch')}"
         inside.append(f"{what}: a target is reached at the first evaluation at or above it")
