@@ -37,7 +37,8 @@ OURS = {
     "K-FAC, cholesky, SUA, ¼": {"solver": "cholesky", "factor_fraction": 0.25, "spatially_uncorrelated": True},
 }
 NAMES = (SGD, *OURS, PUBLISHED)
-SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "kl_clip": 0.001, "lr": 0.1}
+SETTINGS = {"damping": 0.003, "factor_update_steps": 10, "inv_update_steps": 100, "factor_decay": 0.95,
+            "kl_clip": 0.001, "lr": 0.1}  # fmt: skip
 FIRST_STEPS = 3  # not measured; in them all is computed
 
 
@@ -50,8 +51,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True)
         self.preconditioner = None
         if name in OURS:
-            # the published one has no other factor_decay
-            self.preconditioner = KFAC(self.model, **OURS[name], factor_decay=0.95, skip=["BatchNorm"], **SETTINGS)
+            self.preconditioner = KFAC(self.model, **OURS[name], skip=["BatchNorm"], **SETTINGS)
         elif name == PUBLISHED:
             self.preconditioner = PublishedKFAC(self.model, **SETTINGS)
 

@@ -17,8 +17,9 @@ class PublishedKFAC:
 
     def __init__(
         self, model: nn.Module, damping: float, factor_update_steps: int, inv_update_steps: int, kl_clip: float,
-        lr: float,
+        lr: float, factor_decay: float = 0.95,
     ) -> None:  # fmt: skip
+        self.factor_decay = factor_decay
         self.damping, self.kl_clip, self.lr = damping, kl_clip, lr
         self.factor_update_steps, self.inv_update_steps = factor_update_steps, inv_update_steps
         self.steps = 0
@@ -50,7 +51,7 @@ class PublishedKFAC:
         kept = self.layers[module]
         if name not in kept:
             kept[name] = torch.eye(len(new))
-        kept[name].mul_(0.95).add_(new, alpha=0.05)
+        kept[name].mul_(self.factor_decay).add_(new, alpha=1 - self.factor_decay)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -67,15 +67,15 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
     if not runs:
         raise SettingError("runs: [], but a report needs at least one run folder")
     loaded = [read_run(folder) for folder in runs]
+    several = len(runs) > 1
     if out.exists() and not out.is_dir():
         raise SettingError(f"out: {out} is a file; allowed: a folder, or a new name")
-    if len(runs) > 1 and (out / NAME).exists():
+    if several and (out / NAME).exists():
         raise SettingError(f"out: {out} is the folder of a run; a report on {len(runs)} runs needs a folder of its own")
     for run, label in zip(loaded, _labels(loaded, runs), strict=True):
         run.label = label
     make_folder(out)
     drawings = write_plots(loaded, out)
-    several = len(loaded) > 1
     page = _template().render(
         refresh_s=refresh_s,
         light=LIGHT,
