@@ -1,6 +1,7 @@
 """Does K-FAC reach an accuracy in fewer seconds than the best other optimizer, Muon and SOAP included?
 
-    python -m benchmarks.bench_kfac_seconds [--model resnet8] [--batch-size 4096] [--seeds 5] [--kfac damping=1e-4 …]
+    python -m benchmarks.bench_kfac_seconds [--model resnet8] [--batch-size 4096] [--seeds 5] [--precision off]
+                                           [--kfac damping=1e-4 …]
 
 Trains as bench_optimizers does, with the best settings that it recorded, K-FAC's with the changes of `--kfac`. The
 others are Muon and SOAP, which are faster than SGD, LARS and LAMB in all of those records. Two trainings run at a time,
@@ -85,6 +86,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=4096, choices=GOALS, help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
     parser.add_argument("--kfac", nargs="*", default=[], metavar="SETTING=VALUE", help="changes of K-FAC's settings")
+    parser.add_argument("--precision", help="bf16 or off (default: that of the tuned record)")
     arguments = parser.parse_args()
     tuned = json.loads((RESULTS / f"optimizers-{arguments.model}-{arguments.batch_size}.json").read_text())
     changes = {key: json.loads(value) for key, value in (word.split("=", 1) for word in arguments.kfac)}
@@ -93,7 +95,7 @@ def main() -> int:
         best = tuned["found"][name]["best"]
         kfac = best["kfac"] | changes if name == "K-FAC" else {}
         return Run(arguments.model, arguments.batch_size, tuned["settings"]["epochs"], best["optimizer"], kfac,
-                   seed=seed, precision=tuned["settings"]["precision"])  # fmt: skip
+                   seed=seed, precision=arguments.precision or tuned["settings"]["precision"])  # fmt: skip
 
     name = f"kfac-seconds-{arguments.model}-{arguments.batch_size}"
     done = Runs(name, vars(arguments) | {"targets": TARGETS})

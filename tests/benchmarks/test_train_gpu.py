@@ -24,11 +24,13 @@ SMALL = [
     "--epochs",
     "2",
 ]
-QUICK = "synthetic", "JPEG, DALI"
+COMPILED = tuple(name for name in bench.WAYS if name not in ("synthetic", "JPEG, DALI"))
 
 
 @pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(tuple(bench.WAYS), marks=pytest.mark.slow)], ids=["quick", "all"]
+    "names",
+    [("synthetic", "JPEG, DALI"), pytest.param(COMPILED, marks=pytest.mark.slow)],
+    ids=["eager", "compiled"],
 )
 def test_every_way_trains(
     names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
