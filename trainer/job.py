@@ -178,6 +178,7 @@ def open_job(
     loaders = {"train": train_loader, "val": val_loader}
     check_setup(world, recipe, {name: str(loader.identity()["data_set"]) for name, loader in loaders.items()})
     world.watch.doing("building the network", is_long=True)
+    precision.set_up()
     module, model = build_network(recipe, world, train_loader)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)

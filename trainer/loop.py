@@ -20,7 +20,7 @@ from .distributed import averaged_buffers, sum_over_ranks
 from .errors import DivergedError
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
-from .objective import backward, batch_loss
+from .objective import backward, whole_loss
 from .optim import set_lr
 from .optim.kfac import preconditioner_counts, set_for_step
 from .precise_bn import estimate_statistics
@@ -166,7 +166,7 @@ def _update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
     job.scaler.step(job.optimizer)
     job.scaler.update()
     if job.adaptive_damping is not None:
-        job.adaptive_damping.end(lambda: batch_loss(job, batch, step))
+        job.adaptive_damping.end(lambda: whole_loss(job, batch, step))
     job.optimizer.zero_grad(set_to_none=True)
     job.average.update(step + 1)
 

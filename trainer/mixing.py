@@ -51,7 +51,7 @@ def mix(batch: MixedBatch, mixup_alpha: float, cutmix_alpha: float, seed: tuple[
     if is_cutmix:
         images, kept = _cut_in(batch.images, others[0], kept, draws)
     else:
-        images = torch.lerp(others[0], batch.images, kept)
+        images = torch.lerp(batch.images, others[0], 1.0 - kept)  # in the format of the first
     # An image that could not be read is black, and its label unknown.
     return replace(batch, images=images, valid=batch.valid & others[2], others=others[1], weight=kept)
 

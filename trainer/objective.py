@@ -68,6 +68,18 @@ def backward(job: Job, batch: Batch, step: int, is_long: bool = False) -> Tensor
     return sum(losses[1:], start=losses[0])
 
 
+def whole_loss(job: Job, batch: Batch, step: int) -> Tensor:
+    """Return a batch's mean loss on this rank, a scalar, in the parts that `backward` takes.
+
+    Args:
+        job: The run.
+        batch: This rank's slice of the step's global batch.
+        step: Number of the step in the run, from 0.
+    """
+    parts = _divide(batch, job.recipe.train.accumulation_steps)
+    return torch.stack([batch_loss(job, part, step) for part in parts]).mean()
+
+
 def _divide(batch: Batch, count: int) -> list[Batch]:
     if count == 1:
         return [batch]

@@ -12,7 +12,7 @@ from datapipe.errors import SettingError
 
 @dataclass(frozen=True)
 class Precision:
-    """The arithmetic of the forward pass: `dtype` where it is safe; None: float32 throughout."""
+    """The arithmetic of the forward pass: `dtype` where it is safe; None: float32 throughout, or TF32 in products."""
 
     name: str
     device_type: str
@@ -24,21 +24,26 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
 
+    def set_up(self) -> None:
+        """Let a GPU multiply float32 in TF32 with "tf32" alone; with "bf16" and "fp16" torch's settings stay."""
+        if self.device_type == "cuda" and self.dtype is None:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.name == "tf32"
+
     def scaler(self) -> torch.amp.GradScaler:
         """Return what keeps small fp16 gradients above zero; it does nothing in the other precisions."""
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype is torch.float16)
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """Return what the recipe's `auto`, `bf16`, `fp16` or `off` means on `device`.
+    """Return what the recipe's `auto`, `bf16`, `fp16`, `tf32` or `off` means on `device`.
 
-    Raises SettingError for fp16 on a CPU: without a CUDA device there are no fast fp16 kernels to gain from.
+    Raises SettingError for fp16 and tf32 on a CPU, which has no fast kernels for them.
     """
-    if name == "fp16" and device.type != "cuda":
-        raise SettingError("train.precision = 'fp16': needs a CUDA device; allowed here: auto, bf16, off")
+    if name in ("fp16", "tf32") and device.type != "cuda":
+        raise SettingError(f"train.precision = '{name}': needs a CUDA device; allowed here: auto, bf16, off")
     if name == "auto":
         name = "bf16" if _has_native_bf16(device) else "off"
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": None}[name]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None, "off": None}[name]
     return Precision(name, device.type, dtype)
 
 

@@ -188,6 +188,7 @@ def _check_folder(out: Path) -> None:
 
 def _train(job: Job, recorder: Recorder) -> None:
     """Train until the recorder has all steps, if need be the recipe's epochs again and again."""
+    job.train_loader.set_size(job.recipe.data.size)  # images that grow have it in the end
     state = State(Losses(job.recipe.train.spike_factor))
     while train_epoch(job, state, recorder):
         state.epoch += 1
@@ -256,7 +257,8 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     )
     lines = advise(figures)
     trace = json.dumps(chrome_trace(spans, world.host_of), separators=(",", ":")).encode()
-    summary = {"recipe": recipe.name, **figures._asdict(), "shares_of_ranks": list(shares), "verdict": lines}
+    summary = {"recipe": recipe.name, "size": job.train_loader.size, **figures._asdict()}
+    summary |= {"shares_of_ranks": list(shares), "verdict": lines}
     for name, content in ((TRACE, gzip.compress(trace, 6)), (SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")):
         with atomic_write(out / name) as file:
             file.write(content)

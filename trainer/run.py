@@ -114,7 +114,7 @@ def run(
         end = _run(recipe, data, out, resume, world, precision, clock, stop, local_checkpoints, loggers)
     if world.is_main:
         report = None if end["status"] == "interrupted" else write_report(out)
-        print(summary(end, recipe.train.target_accuracy, report, out), flush=True)
+        print(summary(end, recipe.train.target_accuracy, report, out, recipe.published), flush=True)
     if stop.number and end["status"] == "interrupted":
         return stop.exit_code
     return int(end["status"] == "target_missed" and world.is_main)

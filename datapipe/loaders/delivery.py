@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class Delivery:
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
         self._memory = BatchMemory(shape, pinned=self._device is not None)
+        self._stream = None if self._device is None else torch.cuda.Stream(self._device)
         self._on_device: deque[tuple[torch.cuda.Event, Batch]] = deque()
 
     def new_images(self) -> np.ndarray:
@@ -44,10 +46,14 @@ class Delivery:
         return batch if self._device is None else self._copy(batch, self._device)
 
     def _copy(self, batch: Batch, device: torch.device) -> Batch:
-        """Copy to the device without waiting; the host's memory is kept until the copy is done."""
-        delivered = batch.to(device)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        """Copy to the device without waiting, beside what it computes; the host's memory is kept until then."""
+        with torch.cuda.stream(self._stream):
+            delivered = batch.to(device)
+        event, current = torch.cuda.Event(), torch.cuda.current_stream(device)
+        event.record(self._stream)
+        current.wait_event(event)  # what is computed from now on, and not the host
+        for field in fields(delivered):
+            getattr(delivered, field.name).record_stream(current)  # its memory is not given away before that
         self._on_device.append((event, batch))
         while self._on_device[0][0].query() and len(self._on_device) > 1:
             self._on_device.popleft()

@@ -101,10 +101,13 @@ def test_the_five_figures_of_the_readme() -> None:
         for name in ("datapipe, tar --restart 8", "FFCV, jpg", "WebDataset + Pillow")
     )
     assert (
-        f"| {ours:.0f}: {ours / ffcv:.1f} × FFCV's JPEG mode, {ours / webdataset:.1f} × WebDataset + Pillow |" in readme
+        f"| {ours:.0f}: {ours / ffcv:.1f} × FFCV's JPEG mode, {ours / webdataset:.1f} × WebDataset + Pillow; " in readme
     )
     ours, ffcv = (its["images_per_cpu_s"]["median"] for its in pixels.values())
-    assert f"| {ours:,.0f}: {ours / ffcv:.1f} × FFCV's |" in readme
+    assert f" {ours:,.0f}: {ours / ffcv:.1f} × FFCV's |" in readme
+    cases = figures.record("throughput")["cases"]
+    small, large = (cases[name]["ratios"]["reference loop"]["median"] for name in ("resnet8", "resnet50"))
+    assert f"| {small:.2f} × with ResNet-8, {large:.2f} × with ResNet-50 at 96 pixels |" in readme
     packers = figures.record("pack")["sections"]["copy"]["packers"]
     ours, tar, peer = (packers[name]["mb_per_s"]["median"] for name in ("datapipe, tar", "tar cf", "WebDataset"))
     assert f"| {ours:,.0f} MB/s: {ours / tar:.2f} × `tar cf`, {ours / peer:.1f} × WebDataset's writer |" in readme

@@ -11,14 +11,17 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import normalise, open_loader
+from datapipe.loaders.delivery import Delivery, Images
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
 from tests.ports import free_ports
+from trainer.mixing import MixedBatch, mix
 
 HAVE_GPU = torch.cuda.is_available()
 
@@ -51,6 +54,28 @@ def test_batches_arrive_whole(packed_folders, device):
                 assert mine.images.is_contiguous(memory_format=torch.channels_last)
                 for name in ("images", "labels", "samples", "valid"):
                     assert torch.equal(getattr(mine, name).cpu(), getattr(theirs, name))
+
+
+@pytest.mark.gpu
+def test_batches_are_copied_beside_what_is_computed():
+    delivery = Delivery((4, 8, 8, 3), torch.device("cuda", 0))
+    slots = Images(np.arange(4), 4, delivery.new_images())
+    slots.images[:] = 7
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    computed = torch.cuda.Event()
+    computed.record()
+    batch = delivery.deliver(slots)
+    delivery.drain()  # waits for the copy alone
+    assert not computed.query()
+    assert (batch.images.cpu() == 7).all()
+
+
+@pytest.mark.gpu
+def test_mixed_images_keep_their_channels_last():
+    images = torch.rand(4, 3, 8, 8, device="cuda").contiguous(memory_format=torch.channels_last)
+    batch = MixedBatch(images, torch.arange(4, device="cuda"), torch.ones(4, dtype=torch.bool, device="cuda"))
+    for alphas in ((0.4, 0.0), (0.0, 1.0)):
+        assert mix(batch, *alphas, (0, 1)).images.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("crop", ["random_resized", "none"])
@@ -162,11 +187,11 @@ def test_kfac_does_not_wait_for_the_gpu(inv_dtype):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["off", "tf32", "bf16", "fp16"])
 def test_training_reaches_a_target(sample, tmp_path, device, precision):
     """The shipped recipe on the tests' sample, and then resumed: the run is complete, so nothing is trained."""
     if device.type == "cpu" and precision != "off":
-        pytest.skip("fp16 needs a GPU, and bf16 is slow on most CPUs")
+        pytest.skip("fp16 and tf32 need a GPU, and bf16 is slow on most CPUs")
     command = [
         sys.executable, "-m", "trainer", "train", "fashion-mnist-resnet8", "--data", str(sample), "--out",
         str(tmp_path / "run"), "--set", "train.epochs=8", "--set", "train.target_accuracy=0.6",

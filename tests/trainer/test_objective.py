@@ -209,5 +209,28 @@ def test_the_gradients_of_parts_are_those_of_the_whole(count):
     expected_loss = (losses * batch.valid).sum() / 8
     expected = torch.autograd.grad(expected_loss, [*module.parameters()])
     torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-6, atol=0)
+    assert objective.whole_loss(job, batch, 0) == loss
     for gradient, its in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, its, rtol=1e-6, atol=1e-9)
+
+
+def test_the_whole_loss_is_of_the_parts_that_a_step_sees():
+    """Batch normalisation sees a part at a time: the loss of the same images in one piece is another."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
+    images = torch.arange(8 * 12).view(8, 3, 2, 2).sin()
+    batch = Batch(images, torch.arange(8) % 3, torch.arange(8), torch.ones(8, dtype=torch.bool))
+
+    def job_of(count: int) -> SimpleNamespace:
+        train = SimpleNamespace(loss="cross_entropy", label_smoothing=0.0, seed=0, accumulation_steps=count,
+                                compile_mode="default")  # fmt: skip
+        return SimpleNamespace(
+            recipe=SimpleNamespace(data=SimpleNamespace(mixup=0.4, cutmix=0), train=train), model=module, world=World(),
+            prepare=lambda images: images, precision=SimpleNamespace(autocast=contextlib.nullcontext),
+            scaler=torch.amp.GradScaler("cpu", enabled=False),
+        )  # fmt: skip
+
+    with torch.no_grad():
+        parts, whole = (objective.whole_loss(job_of(count), batch, 0) for count in (2, 1))
+    torch.testing.assert_close(objective.backward(job_of(2), batch, 0), parts)
+    assert abs(parts - whole) > 1e-3

@@ -100,8 +100,11 @@ def test_two_ranks_on_one_clock(profiled):
 
 
 def test_more_steps_than_the_recipe_has(profiled):
-    _, summary, events = profiled("", "--steps", 20, "--set", "train.epochs=1")
+    """Images that grow have their final size from the first of them."""
+    growing = "--set", "data.start_size=8", "--set", "data.crop=random_resized"
+    _, summary, events = profiled("", "--steps", 20, "--set", "train.epochs=1", *growing)
     assert len(track(events, 0, "data")) == 20 and summary["step_s"] > 0
+    assert summary["size"] == 16
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ class Recipe(Section):
     """Name of the recipe, for messages and reports; the name of the file, where it is left out."""
     source: str = ""
     """Where the figures of the recipe come from."""
+    published: str = ""
+    """What its source reached with it, which the summary of a run shows beside its own result."""
     data: Data
     """How samples become the network's input."""
     model: Model
@@ -160,6 +162,7 @@ def _apply(table: dict[str, Any], change: str) -> None:
 MAY_CHANGE = {
     "name",
     "source",
+    "published",
     "data.threads",
     "data.cache",
     "data.io",

@@ -148,10 +148,10 @@ class Train(Section):
     "none": gradients are sent whole."""
     powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
     """Step from which PowerSGD is used, counted from where a process begins; gradients are sent whole before."""
-    precision: Literal["auto", "bf16", "fp16", "off"] = "auto"
+    precision: Literal["auto", "bf16", "fp16", "tf32", "off"] = "auto"
     """Arithmetic of the forward pass; "auto": "bf16" where the device computes in it natively, else "off" (float32).
 
-    "fp16", with loss scaling, needs a GPU.
+    "fp16", with loss scaling, and "tf32", float32 of which products keep 10 bits, need a GPU.
     """
     channels_last: bool = True
     """Keep images and weights with the channels last in memory."""

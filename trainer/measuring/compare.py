@@ -20,6 +20,8 @@ RATIOS = {
     "epochs_to_target": ("epochs to target", "{:,.2f}", "fewer", "more"),
     "images_per_s": ("images/s", "{:,.0f}", "fewer", "more"),
 }
+# Settings on which it depends what an accuracy means: those of evaluations.
+MEASURED_BY = (("train", "evaluate_mirrored"), ("train", "precise_bn_batches"), ("data", "eval_size"))
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,11 @@ def comparison_notes(a: Group, b: Group) -> list[str]:
     if len(set(every)) > 1 and None not in every:  # earlier versions had no such setting
         what = f"A was evaluated every {format_count(every[0], 'epoch')}, B every {format_count(every[1], 'epoch')}"
         inside.append(f"{what}: a target is reached at the first evaluation at or above it")
+    for section, name in MEASURED_BY:
+        values = [((header.get("recipe") or {}).get(section) or {}).get(name) or None for _, header in firsts]
+        if len(set(values)) > 1:
+            words = (f"{str(value or 'off').lower()} in {side}" for value, side in zip(values, "AB", strict=True))
+            inside.append(f"{section}.{name} is {', '.join(words)}: their accuracies do not mean the same")
     return [*differences(firsts), *inside]
 
 

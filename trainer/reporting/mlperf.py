@@ -107,6 +107,7 @@ def _facts(header: Line) -> dict[str, object]:
     optimizer, train, schedule = recipe["optimizer"], recipe["train"], recipe["schedule"]
     name, warmup_epochs = optimizer["name"], schedule.get("warmup_epochs", 0.0)
     prefix = OWN_PREFIX.get(name, "opt")
+    parts = train.get("accumulation_steps", 1)
     kind = [optimizer["preconditioner"], name] if optimizer["preconditioner"] != "none" else [name]
     facts = {
         "submission_benchmark": "resnet",
@@ -117,8 +118,8 @@ def _facts(header: Line) -> dict[str, object]:
         **header["mlperf"],
         "seed": train["seed"],
         "global_batch_size": header["global_batch_size"],
-        "gradient_accumulation_steps": 1,
-        "model_bn_span": header["global_batch_size"] // header["world_size"],
+        "gradient_accumulation_steps": parts,
+        "model_bn_span": header["global_batch_size"] // header["world_size"] // parts,
         "train_samples": header["train_samples"],
         "eval_samples": header["val_samples"],
         "opt_name": "-".join(kind),

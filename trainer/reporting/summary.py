@@ -8,7 +8,7 @@ from typing import Any
 from .runlog import DATA_BOUND_SHARE, START_SECTIONS
 
 
-def summary(end: dict[str, Any], target: float | None, report: Path | None, run: Path) -> str:
+def summary(end: dict[str, Any], target: float | None, report: Path | None, run: Path, published: str = "") -> str:
     """Return a few lines about how a run ended.
 
     Args:
@@ -16,12 +16,15 @@ def summary(end: dict[str, Any], target: float | None, report: Path | None, run:
         target: The accuracy that ends the run, from 0 to 1; None: no target.
         report: The run's report, if it was written.
         run: Folder of the run.
+        published: What the recipe's source reached.
     """
     accuracy = "not evaluated" if end["accuracy"] is None else f"{end['accuracy']:.2%}"
     if target is not None:
         verdicts = {"target_reached": "reached", "target_missed": "missed"}
         accuracy += f" (target {target:.2%} {verdicts.get(end['status'], 'not reached yet')})"
     rows = [("accuracy", accuracy)]
+    if published:
+        rows.append(("published", f"{published} (the recipe unchanged)"))
     if end["time_to_target_s"] is not None:
         rows.append(("time to target", f"{end['time_to_target_s']:.1f} s"))
     start = [f"{section} {end['time_s'][section]:.1f} s" for section in START_SECTIONS if end["time_s"][section]]

@@ -20,7 +20,7 @@ class Figures(NamedTuple):
         device: "cuda" or "cpu".
         world_size: how many ranks.
         batch_size: per rank.
-        precision: bf16, fp16 or off.
+        precision: bf16, fp16, tf32 or off.
         channels_last: whether images lie in memory pixel by pixel.
         is_compiled: whether the network is.
         threads: that compute, per rank.

@@ -109,6 +109,15 @@ def test_other_evaluations_are_told(five):
     assert "Note: A was evaluated every 1 epoch, B every 3 epochs: a target is reached at the first" in text
 
 
+def test_accuracies_that_do_not_mean_the_same_are_told(five):
+    mirrored = recipe() | {"train": recipe()["train"] | {"evaluate_mirrored": True}, "data": {"eval_size": 256}}
+    groups = [read_group(five("a")), read_group(five("b", recipe=mirrored))]
+    text = show_comparison(*groups, as_json=False)
+    assert "Note: train.evaluate_mirrored is off in A, true in B: their accuracies do not mean the same." in text
+    assert "Note: data.eval_size is off in A, 256 in B: their accuracies" in text
+    assert "do not mean the same" not in show_comparison(*[groups[1]] * 2, as_json=False)
+
+
 def test_one_run_on_a_side(five, tmp_path):
     text = show_comparison(read_group(five("a")), read_group(seed(tmp_path / "b", 0, 50.0)), as_json=False)
     assert "nothing is known of its noise" in text

@@ -219,6 +219,13 @@ def test_keys_of_optimizers(tmp_path, optimizer, keys):
     assert (values["submission_org"], values["submission_platform"], values["seed"]) == ("unknown", "cpu (x)", 3)
 
 
+def test_parts_of_a_batch_are_told(tmp_path):
+    line = header(LARS)
+    line["recipe"]["train"]["accumulation_steps"] = 2
+    values = {line["key"]: line["value"] for line in parse(written(tmp_path, line).read_text().splitlines())}
+    assert (values["global_batch_size"], values["gradient_accumulation_steps"], values["model_bn_span"]) == (8, 2, 2)
+
+
 CLOSED = """
 data = {size = 224, mean = [0.5], std = [0.5]}
 model = {name = "resnet50"}

@@ -25,6 +25,9 @@ def test_summary(tmp_path):
         "data-bound: 31% of the steps' time",
     ):
         assert words in text
+    assert "published" not in text
+    beside = summary(end, 0.9, None, tmp_path, "92.0 % after 3 epochs").splitlines()
+    assert beside[1] == "published         92.0 % after 3 epochs (the recipe unchanged)"  # below the run's own accuracy
     for reason, words in (
         ("time", "interrupted since the time is nearly over;"),
         ("SIGTERM", "interrupted by SIGTERM;"),
