@@ -38,12 +38,8 @@ CASES = {
         ["train", "fashion-mnist-resnet8", LARS + ", lr=1}"],
         'error: kfac: kl_clip must be "none" with optimizer.name = "lars"',
     ),
-    # Images that are mixed too much, or not at all.
+    # Images that are mixed by a wrong amount.
     "mixup": ("train fashion-mnist-resnet8 --set data.mixup=-0.2", "data.mixup = -0.2: must be greater than"),
-    "a metric of hard labels": (
-        "train fashion-mnist-resnet8 --set data.mixup=0.2 --set train.train_accuracy=true",
-        "train.train_accuracy = True: unknown setting, did you mean target_accuracy?",
-    ),
     # Repeats of nothing.
     "no seeds": ("repeat fashion-mnist-resnet8 --seeds 0", "--seeds: 0 is out of range; allowed: whole numbers from 1"),
 }

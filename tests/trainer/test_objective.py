@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from datapipe.loaders import Batch
-from trainer import objective
+from trainer import loop, objective
 from trainer.distributed import World
 from trainer.ema import Average
 from trainer.ema import Settings as EmaSettings
@@ -186,6 +186,77 @@ def test_precise_statistics_are_means_over_batches(count):
     assert all(torch.equal(*pair) for pair in zip(module.parameters(), weights, strict=True))
 
 
+def job_of(module, prepare=lambda images: images, scaler=None, optimizer=None, **its):
+    """Return what a step needs of a job."""
+    data = SimpleNamespace(mixup=its.pop("mixup", 0), cutmix=its.pop("cutmix", 0))
+    settings = {"loss": "cross_entropy", "label_smoothing": 0.0, "accumulation_steps": 1}
+    train = SimpleNamespace(seed=0, compile_mode="default", **(settings | its))
+    return SimpleNamespace(
+        recipe=SimpleNamespace(data=data, train=train, optimizer=optimizer), model=module, module=module, world=World(),
+        prepare=prepare, precision=SimpleNamespace(autocast=contextlib.nullcontext),
+        scaler=scaler or torch.amp.GradScaler("cpu", enabled=False),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0), (0, 1.0), (0.4, 1.0)])
+def test_mixed_images_have_mixed_targets(loss, mixup, cutmix):
+    """Both losses against a target that is a vector, in float64."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 6, 5)).double()
+    images, labels = torch.randn(4, 3, 8, 6, dtype=torch.float64), torch.tensor([0, 3, 4, 1])
+    batch = Batch(images, labels, torch.arange(4), torch.ones(4, dtype=torch.bool))
+    weights = []
+    for step in range(6):
+        result = mix(MixedBatch(images, labels, batch.valid), mixup, cutmix, (0, step, 0))
+        target = result.weight * nn.functional.one_hot(labels, 5)
+        target = 0.9 * (target + (1 - result.weight) * nn.functional.one_hot(result.others, 5)) + 0.1 / 5
+        logits = module(result.images)
+        if loss == "bce":
+            terms = target * logits.sigmoid().log() + (1 - target) * (1 - logits.sigmoid()).log()
+        else:
+            terms = target * logits.log_softmax(1)
+        job = job_of(module, loss=loss, label_smoothing=0.1, mixup=mixup, cutmix=cutmix)
+        computed = objective.batch_loss(job, batch, step).double()
+        torch.testing.assert_close(computed, -terms.sum(1).mean(), rtol=1e-5, atol=0)
+        weights.append(result.weight)
+    assert max(abs(weight - 0.5) for weight in weights) > 0.1  # a half would weigh both alike
+
+
+class Tenfold:
+    """A preconditioner that only makes gradients longer."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def step(self):
+        for parameter in self.module.parameters():
+            parameter.grad *= 10
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_the_optimizers_gradients_are_clipped_as_a_whole(max_norm, monkeypatch):
+    """After they are unscaled and preconditioned: they have at most that norm, and their direction."""
+    monkeypatch.setattr(loop, "set_for_step", lambda *_: None)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    batch = Batch(torch.randn(8, 6), torch.arange(8) % 3, torch.arange(8), torch.ones(8, dtype=torch.bool))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    job = job_of(module, scaler=scaler, optimizer=SimpleNamespace(max_grad_norm=max_norm))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    job.optimizer, job.preconditioner, job.adaptive_damping = optimizer, Tenfold(module), None
+    job.recipe.kfac, job.steps_per_epoch, job.average = None, 1, SimpleNamespace(update=lambda step: None)
+    before = [parameter.detach().double() for parameter in module.parameters()]
+    loss = objective.backward(job, batch, 0)
+    gradients = [10 * parameter.grad.double() / 1024 for parameter in module.parameters()]
+    norm = sum((gradient**2).sum() for gradient in gradients).sqrt()
+    assert norm > 0.5
+    loop._update(job, 0, 1.0, batch, loss)
+    for parameter, old, gradient in zip(module.parameters(), before, gradients, strict=True):
+        expected = old - gradient * min(1.0, max_norm / norm.item())
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_gradients_of_parts_are_those_of_the_whole(count):
     """In float64, of a network without batch normalisation; invalid samples lie in one part only."""
@@ -193,14 +264,7 @@ def test_the_gradients_of_parts_are_those_of_the_whole(count):
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     images = torch.randint(0, 256, (8, 3, 2, 2), dtype=torch.uint8)
     batch = Batch(images, torch.arange(8) % 3, torch.arange(8), torch.tensor([True] * 6 + [False] * 2))
-    train = SimpleNamespace(
-        loss="cross_entropy", label_smoothing=0.1, seed=0, accumulation_steps=count, compile_mode="default"
-    )
-    job = SimpleNamespace(
-        recipe=SimpleNamespace(data=SimpleNamespace(mixup=0, cutmix=0), train=train), model=module, world=World(),
-        prepare=lambda images: images.double() / 255, precision=SimpleNamespace(autocast=contextlib.nullcontext),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-    )  # fmt: skip
+    job = job_of(module, lambda images: images.double() / 255, label_smoothing=0.1, accumulation_steps=count)
     loss = objective.backward(job, batch, 0)
     found = [parameter.grad.clone() for parameter in module.parameters()]
     logits = module(images.double() / 255)
@@ -220,17 +284,9 @@ def test_the_whole_loss_is_of_the_parts_that_a_step_sees():
     module = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12), nn.Linear(12, 3))
     images = torch.arange(8 * 12).view(8, 3, 2, 2).sin()
     batch = Batch(images, torch.arange(8) % 3, torch.arange(8), torch.ones(8, dtype=torch.bool))
-
-    def job_of(count: int) -> SimpleNamespace:
-        train = SimpleNamespace(loss="cross_entropy", label_smoothing=0.0, seed=0, accumulation_steps=count,
-                                compile_mode="default")  # fmt: skip
-        return SimpleNamespace(
-            recipe=SimpleNamespace(data=SimpleNamespace(mixup=0.4, cutmix=0), train=train), model=module, world=World(),
-            prepare=lambda images: images, precision=SimpleNamespace(autocast=contextlib.nullcontext),
-            scaler=torch.amp.GradScaler("cpu", enabled=False),
-        )  # fmt: skip
-
     with torch.no_grad():
-        parts, whole = (objective.whole_loss(job_of(count), batch, 0) for count in (2, 1))
-    torch.testing.assert_close(objective.backward(job_of(2), batch, 0), parts)
+        parts, whole = (
+            objective.whole_loss(job_of(module, mixup=0.4, accumulation_steps=count), batch, 0) for count in (2, 1)
+        )
+    torch.testing.assert_close(objective.backward(job_of(module, mixup=0.4, accumulation_steps=2), batch, 0), parts)
     assert abs(parts - whole) > 1e-3

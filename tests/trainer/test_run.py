@@ -61,7 +61,8 @@ def no_report(monkeypatch):
     "changes",
     [(), ("optimizer.max_grad_norm=1.0", "ema.half_life_steps=4"), ("train.accumulation_steps=2", "data.mixup=0.2"),
      ("train.precision=bf16",),
-     ('optimizer={name="muon", lr=0.02, adam_lr=0.002}',), ('optimizer={name="soap", lr=0.003}',)],
+     ('optimizer={name="muon", lr=0.02, adam_lr=0.002}',), ('optimizer={name="soap", lr=0.003}',),
+     ('optimizer={name="lars", lr=1.0}',), ('optimizer={name="lamb", lr=0.01}',)],
     ids=" ".join,
 )  # fmt: skip
 def test_steps_that_do_not_log_never_wait_for_the_device(go, no_report, monkeypatch, tmp_path, changes):

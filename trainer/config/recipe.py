@@ -20,6 +20,7 @@ from ..ema import Settings as EmaSettings
 from ..fields import Section
 from ..models import SMALLEST_INPUT, WITHOUT_STRIDES
 from ..optim import Optimizer
+from ..optim.kfac import SCHEDULED
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
 from . import built_in
@@ -93,6 +94,17 @@ class Recipe(Section):
             raise ValueError(
                 f"epochs = {section.epochs}: must be more than schedule.{name} = {epoch:g}, or the schedule shorter"
             )
+        return section
+
+    @field_validator("train")
+    @classmethod
+    def _ends_after_kfacs_schedules(cls, section: Train, info: ValidationInfo) -> Train:
+        for name in SCHEDULED if (kfac := info.data.get("kfac")) is not None else ():
+            epoch = getattr(kfac, name)[-1][0]
+            if epoch >= section.epochs:
+                raise ValueError(
+                    f"epochs = {section.epochs}: must be more than {epoch:g}, from which kfac.{name} has its last value"
+                )
         return section
 
     @field_validator("train")

@@ -208,6 +208,16 @@ def test_settings_of_kfac_that_nothing_uses_are_refused():
         load_recipe("fashion-mnist-resnet8", ["kfac.damping=0.1", "optimizer.preconditioner=kfca"])
 
 
+@pytest.mark.parametrize("name", ["damping", "factor_update_steps", "inv_update_steps"])
+def test_kfacs_schedules_end_before_the_run(name):
+    changes = [f"kfac.{name}=[[0, 5], [100, 50]]"]
+    with pytest.raises(
+        SettingError, match=rf"epochs = 100: must be more than 100, from which kfac\.{name} has its last"
+    ):
+        load_recipe("cifar10-resnet32-kfac", changes)
+    load_recipe("cifar10-resnet32-kfac", [*changes, "train.epochs=101"])
+
+
 def test_kfac_changes_with_the_epoch():
     changes = ["kfac.damping=[[0, 0.03], [10, 0.003]]", "kfac.inv_update_steps=[[0, 1], [2.5, 50]]"]
     recipe = load_recipe("cifar10-resnet32-kfac", [*changes, "kfac.kl_clip=none"])

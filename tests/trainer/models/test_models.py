@@ -1,11 +1,13 @@
 """Models against published parameter counts and torchvision's parameter names."""
 
+import math
+
 import pytest
 import torch
 
 from datapipe.errors import SettingError
 from trainer import models
-from trainer.models.blur import Blur
+from trainer.models.blur import Blur, MaxBlurPool
 from trainer.optim.groups import parameter_groups
 
 
@@ -100,10 +102,7 @@ def test_only_filters_and_matrices_decay(name):
 @pytest.mark.parametrize("sides", [(8, 8), (7, 5), (1, 2)])
 def test_a_blur_is_the_binomial_filter(stride, sides):
     x = torch.randn(2, 3, *sides, dtype=torch.float64)
-    line = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
-    weight = torch.outer(line, line).expand(3, 1, 3, 3)
-    expected = torch.nn.functional.conv2d(x, weight, None, stride, padding=1, groups=3)
-    torch.testing.assert_close(Blur(stride)(x), expected)
+    torch.testing.assert_close(Blur(stride)(x), binomial(x, stride))
 
 
 @pytest.mark.parametrize("name", [name for name in models.REGISTRY if name not in models.WITHOUT_STRIDES])
@@ -131,6 +130,41 @@ def test_a_blurred_projection_is_the_blur_and_then_the_projection():
     weight = block.downsample[1].weight
     expected = torch.nn.functional.conv2d(Blur()(x), weight, None, stride=2)
     torch.testing.assert_close(block.downsample[2](expected), block.downsample(x))
+
+
+def binomial(x, stride):
+    line = torch.tensor([0.25, 0.5, 0.25], dtype=x.dtype)
+    weight = torch.outer(line, line).expand(x.shape[1], 1, 3, 3)
+    return torch.nn.functional.conv2d(x, weight, None, stride, padding=1, groups=x.shape[1])
+
+
+def test_pooling_blurs_the_maxima_of_all_places():
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    padded = torch.nn.functional.pad(x, (1, 1, 1, 1), value=-math.inf)
+    maxima = padded.unfold(2, 3, 1).unfold(3, 3, 1).amax((-2, -1))
+    torch.testing.assert_close(MaxBlurPool()(x), binomial(maxima, 2))
+
+
+@pytest.mark.parametrize(("name", "layer"), [("resnet18", "conv1"), ("resnet50", "conv2"), ("resnet8", "conv1")])
+def test_a_convolution_that_drops_pixels_sees_them_blurred(name, layer):
+    block, torch_layer = models.build(name, num_classes=7, blur_pool=True).double().layer2[0].eval(), {}
+    convolution = getattr(block, layer)
+    convolution.register_forward_hook(lambda module, inputs, output: torch_layer.update(x=inputs[0], y=output))
+    x = torch.randn(2, block.conv1.in_channels, 8, 8, dtype=torch.float64)
+    block(x)
+    before = x if layer == "conv1" else torch.relu(block.bn1(block.conv1(x)))
+    torch.testing.assert_close(torch_layer["x"], binomial(before, 1))
+    assert torch_layer["y"].shape[-2:] == (4, 4)
+
+
+def test_a_small_networks_shortcut_drops_pixels_after_the_blur():
+    block = models.build("resnet8", num_classes=7, blur_pool=True).double().layer2[0].eval()
+    for parameter in block.bn2.parameters():
+        torch.nn.init.zeros_(parameter)
+    x = torch.randn(2, 16, 8, 8, dtype=torch.float64)
+    expected = torch.zeros(2, 32, 4, 4, dtype=torch.float64)
+    expected[:, 8:24] = binomial(x, 2)
+    torch.testing.assert_close(block(x), expected.relu())
 
 
 @pytest.mark.parametrize("name", models.WITHOUT_STRIDES)
