@@ -251,7 +251,7 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
         threads=torch.get_num_threads(),
         cores=max(1, cores // world.local_world_size),
         loader_threads=options.num_threads(),
-        is_staged=is_staged,
+        is_staged=is_staged or recipe.data.cache is not None,
     )
     lines = advise(figures)
     trace = json.dumps(chrome_trace(spans, world.host_of), separators=(",", ":")).encode()

@@ -18,17 +18,24 @@ NAMES = {
     "compute": "computing",
     "memory": "memory",
 }
-SECTIONS = {"size": "data", "backend": "data", "preconditioner": "optimizer", "grad_worker_fraction": "kfac"}
+SECTIONS = {
+    "size": "data",
+    "backend": "data",
+    "cache": "data",
+    "preconditioner": "optimizer",
+    "grad_worker_fraction": "kfac",
+}
 
 
 class Settings(NamedTuple):
-    """Those settings of a recipe that advice names, with their defaults; 0 where the recipe has "none".
+    """Those settings of a recipe that advice depends on, with their defaults; 0 or "" where the recipe has "none".
 
     They are in the recipe's section `train`, except those in SECTIONS, and described there.
     """
 
     size: int = 0
     backend: str = "cpu"
+    cache: str = ""
     preconditioner: str = "none"
     grad_worker_fraction: float = 1.0
     batch_size: int = 0
@@ -146,7 +153,9 @@ def advise_data(figures: Figures) -> list[str]:
             f"px; they have to fit into memory, of which {figures.memory_share:.0%} is in use"
         )
     if figures.loader_threads < figures.cores:
-        lines.append(f"data.threads = {figures.cores} (now {figures.loader_threads}): as many cores has each rank")
+        lines.append(
+            f"data.threads = {figures.cores} (now {figures.loader_threads}): each rank has {figures.cores} cores"
+        )
     if figures.device == "cuda" and settings.backend == "cpu":
         lines.append(f"data.backend = 'dali' (now 'cpu') decodes on the GPU, not on {figures.cores} cores of each rank")
     if not figures.is_staged:
@@ -230,7 +239,7 @@ def advise_compute(figures: Figures) -> list[str]:
     if not settings.compile:
         lines.append(f"train.compile = true (now false): fused kernels, {step}")
     if figures.device == "cpu" and figures.threads < figures.cores:
-        lines.append(f"OMP_NUM_THREADS = {figures.cores} (now {figures.threads}): as many cores has each rank")
+        lines.append(f"OMP_NUM_THREADS = {figures.cores} (now {figures.threads}): each rank has {figures.cores} cores")
     if figures.device == "cuda" and figures.memory_share < ROOMY:
         lines.append(_describe_larger_batch(figures, "fills the device better"))
     if settings.accumulation_steps > 1 and figures.memory_share < ROOMY:
