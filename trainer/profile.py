@@ -35,7 +35,7 @@ from .rehearsal import rehearse
 from .reporting.metrics import MetricsFile
 from .reporting.timing import Clock
 from .reporting.trace import Span, chrome_trace, compute_shares
-from .reporting.verdict import Figures, advise
+from .reporting.verdict import Figures, advise, find_bound, read_settings
 from .state import Losses, State
 from .stop import StopSignal
 
@@ -239,26 +239,26 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     world, recipe, options = job.world, job.recipe, job.train_loader.options
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     figures = Figures(
+        settings=read_settings(recipe.model_dump(mode="json")),
         shares={row: sum(its[row] for its in shares) / len(shares) for row in shares[0]},
         step_s=max(step_s),
         images_per_s=recipe.train.batch_size / max(step_s),
         memory_share=max(memory),
         device=world.device.type,
         world_size=world.world_size,
-        batch_size=options.batch_size,
+        hosts=len(set(world.host_of)) or 1,
+        num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
         precision=job.precision.name,
-        channels_last=recipe.train.channels_last,
-        is_compiled=recipe.train.compile,
         threads=torch.get_num_threads(),
         cores=max(1, cores // world.local_world_size),
         loader_threads=options.num_threads(),
-        backend=recipe.data.backend,
-        is_staged=is_staged,
+        is_staged=is_staged or recipe.data.cache is not None,
     )
     lines = advise(figures)
     trace = json.dumps(chrome_trace(spans, world.host_of), separators=(",", ":")).encode()
-    summary = {"recipe": recipe.name, "size": job.train_loader.size, **figures._asdict()}
-    summary |= {"shares_of_ranks": list(shares), "verdict": lines}
+    summary = {"recipe": recipe.name, "size": job.train_loader.size}
+    summary |= figures._asdict() | {"settings": figures.settings._asdict()}
+    summary |= {"shares_of_ranks": list(shares), "bound": find_bound(figures), "verdict": lines}
     for name, content in ((TRACE, gzip.compress(trace, 6)), (SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")):
         with atomic_write(out / name) as file:
             file.write(content)

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from datapipe.console import format_count
 from datapipe.dataset.manifest import MANIFEST, SPLITS, Manifest
 from datapipe.errors import DatapipeError
@@ -47,6 +49,9 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             versions=metrics.versions(),
             device=metrics.device_name(world.device),
             hardware=metrics.hardware(world.device, len(set(world.host_of)) or 1),
+            precision=job.precision.name,
+            threads=torch.get_num_threads(),
+            loader_threads=job.train_loader.options.num_threads(),
             world_size=world.world_size,
             global_batch_size=job.recipe.train.batch_size,
             train_samples=job.train_loader.num_samples,

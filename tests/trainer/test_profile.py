@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -78,6 +79,9 @@ def test_what_takes_longest_is_found(profiled, delay):
     assert summary["step_s"] > 0.1 and summary["images_per_s"] == pytest.approx(32 / summary["step_s"])
     words = {"data": "Waiting for data", "host": "The host", "compute": "Computing"}
     assert f"{words[delay]} bounds this run: {summary['shares'][delay]:.0%}" in said
+    assert summary["bound"] == delay
+    advised = [line.removeprefix("- ") for line in said.splitlines() if line.startswith("- ")]
+    assert advised == summary["verdict"][1:] and all(re.search(r"\d", line) for line in advised)
     steps = [e for e in track(events, 0, "host") if e["name"].startswith("forward pass of step")]
     assert [e["name"] for e in steps] == [f"forward pass of step {n}" for n in range(5 + STEPS + 1, 5 + 2 * STEPS + 1)]
     delayed = [e for e in track(events, 0, "data" if delay == "data" else "host") if e["dur"] > 0.09e6]
@@ -87,12 +91,15 @@ def test_what_takes_longest_is_found(profiled, delay):
 @pytest.mark.ranks
 def test_two_ranks_on_one_clock(profiled):
     """What all ranks end together, such as a sum of gradients, ends at the same time in the trace."""
-    _, summary, events = profiled("", "--set", "train.batch_size=64", ranks=2)
+    _, summary, events = profiled("", "--set", "train.batch_size=64", "--set", "train.bucket_mib=50", ranks=2)
     sums = [track(events, rank, "communication") for rank in (0, 1)]
     assert len(sums[0]) == len(sums[1]) >= STEPS
     apart_us = sorted(abs(a["ts"] + a["dur"] - b["ts"] - b["dur"]) for a, b in zip(*sums, strict=True))
     assert apart_us[0] < 2000, apart_us  # on a busy machine a rank may hear later of some
     assert summary["world_size"] == 2 and len(summary["shares_of_ranks"]) == 2
+    assert summary["hosts"] == 1 and summary["num_parameters"] > 1000
+    settings = {name: summary["settings"][name] for name in ("batch_size", "bucket_mib", "size")}
+    assert settings == {"batch_size": 64, "bucket_mib": 50, "size": 16}
     assert all(its["communication"] > 0 for its in summary["shares_of_ranks"])
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
         f"rank {rank} ({os.uname().nodename})" for rank in (0, 1)

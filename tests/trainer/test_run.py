@@ -82,7 +82,8 @@ def test_steps_that_do_not_log_never_wait_for_the_device(go, no_report, monkeypa
 
 
 def test_target_reached(go, tmp_path, metrics, capsys):
-    assert go("train.target_accuracy=0.5", "train.epochs=8", "train.log_every=5") == 0
+    changes = "train.epochs=8", "train.log_every=5", "train.precision=off", "data.threads=3"
+    assert go("train.target_accuracy=0.5", *changes) == 0
     lines = metrics(tmp_path / "run")
     first, last = lines[0], lines[-1]
     assert (first["event"], first["format"], first["recipe_name"]) == ("run", 1, "quarters")
@@ -90,6 +91,7 @@ def test_target_reached(go, tmp_path, metrics, capsys):
     assert first["recipe"]["train"]["batch_size"] == first["global_batch_size"] == 32
     assert set(first["versions"]) == {"python", "torch", "numpy", "datapipe"}
     assert first["device"].startswith("cpu (")
+    assert (first["precision"], first["threads"], first["loader_threads"]) == ("off", torch.get_num_threads(), 3)
     assert (last["event"], last["status"]) == ("end", "target_reached")
     assert last["accuracy"] >= 0.5
     assert 0 < last["time_to_target_s"] <= last["elapsed_s"]

@@ -140,7 +140,7 @@ class Train(Section):
     gradient_dtype: Annotated[str, one_of("gradient_dtype", GRADIENT_DTYPES)] = "float32"
     """Type in which the ranks send each other gradients; "bfloat16": half as many bytes, rounded to 8 bits."""
     bucket_mib: Count = 25
-    """Size of the parts in which gradients are sent, each as soon as it is complete, in MiB; the first is smaller."""
+    """Size of the parts in which gradients are sent, each as soon as it is complete, in MiB."""
     static_graph: bool = False
     """Promise DDP that each step uses the same parameters in the same order, which saves it work."""
     powersgd_rank: Annotated[Count | None, or_none()] = None

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 
+from .changes import suggest_changes
 from .formatting import SPACE, format_duration, format_figure, format_value
 from .mlperf import write_log
 from .plots import PARTS, write_plots
@@ -40,17 +41,19 @@ class Details:
 
     Attributes:
         label: of the run.
+        changes: what to change, as sentences.
         tables: of names and values, by title.
         ranks: a row for each rank, by column; of a run of earlier versions, or before its end, none.
     """
 
     label: str
+    changes: list[str]
     tables: dict[str, dict[str, str]]
     ranks: list[dict[str, str]]
 
 
 def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> Path:
-    """Write report.html, report.pdf and a PNG of each plot; of a single run also its mlperf.log.
+    """Write report.html, the same as report.pdf, and a PNG of each plot; of a single run also its mlperf.log.
 
     Args:
         runs: Run folders, compared in this order.
@@ -75,18 +78,21 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
     for run, label in zip(loaded, _labels(loaded, runs), strict=True):
         run.label = label
     make_folder(out)
-    drawings = write_plots(loaded, out)
+    details = [_details(run) for run in loaded]
+    rows = _comparison(loaded) if several else [_figures_in_words(loaded[0])]
+    texts = {run.label: _for_pdf(run, row) for run, row in zip(details, rows, strict=True)}
+    drawings = write_plots(loaded, texts, out)
     page = _template().render(
         refresh_s=refresh_s,
         light=LIGHT,
         dark=DARK,
         labels=[run.label for run in loaded],
-        table=_comparison(loaded) if several else None,
-        figures=None if several else _figures_in_words(loaded[0]),
+        table=rows if several else None,
+        figures=None if several else rows[0],
         verdict=None if several else _verdict(loaded[0]),
         notes=_notes(loaded),
         plots=drawings,
-        details=[_details(run) for run in loaded],
+        details=details,
     )
     with atomic_write(out / "report.html") as file:
         file.write(page.encode())
@@ -198,6 +204,7 @@ def _details(run: Run) -> Details:
     }
     return Details(
         run.label,
+        [format_value(line) for line in suggest_changes(run)],
         {
             format_value(title): {format_value(key): format_value(value) for key, value in table.items()}
             for title, table in tables.items()
@@ -205,6 +212,12 @@ def _details(run: Run) -> Details:
         },
         [_rank_in_words(rank) for rank in run.ranks()],
     )
+
+
+def _for_pdf(run: Details, figures: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Return what report.pdf says of a run, by title: its results, what to change, and the tables of the page."""
+    changes = {f"{i}.": line for i, line in enumerate(run.changes, 1)}
+    return {"results": figures} | ({"what to change": changes} if changes else {}) | run.tables
 
 
 def _with_units(facts: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -1,10 +1,10 @@
-"""The report's plots: each drawn once, and written as PDF, as PNG, and as SVG for the page."""
+"""The report's plots: each drawn once, and written as PDF, below pages of text, as PNG, and as SVG for the page."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from datapipe.fsio import atomic_write
 from .formatting import SPACE, format_figure, format_value, time_unit
 from .runlog import Line, Run, number, seconds_of
 from .svg import LIGHT, svg_for_page
+from .text_pages import Tables, draw_text_pages
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -95,11 +96,12 @@ PLOTS = (
 )
 
 
-def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
+def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: Path) -> list[Drawing]:
     """Draw those of PLOTS that have something to show.
 
     Args:
         runs: What they show.
+        tables_by_heading: Text for the first pages of report.pdf.
         out: Folder for report.pdf, and a PNG of each; those of an earlier report that are not drawn are removed.
 
     Returns:
@@ -110,15 +112,15 @@ def write_plots(runs: list[Run], out: Path) -> list[Drawing]:
 
     drawings: list[Drawing] = []
     shown = [plot for plot in PLOTS if _has_content(plot, runs)]
-    files = {f"{plot.name}.png" for plot in PLOTS if plot not in shown} | (set() if shown else {"report.pdf"})
-    for name in files:
-        (out / name).unlink(missing_ok=True)  # of an earlier report
-    if not shown:
-        return drawings
+    for plot in PLOTS:
+        if plot not in shown:
+            (out / f"{plot.name}.png").unlink(missing_ok=True)  # of an earlier report
     with ExitStack() as stack:
         stack.enter_context(plot_style())
         file = stack.enter_context(atomic_write(out / "report.pdf"))
         pdf = stack.enter_context(PdfPages(file, metadata={"CreationDate": None}))
+        for page in draw_text_pages(tables_by_heading):
+            pdf.savefig(page)
         for plot in shown:
             wide, narrow = (Figure(layout="constrained") for _ in range(2))
             _draw(wide, plot, runs, WIDE)

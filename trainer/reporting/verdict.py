@@ -1,120 +1,298 @@
-"""What bounds a run, in words, and what to change. Pure."""
+"""What bounds a run, in words, and what to change, each with its number. Pure."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 WORTH = 0.1  # the share of the time from which on it is worth to change something
 FULL = 0.9  # the share of the memory from which on a larger batch hardly fits
-NAMES = {"data": "waiting for data", "host": "the host", "compute": "computing", "communication": "communication"}
+ROOMY = 0.5  # the share of the memory below which twice the batch fits
+SMALL_MIB = 2  # gradients below this are too few to be divided
+MIB = 2**20
+NAMES = {
+    "data": "waiting for data",
+    "host": "the host",
+    "communication": "communication",
+    "compute": "computing",
+    "memory": "memory",
+}
+SECTIONS = {
+    "size": "data",
+    "backend": "data",
+    "cache": "data",
+    "preconditioner": "optimizer",
+    "grad_worker_fraction": "kfac",
+}
+
+
+class Settings(NamedTuple):
+    """Those settings of a recipe that advice depends on, with their defaults; 0 or "" where the recipe has "none".
+
+    They are in the recipe's section `train`, except those in SECTIONS, and described there.
+    """
+
+    size: int = 0
+    backend: str = "cpu"
+    cache: str = ""
+    preconditioner: str = "none"
+    grad_worker_fraction: float = 1.0
+    batch_size: int = 0
+    accumulation_steps: int = 1
+    gradient_dtype: str = "float32"
+    bucket_mib: int = 25
+    powersgd_rank: int = 0
+    powersgd_start_step: int = 1000
+    channels_last: bool = True
+    compile: bool = False
+    compile_mode: str = "default"
+    evaluate_every: int = 1
+    evaluate_mirrored: bool = False
+    checkpoint_every_minutes: float = 10.0
+
+
+def read_settings(recipe: Mapping[str, Any]) -> Settings:
+    """Return a recipe's settings; those that are missing or of another type, as in an old file, have their defaults."""
+    values = {}
+    for name, default in Settings._field_defaults.items():
+        section = recipe.get(SECTIONS.get(name, "train"))
+        value = section.get(name, default) if isinstance(section, dict) else default
+        value = type(default)() if value is None else value
+        values[name] = value if type(value) is type(default) else default
+    return Settings(**values)
 
 
 class Figures(NamedTuple):
     """What was measured of some steps.
 
     Attributes:
+        settings: of the recipe.
         shares: of the time, by row of a trace; means over the ranks.
         step_s: how long a step took, in seconds.
         images_per_s: over all ranks.
-        memory_share: of the device's memory, at most; on the rank that had the least left.
+        memory_share: of the device's memory, at most; on the rank that had the least left; NaN: not known.
         device: "cuda" or "cpu".
         world_size: how many ranks.
-        batch_size: per rank.
-        precision: bf16, fp16, tf32 or off.
-        channels_last: whether images lie in memory pixel by pixel.
-        is_compiled: whether the network is.
+        hosts: that they are on.
+        num_parameters: of the network.
+        precision: bf16, fp16, tf32 or off; "": not known.
         threads: that compute, per rank.
         cores: that a rank may use.
         loader_threads: that decode, per rank.
-        backend: of the loader.
         is_staged: whether data is read from a copy on the node's own disk.
     """
 
+    settings: Settings
     shares: dict[str, float]
     step_s: float
     images_per_s: float
     memory_share: float
     device: str
     world_size: int
-    batch_size: int
+    hosts: int
+    num_parameters: int
     precision: str
-    channels_last: bool
-    is_compiled: bool
     threads: int
     cores: int
     loader_threads: int
-    backend: str
     is_staged: bool
+
+    def duration(self, *rows: str) -> str:
+        """Return how much of a step rows of a trace took, as text."""
+        return f"{1000 * self.step_s * sum(self.shares[row] for row in rows):.1f} ms"
 
 
 def find_bound(figures: Figures) -> str:
-    """Return what bounds the run: that of data, host and communication that takes most, if it is much; or compute."""
+    """Return what bounds the run: that of data, host and communication that takes most, if it is much; or compute.
+
+    It is memory where that would be the host or communication, whose time per step a larger batch would share among
+    more images, and no larger batch fits.
+    """
     most = max(("data", "host", "communication"), key=lambda row: figures.shares[row])
-    return most if figures.shares[most] >= WORTH else "compute"
+    if figures.shares[most] < WORTH:
+        return "compute"
+    return "memory" if most != "data" and figures.memory_share >= FULL else most
 
 
 def advise(figures: Figures) -> list[str]:
     """Return the verdict and the advice: the first line says what bounds the run, each other one what may help."""
     bound = find_bound(figures)
-    share = figures.shares[bound]
-    lines = [f"{NAMES[bound]} bounds this run: {share:.0%} of each step of {1000 * figures.step_s:.1f} ms"]
-    lines += _ADVICE[bound](figures)
-    if figures.memory_share >= FULL:
-        lines.append(f"memory: {figures.memory_share:.0%} is in use, so that a larger batch hardly fits")
-    return lines
+    step = f"each step of {1000 * figures.step_s:.1f} ms"
+    if bound == "memory":
+        rest = figures.shares["host"] + figures.shares["communication"]
+        lines = [
+            f"memory bounds this run: {figures.memory_share:.0%} is in use, and no larger batch fits, which would "
+            f"share among more images the {rest:.0%} of {step} that the host and communication take"
+        ]
+        return lines + advise_memory(figures)
+    lines = [f"{NAMES[bound]} bounds this run: {figures.shares[bound]:.0%} of {step}", *_ADVICE[bound](figures)]
+    if bound == "compute":
+        lines.append(
+            f"otherwise a network of fewer than {figures.num_parameters:,} parameters, an input of fewer than "
+            f"{figures.settings.size} px, or more than {figures.world_size} devices: at most "
+            f"{1 - figures.shares['compute']:.0%} of the time can be saved elsewhere"
+        )
+    return lines + describe_full_memory(figures)
 
 
-def _advise_data(figures: Figures) -> list[str]:
-    lines = []
-    cores = figures.cores
-    if figures.backend != "resident":
-        lines.append("images of one size that fit into memory: data.backend = 'resident' decodes them once")
-    if figures.loader_threads < cores:
-        lines.append(f"data.threads: {figures.loader_threads} of {cores} cores of this rank decode")
-    if figures.device == "cuda" and figures.backend == "cpu":
-        lines.append("data.backend = 'dali' decodes on the GPU")
+def describe_full_memory(figures: Figures) -> list[str]:
+    """Return a line where the memory is nearly full."""
+    if not figures.memory_share >= FULL:
+        return []
+    return [f"memory: {figures.memory_share:.0%} is in use, so that a larger batch hardly fits"]
+
+
+def advise_data(figures: Figures) -> list[str]:
+    """Return what may shorten the wait for data."""
+    settings, wait = figures.settings, figures.duration("data")
+    lines: list[str] = []
+    if settings.backend != "resident" and figures.memory_share < ROOMY:
+        lines.append(
+            f"data.backend = 'resident' (now '{settings.backend}') decodes images once that are all of {settings.size} "
+            f"px; they have to fit into memory, of which {figures.memory_share:.0%} is in use"
+        )
+    if figures.loader_threads < figures.cores:
+        lines.append(
+            f"data.threads = {figures.cores} (now {figures.loader_threads}): each rank has {figures.cores} cores"
+        )
+    if figures.device == "cuda" and settings.backend == "cpu":
+        lines.append(f"data.backend = 'dali' (now 'cpu') decodes on the GPU, not on {figures.cores} cores of each rank")
     if not figures.is_staged:
-        lines.append("--stage reads from the node's own disk; `datapipe bench` tells what the loader alone can do")
-    lines.append("`datapipe convert --resize` stores images no larger than they are used")
-    return lines
-
-
-def _advise_host(figures: Figures) -> list[str]:
-    lines = [] if figures.is_compiled else ["train.compile = true: fewer and larger kernels to start"]
+        lines.append(
+            f"--stage reads from the node's own disk, where the filesystem is what makes each step wait {wait}: "
+            f"datapipe bench tells whether the loader alone exceeds this run's {figures.images_per_s:,.0f} images/s"
+        )
     lines.append(
-        f"train.batch_size: {figures.batch_size} images per rank; more of them share what a step costs the host"
+        f"datapipe convert --resize stores images no larger than an input of {settings.size} px needs: less to read "
+        f"and to decode in the {wait} that each step waits"
     )
     return lines
 
 
+def _advise_host(figures: Figures) -> list[str]:
+    settings, host = figures.settings, figures.duration("host")
+    lines: list[str] = []
+    if not settings.compile:
+        lines.append(f"train.compile = true (now false): fewer kernels to start, which is part of the host's {host}")
+    elif figures.device == "cuda" and settings.compile_mode == "default" and settings.accumulation_steps == 1:
+        name = "train.compile_mode = 'reduce-overhead' (now 'default')"
+        lines.append(f"{name} starts all kernels of a pass at once, which is part of the host's {host}")
+    if settings.accumulation_steps > 1:
+        lines.append(_describe_fewer_parts(figures))
+    return [*lines, _describe_larger_batch(figures, f"shares the host's {host} among more images")]
+
+
 def _advise_communication(figures: Figures) -> list[str]:
-    total = figures.batch_size * figures.world_size
-    lines = [f"train.batch_size: {total} on {figures.world_size} ranks; a larger one communicates as much less often"]
-    lines.append("GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: whether the ranks use the fastest network")
-    return lines
-
-
-def _advise_compute(figures: Figures) -> list[str]:
-    lines = []
-    if figures.precision == "off":
-        lines.append("train.precision = 'bf16', where the device computes natively in it")
-    if not figures.channels_last:
-        lines.append("train.channels_last = true: faster convolutions")
-    if not figures.is_compiled:
-        lines.append("train.compile = true: fused kernels")
-    if figures.device == "cpu" and figures.threads < figures.cores:
-        lines.append(f"OMP_NUM_THREADS: {figures.threads} of {figures.cores} cores of this rank compute")
-    if figures.device == "cuda" and figures.memory_share < 0.5:
+    settings, sent_mib = figures.settings, 4 * figures.num_parameters / MIB
+    lines = [_advise_bucket(settings.bucket_mib, sent_mib)]
+    can_change = settings.preconditioner == "none" or settings.grad_worker_fraction > 0
+    if settings.powersgd_rank:
         lines.append(
-            f"train.batch_size: {figures.memory_share:.0%} of the memory is in use; more fill the device better"
+            f"train.powersgd_rank = {settings.powersgd_rank} begins at step {settings.powersgd_start_step} "
+            "(train.powersgd_start_step), and not in these steps: set that to 2 to measure it"
         )
-    lines.append("otherwise a smaller network or input, or more devices: little is left to take from elsewhere")
+    elif can_change and settings.gradient_dtype == "float32":
+        lines.append(
+            f"train.gradient_dtype = 'bfloat16' (now 'float32') sends {sent_mib / 2:,.1f} MiB of gradients per step, "
+            f"not {sent_mib:,.1f}"
+        )
+        if sent_mib >= SMALL_MIB and figures.shares["communication"] >= 2 * WORTH:  # half of it would be much, too
+            lines.append(
+                f"train.powersgd_rank = 4 (now 'none') sends two narrow matrices in place of each layer's part of the "
+                f"{sent_mib:,.1f} MiB, from step {settings.powersgd_start_step} on; it changes what is learnt"
+            )
+    lines.append(_describe_larger_batch(figures, "communicates less often per image"))
+    if figures.hosts > 1:
+        variable = "NCCL_SOCKET_IFNAME" if figures.device == "cuda" else "GLOO_SOCKET_IFNAME"
+        lines.append(
+            f"{variable} names the network between the {figures.hosts} hosts: is there a faster one than that which "
+            f"left {figures.duration('communication')} of each step to wait for?"
+        )
     return lines
 
 
-_ADVICE = {
-    "data": _advise_data,
+def _advise_bucket(bucket_mib: int, sent_mib: float) -> str:
+    """Return what to do about the size of the parts in which gradients are sent."""
+    parts, name = max(1, math.ceil(sent_mib / bucket_mib)), f"train.bucket_mib = {bucket_mib}"
+    if sent_mib < SMALL_MIB:
+        return f"{name} has no influence: {sent_mib:,.1f} MiB of gradients are sent as 1 part"
+    if parts == 1:
+        return (
+            f"train.bucket_mib = {max(1, int(sent_mib / 4))} (now {bucket_mib}): {sent_mib:,.1f} MiB of gradients are "
+            "sent as 1 part, at the end of the backward pass; smaller parts leave during it"
+        )
+    return (
+        f"{name} sends {sent_mib:,.1f} MiB of gradients in about {parts} parts: {2 * bucket_mib} costs less latency, "
+        f"{max(1, bucket_mib // 2)} hides more behind the backward pass; measure both"
+    )
+
+
+def advise_compute(figures: Figures) -> list[str]:
+    """Return what may make computing faster."""
+    settings, step = figures.settings, f"in a step of {1000 * figures.step_s:.1f} ms"
+    lines: list[str] = []
+    if figures.precision in ("off", "tf32"):
+        lines.append(
+            f"train.precision = 'bf16' (now '{figures.precision}'), where the device computes in 16 bits natively, not in 32"
+        )
+    if not settings.channels_last:
+        lines.append(f"train.channels_last = true (now false): faster convolutions, {step}")
+    if not settings.compile:
+        lines.append(f"train.compile = true (now false): fused kernels, {step}")
+    if figures.device == "cpu" and figures.threads < figures.cores:
+        lines.append(f"OMP_NUM_THREADS = {figures.cores} (now {figures.threads}): each rank has {figures.cores} cores")
+    if figures.device == "cuda" and figures.memory_share < ROOMY:
+        lines.append(_describe_larger_batch(figures, "fills the device better"))
+    if settings.accumulation_steps > 1 and figures.memory_share < ROOMY:
+        lines.append(_describe_fewer_parts(figures))
+    return lines
+
+
+def advise_memory(figures: Figures) -> list[str]:
+    """Return what may make room in memory for a larger batch."""
+    settings, share = figures.settings, f"{figures.memory_share:.0%}"
+    lines: list[str] = []
+    if figures.precision in ("off", "tf32"):
+        lines.append(
+            f"train.precision = 'bf16' (now '{figures.precision}') keeps most of what the backward pass needs in 16, not 32 bits"
+        )
+    parts, batch_size = settings.accumulation_steps, settings.batch_size
+    if figures.shares["communication"] >= WORTH:
+        lines.append(
+            f"train.accumulation_steps = {2 * parts} (now {parts}) with train.batch_size = {2 * batch_size} (now "
+            f"{batch_size}) needs no more memory, and communicates half as often per image"
+        )
+    if settings.backend == "resident":
+        lines.append(f"data.backend = 'cpu' (now 'resident') keeps no images in memory, of which {share} is in use")
+    if not settings.compile:
+        lines.append(f"train.compile = true (now false) keeps fewer results between kernels: {share} is in use")
+    lines.append(f"an input of fewer than {settings.size} px (data.size), or a device with more memory")
+    return lines
+
+
+def _describe_larger_batch(figures: Figures, effect: str) -> str:
+    """Propose twice the batch, or the largest that fits if memory grows with it; a multiple of the ranks."""
+    each = figures.settings.batch_size // figures.world_size
+    factor = min(2.0, FULL / figures.memory_share)
+    larger = max(each + 1, int(each * factor)) * figures.world_size
+    return (
+        f"train.batch_size = {larger} (now {figures.settings.batch_size}, {each} per rank) {effect}; "
+        f"{figures.memory_share:.0%} of the memory is in use"
+    )
+
+
+def _describe_fewer_parts(figures: Figures) -> str:
+    parts = figures.settings.accumulation_steps
+    return (
+        f"train.accumulation_steps = {parts // 2} (now {parts}): larger parts, and fewer kernels to start; "
+        f"{figures.memory_share:.0%} of the memory is in use"
+    )
+
+
+_ADVICE: dict[str, Callable[[Figures], list[str]]] = {
+    "data": advise_data,
     "host": _advise_host,
     "communication": _advise_communication,
-    "compute": _advise_compute,
+    "compute": advise_compute,
 }

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -29,7 +30,8 @@ TIME_S = {  # as earlier versions wrote it: without what comes before the first 
 
 
 def header(**changes) -> dict:
-    recipe = {"data": {"size": 28}, "model": {"name": "resnet8"}, "train": {"target_accuracy": 0.9, "epochs": 3}}
+    recipe = {"data": {"size": 28, "backend": "cpu"}, "model": {"name": "resnet8"}}
+    recipe["train"] = {"target_accuracy": 0.9, "epochs": 3, "batch_size": 512}
     return {
         "event": "run",
         "format": 1,
@@ -120,6 +122,21 @@ class Page(HTMLParser):
         return next(row for row in self.rows if row[0] == first)
 
 
+def text_of_pdf(path: Path) -> list[str]:
+    """Return the text of each page, line after line."""
+    streams = re.findall(rb"stream\r?\n(.*?)\r?\nendstream", path.read_bytes(), re.DOTALL)
+    pages = []
+    for stream in streams:
+        try:
+            content = zlib.decompress(stream).decode("latin-1")
+        except zlib.error:
+            continue  # a picture, or a font
+        if re.search(r"\bBT\b", content):
+            letters = "".join(re.findall(r"\((.*?)(?<!\\)\)", content, re.DOTALL))
+            pages.append(letters.replace("\0", "").replace("\N{NO-BREAK SPACE}", " "))
+    return pages
+
+
 @pytest.fixture
 def without_plots(monkeypatch):
     """For what is said in words only: the plots take most of the time."""
@@ -178,7 +195,7 @@ def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
     names = {"report.html", "report.pdf", *(f"{name}.png" for name in plots)}
     assert {path.name for path in out.iterdir()} == names  # and nothing temporary is left
     pdf = (out / "report.pdf").read_bytes()
-    assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type /Page\b", pdf)) == len(plots)
+    assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type /Page\b", pdf)) == 1 + len(plots)  # the first is text
     for path in out.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
     page = Page(out / "report.html")
@@ -186,6 +203,94 @@ def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
     for label in ("validation accuracy", "images/s", "epoch", "time (s)", "target 90.0 %", "wait for data"):
         assert label in page.text
     assert "compilation" not in page.text  # it took no time
+
+
+def changes(report: Path) -> list[str]:
+    """Return the sentences of the section about them."""
+    source = report.read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ").replace("&#39;", "'")
+    return re.findall(r"<li>(.*?)</li>", source[source.index("<h2>What to change") :].split("</ol>")[0])
+
+
+GPU = {"hosts": 1, "cores": 8, "memory_bytes": 64 * 2**30, "gpu_memory_bytes": 80 * 2**30}
+CPU = {"hosts": 1, "cores": 8, "memory_bytes": 64 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("begin", "finish", "says"),
+    [
+        ({"hardware": CPU, "loader_threads": 2}, {}, "data.threads = 8 (now 2): each rank has 8 cores."),
+        ({"hardware": CPU, "loader_threads": 2, "world_size": 2}, {}, "data.threads = 4 (now 2)"),
+        ({"hardware": GPU, "device": "cuda (H100)"}, {}, "data.backend = 'dali' (now 'cpu')"),
+        (
+            {},
+            {},
+            "makes each step wait 68.5 ms: datapipe bench tells whether the loader alone exceeds this run's 2,346",
+        ),
+        ({"precision": "off"}, {"wait_share": 0.01}, "train.precision = 'bf16' (now 'off')"),
+        ({"hardware": CPU, "threads": 1}, {"wait_share": 0.01}, "OMP_NUM_THREADS = 8 (now 1)"),
+        (
+            {"hardware": GPU, "device": "cuda (H100)", "world_size": 2},
+            {"wait_share": 0.01, "ranks": [{"gpu_memory_bytes": 2**30}, {"gpu_memory_bytes": 20 * 2**30}]},
+            "train.batch_size = 1024 (now 512, 256 per rank) fills the device better; 25% of the memory is in use.",
+        ),
+        (
+            {"hardware": CPU, "world_size": 2},
+            {"ranks": [{"memory_bytes": 30 * 2**30}, {"memory_bytes": 31 * 2**30}]},
+            "memory: 97% is in use",
+        ),
+        ({}, {"time_s": TIME_S}, "train.evaluate_every = 2 (now 1) evaluates half as often"),
+        ({}, {"time_s": TIME_S}, "evaluation took 16% of the run, 2.0 s."),
+        ({}, {"time_s": TIME_S | {"checkpoint": 5.0}}, "minutes is 10 now: checkpoint took 29% of the run, 5.0 s."),
+        ({}, {"time_s": TIME_S | {"compile": 40.0}}, "so short a run: compile took 76% of the run, 40.0 s."),
+        ({}, {"time_s": TIME_S | {"staging": 40.0}}, "before the run begins: staging took 76% of the run, 40.0 s."),
+        ({}, {}, "trainer profile tells what of the other 69% of the steps' time (1 min 09 s) is computing"),
+    ],
+)
+def test_what_to_change_has_its_number(tmp_path, without_plots, begin, finish, says):
+    run = write(tmp_path / "run", header(**begin), train(10), epoch(1, 0.85), end(**finish))
+    sentences = changes(write_report([run], tmp_path / "out"))
+    assert any(says in sentence for sentence in sentences), sentences
+    assert all(re.search(r"\d.*\.$", re.sub("bf16", "", sentence)) for sentence in sentences)
+    assert not any(re.search(r"\bnan\b", sentence) for sentence in sentences)
+
+
+def test_nothing_is_advised_that_is_done_already(tmp_path, without_plots):
+    """Advice of evaluations, of memory, and of threads depends on what took long, was full, or had more cores."""
+    time_s = TIME_S | {"evaluation": 0.5}
+    begin = header(hardware=CPU, precision="bf16", threads=8, loader_threads=8)
+    begin["recipe"]["train"]["compile"] = True
+    run = write(tmp_path / "run", begin, epoch(1, 0.85), end(wait_share=0.0, time_s=time_s, ranks=[{}]))
+    assert [sentence[:15] for sentence in changes(write_report([run], tmp_path / "out"))] == ["trainer profile"]
+
+
+def test_each_of_several_runs_has_what_to_change(tmp_path, without_plots):
+    runs = [finished(tmp_path / "a"), finished(tmp_path / "b", wait_share=0.01)]
+    page = Page(write_report(runs, tmp_path / "out"))
+    assert page.source.count("<h3>what to change</h3>") == 2
+    assert page.text.count("trainer profile tells what of the other") == 2
+    assert "the other 69%" in page.text and "the other 99%" in page.text
+
+
+def test_the_pdf_begins_with_the_text_of_the_page(tmp_path):
+    begin = header(hardware=CPU | {"cpu": "Some Model 5000"}, loader_threads=2)
+    begin["recipe"]["train"]["note"] = "x" * 200
+    out = write_report([write(tmp_path / "run", begin, train(10), epoch(1, 0.85), end())], tmp_path / "out").parent
+    text, *plots = text_of_pdf(out / "report.pdf")
+    for words in ("91.23", "2 min 54 s", "2,346", "Some Model 5000", "64.0", "2.13.0", "batch_size", "512", "abc1234"):
+        assert words in text, words
+    assert "data.threads = 8" in text and "hardware" in text and "versions" in text
+    assert "x" * 84 in text and "x" * 85 not in text  # longer values continue in the next line
+    assert not any("Some Model 5000" in page for page in plots)
+
+
+def test_many_settings_take_several_pages(tmp_path):
+    several = [header(), header()]
+    several[0]["recipe"]["train"] |= {f"setting_{i}": i for i in range(60)}
+    runs = [write(tmp_path / name, begin, end()) for name, begin in zip("ab", several, strict=True)]
+    write_report(runs, tmp_path / "out")
+    pages = text_of_pdf(tmp_path / "out" / "report.pdf")
+    assert [f"setting_{i}" in "".join(pages[:2]) for i in range(60)] == [True] * 60
+    assert "setting_59" not in pages[0] and "setting_0" not in pages[2] and "abc1234" in pages[2]
 
 
 def test_ranks_memory_hardware_and_kfac_are_shown(tmp_path):

@@ -1,19 +1,32 @@
-"""What bounds a run, and that the advice names what the figures say, and nothing that is done already."""
+"""What bounds a run, and that the advice names what the figures say, each with its number, and nothing done already."""
+
+import itertools
+import re
 
 import pytest
 
+from trainer.config.sections import Data, Train
+from trainer.optim.kfac import Settings as KfacSettings
+from trainer.optim.settings import OptimizerSettings
 from trainer.reporting.trace import ROWS
-from trainer.reporting.verdict import Figures, advise, find_bound
+from trainer.reporting.verdict import SECTIONS, Figures, Settings, advise, find_bound, read_settings
+
+RESNET50 = 25_557_032
 
 
-def figures(compute=1.0, data=0.0, communication=0.0, host=0.0, **changes):
+def figures(compute=1.0, data=0.0, communication=0.0, host=0.0, settings=None, **changes):
     shares = dict(zip(ROWS, (data, host, compute, communication), strict=True))
     values = {
         "shares": shares, "step_s": 0.1, "images_per_s": 2560.0, "memory_share": 0.6, "device": "cpu", "world_size": 2,
-        "batch_size": 128, "precision": "bf16", "channels_last": True, "is_compiled": True, "threads": 4, "cores": 4,
-        "loader_threads": 4, "backend": "cpu", "is_staged": True,
+        "hosts": 1, "num_parameters": RESNET50, "precision": "bf16", "threads": 4, "cores": 4, "loader_threads": 4,
+        "is_staged": True,
     }  # fmt: skip
-    return Figures(**values | changes)
+    return Figures(Settings(**{"size": 224, "batch_size": 256, "compile": True} | (settings or {})), **values | changes)
+
+
+DATA = {"data": 0.5, "compute": 0.5}
+HOST = {"host": 0.5, "compute": 0.5}
+SENT = {"communication": 0.5, "compute": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -33,23 +46,107 @@ def test_the_largest_share_that_can_be_saved_is_named_with_its_number(shares, bo
 
 
 @pytest.mark.parametrize(
+    ("shares", "memory_share", "bound"),
+    [
+        ({"compute": 0.75, "host": 0.15, "communication": 0.1}, 0.95, "memory"),
+        ({"compute": 0.75, "host": 0.1, "communication": 0.15}, 0.95, "memory"),
+        ({"compute": 0.75, "host": 0.15, "communication": 0.1}, 0.85, "host"),  # a larger batch fits
+        ({"compute": 0.95, "host": 0.05}, 0.95, "compute"),  # and would gain nothing
+        ({"compute": 0.6, "data": 0.25, "host": 0.15}, 0.95, "data"),  # and would wait as long for each image
+        ({"compute": 0.6, "host": 0.4}, float("nan"), "host"),
+    ],
+)
+def test_memory_bounds_where_a_larger_batch_would_help_and_does_not_fit(shares, memory_share, bound):
+    some = figures(**shares, memory_share=memory_share)
+    assert find_bound(some) == bound
+    if bound == "memory":
+        first = advise(some)[0]
+        assert "memory bounds this run: 95% is in use" in first and "25% of each step of 100.0 ms" in first
+    elif memory_share == 0.95:
+        assert advise(some)[-1] == "memory: 95% is in use, so that a larger batch hardly fits"
+
+
+@pytest.mark.parametrize(
     ("shares", "changes", "says"),
     [
-        ({}, {"precision": "off"}, "train.precision = 'bf16'"),
-        ({}, {"channels_last": False}, "train.channels_last"),
-        ({}, {"is_compiled": False}, "train.compile"),
-        ({}, {"threads": 1}, "OMP_NUM_THREADS: 1 of 4 cores"),
-        ({}, {"device": "cuda", "memory_share": 0.2}, "train.batch_size: 20% of the memory"),
+        ({}, {"precision": "off"}, "train.precision = 'bf16' (now 'off')"),
+        ({}, {"settings": {"channels_last": False}}, "train.channels_last = true (now false)"),
+        ({}, {"settings": {"compile": False}}, "train.compile = true (now false)"),
+        ({}, {"threads": 1}, "OMP_NUM_THREADS = 4 (now 1)"),
+        ({}, {"device": "cuda", "memory_share": 0.2}, "train.batch_size = 512 (now 256, 128 per rank) fills"),
         ({}, {"memory_share": 0.95}, "memory: 95%"),
-        ({"data": 0.5, "compute": 0.5}, {"loader_threads": 1}, "data.threads: 1 of 4 cores"),
-        ({"data": 0.5, "compute": 0.5}, {"device": "cuda"}, "'dali'"),
-        ({"data": 0.5, "compute": 0.5}, {"is_staged": False}, "--stage"),
-        ({"host": 0.5, "compute": 0.5}, {"is_compiled": False}, "train.compile"),
-        ({"host": 0.5, "compute": 0.5}, {}, "train.batch_size: 128 images per rank"),
-        ({"communication": 0.5, "compute": 0.5}, {}, "train.batch_size: 256 on 2 ranks"),
+        ({}, {"settings": {"accumulation_steps": 4}, "memory_share": 0.2}, "train.accumulation_steps = 2 (now 4)"),
+        (DATA, {"loader_threads": 1}, "data.threads = 4 (now 1)"),
+        (DATA, {"device": "cuda"}, "data.backend = 'dali' (now 'cpu')"),
+        (DATA, {"memory_share": 0.2}, "data.backend = 'resident' (now 'cpu')"),
+        (DATA, {"is_staged": False}, "--stage reads from the node's own disk"),
+        (HOST, {"settings": {"compile": False}}, "train.compile = true (now false)"),
+        (HOST, {"device": "cuda"}, "train.compile_mode = 'reduce-overhead' (now 'default')"),
+        (HOST, {"memory_share": 0.8}, "train.batch_size = 288 (now 256, 128 per rank) shares the host's 50.0 ms"),
+        (SENT, {"memory_share": 0.2}, "train.batch_size = 512 (now 256, 128 per rank) communicates"),
+        (SENT, {"settings": {"bucket_mib": 10}}, "train.bucket_mib = 10 sends 97.5 MiB of gradients in about 10 parts"),
+        (SENT, {"settings": {"bucket_mib": 100}}, "train.bucket_mib = 24 (now 100): 97.5 MiB of gradients"),
+        (SENT, {"num_parameters": 77_754}, "train.bucket_mib = 25 has no influence: 0.3 MiB"),
+        (SENT, {"settings": {"powersgd_rank": 4}}, "train.powersgd_rank = 4 begins at step 1000"),
+        (SENT, {"hosts": 2}, "GLOO_SOCKET_IFNAME names the network between the 2 hosts"),
+        (SENT, {"hosts": 2, "device": "cuda"}, "NCCL_SOCKET_IFNAME"),
+        (SENT, {"memory_share": 0.95}, "train.accumulation_steps = 2 (now 1) with train.batch_size = 512 (now 256)"),
+        (HOST, {"memory_share": 0.95, "precision": "off"}, "train.precision = 'bf16' (now 'off')"),
+        (HOST, {"memory_share": 0.95, "settings": {"backend": "resident"}}, "data.backend = 'cpu' (now 'resident')"),
     ],
 )
 def test_advice_is_given_where_it_applies(shares, changes, says):
     assert any(says in line for line in advise(figures(**shares, **changes)))
-    if changes:
-        assert not any(says in line for line in advise(figures(**shares)))
+    assert not any(says in line for line in advise(figures(**shares)))
+
+
+@pytest.mark.parametrize(
+    ("communication", "settings", "names"),
+    [
+        (0.5, {}, ["bucket_mib", "gradient_dtype", "powersgd_rank"]),
+        (0.15, {}, ["bucket_mib", "gradient_dtype"]),  # half as many bytes suffice
+        (0.5, {"gradient_dtype": "bfloat16"}, ["bucket_mib"]),  # which a recipe cannot have with PowerSGD
+        (0.5, {"preconditioner": "kfac", "grad_worker_fraction": 0.0}, ["bucket_mib"]),  # K-FAC sends the gradients
+        (0.5, {"preconditioner": "kfac"}, ["bucket_mib", "gradient_dtype", "powersgd_rank"]),
+    ],
+)
+def test_what_is_said_of_gradients_is_what_the_recipe_may_change(communication, settings, names):
+    lines = advise(figures(communication=communication, compute=1 - communication, settings=settings))
+    said = [name for name in ("bucket_mib", "gradient_dtype", "powersgd_rank") if f"train.{name} = " in " ".join(lines)]
+    assert said == names
+    assert "train.bucket_mib = 25 sends 97.5 MiB of gradients in about 4 parts: 50 costs less latency, 12" in lines[1]
+    assert ("sends 48.7 MiB of gradients per step, not 97.5" in " ".join(lines)) == ("gradient_dtype" in names)
+
+
+def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
+    choices = {
+        "shares": [{}, DATA, HOST, SENT],
+        "device": ["cpu", "cuda"],
+        "memory_share": [0.1, 0.6, 0.95],
+        "settings": [{}, {"compile": False, "channels_last": False, "accumulation_steps": 4, "batch_size": 6}],
+        "precision": ["bf16", "off", ""],
+        "hosts": [1, 2],
+        "is_staged": [True, False],
+        "num_parameters": [1000, RESNET50],
+    }
+    for values in itertools.product(*choices.values()):
+        changes = dict(zip(choices, values, strict=True))
+        lines = advise(figures(**changes.pop("shares"), **changes, loader_threads=1, threads=1))
+        for line in lines:
+            text = re.sub("bfloat16|bf16", "", line)
+            assert re.search(r"\d", text), line
+            for size in re.findall(r"batch_size = (\d+)", line):
+                assert int(size) > 4 and int(size) % 2 == 0, line
+
+
+def test_settings_are_those_of_a_recipe():
+    sections = {"train": Train, "data": Data, "optimizer": OptimizerSettings, "kfac": KfacSettings}
+    for name, default in Settings._field_defaults.items():
+        field = sections[SECTIONS.get(name, "train")].model_fields[name]
+        assert field.is_required() or (field.default or type(default)()) == default, name
+
+
+def test_settings_of_an_old_or_foreign_file():
+    recipe = {"train": {"bucket_mib": 50, "powersgd_rank": None, "compile": "<b>"}, "data": "x", "kfac": [1]}
+    assert read_settings(recipe) == Settings(bucket_mib=50)
+    assert read_settings({}) == Settings()
