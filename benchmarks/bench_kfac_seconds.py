@@ -1,12 +1,13 @@
 """Does K-FAC reach an accuracy in fewer seconds than the best other optimizer, Muon and SOAP included?
 
-    python -m benchmarks.bench_kfac_seconds [--model resnet8] [--batch-size 4096] [--seeds 5] [--precision off]
-                                           [--kfac damping=1e-4 …]
+    python -m benchmarks.bench_kfac_seconds [--model resnet8] [--batch-size 4096] [--seeds 5] [--float32]
+                                           [--kfac damping=1e-4 …] [--sgd momentum=0.8 …]
 
-Trains as bench_optimizers does, with the best settings that it recorded, K-FAC's with the changes of `--kfac`. The
-others are Muon and SOAP, which are faster than SGD, LARS and LAMB in all of those records. Two trainings run at a time,
+Trains as bench_optimizers does, with the best settings that it recorded, K-FAC's with the changes of `--kfac` and,
+to the SGD that takes its gradients, `--sgd`. The others are Muon and SOAP, which are faster than SGD, LARS and LAMB in all of those records. Two trainings run at a time,
 one thread each, all of a seed after another, so that they share the machine's hours. A goal is met in CPU seconds:
-other programs add to the clock's alone. Writes results/kfac-seconds-MODEL-BATCH.json after every training, and does
+other programs add to the clock's alone. Writes results/kfac-seconds-MODEL-BATCH.json, with
+`--float32` …-float32.json, after every training, and does
 none again that is there already: remove the file to begin again. The record keeps K-FAC's runs with other changes,
 which the summary leaves out.
 """
@@ -86,18 +87,25 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=4096, choices=GOALS, help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
     parser.add_argument("--kfac", nargs="*", default=[], metavar="SETTING=VALUE", help="changes of K-FAC's settings")
-    parser.add_argument("--precision", help="bf16 or off (default: that of the tuned record)")
+    parser.add_argument("--sgd", nargs="*", default=[], metavar="SETTING=VALUE", help="changes of K-FAC's SGD")
+    parser.add_argument("--float32", action="store_true", help="not in the tuned record's precision")
     arguments = parser.parse_args()
     tuned = json.loads((RESULTS / f"optimizers-{arguments.model}-{arguments.batch_size}.json").read_text())
-    changes = {key: json.loads(value) for key, value in (word.split("=", 1) for word in arguments.kfac)}
+    of_kfac, of_sgd = (
+        {key: json.loads(value) for key, value in (word.split("=", 1) for word in words)}
+        for words in (arguments.kfac, arguments.sgd)
+    )
+    precision = "off" if arguments.float32 else tuned["settings"]["precision"]
 
     def run_of(name: str, seed: int) -> Run:
         best = tuned["found"][name]["best"]
-        kfac = best["kfac"] | changes if name == "K-FAC" else {}
-        return Run(arguments.model, arguments.batch_size, tuned["settings"]["epochs"], best["optimizer"], kfac,
-                   seed=seed, precision=arguments.precision or tuned["settings"]["precision"])  # fmt: skip
+        optimizer, kfac = best["optimizer"], {}
+        if name == "K-FAC":
+            optimizer, kfac = optimizer | of_sgd, best["kfac"] | of_kfac
+        return Run(arguments.model, arguments.batch_size, tuned["settings"]["epochs"], optimizer, kfac,
+                   seed=seed, precision=precision)  # fmt: skip
 
-    name = f"kfac-seconds-{arguments.model}-{arguments.batch_size}"
+    name = f"kfac-seconds-{arguments.model}-{arguments.batch_size}" + ("-float32" if arguments.float32 else "")
     done = Runs(name, vars(arguments) | {"targets": TARGETS})
     rounds = [{name: run_of(name, seed) for name in ("K-FAC", *OTHERS)} for seed in range(1, 1 + arguments.seeds)]
     done.summary = lambda: summarise(done, rounds, GOALS[arguments.batch_size])

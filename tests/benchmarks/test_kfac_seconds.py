@@ -47,13 +47,16 @@ def test_the_record_compares_with_the_tuned_settings(
     monkeypatch.setattr(bench, "GOALS", {32: 1.0})
     tuned = {"settings": SETTINGS, "found": {name: {"best": best} for name, best in BEST.items()}}
     (tmp_path / "optimizers-resnet8-32.json").write_text(json.dumps(tuned))
-    command = ["bench", "--batch-size", "32", "--seeds", "2", "--kfac", "factor_fraction=0.5"]
+    command = ["bench", "--batch-size", "32", "--seeds", "2", "--kfac", "factor_fraction=0.5", "--sgd", "momentum=0.8"]
     monkeypatch.setattr(sys, "argv", command)
     assert bench.main() == 0
     assert len(trained) == 6 and {run.seed for run in trained} == {1, 2}
     assert all(run.kfac == {"damping": 1e-3, "factor_fraction": 0.5} for run in trained if run.kfac)
     assert sum(bool(run.kfac) for run in trained) == 2
+    assert all((run.optimizer.get("momentum") == 0.8) == bool(run.kfac) for run in trained)
     record = json.loads((tmp_path / "kfac-seconds-resnet8-32.json").read_text())
     assert record["shares"]["0.90"].keys() == {"Muon", "SOAP"} and len(record["runs"]) == 6
     assert "≤ 1" in capsys.readouterr().out
     assert bench.main() == 0 and len(trained) == 6, "what is in the record is not trained again"
+    monkeypatch.setattr(sys, "argv", [*command, "--float32"])
+    assert bench.main() == 0 and (tmp_path / "kfac-seconds-resnet8-32-float32.json").exists()

@@ -234,7 +234,7 @@ def advise_compute(figures: Figures) -> list[str]:
     lines: list[str] = []
     if figures.precision in ("off", "tf32"):
         lines.append(
-            f"train.precision = 'bf16' (now '{figures.precision}'), where the device computes in 16 bits natively, not in 32"
+            f"train.precision = 'bf16' (now '{figures.precision}'), where the device computes in 16 bits natively"
         )
     if not settings.channels_last:
         lines.append(f"train.channels_last = true (now false): faster convolutions, {step}")
@@ -255,7 +255,8 @@ def advise_memory(figures: Figures) -> list[str]:
     lines: list[str] = []
     if figures.precision in ("off", "tf32"):
         lines.append(
-            f"train.precision = 'bf16' (now '{figures.precision}') keeps most of what the backward pass needs in 16, not 32 bits"
+            f"train.precision = 'bf16' (now '{figures.precision}') keeps most of what the backward pass needs in 16 "
+            "bits, not 32"
         )
     parts, batch_size = settings.accumulation_steps, settings.batch_size
     if figures.shares["communication"] >= WORTH:
