@@ -3,13 +3,12 @@
     python -m benchmarks.bench_kfac_seconds [--model resnet8] [--batch-size 4096] [--seeds 5] [--float32]
                                            [--kfac damping=1e-4 …] [--sgd momentum=0.8 …]
 
-Trains as bench_optimizers does, with the best settings that it recorded, K-FAC's with the changes of `--kfac` and,
-to the SGD that takes its gradients, `--sgd`. The others are Muon and SOAP, which are faster than SGD, LARS and LAMB in all of those records. Two trainings run at a time,
-one thread each, all of a seed after another, so that they share the machine's hours. A goal is met in CPU seconds:
-other programs add to the clock's alone. Writes results/kfac-seconds-MODEL-BATCH.json, with
-`--float32` …-float32.json, after every training, and does
-none again that is there already: remove the file to begin again. The record keeps K-FAC's runs with other changes,
-which the summary leaves out.
+Trains as bench_optimizers does, with the best settings that it recorded, K-FAC's with the changes of `--kfac` and, to
+the SGD that takes its gradients, `--sgd`. The others are Muon and SOAP, which are faster than SGD, LARS and LAMB in all
+of those records. Two trainings run at a time, one thread each, all of a seed after another, so that they share the
+machine's hours. A goal is met in CPU seconds: other programs add to the clock's alone. After every training it writes
+results/kfac-seconds-MODEL-BATCH.json, with `--float32` one of its own, and does none again that is there already:
+remove the file to begin again. The record keeps K-FAC's runs with other changes, which the summary leaves out.
 """
 
 from __future__ import annotations
