@@ -44,6 +44,7 @@ class Settings(NamedTuple):
     bucket_mib: int = 25
     powersgd_rank: int = 0
     powersgd_start_step: int = 1000
+    precision: str = "auto"
     channels_last: bool = True
     compile: bool = False
     compile_mode: str = "default"
@@ -232,9 +233,9 @@ def advise_compute(figures: Figures) -> list[str]:
     """Return what may make computing faster."""
     settings, step = figures.settings, f"in a step of {1000 * figures.step_s:.1f} ms"
     lines: list[str] = []
-    if figures.precision in ("off", "tf32"):
+    if settings.precision in ("off", "tf32"):
         lines.append(
-            f"train.precision = 'bf16' (now '{figures.precision}'), where the device computes in 16 bits natively"
+            f"train.precision = 'auto' (now '{settings.precision}'): 16 bits, where the device is faster in them"
         )
     if not settings.channels_last:
         lines.append(f"train.channels_last = true (now false): faster convolutions, {step}")
@@ -253,10 +254,10 @@ def advise_memory(figures: Figures) -> list[str]:
     """Return what may make room in memory for a larger batch."""
     settings, share = figures.settings, f"{figures.memory_share:.0%}"
     lines: list[str] = []
-    if figures.precision in ("off", "tf32"):
+    if settings.precision in ("off", "tf32"):
         lines.append(
-            f"train.precision = 'bf16' (now '{figures.precision}') keeps most of what the backward pass needs in 16 "
-            "bits, not 32"
+            f"train.precision = 'auto' (now '{settings.precision}') keeps most of what the backward pass needs in 16 "
+            "bits, where the device computes in them"
         )
     parts, batch_size = settings.accumulation_steps, settings.batch_size
     if figures.shares["communication"] >= WORTH:

@@ -226,7 +226,6 @@ CPU = {"hosts": 1, "cores": 8, "memory_bytes": 64 * 2**30}
             {},
             "makes each step wait 68.5 ms: datapipe bench tells whether the loader alone exceeds this run's 2,346",
         ),
-        ({"precision": "off"}, {"wait_share": 0.01}, "train.precision = 'bf16' (now 'off')"),
         ({"hardware": CPU, "threads": 1}, {"wait_share": 0.01}, "OMP_NUM_THREADS = 8 (now 1)"),
         (
             {"hardware": GPU, "device": "cuda (H100)", "world_size": 2},

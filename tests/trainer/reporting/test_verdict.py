@@ -69,7 +69,7 @@ def test_memory_bounds_where_a_larger_batch_would_help_and_does_not_fit(shares, 
 @pytest.mark.parametrize(
     ("shares", "changes", "says"),
     [
-        ({}, {"precision": "off"}, "train.precision = 'bf16' (now 'off')"),
+        ({}, {"settings": {"precision": "off"}}, "train.precision = 'auto' (now 'off')"),
         ({}, {"settings": {"channels_last": False}}, "train.channels_last = true (now false)"),
         ({}, {"settings": {"compile": False}}, "train.compile = true (now false)"),
         ({}, {"threads": 1}, "OMP_NUM_THREADS = 4 (now 1)"),
@@ -91,7 +91,7 @@ def test_memory_bounds_where_a_larger_batch_would_help_and_does_not_fit(shares, 
         (SENT, {"hosts": 2}, "GLOO_SOCKET_IFNAME names the network between the 2 hosts"),
         (SENT, {"hosts": 2, "device": "cuda"}, "NCCL_SOCKET_IFNAME"),
         (SENT, {"memory_share": 0.95}, "train.accumulation_steps = 2 (now 1) with train.batch_size = 512 (now 256)"),
-        (HOST, {"memory_share": 0.95, "precision": "off"}, "train.precision = 'bf16' (now 'off')"),
+        (HOST, {"memory_share": 0.95, "settings": {"precision": "tf32"}}, "train.precision = 'auto' (now 'tf32')"),
         (HOST, {"memory_share": 0.95, "settings": {"backend": "resident"}}, "data.backend = 'cpu' (now 'resident')"),
     ],
 )
@@ -118,13 +118,18 @@ def test_what_is_said_of_gradients_is_what_the_recipe_may_change(communication, 
     assert ("sends 48.7 MiB of gradients per step, not 97.5" in " ".join(lines)) == ("gradient_dtype" in names)
 
 
+def test_16_bits_are_not_advised_where_the_device_is_slow_in_them():
+    """By `auto`, "off" is what was chosen since the device has no units for them."""
+    assert not any("precision" in line for line in advise(figures(precision="off")))
+
+
 def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
+    other = {"precision": "off", "compile": False, "channels_last": False, "accumulation_steps": 4, "batch_size": 6}
     choices = {
         "shares": [{}, DATA, HOST, SENT],
         "device": ["cpu", "cuda"],
         "memory_share": [0.1, 0.6, 0.95],
-        "settings": [{}, {"compile": False, "channels_last": False, "accumulation_steps": 4, "batch_size": 6}],
-        "precision": ["bf16", "off", ""],
+        "settings": [{}, other],
         "hosts": [1, 2],
         "is_staged": [True, False],
         "num_parameters": [1000, RESNET50],
