@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import resource
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -32,7 +31,7 @@ from .job import Job, open_job
 from .loop import train_epoch
 from .precision import choose_precision
 from .rehearsal import rehearse
-from .reporting.metrics import MetricsFile
+from .reporting.metrics import MetricsFile, hardware, memory_bytes
 from .reporting.timing import Clock
 from .reporting.trace import Span, chrome_trace, compute_shares
 from .reporting.verdict import Figures, advise, find_bound, read_settings
@@ -226,18 +225,16 @@ def _clock_offset_us(world: World) -> float:
 
 
 def _memory_share(world: World) -> float:
-    if world.device.type == "cuda":
-        total = torch.cuda.get_device_properties(world.device).total_memory
-        return torch.cuda.max_memory_reserved(world.device) / total
-    used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
-    return used * world.local_world_size / (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    device = world.device
+    name, ranks = ("gpu_memory_bytes", 1) if device.type == "cuda" else ("memory_bytes", world.local_world_size)
+    return memory_bytes(device)[name] * ranks / int(hardware(device, hosts=1)[name])
 
 
 def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     """Write the trace and the summary; return what to print."""
     spans, shares, step_s, memory = zip(*everyones, strict=True)
     world, recipe, options = job.world, job.recipe, job.train_loader.options
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = int(hardware(world.device, hosts=1)["cores"])
     figures = Figures(
         settings=read_settings(recipe.model_dump(mode="json")),
         shares={row: sum(its[row] for its in shares) / len(shares) for row in shares[0]},
