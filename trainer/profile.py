@@ -245,7 +245,6 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
         world_size=world.world_size,
         hosts=len(set(world.host_of)) or 1,
         num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
-        precision=job.precision.name,
         threads=torch.get_num_threads(),
         cores=max(1, cores // world.local_world_size),
         loader_threads=options.num_threads(),
@@ -253,7 +252,7 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     )
     lines = advise(figures)
     trace = json.dumps(chrome_trace(spans, world.host_of), separators=(",", ":")).encode()
-    summary = {"recipe": recipe.name, "size": job.train_loader.size}
+    summary = {"recipe": recipe.name, "size": job.train_loader.size, "precision": job.precision.name}
     summary |= figures._asdict() | {"settings": figures.settings._asdict()}
     summary |= {"shares_of_ranks": list(shares), "bound": find_bound(figures), "verdict": lines}
     for name, content in ((TRACE, gzip.compress(trace, 6)), (SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")):

@@ -290,3 +290,10 @@ def test_the_whole_loss_is_of_the_parts_that_a_step_sees():
         )
     torch.testing.assert_close(objective.backward(job_of(module, mixup=0.4, accumulation_steps=2), batch, 0), parts)
     assert abs(parts - whole) > 1e-3
+    losses = []
+    job = job_of(module, mixup=0.4, accumulation_steps=2, optimizer=SimpleNamespace(max_grad_norm=None))
+    job.optimizer, job.preconditioner = torch.optim.SGD(module.parameters(), lr=0.0), None
+    job.adaptive_damping = SimpleNamespace(end=lambda compute_loss: losses.append(compute_loss()))
+    job.average = SimpleNamespace(update=lambda step: None)
+    loop._update(job, 0, 0.0, batch, parts)
+    torch.testing.assert_close(losses[0], parts)  # after a step of no length

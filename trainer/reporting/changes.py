@@ -60,7 +60,6 @@ def _read_figures(run: Run) -> Figures | None:
         return None
     world_size, hosts = (_count(facts, name) for facts, name in ((header, "world_size"), (hardware, "hosts")))
     cores = max(1, _count(hardware, "cores") * hosts // world_size)
-    precision = header.get("precision")
     return Figures(
         settings=settings,
         shares={"data": known["wait_share"]},
@@ -71,7 +70,6 @@ def _read_figures(run: Run) -> Figures | None:
         world_size=world_size,
         hosts=hosts,
         num_parameters=_count(header, "num_parameters"),
-        precision=precision if isinstance(precision, str) else "",
         threads=_count(header, "threads", cores),
         cores=cores,
         loader_threads=_count(header, "loader_threads", cores),

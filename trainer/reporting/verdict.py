@@ -77,7 +77,6 @@ class Figures(NamedTuple):
         world_size: how many ranks.
         hosts: that they are on.
         num_parameters: of the network.
-        precision: bf16, fp16, tf32 or off; "": not known.
         threads: that compute, per rank.
         cores: that a rank may use.
         loader_threads: that decode, per rank.
@@ -93,7 +92,6 @@ class Figures(NamedTuple):
     world_size: int
     hosts: int
     num_parameters: int
-    precision: str
     threads: int
     cores: int
     loader_threads: int
@@ -233,10 +231,7 @@ def advise_compute(figures: Figures) -> list[str]:
     """Return what may make computing faster."""
     settings, step = figures.settings, f"in a step of {1000 * figures.step_s:.1f} ms"
     lines: list[str] = []
-    if settings.precision in ("off", "tf32"):
-        lines.append(
-            f"train.precision = 'auto' (now '{settings.precision}'): 16 bits, where the device is faster in them"
-        )
+    lines += _advise_16_bits(settings, "is faster, where the device has units for them")
     if not settings.channels_last:
         lines.append(f"train.channels_last = true (now false): faster convolutions, {step}")
     if not settings.compile:
@@ -254,11 +249,7 @@ def advise_memory(figures: Figures) -> list[str]:
     """Return what may make room in memory for a larger batch."""
     settings, share = figures.settings, f"{figures.memory_share:.0%}"
     lines: list[str] = []
-    if settings.precision in ("off", "tf32"):
-        lines.append(
-            f"train.precision = 'auto' (now '{settings.precision}') keeps most of what the backward pass needs in 16 "
-            "bits, where the device computes in them"
-        )
+    lines += _advise_16_bits(settings, "keeps less for the backward pass, where the device has units for them")
     parts, batch_size = settings.accumulation_steps, settings.batch_size
     if figures.shares["communication"] >= WORTH:
         lines.append(
@@ -271,6 +262,13 @@ def advise_memory(figures: Figures) -> list[str]:
         lines.append(f"train.compile = true (now false) keeps fewer results between kernels: {share} is in use")
     lines.append(f"an input of fewer than {settings.size} px (data.size), or a device with more memory")
     return lines
+
+
+def _advise_16_bits(settings: Settings, effect: str) -> list[str]:
+    """By "auto", a run in float32 is on a device without such units."""
+    if settings.precision not in ("off", "tf32"):
+        return []
+    return [f"train.precision = 'auto' (now '{settings.precision}'): computing in 16 bits {effect}"]
 
 
 def _describe_larger_batch(figures: Figures, effect: str) -> str:

@@ -43,6 +43,17 @@ def test_cosines_of_all_layers_wait_for_the_device_once():
     assert len(names) <= 1
 
 
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_steps_between_solutions_never_wait_for_the_device(kind):
+    """Although they average factors."""
+    model = small()
+    preconditioner = kind(model, factor_update_steps=1, inv_update_steps=1000, stagger=False)
+    run(model, preconditioner, 9)  # solutions are computed in steps 0, 1, 2, 4 and 8, and next in 16
+    with waits() as names:
+        run(model, preconditioner, 3)
+    assert not names
+
+
 def test_it_preconditions():
     """The cosine with the raw gradient is not 1 in any layer: the scaling of convolutions' factors is KFC's."""
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ def figures(compute=1.0, data=0.0, communication=0.0, host=0.0, settings=None, *
     shares = dict(zip(ROWS, (data, host, compute, communication), strict=True))
     values = {
         "shares": shares, "step_s": 0.1, "images_per_s": 2560.0, "memory_share": 0.6, "device": "cpu", "world_size": 2,
-        "hosts": 1, "num_parameters": RESNET50, "precision": "bf16", "threads": 4, "cores": 4, "loader_threads": 4,
+        "hosts": 1, "num_parameters": RESNET50, "threads": 4, "cores": 4, "loader_threads": 4,
         "is_staged": True,
     }  # fmt: skip
     return Figures(Settings(**{"size": 224, "batch_size": 256, "compile": True} | (settings or {})), **values | changes)
@@ -120,7 +120,7 @@ def test_what_is_said_of_gradients_is_what_the_recipe_may_change(communication, 
 
 def test_16_bits_are_not_advised_where_the_device_is_slow_in_them():
     """By `auto`, "off" is what was chosen since the device has no units for them."""
-    assert not any("precision" in line for line in advise(figures(precision="off")))
+    assert not any("precision" in line for line in advise(figures(settings={"precision": "auto"})))
 
 
 def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
