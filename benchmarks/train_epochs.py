@@ -80,7 +80,7 @@ class Ours:
         job = self._job
         job.val_loader.set_epoch(0)
         count = job.val_loader.num_samples
-        evaluate(job.module, job.val_loader, job.prepare, num_samples=count, world=job.world, precision=job.precision)
+        evaluate(job.module, job.val_loader, num_samples=count, world=job.world, precision=job.precision)
         return count
 
 

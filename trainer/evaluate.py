@@ -35,7 +35,6 @@ class Evaluation:
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
-    prepare: Callable[[Tensor], Tensor],
     *,
     num_samples: int,
     world: World,
@@ -46,9 +45,8 @@ def evaluate(
     """Evaluate a model on all ranks together. Leaves it in evaluation mode.
 
     Args:
-        model: The network, the same on all ranks: float [B, C, H, W] -> logits [B, K].
+        model: The network, the same on all ranks: uint8 [B, C, H, W] -> logits [B, K].
         batches: This rank's batches.
-        prepare: Turns a batch's uint8 images [B, C, H, W] into the network's input.
         num_samples: Samples of the validation set, over all ranks.
         world: This process's place among the ranks.
         precision: Arithmetic of the forward pass.
@@ -66,11 +64,10 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # correct, loss, count, bad
     for batch in batches:
         with precision.autocast():
-            images_BCHW = prepare(batch.images)
-            logits_BK = model(images_BCHW).float()
+            logits_BK = model(batch.images).float()
             if with_mirrored:
                 half_BK = logits_BK / 2  # before the next pass, as with CUDA graphs that writes to the same memory
-                logits_BK = half_BK + model(images_BCHW.flip(-1)).float() / 2
+                logits_BK = half_BK + model(batch.images.flip(-1)).float() / 2
         sums += _sums(logits_BK, batch)
         if stopped():
             return None

@@ -5,8 +5,10 @@ B batch, C channels, H height, W width
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from datapipe.errors import SettingError
 from datapipe.loaders import Loader, normalise
+from datapipe.loaders.device import Normaliser
 
 from . import models, optim
 from .config.recipe import Recipe
@@ -77,18 +80,11 @@ class Job:
         """Return the learning rate of an optimizer step, counted from 0."""
         return self.peak_lr * multiplier(self.recipe.schedule, step, self.steps_per_epoch, self.recipe.train.epochs)
 
-    def prepare(self, images_BCHW: Tensor) -> Tensor:
-        """Turn uint8 images into the network's input: float32, normalised, in the chosen memory format."""
-        images_BCHW = normalise(images_BCHW, self.recipe.data.mean, self.recipe.data.std)
-        return images_BCHW.contiguous(memory_format=_memory_format(self.recipe))
-
-
-def _memory_format(recipe: Recipe) -> torch.memory_format:
-    return torch.channels_last if recipe.train.channels_last else torch.contiguous_format
-
 
 def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Module, nn.Module]:
-    """Build the network, the same on all ranks, on this rank's device.
+    """Build the network, the same on all ranks, on this rank's device: pixels [B, C, H, W], 0 to 255 -> logits [B, K].
+
+    It normalises them itself, in front of its first layer, so that this is compiled with the rest.
 
     Args:
         recipe: The recipe of the run.
@@ -110,15 +106,24 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     if isinstance(module, WhitenedNet):
         module.whiten(normalise(next(iter(loader)).images, recipe.data.mean, recipe.data.std).cpu())
         loader.set_epoch(0)
-    memory_format = _memory_format(recipe)
+    train = recipe.train
+    memory_format = torch.channels_last if train.channels_last else torch.contiguous_format
     module = module.to(world.device, memory_format=memory_format)  # type: ignore[call-overload]  # not in torch's types
+    normaliser = Normaliser(recipe.data.mean, recipe.data.std, world.device)
+    # Not by a hook, which would be compiled as a graph of its own.
+    module.forward = partial(_forward, module.forward, normaliser, memory_format)
     if world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # every batch has the same shape
-    train = recipe.train
     if train.compile:
         module.compile(mode=train.compile_mode)  # in place, so that parameters keep their names
     names = ("bucket_mib", "gradient_dtype", "static_graph", "powersgd_rank", "powersgd_start_step")
     return module, wrap(module, world, **{name: getattr(train, name) for name in names})
+
+
+def _forward(
+    forward: Callable[[Tensor], Tensor], normaliser: Normaliser, memory_format: torch.memory_format, pixels_BCHW: Tensor
+) -> Tensor:
+    return forward(normaliser(pixels_BCHW).contiguous(memory_format=memory_format))
 
 
 def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler: torch.amp.GradScaler) -> KFAC | None:

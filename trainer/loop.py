@@ -195,7 +195,6 @@ def _evaluate(job: Job, state: State, stop: StopSignal) -> tuple[Evaluation | No
             evaluation = evaluate(
                 job.module,
                 job.val_loader,
-                job.prepare,
                 num_samples=job.val_loader.num_samples,
                 world=job.world,
                 precision=job.precision,
@@ -211,7 +210,7 @@ def _estimate_statistics(job: Job, epoch: int) -> None:
     loader.set_epoch(epoch)
     batches = iter(loader)
     with closing(batches):  # type: ignore[type-var]
-        estimate_statistics(job.module, batches, job.prepare, job.recipe.train.precise_bn_batches, job.precision)
+        estimate_statistics(job.module, batches, job.recipe.train.precise_bn_batches, job.precision)
     loader.load_state_dict(place)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 class MixedBatch:
     """Images, and what they show: `labels` with the weight `weight`, `others` with the rest."""
 
-    images: Tensor  # float[B, C, H, W]
+    images: Tensor  # [B, C, H, W], from 0 to 255: uint8, or float32 once mixed
     labels: Tensor  # int64[B]
     valid: Tensor  # bool[B]: whether an image may be learnt from
     others: Tensor | None = None  # int64[B]; None: nothing is mixed
@@ -47,23 +47,23 @@ def mix(batch: MixedBatch, mixup_alpha: float, cutmix_alpha: float, seed: tuple[
     alpha = cutmix_alpha if is_cutmix else mixup_alpha
     kept = draws.beta(alpha, alpha)
     shift = int(draws.integers(1, max(2, len(batch.labels))))
-    others = [tensor.roll(shift, 0) for tensor in (batch.images, batch.labels, batch.valid)]
+    images = batch.images.to(torch.float32, copy=True)  # in place from here on: one memory format for both ways
+    others = [tensor.roll(shift, 0) for tensor in (images, batch.labels, batch.valid)]
     if is_cutmix:
-        images, kept = _cut_in(batch.images, others[0], kept, draws)
+        kept = _cut_in(images, others[0], kept, draws)
     else:
-        images = torch.lerp(batch.images, others[0], 1.0 - kept)  # in the format of the first
+        images.lerp_(others[0], 1.0 - kept)
     # An image that could not be read is black, and its label unknown.
     return replace(batch, images=images, valid=batch.valid & others[2], others=others[1], weight=kept)
 
 
-def _cut_in(images_BCHW: Tensor, others_BCHW: Tensor, kept: float, draws: np.random.Generator) -> tuple[Tensor, float]:
-    """Return images with a rectangle of others, and the share of the area that is left of them."""
+def _cut_in(images_BCHW: Tensor, others_BCHW: Tensor, kept: float, draws: np.random.Generator) -> float:
+    """Replace a rectangle of images by that of others; return the share of the area that is left of them."""
     height, width = images_BCHW.shape[-2:]
     sides = np.array([height, width])
     half = sides * (1.0 - kept) ** 0.5 / 2
     centre = draws.random(2) * sides
     top, left = np.rint(np.clip(centre - half, 0, sides)).astype(int).tolist()
     bottom, right = np.rint(np.clip(centre + half, 0, sides)).astype(int).tolist()
-    images_BCHW = images_BCHW.clone()
     images_BCHW[..., top:bottom, left:right] = others_BCHW[..., top:bottom, left:right]
-    return images_BCHW, 1.0 - (bottom - top) * (right - left) / (height * width)
+    return 1.0 - (bottom - top) * (right - left) / (height * width)

@@ -28,7 +28,7 @@ def batch_loss(job: Job, batch: Batch, step: int) -> Tensor:
         step: Number of the step in the run, from 0, on which the mixing of images depends.
     """
     data, train = job.recipe.data, job.recipe.train
-    mixed = MixedBatch(job.prepare(batch.images), batch.labels, batch.valid)
+    mixed = MixedBatch(batch.images, batch.labels, batch.valid)
     mixed = mix(mixed, data.mixup, data.cutmix, (train.seed, step, job.world.rank))
     with job.precision.autocast():
         logits_BK = job.model(mixed.images)

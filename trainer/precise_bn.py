@@ -5,11 +5,11 @@ Wu and Johnson 2021, arXiv:2105.07576, section 3.2: the mean over batches of eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from datapipe.loaders import Batch
@@ -21,16 +21,14 @@ from .precision import Precision
 def estimate_statistics(
     module: nn.Module,
     batches: Iterable[Batch],
-    prepare: Callable[[Tensor], Tensor],
     count: int,
     precision: Precision,
 ) -> None:
     """Replace the running statistics of all BN layers by means over batches. Leaves the module in training mode.
 
     Args:
-        module: The network: float [B, C, H, W] -> logits [B, K].
+        module: The network: uint8 [B, C, H, W] -> logits [B, K].
         batches: Training batches of this rank.
-        prepare: Turns a batch's uint8 images [B, C, H, W] into the network's input.
         count: How many batches, at most.
         precision: Arithmetic of the forward pass.
     """
@@ -42,8 +40,9 @@ def estimate_statistics(
         layer.momentum = None  # a plain mean
     try:
         for batch in islice(batches, count):
-            with precision.autocast():
-                module(prepare(batch.images))
+            # A mean's weight is another for each batch, and compiled code has it as a constant.
+            with precision.autocast(), torch.compiler.set_stance("force_eager"):
+                module(batch.images)
     finally:
         for layer, momentum in zip(norms, momenta, strict=True):
             layer.momentum = momentum

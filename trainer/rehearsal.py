@@ -11,8 +11,11 @@ from contextlib import nullcontext
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from datapipe.loaders import Batch
+
 from .distributed import gather_everywhere
 from .job import Job
+from .objective import batch_loss
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ def rehearse(job: Job) -> None:
             _compile(job)
     if job.world.world_size > 1:
         compiled = job.recipe.train.compile  # for this number of images only
-        _pass(job, _part_size(job) if compiled else 2, job.train_loader.size)  # batch normalisation needs 2
+        _pass(job, _black(job, _part_size(job) if compiled else 2, job.train_loader.size))  # BN needs 2
 
 
 def _part_size(job: Job) -> int:
@@ -50,8 +53,10 @@ def _compile(job: Job) -> None:
     try:
         with job.model.no_sync() if isinstance(job.model, DistributedDataParallel) else nullcontext():
             for size in sorted({data.size_at(epoch, epochs) for epoch in range(epochs)}):
-                _pass(job, _part_size(job), size)
-        _evaluate(job, job.val_loader.options.batch_size, job.val_loader.size)
+                _pass(job, _black(job, _part_size(job), size))
+                if job.adaptive_damping is not None:  # it looks at the loss again
+                    _pass(job, _black(job, _part_size(job), size), with_gradients=False)
+        _evaluate(job, _black(job, job.val_loader.options.batch_size, job.val_loader.size))
         if job.world.device.type == "cuda":
             torch.cuda.synchronize(job.world.device)
     except torch.OutOfMemoryError:
@@ -65,14 +70,15 @@ def _compile(job: Job) -> None:
             logger.warning("train.compile: not compiled, which is slower, as it failed. %s", failures[0])
 
 
-def _pass(job: Job, num_images: int, size: int) -> None:
+def _pass(job: Job, batch: Batch, with_gradients: bool = True) -> None:
     buffers = [(buffer, buffer.clone()) for buffer in job.model.buffers()]
     device = job.world.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            with job.precision.autocast():
-                logits_BK = job.model(_black(job, num_images, size))
-            logits_BK.float().sum().backward()
+            with torch.set_grad_enabled(with_gradients):
+                loss = batch_loss(job, batch, 0)
+            if with_gradients:
+                loss.backward()
     finally:
         job.model.zero_grad(set_to_none=True)
         for buffer, value in buffers:
@@ -82,18 +88,18 @@ def _pass(job: Job, num_images: int, size: int) -> None:
 
 
 @torch.no_grad()
-def _evaluate(job: Job, num_images: int, size: int) -> None:
+def _evaluate(job: Job, batch: Batch) -> None:
     job.module.eval()
     try:
         with job.precision.autocast():
-            job.module(_black(job, num_images, size))
+            job.module(batch.images)
     finally:
         job.module.train()
 
 
-def _black(job: Job, num_images: int, size: int) -> torch.Tensor:
-    """Return the network's input for black images, with the strides that a loader's have."""
-    images_BHWC = torch.zeros(
-        num_images, size, size, job.train_loader.channels, dtype=torch.uint8, device=job.world.device
-    )
-    return job.prepare(images_BHWC.permute(0, 3, 1, 2))
+def _black(job: Job, num_images: int, size: int) -> Batch:
+    """Return a batch of black images, with the strides that a loader's have."""
+    device, shape = job.world.device, (num_images, size, size, job.train_loader.channels)
+    images_BHWC = torch.zeros(shape, dtype=torch.uint8, device=device)
+    zeros_B = torch.zeros(num_images, dtype=torch.int64, device=device)
+    return Batch(images_BHWC.permute(0, 3, 1, 2), zeros_B, zeros_B, zeros_B == 0)

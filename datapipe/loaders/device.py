@@ -54,17 +54,42 @@ def normalise(
     Raises:
         SettingError: When the images have another number of channels.
     """
-    if len(mean) != images.shape[1] or len(std) != images.shape[1]:
-        raise SettingError(f"mean, std: {len(mean)} and {len(std)} numbers for images of {images.shape[1]} channels")
-    scale, shift = _affine(tuple(mean), tuple(std), images.device)
-    return images.to(torch.float32).mul_(scale).add_(shift).to(dtype)
+    return _normaliser(tuple(mean), tuple(std), images.device)(images).to(dtype)
 
 
-@functools.lru_cache  # on a GPU each of these is a copy that the host waits for
-def _affine(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = torch.tensor([1 / (255 * s) for s in std], device=device)
-    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
-    return scale.view(1, -1, 1, 1), shift.view(1, -1, 1, 1)
+class Normaliser:
+    """Computes (images / 255 - mean) / std. torch.compile can have it in a network's graph.
+
+    Args:
+        mean: One number per channel, of pixels from 0 to 1.
+        std: Likewise.
+        device: Where the images will be.
+    """
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        self._counts = len(mean), len(std)
+        self._scale = torch.tensor([1 / (255 * s) for s in std], device=device).view(1, -1, 1, 1)
+        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=False)], device=device).view(1, -1, 1, 1)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Compute it.
+
+        Args:
+            images: uint8 or float32 [B, C, H, W], from 0 to 255.
+
+        Returns:
+            float32[B, C, H, W], in the same memory format.
+
+        Raises:
+            SettingError: When the images have another number of channels.
+        """
+        if self._counts != (images.shape[1],) * 2:
+            mean, std = self._counts
+            raise SettingError(f"mean, std: {mean} and {std} numbers for images of {images.shape[1]} channels")
+        return images.to(torch.float32, copy=True).mul_(self._scale).add_(self._shift)
+
+
+_normaliser = functools.lru_cache(Normaliser)  # on a GPU each has copies that the host waits for
 
 
 @dataclass(frozen=True)

@@ -26,21 +26,17 @@ def main(data: Path, global_batch_size: int, out: Path) -> None:
     model = wrap(module, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     place = {"size": 16, "rank": world.rank, "world_size": world.world_size, "threads": 1}
-
-    def prepare(images):
-        return normalise(images, (0.3,), (0.3,))
-
+    module.register_forward_pre_hook(lambda _, inputs: normalise(inputs[0], (0.3,), (0.3,)))
     batch_size = world.batch_size(global_batch_size)
     with open_loader(data / "train", batch_size, **place) as loader:
         for batch in loader:
             optimizer.zero_grad()
-            F.cross_entropy(model(prepare(batch.images)), batch.labels).backward()
+            F.cross_entropy(model(batch.images), batch.labels).backward()
             optimizer.step()
     with open_loader(data / "val", batch_size, train=False, **place) as loader:
         result = evaluate(
             module,
             loader,
-            prepare,
             num_samples=loader.num_samples,
             world=world,
             precision=choose_precision("off", world.device),

@@ -36,7 +36,6 @@ def evaluated(batches, num_samples):
     return evaluate(
         Constant(),
         batches,
-        lambda images: images,
         num_samples=num_samples,
         world=World(),
         precision=choose_precision("off", CPU),
@@ -64,7 +63,7 @@ def test_a_bad_sample_teaches_nothing_whatever_its_label(recipe_file, smoothing)
     recipe = load_recipe(str(recipe_file), [f"train.label_smoothing={smoothing}"])
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     precision = choose_precision("off", CPU)
-    job = SimpleNamespace(recipe=recipe, model=model, prepare=lambda x: x, precision=precision, world=World())
+    job = SimpleNamespace(recipe=recipe, model=model, precision=precision, world=World())
     images, samples = torch.rand(4, 1, 2, 2), torch.arange(4)
 
     def gradient(label, valid, kept=slice(None)):
@@ -89,7 +88,7 @@ def test_a_mirrored_image_counts_as_much_as_the_image(with_mirrored):
     images = torch.tensor([[3.0, 1.0], [1.0, 5.0]])[:, None, None]
     batch = Batch(images, torch.tensor([0, 0]), torch.arange(2), torch.tensor([True, True]))
     kwargs = {"num_samples": 2, "world": World(), "precision": choose_precision("off", CPU)}
-    result = evaluate(torch.nn.Flatten(), [batch], lambda x: x, **kwargs, with_mirrored=with_mirrored)
+    result = evaluate(torch.nn.Flatten(), [batch], **kwargs, with_mirrored=with_mirrored)
     chosen = [torch.tensor([2.0, 2.0]), torch.tensor([3.0, 3.0])] if with_mirrored else images.flatten(1)
     expected = sum(-torch.log_softmax(logits.double(), 0)[0].item() for logits in chosen) / 2
     assert result.loss == pytest.approx(expected, rel=1e-6)

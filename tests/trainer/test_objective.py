@@ -13,9 +13,11 @@ from torch import nn
 
 from datapipe.loaders import Batch
 from trainer import loop, objective
+from trainer.config.recipe import load_recipe
 from trainer.distributed import World
 from trainer.ema import Average
 from trainer.ema import Settings as EmaSettings
+from trainer.job import build_network
 from trainer.losses import LOSSES, begin_bias, per_sample_loss
 from trainer.mixing import MixedBatch, mix
 from trainer.precise_bn import estimate_statistics
@@ -176,9 +178,10 @@ def batches(count):
 @pytest.mark.parametrize("count", [1, 3])
 def test_precise_statistics_are_means_over_batches(count):
     module = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).eval()
+    module.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
     weights = [parameter.clone() for parameter in module.parameters()]
     for _ in range(2):  # what was before has no effect
-        estimate_statistics(module, batches(9), lambda images: images.float(), count, FLOAT32)
+        estimate_statistics(module, batches(9), count, FLOAT32)
         torch.testing.assert_close(module[0].running_mean, torch.full((2,), 1.5 + (count - 1) / 2))
         variance = torch.arange(4).float().repeat_interleave(9).var()
         torch.testing.assert_close(module[0].running_var, variance.expand(2))
@@ -186,14 +189,55 @@ def test_precise_statistics_are_means_over_batches(count):
     assert all(torch.equal(*pair) for pair in zip(module.parameters(), weights, strict=True))
 
 
-def job_of(module, prepare=lambda images: images, scaler=None, optimizer=None, **its):
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_network_normalises_its_input_in_its_graph(channels_last, recipe_file):
+    changes = [
+        "data.mean=[0.1, 0.2, 0.3]",
+        "data.std=[0.4, 0.5, 0.6]",
+        f"train.channels_last={str(channels_last).lower()}",
+    ]
+    recipe = load_recipe(str(recipe_file), changes)
+    module, _ = build_network(recipe, World(), SimpleNamespace(channels=3, num_classes=4))
+    inputs, graphs = [], []
+    module.conv1.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    images = torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    mean, std = (
+        torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (recipe.data.mean, recipe.data.std)
+    )
+    expected = ((images.double() / 255 - mean) / std).float()
+    format_ = torch.channels_last if channels_last else torch.contiguous_format
+    for pixels in (images, images.float()):  # as they are, and once mixed
+        kept = pixels.clone()
+        logits = module(pixels)
+        torch.testing.assert_close(inputs[-1], expected, rtol=1e-5, atol=1e-6)
+        assert inputs[-1].is_contiguous(memory_format=format_)
+        assert torch.equal(pixels, kept)
+    module.conv1._forward_pre_hooks.clear()
+
+    def keep(graph, examples):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()  # else sizes that earlier tests had would make these variables
+    module.compile(backend=keep)
+    assert torch.allclose(module(images), logits, atol=1e-5)
+    (graph,) = graphs
+    inputs = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    assert [tensor.dtype for tensor in inputs if tensor.shape == images.shape] == [torch.uint8]
+
+
+def as_shares(_module, inputs):
+    return inputs[0].double() / 255
+
+
+def job_of(module, scaler=None, optimizer=None, **its):
     """Return what a step needs of a job."""
     data = SimpleNamespace(mixup=its.pop("mixup", 0), cutmix=its.pop("cutmix", 0))
     settings = {"loss": "cross_entropy", "label_smoothing": 0.0, "accumulation_steps": 1}
     train = SimpleNamespace(seed=0, compile_mode="default", **(settings | its))
     return SimpleNamespace(
         recipe=SimpleNamespace(data=data, train=train, optimizer=optimizer), model=module, module=module, world=World(),
-        prepare=prepare, precision=SimpleNamespace(autocast=contextlib.nullcontext),
+        precision=SimpleNamespace(autocast=contextlib.nullcontext),
         scaler=scaler or torch.amp.GradScaler("cpu", enabled=False),
     )  # fmt: skip
 
@@ -204,7 +248,8 @@ def test_mixed_images_have_mixed_targets(loss, mixup, cutmix):
     """Both losses against a target that is a vector, in float64."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 6, 5)).double()
-    images, labels = torch.randn(4, 3, 8, 6, dtype=torch.float64), torch.tensor([0, 3, 4, 1])
+    module.register_forward_pre_hook(as_shares)
+    images, labels = torch.randint(0, 256, (4, 3, 8, 6), dtype=torch.uint8), torch.tensor([0, 3, 4, 1])
     batch = Batch(images, labels, torch.arange(4), torch.ones(4, dtype=torch.bool))
     weights = []
     for step in range(6):
@@ -264,10 +309,11 @@ def test_the_gradients_of_parts_are_those_of_the_whole(count):
     module = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     images = torch.randint(0, 256, (8, 3, 2, 2), dtype=torch.uint8)
     batch = Batch(images, torch.arange(8) % 3, torch.arange(8), torch.tensor([True] * 6 + [False] * 2))
-    job = job_of(module, lambda images: images.double() / 255, label_smoothing=0.1, accumulation_steps=count)
+    module.register_forward_pre_hook(as_shares)
+    job = job_of(module, label_smoothing=0.1, accumulation_steps=count)
     loss = objective.backward(job, batch, 0)
     found = [parameter.grad.clone() for parameter in module.parameters()]
-    logits = module(images.double() / 255)
+    logits = module(images)
     # The logits are rounded to float32, as in training.
     losses = nn.functional.cross_entropy(logits.float(), batch.labels, label_smoothing=0.1, reduction="none")
     expected_loss = (losses * batch.valid).sum() / 8

@@ -139,7 +139,13 @@ KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv
 GROWING = ["data.crop=random_resized", "data.start_size=12", "data.grow=[0.0, 0.5]"]  # 16 px in the second epoch
 
 
-@pytest.mark.parametrize("changes", [[], KFAC, GROWING], ids=["sgd", "kfac", "growing"])
+MIXED = ["data.mixup=0.2", "data.cutmix=1.0", "train.precise_bn_batches=2"]
+ADAPTIVE = [*KFAC, "kfac.damping_update_steps=2"]
+
+
+@pytest.mark.parametrize(
+    "changes", [[], KFAC, ADAPTIVE, GROWING, MIXED], ids=["sgd", "kfac", "adaptive", "growing", "mixed"]
+)
 def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, no_report, monkeypatch, changes):
     """All is compiled then, and the weights, the statistics and random numbers are those of a run that does not."""
     graphs, real, results = [], trainer.run.train, {}
