@@ -1,10 +1,11 @@
 """How many more steps does K-FAC need with its defaults than with settings that were tuned?
 
-    python -m benchmarks.bench_kfac_defaults [--seeds 3]
+    python -m benchmarks.bench_kfac_defaults [--seeds 3] [--float32]
 
 Trains as bench_optimizers does, with K-FAC's own defaults, on each of its records: their K-FAC is that of the best of
-many trials. The learning rate of 0.1 is theirs, too. The same seeds are compared. Two trainings run at a time. Writes
-results/kfac-defaults.json after every training, and does none again that is there already.
+many trials. The learning rate of 0.1 is theirs, too. The same seeds are compared; with `--float32`, which is not the
+precision of those records, the tuned settings train again. Two trainings run at a time. Writes
+results/kfac-defaults.json, or kfac-defaults-float32.json, after every training, and does none again that is there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import mean
 
 from benchmarks.bench_optimizers import Runs, interval, reached
@@ -53,34 +54,43 @@ def compare(defaults: list[list[dict]], tuned: list[list[dict]], target: float) 
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="of each (default: %(default)s)")
+    parser.add_argument("--float32", action="store_true", help="not in the tuned records' precision")
     arguments = parser.parse_args()
-    done = Runs("kfac-defaults", vars(arguments) | {"targets": TARGETS, "goal": GOAL})
+    done = Runs(
+        "kfac-defaults" + ("-float32" if arguments.float32 else ""),
+        vars(arguments) | {"targets": TARGETS, "goal": GOAL},
+    )
     defaults = {name: asdict(KFACSettings())[name] for name in SETTINGS}  # in the record, so that others make new runs
-    seeds = range(1, 1 + arguments.seeds)
-    runs, tuned = {}, {}
+    pairs: dict[str, list[tuple[Run, Run]]] = {}  # with the defaults, and tuned
+    known: list[dict] = []  # runs of other records
     for model, batch_size in RECORDS:
         record = json.loads((RESULTS / f"optimizers-{model}-{batch_size}.json").read_text())
-        best = record["found"]["K-FAC"]["best"]
-        of_seeds = [Run(model, batch_size, record["settings"]["epochs"], best["optimizer"], defaults, seed=seed,
-                        precision=record["settings"]["precision"]) for seed in seeds]  # fmt: skip
-        theirs = [asdict(run) | {"kfac": best["kfac"]} for run in of_seeds]
-        name = f"{model}, {batch_size}"
-        runs[name] = of_seeds
-        tuned[name] = [next(its["found"] for its in record["runs"] if its["run"] == run) for run in theirs]
+        best, precision = record["found"]["K-FAC"]["best"], record["settings"]["precision"]
+        as_tuned = Run(model, batch_size, record["settings"]["epochs"], best["optimizer"], best["kfac"],
+                       precision="off" if arguments.float32 else precision)  # fmt: skip
+        known += [] if arguments.float32 else record["runs"]
+        turns = [replace(as_tuned, seed=seed) for seed in range(1, 1 + arguments.seeds)]
+        pairs[f"{model}, {batch_size}"] = [(replace(run, kfac=defaults), run) for run in turns]
+
+    def evaluations(run: Run) -> list[dict] | None:
+        if run in done:
+            return done[run]
+        return next((its["found"] for its in known if its["run"] == asdict(run)), None)
 
     def summarise() -> dict:
         shares = {}
-        for name, of_seeds in runs.items():
-            pairs = [(done[run], its) for run, its in zip(of_seeds, tuned[name], strict=True) if run in done]
-            if pairs:
+        for name, of_seeds in pairs.items():
+            both = [both for both in (tuple(map(evaluations, pair)) for pair in of_seeds) if None not in both]
+            if both:
                 shares[name] = {
-                    f"{target:.2f}": compare(*map(list, zip(*pairs, strict=True)), target) for target in TARGETS
+                    f"{target:.2f}": compare(*map(list, zip(*both, strict=True)), target) for target in TARGETS
                 }
         return {"found": shares}
 
     done.summary = summarise
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(done.do, (run for turn in zip(*runs.values(), strict=True) for run in turn)))
+        runs = [run for turn in zip(*pairs.values(), strict=True) for pair in turn for run in pair]
+        list(pool.map(done.do, (run for run in runs if evaluations(run) is None)))
     rows = []
     for name, by_target in summarise()["found"].items():
         for target, its in by_target.items():

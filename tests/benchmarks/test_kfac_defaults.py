@@ -46,3 +46,10 @@ def test_the_defaults_are_trained_with_the_seeds_of_the_record(
     assert record["found"]["resnet8, 32"].keys() == {"0.90", "0.91", "0.92"} and len(record["runs"]) == 2
     assert "resnet8, 32" in capsys.readouterr().out
     assert bench.main() == 0 and len(trained) == 2, "what is in the record is not trained again"
+    monkeypatch.setattr(sys, "argv", ["bench", "--seeds", "2", "--float32"])
+    tuned["settings"]["precision"] = "bf16"
+    (tmp_path / "optimizers-resnet8-32.json").write_text(json.dumps(tuned))
+    assert bench.main() == 0
+    again = sorted((run.seed, run.kfac == BEST["kfac"], run.precision) for run in trained[2:])
+    assert again == [(seed, is_tuned, "off") for seed in (1, 2) for is_tuned in (False, True)]
+    assert (tmp_path / "kfac-defaults-float32.json").exists()
