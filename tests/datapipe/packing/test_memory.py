@@ -58,7 +58,7 @@ def pictures(folder: Path, side: int, count: int) -> Path:
     [
         (3000, 8, "180MB", 1),
         (3000, 8, "300MB", 2),
-        pytest.param(13_300, 3, "3500MB", 1, marks=pytest.mark.slow),
+        pytest.param(13_300, 2, "3500MB", 1, marks=pytest.mark.slow),
     ],
 )
 def test_images_are_decoded_within_the_memory_that_is_allowed(tmp_path, side, count, budget, images_at_once):
