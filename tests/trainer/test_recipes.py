@@ -36,7 +36,7 @@ def scaled_down(recipe: Recipe) -> list[str]:
     if recipe.schedule.name != "onecycle" and recipe.schedule.warmup_epochs:
         changes.append("schedule.warmup_epochs=0.5")
     if recipe.optimizer.preconditioner != "none":
-        changes += ["kfac.factor_update_steps=1", f"kfac.inv_update_steps={9 if recipe.name in SLOW else 3}"]
+        changes += ["kfac.factor_update_steps=1", "kfac.inv_update_steps=3"]
     if recipe.ema.half_life_steps:
         changes += ["ema.half_life_steps=2", "ema.update_every_steps=1"]
     if recipe.data.start_size:
