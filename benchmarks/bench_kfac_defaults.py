@@ -80,10 +80,11 @@ def main() -> int:
     def summarise() -> dict:
         shares = {}
         for name, of_seeds in pairs.items():
-            both = [both for both in (tuple(map(evaluations, pair)) for pair in of_seeds) if None not in both]
-            if both:
+            results = [(evaluations(ours), evaluations(theirs)) for ours, theirs in of_seeds]
+            whole = [both for both in results if None not in both]
+            if whole:
                 shares[name] = {
-                    f"{target:.2f}": compare(*map(list, zip(*both, strict=True)), target) for target in TARGETS
+                    f"{target:.2f}": compare(*map(list, zip(*whole, strict=True)), target) for target in TARGETS
                 }
         return {"found": shares}
 

@@ -53,9 +53,10 @@ def _compile(job: Job) -> None:
     try:
         with job.model.no_sync() if isinstance(job.model, DistributedDataParallel) else nullcontext():
             for size in sorted({data.size_at(epoch, epochs) for epoch in range(epochs)}):
-                _pass(job, _black(job, _part_size(job), size))
+                batch = _black(job, _part_size(job), size)
+                _pass(job, batch)
                 if job.adaptive_damping is not None:  # it looks at the loss again
-                    _pass(job, _black(job, _part_size(job), size), with_gradients=False)
+                    _pass(job, batch, with_gradients=False)
         _evaluate(job, _black(job, job.val_loader.options.batch_size, job.val_loader.size))
         if job.world.device.type == "cuda":
             torch.cuda.synchronize(job.world.device)

@@ -24,7 +24,7 @@ SMALL = [
     "--epochs",
     "2",
 ]
-COMPILED = "synthetic, CUDA graphs", "JPEG, processor, compiled"  # the others put their parts together anew
+COMPILED = "synthetic, CUDA graphs", "JPEG, processor, compiled"  # they have all that other ways do
 
 
 @pytest.mark.parametrize(

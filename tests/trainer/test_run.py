@@ -139,7 +139,7 @@ KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv
 GROWING = ["data.crop=random_resized", "data.start_size=12", "data.grow=[0.0, 0.5]"]  # 16 px in the second epoch
 
 
-MIXED = ["data.mixup=0.2", "data.cutmix=1.0", "train.precise_bn_batches=2"]
+MIXED = ["data.mixup=0.2", "data.cutmix=1.0", "train.precise_bn_batches=2", "train.evaluate_mirrored=true"]
 ADAPTIVE = [*KFAC, "kfac.damping_update_steps=2"]
 
 
