@@ -217,10 +217,10 @@ CHILD = """
 import math, sys
 import trainer.objective
 from trainer.cli import main
-real, count = trainer.objective.batch_loss, iter(range(1, 10**6))
+real, first = trainer.objective.batch_loss, iter([True])
 def wrong(job, batch, step):
-    loss, number = real(job, batch, step), next(count)
-    return loss * math.nan if number == 17 and job.world.rank == 1 else loss
+    loss = real(job, batch, step)
+    return loss * math.nan if step == 16 and job.world.rank == 1 and next(first, False) else loss
 trainer.objective.batch_loss = wrong
 sys.exit(main())
 """
