@@ -36,6 +36,8 @@ from benchmarks.measure import (
 from benchmarks.train_epochs import LAST, NETWORK, OURS, OURS_IN_MEMORY, OURS_SMALL, REFERENCE
 from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions
+from trainer.config.recipe import load_recipe
+from trainer.precision import choose_precision
 
 FIGURES = {"images_per_s": "wall_s", "images_per_cpu_s": "cpu_s"}
 VAL_IMAGES = 64
@@ -103,7 +105,10 @@ def measure(case: Case, images: int, rounds: int, threads: int) -> dict:
         runs = interleaved(case.ways, rounds, run)
     ways = {way: summarise(its, tuple(FIGURES)) for way, its in runs.items()}
     shares = {name: column(runs[OURS], f"evaluation_{name}") for name in ("time", "cpu_time")}
-    result = {"images": images, "changes": changes, "ways": ways, "ratios": ratios(runs), "evaluation_share": shares}
+    recipe = load_recipe(case.recipe, changes)
+    precision = choose_precision(recipe.train.precision, torch.device("cpu")).name
+    result = {"images": images, "changes": changes, "precision": precision, "ways": ways}
+    result |= {"ratios": ratios(runs), "evaluation_share": shares}
     return result | {"corpus": corpus.describe(case.folder(images))}
 
 

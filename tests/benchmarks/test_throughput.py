@@ -66,6 +66,7 @@ def test_each_way_trains_on_as_many_images(
     }
     found = json.loads((tmp_path / "throughput.json").read_text())["cases"]["resnet50"]
     assert found["ways"].keys() == {*bench.ALL}
+    assert found["precision"] in ("bf16", "off")
     assert all(way[figure]["median"] > 0 for way in found["ways"].values() for figure in bench.FIGURES)
     assert found["evaluation_share"]["time"]["median"] > 0
     assert capsys.readouterr().out.count("resnet50, ") == len(bench.ALL)
