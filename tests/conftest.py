@@ -44,7 +44,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         _skip(items, "slow", "slow: run with --slow")
-    if any("gpu" in item.keywords for item in items):
+    if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
         if not torch.cuda.is_available():
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
     for item in items:
-        if marker in item.keywords:
+        if item.get_closest_marker(marker):  # the name of a folder is among an item's keywords, too
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

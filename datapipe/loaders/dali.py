@@ -25,7 +25,7 @@ from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
 from .base import Batch, Loader
 from .batch_memory import BatchMemory
-from .device import dali_extra, read_driver, resolve_device
+from .device import dali_extra, read_driver, resolve_device, to_device
 from .options import LoaderOptions
 from .prefetch import BatchSlots, PendingImage
 from .threaded import ThreadedLoader, open_on
@@ -207,8 +207,8 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
             images_BHWC = torch.from_numpy(memory)
         self._pipeline.release_outputs()
         if not slots.valid.all():
-            images_BHWC[torch.from_numpy(~slots.valid).to(self._device)] = 0
-        rest = (torch.from_numpy(a).to(self._device) for a in (slots.labels, slots.samples, slots.valid))
+            images_BHWC[to_device(~slots.valid, self._device)] = 0
+        rest = (to_device(a, self._device) for a in (slots.labels, slots.samples, slots.valid))
         return Batch(images_BHWC.permute(0, 3, 1, 2), *rest)
 
     def _drain(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ..errors import SettingError
@@ -35,6 +36,12 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 def gpu_names() -> list[str]:
     """List the names of the GPUs that torch sees."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to a GPU, from pinned memory, without waiting for what it computes; on the CPU share its memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def normalise(

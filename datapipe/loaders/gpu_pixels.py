@@ -15,6 +15,7 @@ from ..errors import DecodeError
 from ..images.window import check_size
 from .base import Batch
 from .delivery import Delivery, Images
+from .device import to_device
 from .options import LoaderOptions
 from .prefetch import PendingImage
 from .threaded import ThreadedLoader
@@ -69,7 +70,7 @@ class GpuPixelsLoader(ThreadedLoader[Pixels]):
 
     def _finish(self, slots: Pixels) -> Batch:
         batch = self._delivery.deliver(slots)
-        boxes, flips = (torch.from_numpy(a).to(self._device) for a in (slots.boxes, slots.flips))
+        boxes, flips = (to_device(a, self._device) for a in (slots.boxes, slots.flips))
         images_BHWC = batch.images.permute(0, 2, 3, 1)
         images_BSSC = crop_resize_flip_batch(images_BHWC, boxes, flips, self.size)
         return Batch(images_BSSC.permute(0, 3, 1, 2), batch.labels, batch.samples, batch.valid)

@@ -20,7 +20,7 @@ from ..errors import SettingError
 from ..sampling.order import epoch_order, slice_positions
 from .base import Batch, DataDescription, Loader
 from .cpu import CpuLoader
-from .device import resolve_device
+from .device import resolve_device, to_device
 from .options import LoaderOptions
 from .threaded import open_on
 
@@ -95,7 +95,7 @@ class ResidentLoader(Loader):
         side = np.full(len(samples), self.size)
         boxes, flips = self._crops(epoch, positions, samples, side, side)
         columns = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
-        rows, tops, lefts, mirrored = torch.from_numpy(columns).to(self._device).unbind(1)  # one copy
+        rows, tops, lefts, mirrored = to_device(columns, self._device).unbind(1)  # one copy
         if self._pad:
             images_BCSS = self._crops_of[rows, tops, lefts]
         else:  # whole images, which are copied in one piece each
