@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 WORTH = 0.1  # the share of the time from which on it is worth to change something
 FULL = 0.9  # the share of the memory from which on a larger batch hardly fits
 ROOMY = 0.5  # the share of the memory below which twice the batch fits
+SOONEST = 2  # the first step that PowerSGD can begin with
 SMALL_MIB = 2  # gradients below this are too few to be divided
 MIB = 2**20
 NAMES = {
@@ -20,6 +21,9 @@ NAMES = {
 }
 SECTIONS = {
     "size": "data",
+    "start_size": "data",
+    "eval_size": "data",
+    "crop": "data",
     "backend": "data",
     "cache": "data",
     "preconditioner": "optimizer",
@@ -34,6 +38,9 @@ class Settings(NamedTuple):
     """
 
     size: int = 0
+    start_size: int = 0
+    eval_size: int = 0
+    crop: str = "auto"
     backend: str = "cpu"
     cache: str = ""
     preconditioner: str = "none"
@@ -146,7 +153,8 @@ def advise_data(figures: Figures) -> list[str]:
     """Return what may shorten the wait for data."""
     settings, wait = figures.settings, figures.duration("data")
     lines: list[str] = []
-    if settings.backend != "resident" and figures.memory_share < ROOMY:
+    is_scaled = settings.crop == "random_resized" or {settings.start_size, settings.eval_size} - {0, settings.size}
+    if settings.backend != "resident" and not is_scaled and figures.memory_share < ROOMY:
         lines.append(
             f"data.backend = 'resident' (now '{settings.backend}') decodes images once that are all of {settings.size} "
             f"px; they have to fit into memory, of which {figures.memory_share:.0%} is in use"
@@ -186,12 +194,12 @@ def _advise_communication(figures: Figures) -> list[str]:
     settings, sent_mib = figures.settings, 4 * figures.num_parameters / MIB
     lines = [_advise_bucket(settings.bucket_mib, sent_mib)]
     can_change = settings.preconditioner == "none" or settings.grad_worker_fraction > 0
-    if settings.powersgd_rank:
+    if settings.powersgd_rank and settings.powersgd_start_step > SOONEST:
         lines.append(
-            f"train.powersgd_rank = {settings.powersgd_rank} begins at step {settings.powersgd_start_step} "
-            "(train.powersgd_start_step), and not in these steps: set that to 2 to measure it"
+            f"train.powersgd_rank = {settings.powersgd_rank} begins at step {settings.powersgd_start_step}; until then "
+            f"gradients are sent whole: train.powersgd_start_step = {SOONEST} to see in a few steps what it saves"
         )
-    elif can_change and settings.gradient_dtype == "float32":
+    elif can_change and not settings.powersgd_rank and settings.gradient_dtype == "float32":
         lines.append(
             f"train.gradient_dtype = 'bfloat16' (now 'float32') sends {sent_mib / 2:,.1f} MiB of gradients per step, "
             f"not {sent_mib:,.1f}"

@@ -274,6 +274,13 @@ def test_the_input_grows_between_two_epochs():
     assert sizes(2, "start_size=100", "grow=[1, 1]") == [100, 100]
 
 
+@pytest.mark.parametrize(("epochs", "at_160"), [(16, 12), (24, 19), (32, 25)])
+def test_the_fast_recipes_grow_when_their_source_does(epochs, at_160):
+    """There 160 grows to 192 from epoch 11 to 13, 17 to 20, and 23 to 27, by what is nearest to a multiple of 32."""
+    data = load_recipe(f"imagenet-resnet50-fast{epochs}").data
+    assert [data.size_at(epoch, epochs) for epoch in range(epochs)] == [160] * at_160 + [192] * (epochs - at_160)
+
+
 @pytest.mark.parametrize(("change", "allowed"), [("gradient_dtype=bfloat16", "float32"), ("powersgd_rank=2", "none")])
 def test_gradients_that_kfac_sends_itself_are_sent_as_they_are(change, allowed):
     changes = ["optimizer.preconditioner=kfac", "kfac.grad_worker_fraction=0", f"train.{change}"]

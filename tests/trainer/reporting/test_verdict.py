@@ -100,6 +100,16 @@ def test_advice_is_given_where_it_applies(shares, changes, says):
     assert not any(says in line for line in advise(figures(**shares)))
 
 
+def test_powersgd_that_begins_at_once_is_not_said_to_begin_later():
+    settings = {"powersgd_rank": 4, "powersgd_start_step": 2}
+    assert not any("powersgd" in line for line in advise(figures(**SENT, settings=settings)))
+
+
+@pytest.mark.parametrize("settings", [{"crop": "random_resized"}, {"start_size": 16}, {"eval_size": 40}])
+def test_images_that_are_scaled_cannot_be_resident(settings):
+    assert not any("resident" in line for line in advise(figures(**DATA, memory_share=0.2, settings=settings)))
+
+
 @pytest.mark.parametrize(
     ("communication", "settings", "names"),
     [
