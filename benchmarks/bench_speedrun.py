@@ -16,7 +16,7 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from benchmarks import corpus
 from benchmarks.measure import RESULTS, WORK, command_line, environment, process, table, write_record
 from trainer.config.recipe import load_recipe
 from trainer.measuring.statistics import describe, mean_ratio
+from trainer.measuring.tables import plain
 
 TARGET = 0.92
 TRIAL_SEED = 1000
@@ -47,8 +48,9 @@ class Variant:
             yield (*self.changes, self.rate % rate, f"train.epochs={epochs}")
 
 
+BASE = "plain ResNet-8"  # what the others' times are compared with
 VARIANTS = {
-    "plain ResNet-8": Variant(PLAIN, (), (0.2, 0.4, 0.8)),
+    BASE: Variant(PLAIN, (), (0.2, 0.4, 0.8)),
     "speedrun": Variant(SPEEDRUN, (), (0.2, 0.4, 0.8)),
     "images decoded each epoch": Variant(SPEEDRUN, ("data.backend=cpu",)),
     "flips at random": Variant(SPEEDRUN, ("data.flip=true",)),
@@ -104,10 +106,9 @@ def tune(runs: Runs, variant: Variant) -> tuple[str, ...]:
 
 
 def summarise(runs_of: dict[str, list[dict]]) -> dict[str, dict]:
-    """Return of each variant how many seeds reached the target, their means, and the ratio to the first variant's."""
+    """Return of each variant how many seeds reached the target, their means, and the ratio to the plain recipe's."""
     by_variant = {}
-    (_, first), *_ = runs_of.items()
-    base = [run["time_to_target_s"] for run in first if run["time_to_target_s"] is not None]
+    base = [run["time_to_target_s"] for run in runs_of[BASE] if run["time_to_target_s"] is not None]
     for name, its in runs_of.items():
         reached = [run for run in its if run["time_to_target_s"] is not None]
         times = [run["time_to_target_s"] for run in reached]
@@ -115,44 +116,46 @@ def summarise(runs_of: dict[str, list[dict]]) -> dict[str, dict]:
             "changes": its[0]["changes"],
             "seeds": len(its),
             "reached": len(reached),
-            "time_to_target_s": vars(describe(times)),
-            "cpu_s": vars(describe([run["process_cpu_s"] for run in reached])),
-            "epochs": vars(describe([run["trained_epochs"] for run in reached])),
-            "best_accuracy": vars(describe([run["best_accuracy"] for run in its])),
-            "ratio": vars(mean_ratio(base, times)),
+            "time_to_target_s": plain(vars(describe(times))),
+            "cpu_s": plain(vars(describe([run["process_cpu_s"] for run in reached]))),
+            "epochs": plain(vars(describe([run["trained_epochs"] for run in reached]))),
+            "best_accuracy": plain(vars(describe([run["best_accuracy"] for run in its]))),
+            "ratio": plain(vars(mean_ratio(base, times))),
         }
     return by_variant
 
 
 def show(by_variant: dict[str, dict]) -> str:
     """Return a table of what `summarise` returned."""
+
+    def cell(value: float | None, digits: int) -> str:
+        return "–" if value is None else f"{value:.{digits}f}"
+
     header = ["to 92.0 %", "reached", "seconds", "95 %", "epochs", "best, %", "of plain", "95 %"]
     rows = []
     for name, its in by_variant.items():
         time, ratio = its["time_to_target_s"], its["ratio"]
-        row = [
-            name,
-            f"{its['reached']} of {its['seeds']}",
-            f"{time['mean']:.1f}",
-            f"{time['low']:.1f}–{time['high']:.1f}",
-        ]
-        row += [f"{its['epochs']['mean']:.1f}", f"{100 * its['best_accuracy']['mean']:.2f}", f"{ratio['value']:.2f}"]
-        rows.append([*row, f"{ratio['low']:.2f}–{ratio['high']:.2f}"])
+        row = [name, f"{its['reached']} of {its['seeds']}"]
+        row += [cell(time["mean"], 1), f"{cell(time['low'], 1)}–{cell(time['high'], 1)}"]
+        row += [cell(its["epochs"]["mean"], 1), cell(100 * its["best_accuracy"]["mean"], 2), cell(ratio["value"], 2)]
+        rows.append([*row, f"{cell(ratio['low'], 2)}–{cell(ratio['high'], 2)}"])
     return table(header, rows)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="of each variant (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", default=[*VARIANTS], choices=[*VARIANTS], metavar="NAME", help="variants")
-    arguments = parser.parse_args()
+    parser.add_argument("--only", nargs="+", default=[*VARIANTS], choices=[*VARIANTS], metavar="NAME",
+                        help="variants, to which the plain recipe is added (default: all)")  # fmt: skip
+    arguments = parser.parse_args(words)
     runs = Runs(corpus.fashion_mnist() / "tar")
-    chosen = {name: tune(runs, VARIANTS[name]) for name in VARIANTS if name in arguments.only}
+    chosen = {name: tune(runs, VARIANTS[name]) for name in VARIANTS if name in (BASE, *arguments.only)}
     runs_of: dict[str, list[dict]] = {name: [] for name in chosen}
     for seed in range(arguments.seeds):
         for name, changes in chosen.items():
             runs_of[name].append(runs.train(VARIANTS[name].recipe, changes, seed))
-    runs.record["summary"] = summarise(runs_of)
+    summary = runs.record.get("summary", {}) | summarise(runs_of)
+    runs.record["summary"] = {name: summary[name] for name in VARIANTS if name in summary}
     runs.record["recipes"] = {name: load_recipe(name).model_dump(mode="json") for name in (PLAIN, SPEEDRUN)}
     print("\n" + show(runs.record["summary"]))
     print(write_record("speedrun", runs.record))

@@ -162,6 +162,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="(default: %(default)s)")
     arguments = parser.parse_args(words)
     counts = arguments.images or [CASES[name].images for name in arguments.only]
+    if len(counts) != len(arguments.only):
+        parser.error(f"--images: {len(counts)} numbers for {len(arguments.only)} cases")
     record: dict = {"environment": environment(), "rounds": arguments.rounds, "threads": arguments.threads, "cases": {}}
     for name, images in zip(arguments.only, counts, strict=True):
         record["cases"][name] = measure(CASES[name], images, arguments.rounds, arguments.threads)

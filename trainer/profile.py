@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
-from datapipe.checks import checked_int
+from datapipe.checks import check_apart, checked_int
 from datapipe.cluster import rank_placement
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
@@ -146,6 +146,11 @@ def profile(
         OSError: The trace cannot be written.
     """
     checked_int("--steps", steps, 1)
+    if out.exists() and not out.is_dir():
+        raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
+    check_apart("--out", out, "--data", data)
+    if local is not None:
+        check_apart("--out", out, "--stage", local)
     place = rank_placement(os.environ)
     World(world_size=place.world_size).batch_size(recipe.train.batch_size)
     if local is not None:
@@ -162,7 +167,7 @@ def profile(
         with ended_by_signals() if world.world_size > 1 else nullcontext():
             with together(world):
                 if world.is_main:
-                    _check_folder(out)
+                    make_folder(out)
             job = replace(open_job(recipe, data, out, world, precision, clock, stack), metrics=MetricsFile(None))
             check_start(world, job.module)
             rehearse(job)
@@ -177,12 +182,6 @@ def profile(
                 if everyones is not None:
                     return _write(job, out, everyones, local is not None)
     return None
-
-
-def _check_folder(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
-    make_folder(out)
 
 
 def _train(job: Job, recorder: Recorder) -> None:

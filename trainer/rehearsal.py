@@ -63,7 +63,8 @@ def _compile(job: Job) -> None:
     except torch.OutOfMemoryError:
         raise  # without compilation there would be even less
     except (RuntimeError, OSError, ImportError) as error:
-        failure = f"rank {job.world.rank}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        said = str(error).strip().partition("\n")[0]
+        failure = f"rank {job.world.rank}: {type(error).__name__}: {said}"
     failures = [text for text in gather_everywhere(job.world, failure) if text is not None]
     if failures:
         job.module._compiled_call_impl = None  # what `compile` has set

@@ -96,10 +96,12 @@ def test_csv_has_each_step_and_epoch_once_also_of_a_run_that_was_killed(train, m
         assert row == {name: str(line.get(name, "")) if line.get(name) is not None else "" for name in row}
 
 
-def test_tensorboard_reads_what_was_written(train, metrics, tmp_path):
+@pytest.mark.parametrize("before", ["tensorboard", "csv"])
+def test_tensorboard_reads_what_was_written(train, metrics, tmp_path, before):
+    """Also before it was asked for."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run, every = tmp_path / "run", ("--set", "train.checkpoint_every_steps=3")
-    interrupt_at(train("tensorboard", *every), run, 8)
+    interrupt_at(train(before, *every), run, 8)
     code, errors = end(train("tensorboard", *every))
     assert code == 0, errors
     read = event_accumulator.EventAccumulator(str(run / "tensorboard")).Reload()

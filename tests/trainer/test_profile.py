@@ -119,6 +119,7 @@ def test_more_steps_than_the_recipe_has(profiled):
     [
         (["--steps", "0"], "--steps"),
         (["--out", "{file}"], "--out {file}: is a file"),
+        (["--out", "{packed}/profile"], "lies in --data {packed}"),
         (["--data", "{file}"], "{file}"),
         (["--set", "train.epochs=0"], "train.epochs"),
     ],
@@ -126,10 +127,10 @@ def test_more_steps_than_the_recipe_has(profiled):
 def test_wrong_use(start, packed, recipe_file, tmp_path, arguments, says):
     file = tmp_path / "file"
     file.write_text("")
-    words = [word.format(file=file) for word in arguments]
+    words = [word.format(file=file, packed=packed) for word in arguments]
     child = start("-m", "trainer", "profile", recipe_file, "--data", packed, "--out", tmp_path / "profile", *words)
     _, errors = child.communicate(timeout=60)
-    assert child.returncode in (1, 2) and says.format(file=file) in errors.splitlines()[-1], errors
+    assert child.returncode in (1, 2) and says.format(file=file, packed=packed) in errors.splitlines()[-1], errors
     assert "Traceback" not in errors
 
 

@@ -44,7 +44,6 @@ class MomentumSettings(OptimizerSettings):
     """Decay of the momentum per step."""
     nesterov: bool = False
     """Use Nesterov's momentum; needs `momentum` above 0."""
-
     vector_lr_factor: Positive = 1.0
     """How many times `lr` the rate of vectors (biases, norms) is."""
 

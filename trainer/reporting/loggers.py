@@ -26,7 +26,7 @@ class Logger(Protocol):
     """What is told each line of a run's metrics, on the first rank."""
 
     def write(self, line: Line) -> None:
-        """Note a line: its "event" is run, resume, train, kfac, epoch, skip, roll_back or end."""
+        """Note a line: its "event" is run, resume, train, kfac, epoch, diverged, skip, roll_back or end."""
 
     def close(self) -> None:
         """End; the run has ended, or failed."""
@@ -64,8 +64,11 @@ class TensorBoardLogger:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SettingError("--log tensorboard: needs the package tensorboard; pip install tensorboard") from error
-        last = max((int(line.get("step", 0)) for line in lines), default=0)
-        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=last + 1 if lines else None)
+        folder, last = run / "tensorboard", max((int(line.get("step", 0)) for line in lines), default=0)
+        missing = () if folder.exists() else lines  # it was not asked for before
+        self._writer = SummaryWriter(str(folder), purge_step=last + 1 if lines and not missing else None)
+        for line in missing:
+            self.write(line)
 
     def write(self, line: Line) -> None:
         """Write each number of a line about a step or an epoch."""

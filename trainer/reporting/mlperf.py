@@ -22,9 +22,8 @@ LABELS = {
     "MLPERF_PLATFORM": "submission_platform",
     "MLPERF_STATUS": "submission_status",
 }
-CLOSED: dict[
-    str, dict[str, list[Any]]
-] = {  # what a recipe of the closed division has; the checker looks at the numbers
+# What a recipe of the closed division has; the checker looks at the numbers.
+CLOSED: dict[str, dict[str, list[Any]]] = {
     "model": {"name": ["resnet50"], "blur_pool": [False]},
     "optimizer": {"name": ["sgd", "lars"], "preconditioner": ["none"], "max_grad_norm": [None]},
     "schedule": {"name": ["polynomial"]},

@@ -19,16 +19,8 @@ NAMES = {
     "compute": "computing",
     "memory": "memory",
 }
-SECTIONS = {
-    "size": "data",
-    "start_size": "data",
-    "eval_size": "data",
-    "crop": "data",
-    "backend": "data",
-    "cache": "data",
-    "preconditioner": "optimizer",
-    "grad_worker_fraction": "kfac",
-}
+SECTIONS = dict.fromkeys(("size", "start_size", "eval_size", "crop", "backend", "cache"), "data")
+SECTIONS |= {"preconditioner": "optimizer", "grad_worker_fraction": "kfac"}
 
 
 class Settings(NamedTuple):

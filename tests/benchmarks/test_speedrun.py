@@ -1,0 +1,48 @@
+"""The speedrun's benchmark: which trial is taken, what is compared with what, and what becomes of the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_speedrun as bench
+from benchmarks import measure
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...], int]]:
+    """Return the trainings, which take ten seconds per epoch, with shifted images twenty; no rate but 0.4 helps."""
+    runs = []
+
+    def train(_self: bench.Runs, recipe: str, changes: tuple[str, ...], seed: int) -> dict:
+        runs.append((recipe, changes, seed))
+        epochs = int(changes[-1].rpartition("=")[2])
+        takes_s = epochs * (20.0 if "data.crop=pad" in changes else 10.0) + (seed if seed < 1000 else 0)
+        is_reached = "optimizer.lr=0.4" in changes and epochs > 3 and "data.flip=false" not in changes
+        result = {"time_to_target_s": takes_s if is_reached else None, "best_accuracy": 0.9 + epochs / 1000}
+        return result | {"trained_epochs": epochs, "process_cpu_s": 2 * takes_s}
+
+    monkeypatch.setattr(bench.Runs, "_train", train)
+    monkeypatch.setattr(bench.corpus, "fashion_mnist", lambda: tmp_path)
+    for module in (bench, measure):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return runs
+
+
+def test_a_variant_joins_the_record_and_is_compared_with_the_plain_recipe(trained, tmp_path, capsys) -> None:
+    assert bench.main(["--seeds", "2", "--only", "speedrun"]) == 0
+    count = len(trained)
+    assert bench.main(["--seeds", "2", "--only", "shifted by up to a pixel", "no flips"]) == 0
+    assert not any(recipe == bench.PLAIN for recipe, *_ in trained[count:])
+    text = (tmp_path / "speedrun.json").read_text()
+    summary = json.loads(text, parse_constant=pytest.fail)["summary"]
+    assert [*summary] == [bench.BASE, "speedrun", "shifted by up to a pixel", "no flips"]
+    assert summary["speedrun"]["changes"] == ["optimizer.lr=0.4", "train.epochs=4"]  # the fastest that reached it
+    assert summary["speedrun"]["ratio"]["value"] == pytest.approx(1)
+    assert summary["shifted by up to a pixel"]["ratio"]["value"] == pytest.approx(((80 * 81) / (40 * 41)) ** 0.5)
+    assert summary["no flips"]["reached"] == 0 and summary["no flips"]["time_to_target_s"]["mean"] is None
+    assert summary["no flips"]["changes"][-1] == "train.epochs=5"  # the most accurate
+    last = capsys.readouterr().out
+    assert "no flips" in last and "nan" not in last and "0 of 2" in last
