@@ -43,7 +43,8 @@ def compare(defaults: list[list[dict]], tuned: list[list[dict]], target: float) 
     if any(None in pair for pair in pairs):
         return None
     logs = interval([math.log(ours["step"] / theirs["step"]) for ours, theirs in pairs])
-    ends = logs["half_width"] and [math.exp(logs["mean"] + sign * logs["half_width"]) for sign in (-1, 1)]
+    half_width = logs["half_width"]
+    ends = None if half_width is None else [math.exp(logs["mean"] + sign * half_width) for sign in (-1, 1)]
     steps = {
         "defaults": mean(ours["step"] for ours, _ in pairs),
         "tuned": mean(theirs["step"] for _, theirs in pairs),

@@ -26,6 +26,8 @@ def test_the_ratio_is_the_geometric_mean_of_the_seeds() -> None:
     assert compared is not None and compared["ratio"] == pytest.approx(4.0)  # of 2 and 8
     assert (compared["defaults"], compared["tuned"]) == (50, 10)
     assert bench.compare([[line(10, 0.8)]], [[line(10, 0.9)]], 0.9) is None
+    assert bench.compare([[line(30, 0.9)]], [[line(20, 0.9)]], 0.9)["interval"] is None
+    assert bench.compare([[line(30, 0.9)]] * 2, [[line(20, 0.9)]] * 2, 0.9)["interval"] == pytest.approx([1.5, 1.5])
 
 
 def test_the_defaults_are_trained_with_the_seeds_of_the_record(
