@@ -115,9 +115,8 @@ class Group:
 def settings_alike(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe without what may differ between repeats: the seed, and what is only said of the recipe."""
     train = {key: value for key, value in (recipe.get("train") or {}).items() if key != "seed"}
-    return {key: value for key, value in recipe.items() if key not in ("name", "source", "published")} | {
-        "train": train
-    }
+    texts = "name", "source", "published"
+    return {key: value for key, value in recipe.items() if key not in texts} | {"train": train}
 
 
 def read_outcome(folder: Path) -> Outcome:
