@@ -72,6 +72,12 @@ def test_each_way_trains_on_as_many_images(
     assert capsys.readouterr().out.count("resnet50, ") == len(bench.ALL)
 
 
+def test_each_case_needs_its_number_of_images(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--images", "24"])
+    assert "--images: 1 numbers for 2 cases" in capsys.readouterr().err
+
+
 def test_ratios_are_of_the_runs_of_a_round() -> None:
     wall = {bench.OURS: (100, 300, 200), bench.REFERENCE: (50, 100, 100), bench.OURS_IN_MEMORY: (100, 400, 250)}
     runs = {

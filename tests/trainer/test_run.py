@@ -18,6 +18,7 @@ from torch._inductor.utils import fresh_cache
 
 import trainer.loading
 import trainer.loop
+import trainer.rehearsal
 import trainer.reporting.page
 import trainer.run
 from datapipe.dataset.manifest import find_data_sets
@@ -187,6 +188,15 @@ def test_a_network_that_does_not_compile_is_trained_as_it_is(go, tmp_path, metri
     assert losses[0] == losses[1]
     warning = next(record.getMessage() for record in caplog.records if "train.compile" in record.getMessage())
     assert warning.startswith("train.compile: not compiled, which is slower, as it failed. rank 0: ")
+
+
+def test_a_failed_compilation_need_not_say_why(go, monkeypatch, no_report, caplog):
+    def fail(*_, **__):
+        raise RuntimeError
+
+    monkeypatch.setattr(trainer.rehearsal, "_pass", fail)
+    assert go("train.epochs=1", "train.compile=true") == 0
+    assert "rank 0: RuntimeError: " in caplog.text
 
 
 def _leaves(value):
