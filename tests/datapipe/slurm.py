@@ -63,18 +63,23 @@ class Cluster:
         wait_until(lambda: not self.is_running(job), 240)
         return max(re.findall(r" ExitCode=(\d+:\d+)", self.run("scontrol", "show", "job", job)))
 
-    def start_again(self, job: str) -> None:
-        """Start a requeued job soon, where Slurm would hold it back for two minutes, and wait for its end.
+    def start_soon(self, job: str) -> None:
+        """Start a requeued job, where Slurm would hold it back for two minutes; Slurm may have started it already.
 
         But not within the second in which it was killed: a node refuses such a start ("Job credential revoked").
         """
+        update = f"scontrol update JobId={job} StartTime=now+3"
+        self.run("bash", "-c", f"{update} || scontrol show job {job} | grep -E 'JobState=(RUNNING|COMPLET)'")
+
+    def start_again(self, job: str) -> None:
+        """Start a requeued job soon, and wait for its end."""
 
         def describe() -> str:
             log = (self.folder / "log/slurmctld.log").read_text()
             return self.run("scontrol", "show", "job", job) + self.logs(job) + log[-4000:]
 
         wait_until(lambda: "PENDING" in self.run("squeue", "--noheader", "--format=%T", f"--jobs={job}"))
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+        self.start_soon(job)
         states = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
         wait_until(lambda: "COMPLETED" in self.run(*states), 240, describe)
 

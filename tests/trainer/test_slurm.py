@@ -68,15 +68,12 @@ def show(cluster: Cluster, job: str, name: str) -> str:
 
 
 def finish(cluster: Cluster, job: str) -> str:
-    """Return the state in which a job ends. Whenever it was requeued, it is started soon, without Slurm's two minutes.
-
-    But not within the second in which it was killed: see `Cluster.start_again`.
-    """
+    """Return the state in which a job ends. Whenever it was requeued, it is started soon."""
     deadline, asked_at = time.monotonic() + END_S, 0.0
     while (state := show(cluster, job, "JobState")) in ("PENDING", "RUNNING", "COMPLETING", "PREEMPTED", "REQUEUED"):
         assert time.monotonic() < deadline, cluster.run("scontrol", "show", "job", job)
         if state == "PENDING" and time.monotonic() - asked_at > 10:  # again, in case that Slurm held it back only then
-            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+            cluster.start_soon(job)
             asked_at = time.monotonic()
         time.sleep(0.5)
     return state
