@@ -46,3 +46,15 @@ def test_a_variant_joins_the_record_and_is_compared_with_the_plain_recipe(traine
     assert summary["no flips"]["changes"][-1] == "train.epochs=5"  # the most accurate
     last = capsys.readouterr().out
     assert "no flips" in last and "nan" not in last and "0 of 2" in last
+
+
+def test_another_machine_has_a_record_of_its_own(trained, tmp_path, capsys) -> None:
+    words = ["--seeds", "2", "--record", "speedrun-other"]
+    assert bench.main([*words, "--over", "speedrun", "--only", "shifted by up to a pixel"]) == 0
+    assert not any(recipe == bench.PLAIN for recipe, *_ in trained)
+    assert [path.name for path in tmp_path.glob("*.json")] == ["speedrun-other.json"]
+    summary = json.loads((tmp_path / "speedrun-other.json").read_text())["summary"]
+    assert summary["shifted by up to a pixel"]["ratio"]["value"] == pytest.approx(((80 * 81) / (40 * 41)) ** 0.5)
+    with pytest.raises(SystemExit):
+        bench.main([*words, "--only", "no flips"])
+    assert "speedrun-other.json is over speedrun" in capsys.readouterr().err
