@@ -51,7 +51,7 @@ def complete(plan: Plan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
                         os.replace(Path(folder, name), out.new_folder(split) / name)
                 sync_folder(out.new_folder(split))
             out.end()
-    except FileNotFoundError:
+    except OSError:  # ENOENT, or ESTALE on a shared filesystem, where another process was faster
         out.settle()
         if not out.is_whole():
             raise

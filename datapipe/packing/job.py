@@ -15,7 +15,7 @@ import numpy as np
 
 from ..console import Progress
 from ..dataset.manifest import SPLITS, Manifest
-from ..errors import DatapipeError, SettingError
+from ..errors import DatapipeError, ManifestError, SettingError
 from ..formats import shard_format
 from ..fsio import locked, make_folder
 from ..images.recode import RecodeOptions, Recoder
@@ -105,18 +105,18 @@ class PackJob:
         checked = task.index > 0  # task 0 alone lists a source of millions of files and compares it with the plan
         while True:
             with locked(out.folder, wait=True, shared=True):  # waits for a process that holds it alone
-                plan = out.load_plan()
-                if plan is not None:
-                    out.check_unfinished(plan, self.settings)
-                    if not checked:
-                        self._check_source(plan)
-                    try:
+                try:
+                    plan = out.load_plan()
+                    if plan is not None:
+                        out.check_unfinished(plan, self.settings)
+                        if not checked:
+                            self._check_source(plan)
                         self._write(plan)
                         return self._finish_if_last(plan)
-                    except FileNotFoundError:
-                        if out.state.exists():
-                            raise
-                        continue  # another task has finished the pack meanwhile
+                except (OSError, ManifestError):  # ENOENT, ESTALE on a shared filesystem, or that in a file's reader
+                    if out.state.exists():
+                        raise
+                    continue  # another task has finished the pack meanwhile
                 out.settle()
             if out.is_whole():
                 return self._check_whole(look=task.index == 0)

@@ -249,7 +249,8 @@ class OutFolder:
         if done.exists():
             self._refuse_foreign(done)
             _move_all(self.folder / MOVING_IN, self.folder)
-            shutil.rmtree(done, ignore_errors=True)
+            with contextlib.suppress(OSError):  # rmtree lets through fstat's ESTALE: another task has removed a folder
+                shutil.rmtree(done, ignore_errors=True)
 
 
 def _move_all(origin: Path, to: Path) -> None:

@@ -1,5 +1,6 @@
 """What packing removes, what it refuses to, and what it remembers between calls."""
 
+import errno
 import json
 import os
 import re
@@ -457,6 +458,33 @@ def test_two_finishers_in_turns_do_no_harm(image_folder, parts, tmp_path, times)
             for child in children:
                 child.kill()
                 child.communicate()
+
+
+@pytest.mark.parametrize(
+    ("function", "place"),
+    [
+        ("os.fstat", DONE),
+        ("os.fstat", "manifest-*"),
+        ("datapipe.packing.finishing.sync_folder", "train"),
+        ("numpy.load", "val/000000.npz"),
+    ],
+)
+def test_who_finishes_second_may_meet_stale_handles(image_folder, parts, tmp_path, function, place):
+    """As on NFS and FUSE, where what another node has removed is no longer known, although it is open."""
+    overtaken = []
+
+    def overtake(opened, **settings):
+        name = os.readlink(f"/proc/self/fd/{opened}") if isinstance(opened, int) else getattr(opened, "name", opened)
+        if overtaken or not Path(name).match(place):
+            return real(opened, **settings)
+        overtaken.append(name)
+        assert pack(image_folder, parts, PackOptions(shard_mib=1, task=Task(0, 2, ""), timeout_s=0.2))
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    real = mock.patch(function).get_original()[0]
+    with mock.patch(function, overtake):
+        assert pack(image_folder, parts, PackOptions(shard_mib=1, task=Task(1, 2, "")))
+    assert overtaken and bytes_of(parts) == bytes_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("locks", [True, False])
