@@ -11,13 +11,12 @@ results/kfac-defaults.json, or kfac-defaults-float32.json, after every training,
 from __future__ import annotations
 
 import json
-import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from statistics import mean
 
-from benchmarks.bench_optimizers import Runs, interval, reached
+from benchmarks.bench_optimizers import Runs, mean_ratio, reached
 from benchmarks.measure import RESULTS, command_line, table
 from benchmarks.optimizer_run import TARGETS, Run
 from trainer.kfac.settings import KFACSettings
@@ -39,17 +38,13 @@ def compare(defaults: list[list[dict]], tuned: list[list[dict]], target: float) 
         The mean steps of both, and the geometric mean of the seeds' ratios with its 95 % interval; None where a seed
         misses the target.
     """
-    pairs = [(reached(ours, target), reached(theirs, target)) for ours, theirs in zip(defaults, tuned, strict=True)]
+    pairs = [(reached(mine, target), reached(its, target)) for mine, its in zip(defaults, tuned, strict=True)]
     if any(None in pair for pair in pairs):
         return None
-    logs = interval([math.log(ours["step"] / theirs["step"]) for ours, theirs in pairs])
-    half_width = logs["half_width"]
-    ends = None if half_width is None else [math.exp(logs["mean"] + sign * half_width) for sign in (-1, 1)]
-    steps = {
-        "defaults": mean(ours["step"] for ours, _ in pairs),
-        "tuned": mean(theirs["step"] for _, theirs in pairs),
-    }
-    return steps | {"ratio": math.exp(logs["mean"]), "interval": ends}
+    ours, theirs = zip(*pairs, strict=True)
+    ratio, ends = mean_ratio(ours, theirs, "step")
+    steps = {name: mean(line["step"] for line in lines) for name, lines in (("defaults", ours), ("tuned", theirs))}
+    return steps | {"ratio": ratio, "interval": ends}
 
 
 def main() -> int:

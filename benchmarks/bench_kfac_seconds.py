@@ -14,11 +14,10 @@ remove the file to begin again. The record keeps K-FAC's runs with other changes
 from __future__ import annotations
 
 import json
-import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.bench_optimizers import Runs, interval, reached, report, to_target
+from benchmarks.bench_optimizers import Runs, mean_ratio, reached, report, to_target
 from benchmarks.measure import RESULTS, command_line, table
 from benchmarks.optimizer_run import TARGETS, Run
 
@@ -36,7 +35,7 @@ def ratios(kfac: list[list[dict]], other: list[list[dict]], target: float) -> di
         target: The accuracy.
 
     Returns:
-        By what is counted the ratio and its 95 % interval (Student's t, of the logarithms); None where K-FAC misses it.
+        By what is counted the ratio and its 95 % interval; None where K-FAC misses it.
     """
     ours = [reached(lines, target) for lines in kfac]
     if None in ours:
@@ -44,16 +43,14 @@ def ratios(kfac: list[list[dict]], other: list[list[dict]], target: float) -> di
     theirs = [reached(lines, target) or lines[-1] for lines in other]
     result: dict = {"at_most": any(line["accuracy"] < target for line in theirs)}
     for key in ("step", "wall_s", "cpu_s"):
-        logs = interval([math.log(mine[key] / its[key]) for mine, its in zip(ours, theirs, strict=True)])
-        half_width = logs["half_width"] or math.inf
-        ends = [math.exp(logs["mean"] + sign * half_width) if half_width < math.inf else None for sign in (-1, 1)]
-        result[key] = {"ratio": math.exp(logs["mean"]), "interval": ends}
+        ratio, ends = mean_ratio(ours, theirs, key)
+        result[key] = {"ratio": ratio, "interval": ends}
     return result
 
 
 def summarise(done: Runs, rounds: list[dict[str, Run]], goal: float) -> dict:
     """Return the means to each target of the rounds that are done, and K-FAC's ratios to the others."""
-    rounds = [turn for turn in rounds if all(run in done for run in turn.values())]
+    rounds = done.whole(rounds)
     if not rounds:
         return {}
     runs = {name: [done[turn[name]] for turn in rounds] for name in rounds[0]}
@@ -73,8 +70,8 @@ def report_ratios(compared: dict[str, dict], goal: float) -> str:
                 continue
             cells = []
             for key in ("step", "wall_s", "cpu_s"):
-                low, high = its[key]["interval"]
-                cells.append(f"{its[key]['ratio']:.2f}" + (f" ({low:.2f}–{high:.2f})" if low is not None else ""))
+                ends = " ({:.2f}–{:.2f})".format(*its[key]["interval"]) if its[key]["interval"] else ""
+                cells.append(f"{its[key]['ratio']:.2f}{ends}")
             met = "yes" if its["cpu_s"]["ratio"] <= goal else "no"
             rows.append([f"{float(target):.0%}", ("at most, " if its["at_most"] else "") + name, *cells, met])
     return table(["K-FAC to", "over", "steps", "seconds", "CPU s", f"≤ {goal:g}"], rows)

@@ -104,6 +104,11 @@ class Runs:
         environment = self._environments[next(done["environment"] for done in self._done if done["run"] == asdict(run))]
         return json.dumps({key: environment[key] for key in ("cpu", "cores", "versions")})
 
+    def whole(self, rounds: Iterable[dict[str, Run]]) -> list[dict[str, Run]]:
+        """The rounds (a run of each optimizer, with one seed) that are done, each on one kind of machine."""
+        rounds = [turn for turn in rounds if all(run in self for run in turn.values())]
+        return [turn for turn in rounds if len({self.machine(run) for run in turn.values()}) == 1]
+
     def do(self, run: Run) -> None:
         """Unless it has been done; the record is written after it. May be called by several threads."""
         if run in self:
@@ -182,6 +187,14 @@ def interval(values: list[float]) -> dict[str, float | None]:
     return {"mean": statistics.mean(values), "half_width": half_width}
 
 
+def mean_ratio(ours: Sequence[dict], theirs: Sequence[dict], key: str) -> tuple[float, list[float] | None]:
+    """The geometric mean of the pairs' ratios, and its 95 % interval (Student's t, of the logarithms), None of one."""
+    logs = interval([math.log(mine[key] / its[key]) for mine, its in zip(ours, theirs, strict=True)])
+    half_width = logs["half_width"]
+    ends = None if half_width is None else [math.exp(logs["mean"] + sign * half_width) for sign in (-1, 1)]
+    return math.exp(logs["mean"]), ends
+
+
 def to_target(runs: list[list[dict]], target: float) -> dict:
     lines = [reached(run, target) for run in runs]
     those = [line for line in lines if line is not None]
@@ -191,7 +204,7 @@ def to_target(runs: list[list[dict]], target: float) -> dict:
 
 def share(runs: dict[str, list[list[dict]]], target: float, key: str) -> dict | None:
     """K-FAC's steps or seconds to a target, in parts of those of the first-order optimizer with the fewest: the
-    geometric mean over the seeds, with its 95 % interval (Student's t, of the logarithms).
+    geometric mean over the seeds, with its 95 % interval.
 
     A seed with which that one misses the target counts with all of its run, which is less than it needs: the share is
     then "at most". None where K-FAC itself misses it.
@@ -201,24 +214,21 @@ def share(runs: dict[str, list[list[dict]]], target: float, key: str) -> dict | 
         return None
     lines = {name: [reached(run, target) or run[-1] for run in runs[name]] for name in FIRST_ORDER}
     best = min(FIRST_ORDER, key=lambda name: statistics.mean(line[key] for line in lines[name]))
-    logs = interval([math.log(mine[key] / its[key]) for mine, its in zip(kfac, lines[best], strict=True)])
-    result = {
-        "share": math.exp(logs["mean"]),
+    ratio, ends = mean_ratio(kfac, lines[best], key)
+    return {
+        "share": ratio,
         "of": best,
         "at_most": any(line["accuracy"] < target for line in lines[best]),
+        "interval": ends,
+        "met": ends is not None and ends[1] <= GOAL[key],
     }
-    if logs["half_width"] is None:
-        return result | {"interval": None, "met": False}
-    low, high = (math.exp(logs["mean"] + sign * logs["half_width"]) for sign in (-1, 1))
-    return result | {"interval": [low, high], "met": high <= GOAL[key]}
 
 
 def summary(
     done: Runs, trials: dict[str, list[Run]], best: dict[str, Run], rounds: Sequence[dict[str, Run]]
 ) -> dict[str, dict]:
-    """Of the rounds (a run of each optimizer, with one seed) that are done, each on one kind of machine."""
-    rounds = [turn for turn in rounds if all(run in done for run in turn.values())]
-    rounds = [turn for turn in rounds if len({done.machine(run) for run in turn.values()}) == 1]
+    """Of the rounds that are done."""
+    rounds = done.whole(rounds)
     if not rounds:
         return {}
     runs = {name: [done[turn[name]] for turn in rounds] for name in trials}

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import corpus
 from benchmarks.measure import RESULTS, WORK, command_line, environment, process, table, write_record
@@ -70,7 +71,12 @@ class Runs:
     def __init__(self, name: str, data: Path) -> None:
         self._name, self._data = name, data
         path = RESULTS / f"{name}.json"
-        self.record = json.loads(path.read_text()) if path.exists() else {"environment": environment(), "runs": []}
+        recipes = {recipe: load_recipe(recipe).model_dump(mode="json") for recipe in (PLAIN, SPEEDRUN)}
+        self.record: dict[str, Any] = {"environment": environment(), "recipes": recipes, "runs": []}
+        if path.exists():
+            here, self.record = self.record["environment"], json.loads(path.read_text())
+            if self.record["environment"]["cpu"] != here["cpu"] or self.record["recipes"] != recipes:
+                raise ValueError(f"{path.name} is of another machine, or of other recipes: choose another --record")
 
     def train(self, recipe: str, changes: tuple[str, ...], seed: int) -> dict:
         """Return what a training took, from the record or by doing it."""
@@ -94,6 +100,8 @@ class Runs:
         _, took = process([*command, *words], (0, 1))
         events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         end = events[-1]
+        if end["status"] not in ("target_reached", "target_missed"):
+            raise ChildProcessError(f"{recipe}: {end['status']}, see {out / 'metrics.jsonl'}")
         keys = ("status", "best_accuracy", "time_to_target_s", "elapsed_s", "images_per_s", "wait_share")
         epochs = sum(event["event"] == "epoch" for event in events)
         print(recipe, *settings, f"{end['best_accuracy']:.2%}, {end['elapsed_s']:.0f} s", flush=True)
@@ -155,7 +163,10 @@ def main(words: Sequence[str] | None = None) -> int:
                         help="what others are compared with, and is trained, too (default: %(default)s)")  # fmt: skip
     parser.add_argument("--record", default="speedrun", help="its name (default: %(default)s)")
     arguments = parser.parse_args(words)
-    runs = Runs(arguments.record, corpus.fashion_mnist() / "tar")
+    try:
+        runs = Runs(arguments.record, corpus.fashion_mnist() / "tar")
+    except ValueError as error:
+        parser.error(str(error))
     if runs.record.setdefault("over", arguments.over) != arguments.over:
         parser.error(f"--over {arguments.over}: {arguments.record}.json is over {runs.record['over']}")
     chosen = {name: tune(runs, VARIANTS[name]) for name in VARIANTS if name in (arguments.over, *arguments.only)}
@@ -165,7 +176,6 @@ def main(words: Sequence[str] | None = None) -> int:
             runs_of[name].append(runs.train(VARIANTS[name].recipe, changes, seed))
     summary = runs.record.get("summary", {}) | summarise(runs_of, arguments.over)
     runs.record["summary"] = {name: summary[name] for name in VARIANTS if name in summary}
-    runs.record["recipes"] = {name: load_recipe(name).model_dump(mode="json") for name in (PLAIN, SPEEDRUN)}
     print("\n" + show(runs.record["summary"], arguments.over))
     print(runs.write())
     return 0

@@ -28,7 +28,7 @@ from .kfac import KFAC, AdaptiveDamping
 from .loading import count_classes, open_loaders
 from .local_checkpoints import LocalCheckpoints
 from .losses import begin_bias
-from .models.whitened import WhitenedNet
+from .models.whitened import WhitenedNet, patch_moments
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
 from .precision import Precision
@@ -104,8 +104,11 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     )
     begin_bias(recipe.train.loss, module)
     if isinstance(module, WhitenedNet):
-        module.whiten(normalise(next(iter(loader)).images, recipe.data.mean, recipe.data.std).cpu())
+        images_BCHW = normalise(next(iter(loader)).images, recipe.data.mean, recipe.data.std).cpu()
         loader.set_epoch(0)
+        moments_nn = patch_moments(images_BCHW)
+        total = sum_over_ranks(world, moments_nn.flatten().tolist())  # each has seen its part of the batch
+        module.whiten(torch.tensor(total).double().view_as(moments_nn) / world.world_size)
     train = recipe.train
     memory_format = torch.channels_last if train.channels_last else torch.contiguous_format
     module = module.to(world.device, memory_format=memory_format)  # type: ignore[call-overload]  # not in torch's types

@@ -32,9 +32,10 @@ from .loop import train_epoch
 from .precision import choose_precision
 from .rehearsal import rehearse
 from .reporting.metrics import MetricsFile, hardware, memory_bytes
+from .reporting.recipe_settings import read_settings
 from .reporting.timing import Clock
 from .reporting.trace import Span, chrome_trace, compute_shares
-from .reporting.verdict import Figures, advise, find_bound, read_settings
+from .reporting.verdict import Figures, advise, find_bound
 from .state import Losses, State
 from .stop import StopSignal
 
@@ -59,24 +60,26 @@ class Recorder(StopSignal):
         self._doing: list[tuple[str, int, float]] = []  # what began, of which section, when
         self._marked_s = 0.0
         self.waited_s, self.timed_s, self.traced_s = 0.0, 0.0, 0.0
-        job.world.watch.listener = lambda what, section: self._doing.append((what, section, time.perf_counter()))
 
     def agreed(self, is_due: bool = False) -> bool:  # nothing is saved
         """Count a step; return whether that was the last one."""
         self._count += 1
         if self._count == WARM_UP:
             self._synchronize()
-            self._doing.clear()
+            self._job.clock.drain()
+            self._job.clock.begin_epoch()
             self._began = time.perf_counter()
         if self._count == WARM_UP + self._steps:
             self._synchronize()
             self.timed_s = time.perf_counter() - self._began
-            self.waited_s = sum(span.end_us - span.begin_us for span in self._host_spans() if span.row == "data") / 1e6
+            self._job.clock.drain()
+            self.waited_s = self._job.clock.epoch()["wait"]  # of the device: not while it has work left
             self._profiler.start()
             self._marked_s = time.perf_counter()
             with record_function(MARK):
                 pass
-            self._doing.clear()
+            watch = self._job.world.watch
+            watch.listener = lambda what, section: self._doing.append((what, section, time.perf_counter()))
             self._began = time.perf_counter()
         if self._count == WARM_UP + 2 * self._steps:
             self._synchronize()
@@ -171,17 +174,24 @@ def profile(
             job = replace(open_job(recipe, data, out, world, precision, clock, stack), metrics=MetricsFile(None))
             check_start(world, job.module)
             rehearse(job)
-            recorder = Recorder(job, steps)
-            _train(job, recorder)
-            spans = recorder.spans()
-            offset_us = _clock_offset_us(world)
-            spans = [Span(row, name, begin - offset_us, end - offset_us) for row, name, begin, end in spans]
-            mine = spans, _shares(recorder, spans), recorder.timed_s / steps, _memory_share(world)
-            everyones = gather(world, mine)
+            everyones = _record(job, steps)
             with together(world):
                 if everyones is not None:
                     return _write(job, out, everyones, local is not None)
     return None
+
+
+def _record(job: Job, steps: int) -> list[Any] | None:
+    """Do the steps; return of each rank its spans, its shares, the seconds of a step, and its share of the memory.
+
+    None on ranks other than the first.
+    """
+    recorder = Recorder(job, steps)
+    _train(job, recorder)
+    spans = recorder.spans()
+    offset_us = _clock_offset_us(job.world)
+    spans = [Span(row, name, begin - offset_us, end - offset_us) for row, name, begin, end in spans]
+    return gather(job.world, (spans, _shares(recorder, spans), recorder.timed_s / steps, _memory_share(job.world)))
 
 
 def _train(job: Job, recorder: Recorder) -> None:

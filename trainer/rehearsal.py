@@ -6,7 +6,9 @@ B batch, C channels, H height, W width
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -31,17 +33,13 @@ def rehearse(job: Job) -> None:
     others; the time that it takes is counted apart. It is compiled for all sizes that the run will have, in their
     order, so that a resumed run computes with the same kernels. If a rank cannot compile it, no rank does.
     """
+    if job.world.world_size > 1:  # first: with a static graph, DDP must not have seen a pass that sends nothing
+        compiled, job.module._compiled_call_impl = job.module._compiled_call_impl, None
+        _pass(job, _black(job, 2, job.train_loader.size))  # BN needs 2
+        job.module._compiled_call_impl = compiled
     if job.recipe.train.compile:
         with job.clock.section("compile"):
             _compile(job)
-    if job.world.world_size > 1:
-        compiled = job.recipe.train.compile  # for this number of images only
-        _pass(job, _black(job, _part_size(job) if compiled else 2, job.train_loader.size))  # BN needs 2
-
-
-def _part_size(job: Job) -> int:
-    """Return how many images of this rank the network sees at a time in training."""
-    return job.train_loader.options.batch_size // job.recipe.train.accumulation_steps
 
 
 def _compile(job: Job) -> None:
@@ -49,27 +47,37 @@ def _compile(job: Job) -> None:
 
     DDP is there nonetheless, so that the compiler knows where to cut the graph to send gradients early.
     """
-    data, epochs, failure = job.recipe.data, job.recipe.train.epochs, None
-    try:
-        with job.model.no_sync() if isinstance(job.model, DistributedDataParallel) else nullcontext():
-            for size in sorted({data.size_at(epoch, epochs) for epoch in range(epochs)}):
-                batch = _black(job, _part_size(job), size)
-                _pass(job, batch)
-                if job.adaptive_damping is not None:  # it looks at the loss again
-                    _pass(job, batch, with_gradients=False)
-        _evaluate(job, _black(job, job.val_loader.options.batch_size, job.val_loader.size))
-        if job.world.device.type == "cuda":
-            torch.cuda.synchronize(job.world.device)
-    except torch.OutOfMemoryError:
-        raise  # without compilation there would be even less
-    except (RuntimeError, OSError, ImportError) as error:
-        said = str(error).strip().partition("\n")[0]
-        failure = f"rank {job.world.rank}: {type(error).__name__}: {said}"
-    failures = [text for text in gather_everywhere(job.world, failure) if text is not None]
-    if failures:
-        job.module._compiled_call_impl = None  # what `compile` has set
-        if job.world.is_main:
-            logger.warning("train.compile: not compiled, which is slower, as it failed. %s", failures[0])
+    for what in _passes(job):
+        failure = None
+        try:
+            with job.model.no_sync() if isinstance(job.model, DistributedDataParallel) else nullcontext():
+                what()
+            if job.world.device.type == "cuda":
+                torch.cuda.synchronize(job.world.device)
+        except torch.OutOfMemoryError:
+            raise  # without compilation there would be even less
+        except (RuntimeError, OSError, ImportError) as error:
+            said = str(error).strip().partition("\n")[0]
+            failure = f"rank {job.world.rank}: {type(error).__name__}: {said}"
+        # After each pass: K-FAC's statistics are sent in it, also by a rank that fails, but not in the next.
+        failures = [text for text in gather_everywhere(job.world, failure) if text is not None]
+        if failures:
+            job.module._compiled_call_impl = None  # what `compile` has set
+            if job.world.is_main:
+                logger.warning("train.compile: not compiled, which is slower, as it failed. %s", failures[0])
+            return
+
+
+def _passes(job: Job) -> Iterator[Callable[[], None]]:
+    """Yield a pass of each kind that the run will do: in training for all sizes in their order, and in evaluation."""
+    data, epochs = job.recipe.data, job.recipe.train.epochs
+    num_images = job.train_loader.options.batch_size // job.recipe.train.accumulation_steps
+    for size in sorted({data.size_at(epoch, epochs) for epoch in range(epochs)}):
+        batch = _black(job, num_images, size)
+        yield partial(_pass, job, batch)
+        if job.adaptive_damping is not None:  # it looks at the loss again
+            yield partial(_pass, job, batch, with_gradients=False)
+    yield partial(_evaluate, job, _black(job, job.val_loader.options.batch_size, job.val_loader.size))
 
 
 def _pass(job: Job, batch: Batch, with_gradients: bool = True) -> None:

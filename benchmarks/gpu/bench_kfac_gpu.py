@@ -9,7 +9,7 @@ float32, but bfloat16 solutions) at that of a copy, both measured here. That is 
 convolutions take a fifth of im2col's operations, but in float32.
 Then ten more steps of each without a refresh, and ten in which all layers refresh, in which a synchronisation of the
 host is an error (torch.linalg.eigh is one, as it looks whether it converged). Unattended;
-prints one table and writes results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, for a test.
+prints one table and writes results/kfac_gpu.json. `--device cpu` runs all that does not need a GPU, and writes none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.bench_kfac import operations
+from benchmarks.gpu import hardware
 from benchmarks.measure import command_line, environment, table, write_record
 from trainer import models
 from trainer.kfac import KFAC
@@ -164,8 +165,15 @@ def main() -> int:
     what = f"{arguments.model}, {arguments.size} px, batch {arguments.batch_size}"
     print(table([what, "median ms", "mean ms", "added", "K-FAC by formula ms", "worst ÷ median", "host waits",
                  "in refreshes"], rows))  # fmt: skip
+    if arguments.device.type == "cpu":
+        return 0
     settings = {**SETTINGS, **vars(arguments), "device": str(arguments.device)}
-    record = {"environment": described, "settings": settings, "operations": flops, "ceilings_per_s": ceiling}
+    record = {
+        "environment": described | hardware(arguments.device),
+        "settings": settings,
+        "operations": flops,
+        "ceilings_per_s": ceiling,
+    }
     print(write_record("kfac_gpu", record | {"found": figures, "times_ms": times}))
     return 0
 

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks import corpus
 from benchmarks.bench_loader import with_our_packs
+from benchmarks.gpu import hardware
 from benchmarks.measure import WORK, command_line, compare, environment, shown, table, timed, write_record
 from benchmarks.peers import Task
 from datapipe.dataset import DataSet
@@ -137,9 +138,7 @@ def main() -> int:
     rows = [[name, *(shown(row[key]) for key in keys)] for name, row in figures.items()]
     print("\n" + table(["images of 224×224 on the device", "images/s", "images/CPU-s"], rows))
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        hardware = {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
-        record = {"environment": described | hardware, "corpus": corpus.describe(folder), "batch_size": BATCH}
+        record = {"environment": described | hardware(device), "corpus": corpus.describe(folder), "batch_size": BATCH}
         print(write_record("loader_gpu", record | {"ways": figures, "absent": absent}))
     return 0
 

@@ -22,6 +22,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import corpus
+from benchmarks.gpu import hardware
 from benchmarks.measure import WORK, command_line, environment, interleaved, process, shown, spread, table, write_record
 from datapipe.packing import PackOptions
 from trainer import models
@@ -131,19 +132,20 @@ def main() -> int:
         except ChildProcessError as error:
             absent[name] = str(error).strip().splitlines()[-1]
             print(f"without {name}: {absent[name]}", flush=True)
+    if len(absent) == len(WAYS):
+        return 1
     runs = interleaved([name for name in WAYS if name not in absent], arguments.rounds, run)
     ways = {name: {key: spread(run[key] for run in its) for key in FIGURES} for name, its in runs.items()}
-    gpu = torch.cuda.get_device_properties(0) if is_gpu else None
-    peak = next((flops for name, flops in PEAKS.items() if gpu is not None and name in gpu.name), None)
+    gpu = hardware(torch.device("cuda")) if is_gpu else {}
+    peak = next((flops for name, flops in PEAKS.items() if name in gpu.get("gpu", "")), None)
     per_image = operations(arguments.model, arguments.size)
     print("\n" + report(ways, per_image, peak))
     best = max(its["images_per_s"]["median"] for its in ways.values())
     for name, goal in GOALS.items():
         print(f"{best / goal:.2f} of {name}, {goal:,} images/s")
-    if gpu is not None:
-        hardware = {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
+    if is_gpu:
         settings = {**vars(arguments), "operations_per_image": per_image, "peak": peak, "goals": GOALS}
-        record = {"environment": described | hardware, "settings": settings, "ways": ways, "absent": absent}
+        record = {"environment": described | gpu, "settings": settings, "ways": ways, "absent": absent}
         print(write_record("train_gpu", record))
     return 0
 

@@ -27,15 +27,15 @@ def test_kfac_benchmarks_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.setitem(module.SETTINGS, "inv_update_steps", 10)
         monkeypatch.setattr(sys, "argv", ["bench", *small, *more])
         assert module.main() == 0
-    for record in records.values():
-        assert "K-FAC, cholesky" in record["found"] and record["found"]["SGD"]["added"] == 0
-        json.dumps(record)
-    assert records["kfac-resnet8"]["operations"]["training"] > 0
-    assert records["kfac-resnet8"]["found"].keys() == {
+    assert [*records] == ["kfac-resnet8"], "the other would say what a GPU does"
+    record = records["kfac-resnet8"]
+    json.dumps(record)
+    assert record["found"]["SGD"]["added"] == 0 and record["operations"]["training"] > 0
+    assert record["found"].keys() == {
         "SGD", "K-FAC, cholesky", "K-FAC, cholesky, ¼", "K-FAC, cholesky, ⅛, bfloat16", "K-FAC, cholesky, SUA, ¼",
         "K-FAC as published"
     }  # fmt: skip
-    assert "worst ÷ median" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("worst ÷ median") == 2
 
 
 def test_the_published_algorithm_is_what_it_says() -> None:

@@ -58,3 +58,24 @@ def test_another_machine_has_a_record_of_its_own(trained, tmp_path, capsys) -> N
     with pytest.raises(SystemExit):
         bench.main([*words, "--only", "no flips"])
     assert "speedrun-other.json is over speedrun" in capsys.readouterr().err
+    record = json.loads((tmp_path / "speedrun-other.json").read_text())
+    record["recipes"][bench.SPEEDRUN]["train"]["epochs"] += 1
+    (tmp_path / "speedrun-other.json").write_text(json.dumps(record))
+    with pytest.raises(SystemExit):
+        bench.main([*words, "--over", "speedrun"])
+    assert "is of another machine, or of other recipes" in capsys.readouterr().err
+
+
+def test_a_training_that_fails_is_no_missed_target(tmp_path, monkeypatch) -> None:
+    def process(command: list[str], _codes: tuple[int, ...]) -> tuple[str, dict]:
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir(parents=True)
+        (out / "metrics.jsonl").write_text('{"event": "end", "status": "failed"}\n')
+        return "", {}
+
+    monkeypatch.setattr(bench, "process", process)
+    monkeypatch.setattr(bench, "WORK", tmp_path)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    with pytest.raises(ChildProcessError, match=f"^{bench.SPEEDRUN}: failed, see .*metrics.jsonl"):
+        bench.Runs("speedrun", tmp_path).train(bench.SPEEDRUN, (), 0)
+    assert not [*tmp_path.glob("*.json")]

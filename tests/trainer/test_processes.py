@@ -18,6 +18,7 @@ from datapipe.dataset.verify import verify
 from datapipe.packing import PackOptions, pack
 from trainer.checkpoint import load_checkpoint
 
+ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("ranks_child.py")
 TIMEOUT_S = 120
 
@@ -219,7 +220,11 @@ def test_gradients_that_are_sent_in_fewer_bits_train_about_the_same(train, tmp_p
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("more", [[], KFAC, ["train.accumulation_steps=2"]], ids=["sgd", "kfac", "parts"])
+@pytest.mark.parametrize(
+    "more",
+    [[], KFAC, ["train.accumulation_steps=2"], ["train.compile=true"]],
+    ids=["sgd", "kfac", "parts", "compiled"],
+)
 def test_a_graph_that_is_said_to_be_static_learns_the_same(train, tmp_path, metrics, more):
     losses = []
     for number, static in enumerate(("false", "true")):
@@ -253,6 +258,35 @@ def test_ranks_compile_one_network(train, tmp_path, metrics):
         assert code == 0 and "not compiled" not in err, err
         losses.append([line["loss"] for line in metrics(tmp_path / f"run{number}") if line["event"] == "train"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.ranks
+def test_filters_that_whiten_are_those_of_the_whole_batch(train, tmp_path):
+    filters = []
+    for ranks in (1, 2):
+        words = ("--set", "model.name=whitened_small", "--set", "train.epochs=1")
+        code, _, err = finish(train(f"run{ranks}", *words, ranks=ranks))
+        assert code == 0, err
+        filters.append(load_checkpoint(tmp_path / f"run{ranks}" / "checkpoint.pt")["model"]["patches.weight"])
+    torch.testing.assert_close(*filters)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_rank_that_cannot_compile_leaves_nobody_waiting(train, tmp_path):
+    """Also where the network is compiled for several sizes, and K-FAC sends its statistics in each pass."""
+    code = f"""
+import os
+rank = os.environ.get("RANK")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tmp_path}/compiled-{{rank}}"
+if rank == "1":
+    os.environ["CXX"] = "/bin/false"
+"""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    changes = ["train.epochs=2", "train.compile=true", "data.crop=random_resized", "data.start_size=12", *KFAC]
+    words = [word for change in changes for word in ("--set", change)]
+    status, _, err = finish(train("run", *words, ranks=2, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+    assert status == 0 and "train.compile: not compiled, which is slower, as it failed. rank 1: " in err, err
 
 
 @pytest.mark.parametrize(("parts", "batch_size"), [(3, 32), (32, 32), (5, 32)])

@@ -206,13 +206,13 @@ MAY_CHANGE = {
 def check_resumable(old: Recipe, new: Recipe) -> None:
     """Refuse to continue with `new` what began with `old`, unless they learn the same.
 
-    `train.epochs` may change where the schedule does not depend on it (constant, step).
+    `train.epochs` may change where nothing depends on it: the schedule is constant or step, the input does not grow.
 
     Raises:
         SettingError: Names the settings that differ.
     """
     allowed = set(MAY_CHANGE)
-    if old.schedule.name in ("constant", "step"):
+    if old.schedule.name in ("constant", "step") and old.data.start_size is None:
         allowed.add("train.epochs")
     before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
     differ = [

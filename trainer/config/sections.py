@@ -15,6 +15,8 @@ from ..losses import LOSSES
 POLICIES = "stop", "skip", "roll_back"
 GRADIENT_DTYPES = "float32", "bfloat16"
 COMPILE_MODES = "default", "reduce-overhead", "max-autotune"
+# PowerSGD adds what it has left out of a gradient to all later ones, also what is not finite.
+NOT_WITH_POWERSGD = {"gradient_dtype": ("bfloat16",), "precision": ("fp16",), "when_diverged": ("skip", "roll_back")}
 
 _CountFromZero = Annotated[int, Field(ge=0)]
 _Size = Annotated[int, Field(ge=8, le=4096)]
@@ -210,6 +212,7 @@ class Train(Section):
                 f'compile_mode must be "default" with accumulation_steps = {self.accumulation_steps}: each pass of a '
                 "CUDA graph overwrites the gradients of the one before"
             )
-        if self.powersgd_rank is not None and self.gradient_dtype != "float32":
-            raise ValueError(f'powersgd_rank must be "none" with gradient_dtype = "{self.gradient_dtype}"')
+        for name, refused in NOT_WITH_POWERSGD.items() if self.powersgd_rank is not None else ():
+            if (value := getattr(self, name)) in refused:
+                raise ValueError(f'powersgd_rank must be "none" with {name} = "{value}"')
         return self

@@ -110,7 +110,8 @@ def comparison_notes(a: Group, b: Group) -> list[str]:
         what = f"A was evaluated every {format_count(every[0], 'epoch')}, B every {format_count(every[1], 'epoch')}"
         inside.append(f"{what}: a target is reached at the first evaluation at or above it")
     for section, name in MEASURED_BY:
-        values = [((header.get("recipe") or {}).get(section) or {}).get(name) or None for _, header in firsts]
+        tables = [(header.get("recipe") or {}).get(section) or {} for _, header in firsts]
+        values = [table.get(name) or (table.get("size") if name == "eval_size" else None) for table in tables]
         if len(set(values)) > 1:
             words = (f"{str(value or 'off').lower()} in {side}" for value, side in zip(values, "AB", strict=True))
             inside.append(f"{section}.{name} is {', '.join(words)}: their accuracies do not mean the same")

@@ -15,6 +15,17 @@ PATCH = 2  # pixels on each side
 SMALLEST_VARIANCE = 5e-4  # that is added to the eigenvalues: noise is not to count as much as edges
 
 
+def patch_moments(images_BCHW: Tensor) -> Tensor:
+    """Return the second moments of the patches of images, float64[n, n] with n = C PATCH².
+
+    Args:
+        images_BCHW: Training images as the network sees them; a thousand are enough.
+    """
+    patches_BCHWpq = images_BCHW.unfold(2, PATCH, 1).unfold(3, PATCH, 1)
+    vectors = patches_BCHWpq.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2).double()
+    return vectors.T @ vectors / len(vectors)
+
+
 class Group(nn.Module):
     """Two 3x3 convolutions, with a pooling after the first; [B, in, H, W] -> [B, out, H/2, W/2]."""
 
@@ -55,15 +66,13 @@ class WhitenedNet(nn.Module):
         return self.fc(self.pool(x_BCHW).flatten(1))
 
     @torch.no_grad()
-    def whiten(self, images_BCHW: Tensor) -> None:
-        """Set the first layer's filters to those that whiten the patches of some images.
+    def whiten(self, moments_nn: Tensor) -> None:
+        """Set the first layer's filters to those that whiten patches.
 
         Args:
-            images_BCHW: Training images as the network sees them; a thousand are enough.
+            moments_nn: Of training images, see `patch_moments`.
         """
-        patches_BCHWpq = images_BCHW.unfold(2, PATCH, 1).unfold(3, PATCH, 1)
-        vectors = patches_BCHWpq.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2).double()
-        variances, directions = torch.linalg.eigh(vectors.T @ vectors / len(vectors))
+        variances, directions = torch.linalg.eigh(moments_nn)
         filters = (directions / (variances + SMALLEST_VARIANCE).sqrt()).T
         weight = self.patches.weight
         weight.copy_(torch.cat([filters, -filters]).view_as(weight))

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from .formatting import format_duration
+from .recipe_settings import Settings, read_settings
 from .runlog import DATA_BOUND_SHARE, STEP_SECTIONS, Run, number
-from .verdict import WORTH, Figures, Settings, advise_compute, advise_data, describe_full_memory, read_settings
+from .verdict import WORTH, Figures, advise_compute, advise_data, describe_full_memory
 
 
 def suggest_changes(run: Run) -> list[str]:

@@ -53,7 +53,7 @@ def compute_shares(spans: Sequence[Span]) -> dict[str, float]:
         shares[row], before = now - before, now
     total = length(whole)
     shares["host"] = total - before
-    return {row: shares[row] / total if total else 0.0 for row in ROWS}
+    return {row: shares[row] / total for row in ROWS}
 
 
 def _clip(intervals: Iterable[Interval], bounds: Sequence[Interval]) -> list[Interval]:

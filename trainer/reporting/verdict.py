@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .recipe_settings import Settings
 
 WORTH = 0.1  # the share of the time from which on it is worth to change something
 FULL = 0.9  # the share of the memory from which on a larger batch hardly fits
@@ -19,48 +21,6 @@ NAMES = {
     "compute": "computing",
     "memory": "memory",
 }
-SECTIONS = dict.fromkeys(("size", "start_size", "eval_size", "crop", "backend", "cache"), "data")
-SECTIONS |= {"preconditioner": "optimizer", "grad_worker_fraction": "kfac"}
-
-
-class Settings(NamedTuple):
-    """Those settings of a recipe that advice depends on, with their defaults; 0 or "" where the recipe has "none".
-
-    They are in the recipe's section `train`, except those in SECTIONS, and described there.
-    """
-
-    size: int = 0
-    start_size: int = 0
-    eval_size: int = 0
-    crop: str = "auto"
-    backend: str = "cpu"
-    cache: str = ""
-    preconditioner: str = "none"
-    grad_worker_fraction: float = 1.0
-    batch_size: int = 0
-    accumulation_steps: int = 1
-    gradient_dtype: str = "float32"
-    bucket_mib: int = 25
-    powersgd_rank: int = 0
-    powersgd_start_step: int = 1000
-    precision: str = "auto"
-    channels_last: bool = True
-    compile: bool = False
-    compile_mode: str = "default"
-    evaluate_every: int = 1
-    evaluate_mirrored: bool = False
-    checkpoint_every_minutes: float = 10.0
-
-
-def read_settings(recipe: Mapping[str, Any]) -> Settings:
-    """Return a recipe's settings; those that are missing or of another type, as in an old file, have their defaults."""
-    values = {}
-    for name, default in Settings._field_defaults.items():
-        section = recipe.get(SECTIONS.get(name, "train"))
-        value = section.get(name, default) if isinstance(section, dict) else default
-        value = type(default)() if value is None else value
-        values[name] = value if type(value) is type(default) else default
-    return Settings(**values)
 
 
 class Figures(NamedTuple):
@@ -146,7 +106,8 @@ def advise_data(figures: Figures) -> list[str]:
     settings, wait = figures.settings, figures.duration("data")
     lines: list[str] = []
     is_scaled = settings.crop == "random_resized" or {settings.start_size, settings.eval_size} - {0, settings.size}
-    if settings.backend != "resident" and not is_scaled and figures.memory_share < ROOMY:
+    can_stay = settings.order == "full" and settings.io in ("", "cached") and not is_scaled
+    if settings.backend != "resident" and can_stay and figures.memory_share < ROOMY:
         lines.append(
             f"data.backend = 'resident' (now '{settings.backend}') decodes images once that are all of {settings.size} "
             f"px; they have to fit into memory, of which {figures.memory_share:.0%} is in use"
@@ -177,9 +138,11 @@ def _advise_host(figures: Figures) -> list[str]:
     elif figures.device == "cuda" and settings.compile_mode == "default" and settings.accumulation_steps == 1:
         name = "train.compile_mode = 'reduce-overhead' (now 'default')"
         lines.append(f"{name} starts all kernels of a pass at once, which is part of the host's {host}")
-    if settings.accumulation_steps > 1:
-        lines.append(_describe_fewer_parts(figures))
-    return [*lines, _describe_larger_batch(figures, f"shares the host's {host} among more images")]
+    return [
+        *lines,
+        *_advise_fewer_parts(figures),
+        _describe_larger_batch(figures, f"shares the host's {host} among more images"),
+    ]
 
 
 def _advise_communication(figures: Figures) -> list[str]:
@@ -196,7 +159,8 @@ def _advise_communication(figures: Figures) -> list[str]:
             f"train.gradient_dtype = 'bfloat16' (now 'float32') sends {sent_mib / 2:,.1f} MiB of gradients per step, "
             f"not {sent_mib:,.1f}"
         )
-        if sent_mib >= SMALL_MIB and figures.shares["communication"] >= 2 * WORTH:  # half of it would be much, too
+        is_much = sent_mib >= SMALL_MIB and figures.shares["communication"] >= 2 * WORTH  # half of it would be, too
+        if is_much and settings.when_diverged == "stop" and settings.precision != "fp16":
             lines.append(
                 f"train.powersgd_rank = 4 (now 'none') sends two narrow matrices in place of each layer's part of the "
                 f"{sent_mib:,.1f} MiB, from step {settings.powersgd_start_step} on; it changes what is learnt"
@@ -240,9 +204,7 @@ def advise_compute(figures: Figures) -> list[str]:
         lines.append(f"OMP_NUM_THREADS = {figures.cores} (now {figures.threads}): each rank has {figures.cores} cores")
     if figures.device == "cuda" and figures.memory_share < ROOMY:
         lines.append(_describe_larger_batch(figures, "fills the device better"))
-    if settings.accumulation_steps > 1 and figures.memory_share < ROOMY:
-        lines.append(_describe_fewer_parts(figures))
-    return lines
+    return lines + (_advise_fewer_parts(figures) if figures.memory_share < ROOMY else [])
 
 
 def advise_memory(figures: Figures) -> list[str]:
@@ -251,7 +213,7 @@ def advise_memory(figures: Figures) -> list[str]:
     lines: list[str] = []
     lines += _advise_16_bits(settings, "keeps less for the backward pass, where the device has units for them")
     parts, batch_size = settings.accumulation_steps, settings.batch_size
-    if figures.shares["communication"] >= WORTH:
+    if figures.shares["communication"] >= WORTH and settings.compile_mode == "default":
         lines.append(
             f"train.accumulation_steps = {2 * parts} (now {parts}) with train.batch_size = {2 * batch_size} (now "
             f"{batch_size}) needs no more memory, and communicates half as often per image"
@@ -272,22 +234,26 @@ def _advise_16_bits(settings: Settings, effect: str) -> list[str]:
 
 
 def _describe_larger_batch(figures: Figures, effect: str) -> str:
-    """Propose twice the batch, or the largest that fits if memory grows with it; a multiple of the ranks."""
-    each = figures.settings.batch_size // figures.world_size
+    """Propose twice the batch, or the largest that fits if memory grows with it; a multiple of the ranks' parts."""
+    each, parts = figures.settings.batch_size // figures.world_size, figures.settings.accumulation_steps
     factor = min(2.0, FULL / figures.memory_share)
-    larger = max(each + 1, int(each * factor)) * figures.world_size
+    larger = max(each // parts + 1, int(each * factor) // parts) * parts * figures.world_size
     return (
         f"train.batch_size = {larger} (now {figures.settings.batch_size}, {each} per rank) {effect}; "
         f"{figures.memory_share:.0%} of the memory is in use"
     )
 
 
-def _describe_fewer_parts(figures: Figures) -> str:
-    parts = figures.settings.accumulation_steps
-    return (
-        f"train.accumulation_steps = {parts // 2} (now {parts}): larger parts, and fewer kernels to start; "
+def _advise_fewer_parts(figures: Figures) -> list[str]:
+    """Propose the next smaller number of equal parts, if a batch is in parts."""
+    each, parts = figures.settings.batch_size // figures.world_size, figures.settings.accumulation_steps
+    fewer = max((number for number in range(1, parts) if each % number == 0), default=None)
+    if fewer is None:
+        return []
+    return [
+        f"train.accumulation_steps = {fewer} (now {parts}): larger parts, and fewer kernels to start; "
         f"{figures.memory_share:.0%} of the memory is in use"
-    )
+    ]
 
 
 _ADVICE: dict[str, Callable[[Figures], list[str]]] = {

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -176,6 +177,16 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
     with pytest.raises(SettingError) as caught:
         check_resumable(old, load_recipe("cifar10-resnet32", changes))
     assert "optimizer.lr was 0.1 and is 0.2; train.seed was 0 and is 1." in str(caught.value)
+    growing = [
+        "data.backend=cpu",
+        "data.start_size=16",
+        "data.crop=random_resized",
+    ]  # at the same fractions of more epochs
+    for changes in ([], growing):
+        before = load_recipe("fashion-mnist-resnet8", ['schedule={name="constant"}', *changes])
+        longer = load_recipe("fashion-mnist-resnet8", ['schedule={name="constant"}', *changes, "train.epochs=9"])
+        with pytest.raises(SettingError, match=r"train\.epochs was 3") if changes else nullcontext():
+            check_resumable(before, longer)
     one_cycle = load_recipe("fashion-mnist-resnet8")  # its learning rates depend on the number of epochs
     with pytest.raises(SettingError, match=r"train\.epochs was 3 and is 9"):
         check_resumable(one_cycle, load_recipe("fashion-mnist-resnet8", ["train.epochs=9"]))
@@ -298,6 +309,8 @@ def test_gradients_that_kfac_sends_itself_are_sent_as_they_are(change, allowed):
         (["compile=true", "compile_mode=reduce-overhead", "accumulation_steps=2"],
          'train: compile_mode must be "default" with accumulation_steps = 2'),
         (["powersgd_rank=1", "gradient_dtype=bfloat16"], 'train: powersgd_rank must be "none" with gradient_dtype'),
+        (["powersgd_rank=1", "precision=fp16"], 'train: powersgd_rank must be "none" with precision = "fp16"'),
+        (["powersgd_rank=1", "when_diverged=skip"], 'train: powersgd_rank must be "none" with when_diverged = "skip"'),
         (["powersgd_start_step=1"], "train.powersgd_start_step = 1"),
         (["powersgd_rank=0"], "train.powersgd_rank = 0"),
         (["compile=true", "compile_mode=fast"], "max-autotune"),

@@ -114,8 +114,21 @@ def test_accuracies_that_do_not_mean_the_same_are_told(five):
     groups = [read_group(five("a")), read_group(five("b", recipe=mirrored))]
     text = show_comparison(*groups, as_json=False)
     assert "Note: train.evaluate_mirrored is off in A, true in B: their accuracies do not mean the same." in text
-    assert "Note: data.eval_size is off in A, 256 in B: their accuracies" in text
+    assert "Note: data.eval_size is 28 in A, 256 in B: their accuracies" in text
     assert "do not mean the same" not in show_comparison(*[groups[1]] * 2, as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ([{"size": 224}, {"size": 176}], "data.eval_size is 224 in A, 176 in B"),
+        ([{"size": 224}, {"size": 224, "eval_size": 224}], ""),
+    ],
+)
+def test_the_size_of_evaluations_is_that_of_training_by_default(five, data, says):
+    groups = [read_group(five(name, recipe=recipe() | {"data": its})) for name, its in zip("ab", data, strict=True)]
+    text = show_comparison(*groups, as_json=False)
+    assert says in text and ("data.eval_size" in text) == bool(says)
 
 
 def test_one_run_on_a_side(five, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from datapipe.errors import SettingError
 from trainer import models
 from trainer.models.blur import Blur, MaxBlurPool
+from trainer.models.whitened import patch_moments
 from trainer.optim.groups import parameter_groups
 
 
@@ -178,7 +179,7 @@ def test_whitened_patches_have_unit_covariance(channels):
     torch.manual_seed(0)
     images = 10 * torch.nn.functional.avg_pool2d(torch.randn(50, channels, 22, 22), 3, 1)  # neighbours are correlated
     model = models.build("whitened_small", num_classes=7, in_channels=channels)
-    model.whiten(images)
+    model.whiten(patch_moments(images))
     with torch.no_grad():
         outputs = model.patches(images).double().permute(0, 2, 3, 1).flatten(0, 2)
     half = outputs.shape[1] // 2

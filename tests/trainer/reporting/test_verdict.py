@@ -8,8 +8,9 @@ import pytest
 from trainer.config.sections import Data, Train
 from trainer.optim.kfac import Settings as KfacSettings
 from trainer.optim.settings import OptimizerSettings
+from trainer.reporting.recipe_settings import SECTIONS, Settings, read_settings
 from trainer.reporting.trace import ROWS
-from trainer.reporting.verdict import SECTIONS, Figures, Settings, advise, find_bound, read_settings
+from trainer.reporting.verdict import Figures, advise, find_bound
 
 RESNET50 = 25_557_032
 
@@ -105,8 +106,16 @@ def test_powersgd_that_begins_at_once_is_not_said_to_begin_later():
     assert not any("powersgd" in line for line in advise(figures(**SENT, settings=settings)))
 
 
-@pytest.mark.parametrize("settings", [{"crop": "random_resized"}, {"start_size": 16}, {"eval_size": 40}])
-def test_images_that_are_scaled_cannot_be_resident(settings):
+@pytest.mark.parametrize("settings", [{"compile_mode": "reduce-overhead"}, {"compile_mode": "max-autotune"}])
+def test_more_parts_are_not_advised_where_a_pass_is_one_graph(settings):
+    assert not any("accumulation" in line for line in advise(figures(**SENT, memory_share=0.95, settings=settings)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"crop": "random_resized"}, {"start_size": 16}, {"eval_size": 40}, {"order": "blocks"}, {"io": "mmap"}],
+)
+def test_images_that_are_scaled_or_read_in_another_way_cannot_be_resident(settings):
     assert not any("resident" in line for line in advise(figures(**DATA, memory_share=0.2, settings=settings)))
 
 
@@ -118,6 +127,8 @@ def test_images_that_are_scaled_cannot_be_resident(settings):
         (0.5, {"gradient_dtype": "bfloat16"}, ["bucket_mib"]),  # which a recipe cannot have with PowerSGD
         (0.5, {"preconditioner": "kfac", "grad_worker_fraction": 0.0}, ["bucket_mib"]),  # K-FAC sends the gradients
         (0.5, {"preconditioner": "kfac"}, ["bucket_mib", "gradient_dtype", "powersgd_rank"]),
+        (0.5, {"when_diverged": "skip"}, ["bucket_mib", "gradient_dtype"]),
+        (0.5, {"precision": "fp16"}, ["bucket_mib", "gradient_dtype"]),
     ],
 )
 def test_what_is_said_of_gradients_is_what_the_recipe_may_change(communication, settings, names):
@@ -134,7 +145,7 @@ def test_16_bits_are_not_advised_where_the_device_is_slow_in_them():
 
 
 def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
-    other = {"precision": "off", "compile": False, "channels_last": False, "accumulation_steps": 4, "batch_size": 6}
+    other = {"precision": "off", "compile": False, "channels_last": False, "accumulation_steps": 5, "batch_size": 50}
     choices = {
         "shares": [{}, DATA, HOST, SENT],
         "device": ["cpu", "cuda"],
@@ -150,8 +161,15 @@ def test_every_line_has_a_number_and_a_size_that_a_batch_can_have():
         for line in lines:
             text = re.sub("bfloat16|bf16", "", line)
             assert re.search(r"\d", text), line
-            for size in re.findall(r"batch_size = (\d+)", line):
-                assert int(size) > 4 and int(size) % 2 == 0, line
+        settings = changes["settings"]
+        for line in lines:
+            each, parts = settings.get("batch_size", 256) // 2, settings.get("accumulation_steps", 1)
+            if size := re.search(r"batch_size = (\d+)", line):
+                each, rest = divmod(int(size[1]), 2)
+                assert rest == 0 and each > settings.get("batch_size", 256) // 2, line
+            if number := re.search(r"accumulation_steps = (\d+)", line):
+                parts = int(number[1])
+            assert each % parts == 0 and each >= 2 * parts, line
 
 
 def test_settings_are_those_of_a_recipe():
