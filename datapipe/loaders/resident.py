@@ -105,13 +105,15 @@ class ResidentLoader(Loader):
         batch = Batch(images_BCSS, self._labels[rows], rows, self._valid[rows])
         if not missing:
             return batch
-        padding = self._padding(missing)
-        return Batch(*(torch.cat([getattr(part, f.name) for part in (batch, padding)]) for f in fields(Batch)))
+        parts = batch, self._padding(missing)
+        images_BSSC = torch.cat([part.images.permute(0, 2, 3, 1) for part in parts])  # the channels stay last in memory
+        others = (torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Batch) if f.name != "images")
+        return Batch(images_BSSC.permute(0, 3, 1, 2), *others)
 
     def _padding(self, count: int) -> Batch:
-        shape = (count, self.channels, self.size, self.size)
+        shape = (count, self.size, self.size, self.channels)
         return Batch(
-            torch.zeros(shape, dtype=torch.uint8, device=self._device),
+            torch.zeros(shape, dtype=torch.uint8, device=self._device).permute(0, 3, 1, 2),
             torch.zeros(count, dtype=torch.int64, device=self._device),
             torch.full((count,), -1, device=self._device),
             torch.zeros(count, dtype=torch.bool, device=self._device),
