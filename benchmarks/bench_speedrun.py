@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks import corpus
 from benchmarks.measure import RESULTS, WORK, command_line, environment, process, table, write_record
 from trainer.config.recipe import load_recipe
+from trainer.measuring.runs import settings_alike
 from trainer.measuring.statistics import describe, mean_ratio
 from trainer.measuring.tables import plain
 
@@ -71,11 +72,13 @@ class Runs:
     def __init__(self, name: str, data: Path) -> None:
         self._name, self._data = name, data
         path = RESULTS / f"{name}.json"
-        recipes = {recipe: load_recipe(recipe).model_dump(mode="json") for recipe in (PLAIN, SPEEDRUN)}
+        recipes = {name: load_recipe(name).model_dump(mode="json") for name in (PLAIN, SPEEDRUN)}
         self.record: dict[str, Any] = {"environment": environment(), "recipes": recipes, "runs": []}
         if path.exists():
             here, self.record = self.record["environment"], json.loads(path.read_text())
-            if self.record["environment"]["cpu"] != here["cpu"] or self.record["recipes"] != recipes:
+            before = self.record["recipes"]
+            are_alike = all(settings_alike(before[name]) == settings_alike(recipes[name]) for name in recipes)
+            if self.record["environment"]["cpu"] != here["cpu"] or not are_alike:
                 raise ValueError(f"{path.name} is of another machine, or of other recipes: choose another --record")
 
     def train(self, recipe: str, changes: tuple[str, ...], seed: int) -> dict:

@@ -24,12 +24,17 @@ def or_none() -> BeforeValidator:
     return BeforeValidator(lambda value: None if value == "none" else value)
 
 
+def _in_toml(value: object) -> str:
+    """Return a value as a recipe has it, strings without their quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def one_of(kind: str, names: Sequence[object]) -> BeforeValidator:
     """Allow only `names`, of which each names a `kind`."""
 
     def check(value: object) -> object:
         if value not in names:
-            raise ValueError(f"there is no such {kind}; allowed: {', '.join(map(str, names))}")
+            raise ValueError(f"there is no such {kind}; allowed: {', '.join(map(_in_toml, names))}")
         return value
 
     return BeforeValidator(check)

@@ -108,7 +108,7 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
         loader.set_epoch(0)
         moments_nn = patch_moments(images_BCHW)
         total = sum_over_ranks(world, moments_nn.flatten().tolist())  # each has seen its part of the batch
-        module.whiten(torch.tensor(total).double().view_as(moments_nn) / world.world_size)
+        module.whiten(torch.tensor(total, dtype=torch.float64).view_as(moments_nn) / world.world_size)
     train = recipe.train
     memory_format = torch.channels_last if train.channels_last else torch.contiguous_format
     module = module.to(world.device, memory_format=memory_format)  # type: ignore[call-overload]  # not in torch's types

@@ -49,6 +49,7 @@ def _compile(job: Job) -> None:
     """
     for what in _passes(job):
         failure = None
+        job.world.watch.doing("compiling the network, which may take minutes", is_long=True)
         try:
             with job.model.no_sync() if isinstance(job.model, DistributedDataParallel) else nullcontext():
                 what()

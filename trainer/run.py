@@ -30,12 +30,14 @@ from .host_memory import keep_freed_memory
 from .job import Job, open_job
 from .local_checkpoints import local_folder, open_local
 from .loop import train
+from .optim.schedules import OneCycleSchedule
 from .precision import Precision, choose_precision
 from .record import describe_ranks, write_end, write_report, write_start
 from .rehearsal import rehearse
 from .reporting.loggers import LoggerFactory, find_loggers
 from .reporting.mlperf import read_labels
 from .reporting.runlog import NAME as METRICS
+from .reporting.runlog import read_lines
 from .reporting.summary import summary
 from .reporting.timing import Clock
 from .resume import read_checkpoint, restore
@@ -145,15 +147,19 @@ def _run(
             with together(world):
                 if checkpoint is not None:
                     metrics_bytes = restore(job, state, checkpoint)
+            ended = state.status(recipe.train.target_accuracy, recipe.train.epochs)
+            end = None
+            with together(world):
+                if ended and world.is_main and (end := _read_end(out, ended, recipe)):
+                    logger.info("the run in %s is complete", out)
+            if (end := broadcast(world, end)) is not None:
+                return end
             with together(world):  # only once all ranks agree: a run that is refused stays as it is
                 job.metrics.open(metrics_bytes)
                 job.metrics.log_to(loggers)
                 if checkpoint is not None and world.is_main:
                     set_aside(out, checkpoint["damaged"])
-            ended = state.status(recipe.train.target_accuracy, recipe.train.epochs) is not None
-            if ended and world.is_main:
-                logger.info("the run in %s is complete", out)
-            write_start(job, state, resumed=checkpoint is not None and not ended)
+            write_start(job, state, resumed=checkpoint is not None)
             with together(world):
                 if local_checkpoints is not None and world.is_main:
                     local = open_local(local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
@@ -161,6 +167,14 @@ def _run(
                     stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
         with stop:
             return _train_and_record(job, state, stop)
+
+
+def _read_end(out: Path, status: str, recipe: Recipe) -> dict[str, Any] | None:
+    """Return the "end" line of a run that has ended with this status, and for the same target."""
+    path = out / METRICS
+    last = read_lines(path)[-1:] if path.is_file() else []
+    expected = {"event": "end", "status": status, "target_accuracy": recipe.train.target_accuracy}
+    return next((line for line in last if expected.items() <= line.items()), None)
 
 
 def _open_run(
@@ -241,6 +255,14 @@ def _way_back(job: Job, state: State) -> str:
     path = (job.local.folder if job.local else job.run) / CHECKPOINT
     kept = f"There is no checkpoint yet ({path})"
     if state.saved is not None:
-        kept = "{} is still that of epoch {}, step {}: --resume continues from it".format(path, *state.saved)
-    kfac = ", a higher kfac.damping, a lower kfac.kl_clip" if job.preconditioner is not None else ""
-    return f"{kept}. In a new run, try a lower optimizer.lr, a longer schedule.warmup_epochs{kfac}; or the data is odd"
+        kept = "{} is still that of epoch {}, step {}".format(path, *state.saved)
+        kept += ": --resume continues from it" if state.saved[1] else ", where the run began"
+    recipe = job.recipe
+    rise = "peak_at" if isinstance(recipe.schedule, OneCycleSchedule) else "warmup_epochs"
+    ways = [f"a lower optimizer.lr (now {recipe.optimizer.lr:g})"]
+    ways.append(f"a longer rise of it (schedule.{rise}, now {getattr(recipe.schedule, rise):g})")
+    if job.preconditioner is not None:
+        ways.append(f"a higher kfac.damping (now {job.preconditioner.damping:g})")
+        clip = job.preconditioner.kl_clip
+        ways.append("a kfac.kl_clip" if clip is None else f"a lower kfac.kl_clip (now {clip})")
+    return f"{kept}. In a new run, try {', '.join(ways)}; or the data is odd"

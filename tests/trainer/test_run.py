@@ -288,7 +288,7 @@ def test_loss_that_is_not_finite(go, tmp_path, metrics, no_report):
 # One step an epoch, of which the first does nothing: the losses before an update are finite until it is too late.
 LATE = ["train.batch_size=330", "schedule={name='constant', warmup_epochs=3.0}", "train.epochs=4"]
 INFINITE = ["optimizer.lr=1e37", "optimizer.weight_decay=1e30"]  # the next step makes the parameters so
-KEPT = r"checkpoint\.pt is still that of epoch 1, step 1: --resume continues from it.*a lower optimizer\.lr"
+KEPT = r"checkpoint\.pt is still that of epoch 1, step 1: --resume continues from it.*a lower optimizer\.lr \(now "
 
 
 @pytest.mark.parametrize(
@@ -476,10 +476,19 @@ def test_a_run_and_its_data_set_lie_apart(packed, recipe_file):
 
 def test_resuming_a_complete_run_adds_nothing(go, tmp_path, metrics, no_report, caplog):
     assert go("train.epochs=1") == 0
-    before = [line["event"] for line in metrics(tmp_path / "run")]
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     caplog.set_level(logging.INFO)
     assert go("train.epochs=1", resume=True) == 0
-    assert "is complete" in caplog.text and [line["event"] for line in metrics(tmp_path / "run")] == before
+    assert "is complete" in caplog.text and (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_complete_run_with_another_target_is_resumed_to_that(go, tmp_path, metrics, no_report):
+    assert go("train.epochs=2", "train.target_accuracy=1.0") == 1
+    before = metrics(tmp_path / "run")
+    assert go("train.epochs=2", "train.target_accuracy=0.01", resume=True) == 0
+    *lines, resumed, end = metrics(tmp_path / "run")
+    assert lines == before[:-1] and resumed["event"] == "resume" and resumed["target_accuracy"] == 0.01
+    assert (end["status"], end["target_accuracy"]) == ("target_reached", 0.01)
 
 
 def test_resuming_on_another_data_set_is_refused(go, packed, tmp_path, no_report):

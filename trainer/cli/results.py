@@ -94,12 +94,16 @@ def compare(
     Example:
       trainer compare runs/sgd runs/kfac
     """
+    from datapipe.errors import SettingError
+
     from ..measuring.runs import read_group
     from ..measuring.tables import show_group
 
     if b is None:
         print(show_group(read_group(a), as_json))
         return
+    if a.resolve() == b.resolve():
+        raise SettingError(f"A and B: both are {a}; without B, its runs are shown")
     from ..measuring.compare import show_comparison
 
     print(show_comparison(read_group(a), read_group(b), as_json))

@@ -55,9 +55,10 @@ def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
 def _hint(location: Location, known: list[str], recipe: type[BaseModel]) -> str:
     """Say what an unknown key may be meant for."""
     last = str(location[-1])
-    if len(location) > 1 and _has_key(recipe, str(location[0]), last):
-        return f" for {location[1]}"
-    owner = next((name for name in recipe.model_fields if _has_key(recipe, name, last)), None)
+    if len(location) > 1 and (kinds := _kinds_with(recipe, str(location[0]), last)):
+        names = [name for kind in kinds for name in get_args(kind.model_fields["name"].annotation)]
+        return f" for {location[1]}; {', '.join(names)} have it"
+    owner = next((name for name in recipe.model_fields if _kinds_with(recipe, name, last)), None)
     if owner:  # a key without its section, or in a wrong one
         return f", did you mean {owner}.{last}?"
     close = difflib.get_close_matches(last, known, 1)
@@ -71,16 +72,17 @@ def _how_to_change_kind(findings: list[ErrorDetails], recipe: type[BaseModel]) -
         if finding["type"] != "extra_forbidden" or len(location) == 1:
             continue
         section = _section(recipe, location)
-        if section and _has_key(recipe, str(location[0]), str(location[-1])):
+        if section and _kinds_with(recipe, str(location[0]), str(location[-1])):
             fields = section.model_fields.items()
             needed = [f", {name}=…" for name, field in fields if field.is_required() and name != "name"]
             whole = f'{location[0]}={{name="{location[1]}"{"".join(needed)}}}'
             yield f"another kind needs the whole section: --set '{whole}'"
 
 
-def _has_key(recipe: type[BaseModel], section: str, key: str) -> bool:
-    kinds = section_classes(recipe, section)
-    return any(isinstance(kind, type) and issubclass(kind, BaseModel) and key in kind.model_fields for kind in kinds)
+def _kinds_with(recipe: type[BaseModel], section: str, key: str) -> list[type[BaseModel]]:
+    """Return the classes of a section that have a key."""
+    kinds = [kind for kind in section_classes(recipe, section) if isinstance(kind, type)]
+    return [kind for kind in kinds if issubclass(kind, BaseModel) and key in kind.model_fields]
 
 
 def _dotted(keys: Location) -> str:

@@ -72,9 +72,11 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
     loaded = [read_run(folder) for folder in runs]
     several = len(runs) > 1
     if out.exists() and not out.is_dir():
-        raise SettingError(f"out: {out} is a file; allowed: a folder, or a new name")
+        raise SettingError(f"--out {out}: is a file; allowed: a folder, or a new name")
     if several and (out / NAME).exists():
-        raise SettingError(f"out: {out} is the folder of a run; a report on {len(runs)} runs needs a folder of its own")
+        raise SettingError(
+            f"--out {out}: is the folder of a run; a report on {len(runs)} runs needs a folder of its own"
+        )
     for run, label in zip(loaded, _labels(loaded, runs), strict=True):
         run.label = label
     make_folder(out)

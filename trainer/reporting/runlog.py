@@ -135,7 +135,9 @@ def read_run(folder: Path) -> Run:
     """
     path = folder / NAME
     if not path.is_file():
-        raise DatapipeError("no such file: is this the folder of a training run?", path=path)
+        inside = next((each.parent for each in sorted(folder.glob(f"*/{NAME}"))), None)
+        hint = f"name its runs, such as {inside}" if inside else "is this the folder of a training run?"
+        raise DatapipeError(f"no such file: {hint}", path=path)
     lines = read_lines(path)
     if not lines or lines[0]["event"] != "run":
         raise DatapipeError("does not begin with a whole line about a run: killed at its start?", path=path)

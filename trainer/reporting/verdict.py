@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from datapipe.console import format_count
+
 from .recipe_settings import Settings
 
 WORTH = 0.1  # the share of the time from which on it is worth to change something
@@ -88,7 +90,7 @@ def advise(figures: Figures) -> list[str]:
     if bound == "compute":
         lines.append(
             f"otherwise a network of fewer than {figures.num_parameters:,} parameters, an input of fewer than "
-            f"{figures.settings.size} px, or more than {figures.world_size} devices: at most "
+            f"{figures.settings.size} px, or more than {format_count(figures.world_size, 'device')}: at most "
             f"{1 - figures.shares['compute']:.0%} of the time can be saved elsewhere"
         )
     return lines + describe_full_memory(figures)

@@ -90,7 +90,8 @@ def test_each_seed_once(again, tmp_path, metrics, command):
     assert "seed 7 is complete" in err and "seed 9: " in err
     assert "3 of 3 reached" in out and "95 % interval" in out
     # And what it has made can be compared.
-    compared = command("trainer", "compare", tmp_path / "runs", tmp_path / "runs", "--json")
+    same = shutil.copytree(tmp_path / "runs", tmp_path / "same")
+    compared = command("trainer", "compare", tmp_path / "runs", same, "--json")
     figures = json.loads(compared.stdout)["figures"]
     assert [figure["value"] for figure in figures] == [1, 1, 1, 1, 0] and figures[0]["low"] < 1 < figures[0]["high"]
 

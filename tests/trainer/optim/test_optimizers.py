@@ -231,7 +231,10 @@ def test_soap_is_adam_in_the_eigenvectors_of_its_factors():
     ("section", "message"),
     [
         ('{name="adam", lr=1}', "optimizer.name = 'adam': allowed: 'sgd', 'lars', 'lamb', 'muon', 'soap'"),
-        ('{name="lamb", lr=1, nesterov=true}', "optimizer.nesterov = True: unknown setting for lamb"),
+        (
+            '{name="lamb", lr=1, nesterov=true}',
+            "optimizer.nesterov = True: unknown setting for lamb; sgd, lars, muon have it (",
+        ),
         ('{name="lamb", lr=1, betas=[0.9, 1.0]}', "optimizer.betas[1] = 1.0: must be less than 1"),
         ('{name="lars", lr=1, trust_coeff=1}', "did you mean trust_coefficient?"),
         ('{name="lars", lr=1, momentum=0, nesterov=true}', "nesterov = true needs momentum above 0"),

@@ -479,9 +479,14 @@ def test_a_file_without_a_first_line_is_an_error_with_its_path(tmp_path, text):
 
 
 def test_a_folder_that_is_no_run_is_an_error_with_its_path(tmp_path):
-    with pytest.raises(DatapipeError, match="is this the folder of a training run") as caught:
-        write_report([finished(tmp_path / "run"), tmp_path], tmp_path / "out")
-    assert caught.value.path == tmp_path / "metrics.jsonl" and not (tmp_path / "out").exists()
+    run, empty = finished(tmp_path / "runs" / "seed-0"), tmp_path / "empty"
+    for folder, says in (
+        (empty, "is this the folder of a training run"),
+        (run.parent, f"name its runs, such as {run}"),
+    ):
+        with pytest.raises(DatapipeError, match=says) as caught:
+            write_report([run, folder], tmp_path / "out")
+        assert caught.value.path == folder / "metrics.jsonl" and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("version", [2, None, "1"])
@@ -497,7 +502,7 @@ def test_a_recipe_that_is_none_is_an_error(tmp_path):
 
 def test_a_run_keeps_its_own_report(tmp_path):
     runs = [finished(tmp_path / name) for name in "ab"]
-    with pytest.raises(SettingError, match="a is the folder of a run; a report on 2 runs needs a folder of its own"):
+    with pytest.raises(SettingError, match="a: is the folder of a run; a report on 2 runs needs a folder of its own"):
         write_report(runs, runs[0])
     assert [*runs[0].iterdir()] == [runs[0] / "metrics.jsonl"]
 
