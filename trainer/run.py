@@ -153,6 +153,9 @@ def _run(
                 if ended and world.is_main and (end := _read_end(out, ended, recipe)):
                     logger.info("the run in %s is complete", out)
             if (end := broadcast(world, end)) is not None:
+                with together(world):
+                    if local_checkpoints is not None and world.is_main:  # some may not have been copied
+                        _finish_local(local_checkpoints, out, recipe, checkpoint)
                 return end
             with together(world):  # only once all ranks agree: a run that is refused stays as it is
                 job.metrics.open(metrics_bytes)
@@ -167,6 +170,13 @@ def _run(
                     stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
         with stop:
             return _train_and_record(job, state, stop)
+
+
+def _finish_local(local_checkpoints: Path, out: Path, recipe: Recipe, checkpoint: dict[str, Any] | None) -> None:
+    """Copy what is left of a complete run's checkpoints on this node's own disk."""
+    with open_local(local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint) as local:
+        local.finish()
+        local.discard()
 
 
 def _read_end(out: Path, status: str, recipe: Recipe) -> dict[str, Any] | None:
