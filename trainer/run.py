@@ -152,10 +152,9 @@ def _run(
             with together(world):
                 if ended and world.is_main and (end := _read_end(out, ended, recipe)):
                     logger.info("the run in %s is complete", out)
-            if (end := broadcast(world, end)) is not None:
-                with together(world):
-                    if local_checkpoints is not None and world.is_main:  # some may not have been copied
+                    if local_checkpoints is not None:  # some may not have been copied
                         _finish_local(local_checkpoints, out, recipe, checkpoint)
+            if (end := broadcast(world, end)) is not None:
                 return end
             with together(world):  # only once all ranks agree: a run that is refused stays as it is
                 job.metrics.open(metrics_bytes)
