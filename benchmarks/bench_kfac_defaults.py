@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from statistics import mean
 
-from benchmarks.bench_optimizers import Runs, mean_ratio, reached
+from benchmarks.bench_optimizers import Runs, paired_ratio, reached
 from benchmarks.measure import RESULTS, command_line, table
 from benchmarks.optimizer_run import TARGETS, Run
 from trainer.kfac.settings import KFACSettings
@@ -42,7 +42,7 @@ def compare(defaults: list[list[dict]], tuned: list[list[dict]], target: float) 
     if any(None in pair for pair in pairs):
         return None
     ours, theirs = zip(*pairs, strict=True)
-    ratio, ends = mean_ratio(ours, theirs, "step")
+    ratio, ends = paired_ratio(ours, theirs, "step")
     steps = {name: mean(line["step"] for line in lines) for name, lines in (("defaults", ours), ("tuned", theirs))}
     return steps | {"ratio": ratio, "interval": ends}
 

@@ -17,7 +17,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.bench_optimizers import Runs, mean_ratio, reached, report, to_target
+from benchmarks.bench_optimizers import Runs, paired_ratio, reached, report, to_target
 from benchmarks.measure import RESULTS, command_line, table
 from benchmarks.optimizer_run import TARGETS, Run
 
@@ -43,7 +43,7 @@ def ratios(kfac: list[list[dict]], other: list[list[dict]], target: float) -> di
     theirs = [reached(lines, target) or lines[-1] for lines in other]
     result: dict = {"at_most": any(line["accuracy"] < target for line in theirs)}
     for key in ("step", "wall_s", "cpu_s"):
-        ratio, ends = mean_ratio(ours, theirs, key)
+        ratio, ends = paired_ratio(ours, theirs, key)
         result[key] = {"ratio": ratio, "interval": ends}
     return result
 

@@ -187,7 +187,7 @@ def interval(values: list[float]) -> dict[str, float | None]:
     return {"mean": statistics.mean(values), "half_width": half_width}
 
 
-def mean_ratio(ours: Sequence[dict], theirs: Sequence[dict], key: str) -> tuple[float, list[float] | None]:
+def paired_ratio(ours: Sequence[dict], theirs: Sequence[dict], key: str) -> tuple[float, list[float] | None]:
     """The geometric mean of the pairs' ratios, and its 95 % interval (Student's t, of the logarithms), None of one."""
     logs = interval([math.log(mine[key] / its[key]) for mine, its in zip(ours, theirs, strict=True)])
     half_width = logs["half_width"]
@@ -214,7 +214,7 @@ def share(runs: dict[str, list[list[dict]]], target: float, key: str) -> dict | 
         return None
     lines = {name: [reached(run, target) or run[-1] for run in runs[name]] for name in FIRST_ORDER}
     best = min(FIRST_ORDER, key=lambda name: statistics.mean(line[key] for line in lines[name]))
-    ratio, ends = mean_ratio(kfac, lines[best], key)
+    ratio, ends = paired_ratio(kfac, lines[best], key)
     return {
         "share": ratio,
         "of": best,

@@ -34,7 +34,7 @@ def one_of(kind: str, names: Sequence[object]) -> BeforeValidator:
 
     def check(value: object) -> object:
         if value not in names:
-            raise ValueError(f"there is no such {kind}; allowed: {', '.join(map(_in_toml, names))}")
+            raise ValueError(f"unknown {kind}; allowed: {', '.join(map(_in_toml, names))}")
         return value
 
     return BeforeValidator(check)

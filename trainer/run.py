@@ -181,9 +181,9 @@ def _finish_local(local_checkpoints: Path, out: Path, recipe: Recipe, checkpoint
 def _read_end(out: Path, status: str, recipe: Recipe) -> dict[str, Any] | None:
     """Return the "end" line of a run that has ended with this status, and for the same target."""
     path = out / METRICS
-    last = read_lines(path)[-1:] if path.is_file() else []
+    lines = read_lines(path) if path.is_file() else []
     expected = {"event": "end", "status": status, "target_accuracy": recipe.train.target_accuracy}
-    return next((line for line in last if expected.items() <= line.items()), None)
+    return lines[-1] if lines and expected.items() <= lines[-1].items() else None
 
 
 def _open_run(

@@ -470,7 +470,7 @@ def test_two_finishers_in_turns_do_no_harm(image_folder, parts, tmp_path, times)
     ],
 )
 def test_who_finishes_second_may_meet_stale_handles(image_folder, parts, tmp_path, function, place):
-    """As on NFS and FUSE, where what another node has removed is no longer known, although it is open."""
+    """As on NFS and FUSE: another node removes a folder or file while this one has it open."""
     overtaken = []
 
     def overtake(opened, **settings):

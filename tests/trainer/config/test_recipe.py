@@ -177,11 +177,8 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
     with pytest.raises(SettingError) as caught:
         check_resumable(old, load_recipe("cifar10-resnet32", changes))
     assert "optimizer.lr was 0.1 and is 0.2; train.seed was 0 and is 1." in str(caught.value)
-    growing = [
-        "data.backend=cpu",
-        "data.start_size=16",
-        "data.crop=random_resized",
-    ]  # at the same fractions of more epochs
+    # Images that grow do so at the same fractions of more epochs.
+    growing = ["data.backend=cpu", "data.start_size=16", "data.crop=random_resized"]
     for changes in ([], growing):
         before = load_recipe("fashion-mnist-resnet8", ['schedule={name="constant"}', *changes])
         longer = load_recipe("fashion-mnist-resnet8", ['schedule={name="constant"}', *changes, "train.epochs=9"])
@@ -264,7 +261,7 @@ def test_settings_of_a_recipe_reach_kfac(name, value):
         ("kfac.inv_update_steps=1.5", "kfac.inv_update_steps[0][1] = 1.5: must be a valid integer"),
         ("kfac.solver=qr", "kfac.solver = 'qr'"),
         ("kfac.dampin=1", "did you mean damping?"),
-        ("optimizer.preconditioner=adam", "there is no such preconditioner; allowed: none, kfac, ekfac"),
+        ("optimizer.preconditioner=adam", "unknown preconditioner; allowed: none, kfac, ekfac"),
     ],
 )
 def test_bad_settings_of_kfac_are_named(change, message):
