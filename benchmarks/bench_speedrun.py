@@ -8,7 +8,8 @@ speedrun without one of its ideas, or with another in its place, tuned again ove
 seed, in turns, one process after another. The time to target is a run's own, from its start to the
 first evaluation at or above the target; a seed that misses it counts as missed, and the mean is then of the others.
 Writes results/RECORD.json after every training, and does none again that is there: remove the file to begin again.
-Another machine needs another record, and need not train the plain recipe: "--over speedrun" compares with the speedrun.
+Another machine, or other versions, need another record; it need not have the plain recipe: "--over speedrun" compares
+with the speedrun.
 """
 
 from __future__ import annotations
@@ -70,23 +71,26 @@ class Runs:
     """The trainings so far, in the record; `train` does what is not there yet."""
 
     def __init__(self, name: str, data: Path) -> None:
-        self._name, self._data = name, data
+        self._name, self._data, self._here = name, data, environment()
         path = RESULTS / f"{name}.json"
         recipes = {name: load_recipe(name).model_dump(mode="json") for name in (PLAIN, SPEEDRUN)}
-        self.record: dict[str, Any] = {"environment": environment(), "recipes": recipes, "runs": []}
+        self.record: dict[str, Any] = {"environment": self._here, "recipes": recipes, "runs": []}
         if path.exists():
-            here, self.record = self.record["environment"], json.loads(path.read_text())
-            before = self.record["recipes"]
+            self.record = json.loads(path.read_text())
+            before, machine = self.record["recipes"], ("cpu", "cores", "versions")
             are_alike = all(settings_alike(before[name]) == settings_alike(recipes[name]) for name in recipes)
-            if self.record["environment"]["cpu"] != here["cpu"] or not are_alike:
-                raise ValueError(f"{path.name} is of another machine, or of other recipes: choose another --record")
+            if any(self.record["environment"][key] != self._here[key] for key in machine) or not are_alike:
+                raise ValueError(
+                    f"{path.name} is of another machine, or of other versions or recipes: choose another --record"
+                )
 
     def train(self, recipe: str, changes: tuple[str, ...], seed: int) -> dict:
         """Return what a training took, from the record or by doing it."""
         key = {"recipe": recipe, "changes": [*changes], "seed": seed}
         known = next((run for run in self.record["runs"] if key.items() <= run.items()), None)
         if known is None:
-            known = key | self._train(recipe, changes, seed)
+            code = {name: self._here[name] for name in ("commit", "uncommitted_changes")}
+            known = key | self._train(recipe, changes, seed) | code
             self.record["runs"].append(known)
             self.write()
         return known

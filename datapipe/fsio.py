@@ -57,6 +57,14 @@ def partial_path(path: Path, alone: bool = True) -> Path:
     return path.with_name(f".{path.name}.partial" if alone else f".{path.name}.{uuid.uuid4().hex}.partial")
 
 
+def remove_old_partials(folder: Path) -> None:
+    """Remove what processes that were killed over an hour ago have left there of files that others write as well."""
+    for path in folder.glob(f".*.{'[0-9a-f]' * 32}.partial"):
+        with suppress(FileNotFoundError):  # it was renamed, or removed
+            if time.time() - path.stat().st_mtime > 3600:
+                path.unlink()
+
+
 @contextmanager
 def atomic_path(path: Path, alone: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on leaving, sync it and rename it to `path`.

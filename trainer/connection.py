@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -99,13 +101,26 @@ def _device_type(device: str) -> str:
 
 
 def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Divide the node's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
+    """Let torch use this rank's cores, unless OMP_NUM_THREADS says otherwise."""
     chosen = environ.get("OMP_NUM_THREADS")
     # With several ranks, torchrun itself sets 1 where nothing was chosen: too few on most nodes.
     if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ and world.local_world_size > 1):
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world.local_world_size))
+    torch.set_num_threads(world.cores)
+
+
+def share_cores(allowed: Sequence[Collection[int]], rank: int) -> tuple[int, int]:
+    """Divide the cores of a host among its ranks, each of which may be bound to some of them.
+
+    Args:
+        allowed: By rank of this host, the numbers of the cores that it may use.
+        rank: Which of them asks.
+
+    Returns:
+        How many cores they may use together, and the share of this one: of a core that n may use, an n-th.
+    """
+    users = Counter(core for cores in allowed for core in cores)
+    return len(users), max(1, int(sum(Fraction(1, users[core]) for core in allowed[rank])))
 
 
 @contextmanager
@@ -197,7 +212,8 @@ def _meet(crew: Crew, place: Placement, device: str) -> World:
         dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
-    return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts))
+    cores = share_cores(crew.gather_from_local_ranks("cores", sorted(os.sched_getaffinity(0))), local_rank)
+    return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts), *cores)
 
 
 def _choose_interface(crew: Crew) -> None:

@@ -7,6 +7,7 @@ the next collective operation, so that none waits for a rank that has ended.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among `world_size` ranks; `host_of` has the name of each rank's host."""
+    """This process's place among `world_size` ranks.
+
+    Attributes:
+        rank: Its number.
+        local_rank: Its number on its host.
+        world_size: How many ranks there are.
+        local_world_size: How many on its host.
+        device: What it computes on.
+        host_of: The name of each rank's host.
+        host_cores: Processor cores of its host that the ranks there may use.
+        cores: Its share of these.
+        watch: Notices when it, or another rank, does nothing any more.
+    """
 
     rank: int = 0
     local_rank: int = 0
@@ -36,6 +49,8 @@ class World:
     local_world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host_of: tuple[str, ...] = ()
+    host_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     watch: Watch = field(default_factory=Watch)
 
     @property

@@ -41,6 +41,7 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
         "world_size": world.world_size,
         "device": world.device,
         **settings.loader_settings(),
+        "threads": settings.threads or world.cores,
     }
     augment = Augment(crop=settings.crop, flip=settings.flip, pad=settings.pad, scale=settings.area)
     with together(world), _named_as_in_recipe(recipe):

@@ -43,6 +43,7 @@ WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers f
 TRACE, SUMMARY = "trace.json.gz", "profile.json"
 MARK = "trainer.profile: now"
 ROUNDS = 20  # of comparing clocks
+COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
 NEVER = {"log_every": 10**9, "checkpoint_every_minutes": None, "checkpoint_every_steps": None}
 NEVER |= {"check_replicas_every_steps": None}
 
@@ -59,7 +60,7 @@ class Recorder(StopSignal):
         self._profiler = torch.profiler.profile(activities=activities)
         self._doing: list[tuple[str, int, float]] = []  # what began, of which section, when
         self._marked_s = 0.0
-        self.waited_s, self.timed_s, self.traced_s = 0.0, 0.0, 0.0
+        self.waited_s, self.timed_s = 0.0, 0.0
 
     def agreed(self, is_due: bool = False) -> bool:  # nothing is saved
         """Count a step; return whether that was the last one."""
@@ -80,11 +81,9 @@ class Recorder(StopSignal):
                 pass
             watch = self._job.world.watch
             watch.listener = lambda what, section: self._doing.append((what, section, time.perf_counter()))
-            self._began = time.perf_counter()
         if self._count == WARM_UP + 2 * self._steps:
             self._synchronize()
             self._doing.append(("", -1, time.perf_counter()))
-            self.traced_s = time.perf_counter() - self._began
             self._profiler.stop()
             self._job.world.watch.listener = None
             return True
@@ -121,8 +120,8 @@ def _row_of(event: Any, is_cuda: bool) -> str:
         return "communication" if name.startswith("gloo:") or event.device_type == DeviceType.CUDA else ""
     if is_cuda:
         return "compute" if event.device_type == DeviceType.CUDA and not event.is_user_annotation else ""
-    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::")
-    return "compute" if name.startswith("aten::") and is_outermost else ""
+    is_outermost = event.cpu_parent is None or not event.cpu_parent.name.startswith(COMPUTING)
+    return "compute" if name.startswith(COMPUTING) and is_outermost else ""
 
 
 def profile(
@@ -236,14 +235,13 @@ def _clock_offset_us(world: World) -> float:
 def _memory_share(world: World) -> float:
     device = world.device
     name, ranks = ("gpu_memory_bytes", 1) if device.type == "cuda" else ("memory_bytes", world.local_world_size)
-    return memory_bytes(device)[name] * ranks / int(hardware(device, hosts=1)[name])
+    return memory_bytes(device)[name] * ranks / int(hardware(device, world.host_cores, hosts=1)[name])
 
 
 def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
     """Write the trace and the summary; return what to print."""
     spans, shares, step_s, memory = zip(*everyones, strict=True)
     world, recipe, options = job.world, job.recipe, job.train_loader.options
-    cores = int(hardware(world.device, hosts=1)["cores"])
     figures = Figures(
         settings=read_settings(recipe.model_dump(mode="json")),
         shares={row: sum(its[row] for its in shares) / len(shares) for row in shares[0]},
@@ -255,7 +253,7 @@ def _write(job: Job, out: Path, everyones: list[Any], is_staged: bool) -> str:
         hosts=len(set(world.host_of)) or 1,
         num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
         threads=torch.get_num_threads(),
-        cores=max(1, cores // world.local_world_size),
+        cores=world.cores,
         loader_threads=options.num_threads(),
         is_staged=is_staged or recipe.data.cache is not None,
     )

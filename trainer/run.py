@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from .job import Job, open_job
 from .local_checkpoints import local_folder, open_local
 from .loop import train
 from .optim.schedules import OneCycleSchedule
-from .precision import Precision, choose_precision
+from .precision import choose_precision
 from .record import describe_ranks, write_end, write_report, write_start
 from .rehearsal import rehearse
 from .reporting.loggers import LoggerFactory, find_loggers
@@ -49,34 +49,46 @@ from .watch import RANK_TIMEOUT_S
 logger = logging.getLogger(__name__)
 
 
-def run(
-    recipe: Recipe,
-    data: Path,
-    out: Path,
-    resume: bool,
-    device: str = "auto",
-    local: Path | None = None,
-    rank_timeout_s: float = RANK_TIMEOUT_S,
-    stop_signals: Sequence[str] = SIGNALS,
-    ends_at: float | None = None,
-    local_checkpoints: Path | None = None,
-    log: Sequence[str] = (),
-) -> int:
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is done, which does not change what is trained. Raises SettingError for a setting out of its range.
+
+    Attributes:
+        resume: whether to continue the run that is there, from its checkpoint.
+        device: auto, cpu or cuda.
+        local: folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+        rank_timeout_s: how long a rank may do nothing before the run ends, in seconds, above 0.
+        stop_signals: names of the signals after which a checkpoint is saved and the run stops.
+        ends_at: when the process is to have ended, after a checkpoint, in seconds since 1970; None: when it is done.
+        local_checkpoints: folder on the first rank's own disk, to which checkpoints are written before they are copied
+            to the run's in the background; None: they are written to that.
+        log: names of loggers that are told the run's metrics, too; see `find_loggers`.
+    """
+
+    resume: bool = False
+    device: str = "auto"
+    local: Path | None = None
+    rank_timeout_s: float = RANK_TIMEOUT_S
+    stop_signals: Sequence[str] = SIGNALS
+    ends_at: float | None = None
+    local_checkpoints: Path | None = None
+    log: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rank_timeout_s > 0:
+            raise SettingError(f"--rank-timeout {self.rank_timeout_s:g}: must be more than 0 s")
+        for name in self.stop_signals:
+            signal_of(name)
+
+
+def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions()) -> int:
     """Train a recipe on a data set.
 
     Args:
         recipe: What to train.
         data: Packed data set: the folder that holds train/ and val/.
         out: Folder of the run.
-        resume: Continue the run in `out`, from its checkpoint.
-        device: auto, cpu or cuda.
-        local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
-        rank_timeout_s: How long a rank may do nothing before the run ends, in seconds.
-        stop_signals: Names of the signals after which a checkpoint is saved and the run stops.
-        ends_at: When the process is to have ended, after a checkpoint, in seconds since 1970; None: when it is done.
-        local_checkpoints: Folder on the first rank's own disk, to which checkpoints are written before they are copied
-            to `out` in the background; None: they are written to `out`.
-        log: Names of loggers that are told the run's metrics, too; see `find_loggers`.
+        options: How that is done, such as on which device.
 
     Returns:
         The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end
@@ -88,32 +100,26 @@ def run(
         DatapipeError: Training failed; with several ranks, on all of them.
     """
     clock = Clock()
-    if not rank_timeout_s > 0:
-        raise SettingError(f"--rank-timeout {rank_timeout_s:g}: must be more than 0 s")
-    for name in stop_signals:  # while nothing is begun
-        signal_of(name)
-    loggers = find_loggers(log)
+    loggers = find_loggers(options.log)
     read_labels(os.environ, recipe.model_dump(mode="json"))
     check_apart("--out", out, "--data", data)
-    if local is not None:
-        check_apart("--out", out, "--stage", local)
+    if options.local is not None:
+        check_apart("--out", out, "--stage", options.local)
     place = rank_placement(os.environ)
     World(world_size=place.world_size).batch_size(recipe.train.batch_size)
-    if local is not None:
+    if options.local is not None:
         with clock.section("staging"):
-            stage(data, local, StageOptions(placement=place))
-        data = local
-    with connected(place, device, rank_timeout_s) as world:
+            stage(data, options.local, StageOptions(placement=place))
+    with connected(place, options.device, options.rank_timeout_s) as world:
         set_threads(world)
         if world.device.type == "cpu":
             keep_freed_memory()
         clock.use(world.device)
         world.watch.run = out
-        precision = choose_precision(recipe.train.precision, world.device)
-        stop = StopSignal(world, stop_signals, ends_at)
+        stop = StopSignal(world, options.stop_signals, options.ends_at)
         if world.is_main:
-            warn_if_short(ends_at, time.time())
-        end = _run(recipe, data, out, resume, world, precision, clock, stop, local_checkpoints, loggers)
+            warn_if_short(options.ends_at, time.time())
+        end = _run(recipe, options.local or data, out, options, world, clock, stop, loggers)
     if world.is_main:
         report = None if end["status"] == "interrupted" else write_report(out)
         print(summary(end, recipe.train.target_accuracy, report, out, recipe.published), flush=True)
@@ -126,18 +132,17 @@ def _run(
     recipe: Recipe,
     data: Path,
     out: Path,
-    resume: bool,
+    options: RunOptions,
     world: World,
-    precision: Precision,
     clock: Clock,
     stop: StopSignal,
-    local_checkpoints: Path | None,
     loggers: Mapping[str, LoggerFactory],
 ) -> dict[str, Any]:
     """Train; return the "end" line. The job is closed here, while the ranks are still connected."""
+    precision = choose_precision(recipe.train.precision, world.device)
     with ExitStack() as stack:
         with ended_by_signals() if world.world_size > 1 else nullcontext():  # Python's handlers wait for other ranks
-            checkpoint = _open_run(recipe, data, out, resume, world, stack, local_checkpoints)
+            checkpoint = _open_run(recipe, out, options, world, stack)
             job = open_job(recipe, data, out, world, precision, clock, stack)
             check_start(world, job.module)
             rehearse(job)
@@ -152,8 +157,8 @@ def _run(
             with together(world):
                 if ended and world.is_main and (end := _read_end(out, ended, recipe)):
                     logger.info("the run in %s is complete", out)
-                    if local_checkpoints is not None:  # some may not have been copied
-                        _finish_local(local_checkpoints, out, recipe, checkpoint)
+                    if options.local_checkpoints is not None:  # some may not have been copied
+                        _finish_local(options.local_checkpoints, out, recipe, checkpoint)
             if (end := broadcast(world, end)) is not None:
                 return end
             with together(world):  # only once all ranks agree: a run that is refused stays as it is
@@ -163,8 +168,8 @@ def _run(
                     set_aside(out, checkpoint["damaged"])
             write_start(job, state, resumed=checkpoint is not None)
             with together(world):
-                if local_checkpoints is not None and world.is_main:
-                    local = open_local(local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
+                if options.local_checkpoints is not None and world.is_main:
+                    local = open_local(options.local_checkpoints, out, recipe.train.keep_checkpoints, checkpoint)
                     job = replace(job, local=stack.enter_context(local))
                     stack.callback(world.watch.stop)  # other ranks, which fail as well, need not wait for copies
         with stop:
@@ -186,15 +191,7 @@ def _read_end(out: Path, status: str, recipe: Recipe) -> dict[str, Any] | None:
     return lines[-1] if lines and expected.items() <= lines[-1].items() else None
 
 
-def _open_run(
-    recipe: Recipe,
-    data: Path,
-    out: Path,
-    resume: bool,
-    world: World,
-    stack: ExitStack,
-    local_checkpoints: Path | None,
-) -> dict[str, Any] | None:
+def _open_run(recipe: Recipe, out: Path, options: RunOptions, world: World, stack: ExitStack) -> dict[str, Any] | None:
     """Return the checkpoint to continue from, None to begin. Only the first rank reads it: folders may lag on others.
 
     Locks `out` until `stack` closes, and before the checkpoint is read: it might be outdated by the time the data set
@@ -205,11 +202,11 @@ def _open_run(
         if world.is_main:
             _lock(out, stack)
             begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
-            if begun and not resume:
+            if begun and not options.resume:
                 raise SettingError(f"--out {out}: holds a run; use --resume to continue it, or another folder")
-            local = local_checkpoints and local_folder(local_checkpoints, out)
-            checkpoint = read_checkpoint(out, recipe, local) if resume else None
-            if resume and checkpoint is None:
+            local = options.local_checkpoints and local_folder(options.local_checkpoints, out)
+            checkpoint = read_checkpoint(out, recipe, local) if options.resume else None
+            if options.resume and checkpoint is None:
                 logger.info("nothing to resume in %s: it has no checkpoint; starting from the beginning", out)
     return broadcast(world, checkpoint)
 

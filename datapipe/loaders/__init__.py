@@ -63,7 +63,7 @@ def open_loader(
         world_size: The number of ranks, which share each global batch of `batch_size` · `world_size` samples.
         order: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and
             each byte once per epoch (see datapipe/sampling/block_order.py): for data that are not on a local disk.
-        threads: Threads that decode (default: the cores of this process, shared by the ranks of the node).
+        threads: Threads that decode (default: the cores that this process may use, over torchrun's LOCAL_WORLD_SIZE).
         cache: A node-local folder to which the data set is staged first, once per node. Until the loader is closed,
             nobody removes that copy to make room for another. While `datapipe stage` is at work there in the
             background, what has landed is read there, and the rest from `path`.

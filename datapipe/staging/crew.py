@@ -217,6 +217,10 @@ class Crew:
         """Do what `gather` does, for all processes."""
         return self._gather(name, value, range(self._placement.world_size), self._placement.rank)
 
+    def gather_from_local_ranks(self, name: str, value: Any) -> list[Any]:
+        """Do what `gather` does, for the processes of this node."""
+        return self._gather(name, value, self.local_ranks, self._placement.rank)
+
     def follow(self) -> None:
         """Wait for the process that stages for this node. Raises CrewError where that has left, or is silent."""
         self._gather("done", "", [self.leaders[self.index]], self._placement.rank)

@@ -63,7 +63,22 @@ def test_another_machine_has_a_record_of_its_own(trained, tmp_path, capsys) -> N
     (tmp_path / "speedrun-other.json").write_text(json.dumps(record))
     with pytest.raises(SystemExit):
         bench.main([*words, "--over", "speedrun"])
-    assert "is of another machine, or of other recipes" in capsys.readouterr().err
+    assert "is of another machine, or of other versions or recipes" in capsys.readouterr().err
+
+
+def test_a_run_that_joins_later_has_its_own_commit(trained, tmp_path, monkeypatch, capsys) -> None:
+    assert bench.main(["--seeds", "1", "--only", "speedrun"]) == 0
+    here = bench.environment()
+    monkeypatch.setattr(bench, "environment", lambda: here | {"commit": "later"})
+    assert bench.main(["--seeds", "1", "--only", "no flips"]) == 0
+    record = json.loads((tmp_path / "speedrun.json").read_text())
+    joined = {run["commit"] == "later" for run in record["runs"] if "data.flip=false" in run["changes"]}
+    assert record["environment"]["commit"] == here["commit"] and joined == {True}
+    assert sum(run["commit"] == "later" for run in record["runs"]) == 4  # three trials and a seed
+    monkeypatch.setattr(bench, "environment", lambda: here | {"versions": {}})
+    with pytest.raises(SystemExit):
+        bench.main(["--seeds", "1", "--only", "no flips"])
+    assert "of other versions" in capsys.readouterr().err
 
 
 def test_a_training_that_fails_is_no_missed_target(tmp_path, monkeypatch) -> None:

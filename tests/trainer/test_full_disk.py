@@ -53,7 +53,7 @@ def train(start, packed, recipe_file, port):
 @pytest.fixture(scope="module")
 def whole_run(packed, recipe_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert run(load_recipe(str(recipe_file), [*SMALL[1::2], "train.epochs=1"]), packed, folder, resume=False) == 0
+    assert run(load_recipe(str(recipe_file), [*SMALL[1::2], "train.epochs=1"]), packed, folder) == 0
     return folder
 
 

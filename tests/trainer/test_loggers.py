@@ -148,12 +148,13 @@ def test_one_that_cannot_begin_ends_the_run_before_it_begins(train, name, code, 
 
 def test_a_report_is_written_again_until_the_run_has_ended(train, start, tmp_path):
     run = tmp_path / "run"
-    watch = start("-m", "trainer", "report", run, "--watch", "--out", tmp_path / "report")
-    train("csv", "--set", "train.epochs=1", "--set", "data.timeout_s=100").communicate(timeout=TIMEOUT_S)
+    watch = start("-m", "trainer", "report", run, "--watch")  # into the run's folder, as the run itself does
+    code, said = end(train("csv", "--set", "train.epochs=1", "--set", "data.timeout_s=100"))
+    assert code == 0 and "no report could be written" not in said
     said, errors = watch.communicate(timeout=TIMEOUT_S)
     assert watch.returncode == 0, errors
-    assert said == f"{tmp_path / 'report' / 'report.html'}\n" and "waiting for" in errors
-    assert "refresh" not in (tmp_path / "report" / "report.html").read_text()
+    assert said == f"{run / 'report.html'}\n" and "waiting for" in errors
+    assert "refresh" not in (run / "report.html").read_text()
 
 
 def test_a_report_of_a_run_that_goes_on_loads_itself_again(train, start, tmp_path):

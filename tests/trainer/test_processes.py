@@ -331,7 +331,7 @@ import threading
 from pathlib import Path
 from trainer.config.recipe import load_recipe
 from trainer.run import run
-assert run(load_recipe(sys.argv[1], sys.argv[4:]), Path(sys.argv[2]), Path(sys.argv[3]), resume=False) == 0
+assert run(load_recipe(sys.argv[1], sys.argv[4:]), Path(sys.argv[2]), Path(sys.argv[3])) == 0
 print(*sorted(path.read_text() for path in Path("/proc/self/task").glob("*/comm")), sep="")
 print(*[thread.name for thread in threading.enumerate()], sep="\\n")
 """
@@ -346,6 +346,25 @@ def test_no_thread_of_the_ranks_outlives_the_training(start, packed, recipe_file
     assert code == 0, err
     assert out.count("python") >= 2, out  # the first threads of both
     assert "gloo" not in out and "datapipe-" not in out and "trainer-" not in out, out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("are_bound", [False, True])
+def test_two_ranks_of_any_launcher_share_the_cores(start, packed, recipe_file, port, tmp_path, metrics, are_bound):
+    """torchrun alone says how many ranks there are on a host; srun may bind each to cores of its own."""
+    allowed, children = sorted(os.sched_getaffinity(0)), []
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    command = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run"]
+    command += ["--set", "train.epochs=1", "--set", "data.threads=none"]
+    for rank in range(2):
+        prefix = ["taskset", "--cpu-list", str(allowed[rank % len(allowed)])] if are_bound else []
+        children.append(start(*command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, prefix=prefix))
+    for code, _, err in map(finish, children):
+        assert code == 0, err
+    header = metrics(tmp_path / "run")[0]
+    share = 1 if are_bound else max(1, len(allowed) // 2)
+    assert (header["cores_per_rank"], header["loader_threads"]) == (share, share)
+    assert header["hardware"]["cores"] == (min(2, len(allowed)) if are_bound else len(allowed))
 
 
 @pytest.mark.ranks

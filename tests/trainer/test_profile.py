@@ -106,6 +106,16 @@ def test_two_ranks_on_one_clock(profiled):
     }
 
 
+@pytest.mark.slow
+def test_what_is_compiled_computes(profiled):
+    _, summary, events = profiled("", "--device", "cpu", "--set", "train.compile=true")
+    graphs = [e for e in track(events, 0, "compute") if "CompiledFxGraph" in e["name"]]
+    assert len(graphs) == 2 * STEPS  # forward and backward
+    ends = [e["ts"] + e["dur"] for e in track(events, 0, "compute")]
+    assert all(later["ts"] >= end for later, end in zip(track(events, 0, "compute")[1:], ends, strict=False))
+    assert summary["shares"]["compute"] > summary["shares"]["host"]
+
+
 def test_more_steps_than_the_recipe_has(profiled):
     """Images that grow have their final size from the first of them."""
     growing = "--set", "data.start_size=8", "--set", "data.crop=random_resized"

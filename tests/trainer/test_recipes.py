@@ -6,7 +6,7 @@ from PIL import Image
 
 from datapipe.packing import PackOptions, pack
 from trainer.config.recipe import Recipe, built_in, load_recipe
-from trainer.run import run
+from trainer.run import RunOptions, run
 
 pytestmark = pytest.mark.usefixtures("alone")
 SLOW = "imagenet-resnet50-kfac", "imagenet-resnet50-mild-kfac"  # their largest factors have 4,608 columns
@@ -52,7 +52,7 @@ def scaled_down(recipe: Recipe) -> list[str]:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in built_in()])
 def test_a_recipe_runs_to_its_end(name, data_sets, tmp_path, metrics):
     recipe = load_recipe(name, scaled_down(load_recipe(name)))
-    assert run(recipe, data_sets[name.split("-")[0]], tmp_path / "run", False, "cpu") == 0
+    assert run(recipe, data_sets[name.split("-")[0]], tmp_path / "run", RunOptions(device="cpu")) == 0
     lines = metrics(tmp_path / "run")
     assert lines[-1]["status"] == "completed"
     assert lines[-1]["accuracy"] is not None

@@ -14,7 +14,7 @@ from trainer.checkpoint import load_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.errors import DivergedError
 from trainer.reporting.runlog import read_run
-from trainer.run import run
+from trainer.run import RunOptions, run
 
 KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=2"]
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 def go(packed, recipe_file, tmp_path):
     """go("run", "train.epochs=1", …, resume=False) -> exit code of a run in tmp_path/run."""
     return lambda name, *changes, resume=False: run(
-        load_recipe(str(recipe_file), changes), packed, tmp_path / name, resume
+        load_recipe(str(recipe_file), changes), packed, tmp_path / name, RunOptions(resume)
     )
 
 

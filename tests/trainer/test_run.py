@@ -30,7 +30,7 @@ from tests.trainer.waits import waits
 from trainer.checkpoint import load_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.errors import CheckpointError, DivergedError
-from trainer.run import run
+from trainer.run import RunOptions, run
 
 COMPILE = torch.nn.Module.compile
 SECTIONS = {"staging", "start", "compile", "wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
@@ -48,7 +48,7 @@ def go(packed, recipe_file, tmp_path):
     """go("train.epochs=1", …, resume=False, data=…) -> exit code of a run in tmp_path/run."""
 
     def _go(*changes, resume=False, data=packed):
-        return run(load_recipe(str(recipe_file), changes), data, tmp_path / "run", resume)
+        return run(load_recipe(str(recipe_file), changes), data, tmp_path / "run", RunOptions(resume))
 
     return _go
 
@@ -123,7 +123,7 @@ def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_pa
     monkeypatch.setattr(trainer.run, "stage", slow_stage)
     monkeypatch.setattr(trainer.loading, "open_loader", slow_open)
     recipe = load_recipe(str(recipe_file), ["train.target_accuracy=0.01", "train.log_every=5"])
-    assert run(recipe, packed, tmp_path / "run", resume=False, local=tmp_path / "local") == 0
+    assert run(recipe, packed, tmp_path / "run", RunOptions(local=tmp_path / "local")) == 0
     epoch, end = metrics(tmp_path / "run")[-2:]
     assert slow_s < end["time_s"]["staging"] < 2 * slow_s < end["time_s"]["start"]
     assert end["time_to_target_s"] > 3 * slow_s
@@ -470,7 +470,7 @@ def test_a_run_and_its_data_set_lie_apart(packed, recipe_file):
         (packed.parent, "holds --data"),
     ):
         with pytest.raises(SettingError, match=f"--out .*: {words}"):
-            run(recipe, packed, out, resume=False)
+            run(recipe, packed, out)
     assert not (packed / "run").exists()
 
 

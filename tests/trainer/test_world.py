@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
-from trainer.connection import set_threads
+from trainer.connection import set_threads, share_cores
 from trainer.distributed import World, together
 
 
@@ -26,9 +28,30 @@ def test_global_batch_is_shared_equally_or_refused():
 def test_threads(env, changes, monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)
-    set_threads(World(world_size=4, local_world_size=4), env)
+    set_threads(World(world_size=4, local_world_size=4, host_cores=12, cores=3), env)
     assert chosen == ([3] if changes else [])
+
+
+@pytest.mark.parametrize(
+    ("allowed", "shares"),
+    [
+        ([range(12)] * 4, (3, 3, 3, 3)),  # as torchrun starts them
+        ([range(8 * rank, 8 * rank + 8) for rank in range(4)], (8, 8, 8, 8)),  # as srun binds them
+        ([range(4), range(4), range(4, 12)], (2, 2, 8)),
+        ([range(6), range(3, 9)], (4, 4)),  # three of their own, and half of three
+        ([range(2)] * 4, (1, 1, 1, 1)),  # more ranks than cores
+    ],
+)
+def test_cores_are_shared_by_those_who_may_use_them(allowed, shares):
+    num_cores = len({core for cores in allowed for core in cores})
+    assert [share_cores(allowed, rank) for rank in range(len(allowed))] == [(num_cores, share) for share in shares]
+
+
+@given(st.lists(st.sets(st.integers(0, 20), min_size=1), min_size=1, max_size=8))
+def test_no_core_is_given_twice(allowed):
+    shares = [share_cores(allowed, rank)[1] for rank in range(len(allowed))]
+    assert sum(share for share in shares if share > 1) <= len(set().union(*allowed))
+    assert all(1 <= share <= len(cores) for share, cores in zip(shares, allowed, strict=True))
 
 
 def test_together_raises_what_was_raised():

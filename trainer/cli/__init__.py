@@ -97,13 +97,12 @@ def train(
     ends_at = find_end(os.environ, max_time, now)
     from ..config.recipe import load_recipe
     from ..connection import telling_others
-    from ..run import run
+    from ..run import RunOptions, run
 
     with telling_others():
         checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
-        code = run(
-            checked, data, out, resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints, log or ()
-        )
+        options = RunOptions(resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints, log or ())
+        code = run(checked, data, out, options)
     raise typer.Exit(code)
 
 

@@ -34,7 +34,7 @@ def _rising(pair: tuple[float, float]) -> tuple[float, float]:
 class Data(Section):
     """How samples become the network's input.
 
-    The settings from `cache` on, and `threads`, are those of `open_loader`; "none" leaves a setting to it.
+    The settings from `cache` on are those of `open_loader`; "none" leaves a setting to it.
     """
 
     size: _Size
@@ -50,7 +50,7 @@ class Data(Section):
     pad: Annotated[int, Field(ge=0, le=64)] = 4
     """With `crop = "pad"`: width of the black border around an image before the crop, in pixels."""
     threads: Annotated[Count | None, or_none()] = None
-    """Threads per rank that read and decode; "none": the node's cores, shared by its ranks."""
+    """Threads per rank that read and decode; "none": the host's cores, shared by its ranks."""
     backend: Annotated[str, one_of("backend", BACKENDS)] = "cpu"
     """Which loader decodes the images."""
     order: Annotated[str, one_of("order", ORDERS)] = "full"

@@ -74,7 +74,9 @@ class Repeats:
         ranks = str(self.ranks)
         start = [sys.executable]
         if self.launcher == "srun":
-            start = ["srun", "--ntasks", ranks, sys.executable]
+            # srun does not take the second, which is the job's, by itself.
+            cpus = os.environ.get("SRUN_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_PER_TASK")
+            start = ["srun", "--ntasks", ranks, *(["--cpus-per-task", cpus] if cpus else []), sys.executable]
         elif self.ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         changes = [word for change in (*self.changes, f"train.seed={seed}") for word in ("--set", change)]
@@ -119,14 +121,19 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
         make_folder(plan.folder(seed))
     code = 0
     for seed in seeds:
-        if read_outcome(plan.folder(seed)).is_finished:
+        before = read_outcome(plan.folder(seed))
+        if before.is_finished:
             logger.info("seed %d is complete", seed)
             continue
         logger.info("seed %d: %s", seed, plan.folder(seed))
         ended, number = _train(plan, seed, facts)
+        after = read_outcome(plan.folder(seed))
+        is_interrupted = after.status == "interrupted" and after.end != before.end  # that may be of an earlier attempt
         if number:
             ended = 128 + number
-        if number or ended in (WRONG_USE, TIME_IS_OVER) or read_outcome(plan.folder(seed)).status == "interrupted":
+        elif is_interrupted and ended == 1 and after.end.get("stopped_by") == "time":
+            ended = TIME_IS_OVER  # torchrun has made 1 of it
+        if number or ended in (WRONG_USE, TIME_IS_OVER) or is_interrupted:
             code = ended
             break
     with locked(plan.out, wait=True):  # elements of an array job may end at the same time
@@ -187,7 +194,7 @@ def _train(plan: Repeats, seed: int, facts: dict[str, Any]) -> tuple[int, int]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         **facts,
     }
-    make_folder(plan.folder(seed))  # a training that is refused removes it
+    make_folder(plan.folder(seed))  # to a rank on another node it may have seemed new: then it has removed it
     with open(plan.folder(seed) / ATTEMPTS, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     return line["exit_code"], received[0] if received else 0

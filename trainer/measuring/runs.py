@@ -52,6 +52,11 @@ class Outcome:
         return str(self.run.end.get("status")) if self.run.end else "unfinished"
 
     @property
+    def end(self) -> dict[str, Any]:
+        """The line about its end; empty before it."""
+        return (self.run.end if self.run else None) or {}
+
+    @property
     def is_finished(self) -> bool:
         """Whether its figures are final."""
         return self.status in FINISHED

@@ -139,7 +139,7 @@ def _row(ranks: int, whole: Sequence[Outcome], changed: Sequence[Outcome]) -> Ro
     notes = []
     if not whole:
         notes.append("no whole run" if changed else "failed before it began")
-    elif not finished:
+    elif all(outcome.status.startswith("failed") for outcome in whole):
         notes.append("failed")
     if len(finished) < len(whole):
         notes.append(f"{len(finished)} of {len(whole)} finished")

@@ -60,7 +60,8 @@ def _read_figures(run: Run) -> Figures | None:
     if not (known["images_per_s"] > 0 and known["wait_share"] >= 0 and settings.batch_size > 0):
         return None
     world_size, hosts = (_count(facts, name) for facts, name in ((header, "world_size"), (hardware, "hosts")))
-    cores = max(1, _count(hardware, "cores") * hosts // world_size)
+    cores = _count(hardware, "cores") * hosts // world_size  # as far as the file of an earlier version tells
+    cores = _count(header, "cores_per_rank", max(1, cores))
     return Figures(
         settings=settings,
         shares={"data": known["wait_share"]},

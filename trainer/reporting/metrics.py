@@ -163,14 +163,14 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} ({model})"
 
 
-def hardware(device: torch.device, hosts: int) -> dict[str, str | int]:
-    """Return what a run is computed on, as the first rank's host has it: memory in bytes, cores that it may use.
+def hardware(device: torch.device, cores: int, hosts: int) -> dict[str, str | int]:
+    """Return what a run is computed on, as the first rank's host has it: memory in bytes, cores, the GPU.
 
     Args:
         device: The rank's.
+        cores: Those of the host that its ranks may use.
         hosts: The number of hosts.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts: dict[str, str | int] = {"hosts": hosts, "cpu": _cpu_model(), "cores": cores, "memory_bytes": memory}
     if device.type == "cuda":

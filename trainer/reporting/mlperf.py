@@ -25,14 +25,28 @@ LABELS = {
 # What a recipe of the closed division has; the checker looks at the numbers.
 CLOSED: dict[str, dict[str, list[Any]]] = {
     "model": {"name": ["resnet50"], "blur_pool": [False]},
-    "optimizer": {"name": ["sgd", "lars"], "preconditioner": ["none"], "max_grad_norm": [None]},
+    "optimizer": {
+        "name": ["sgd", "lars"],
+        "preconditioner": ["none"],
+        "max_grad_norm": [None],
+        "vector_lr_factor": [1],
+    },
     "schedule": {"name": ["polynomial"]},
-    "data": {"size": [224], "start_size": [None], "eval_size": [None, 224], "mixup": [0], "cutmix": [0]},
+    "data": {
+        "size": [224],
+        "start_size": [None],
+        "eval_size": [None, 224],
+        "crop": ["random_resized"],
+        "flip": [True],
+        "mixup": [0],
+        "cutmix": [0],
+    },
     "ema": {"half_life_steps": [None]},
     "train": {
         "loss": ["cross_entropy"],
         "label_smoothing": [0, 0.1],
         "precise_bn_batches": [0],
+        "powersgd_rank": [None],
         "evaluate_mirrored": [False],
     },
 }
@@ -64,7 +78,7 @@ def write_log(run: Run, out: Path) -> Path | None:
     lines = [*_log(run)]
     if not lines:
         return None
-    with atomic_write(out / NAME) as file:
+    with atomic_write(out / NAME, alone=False) as file:
         file.write("".join(f":::MLLOG {json.dumps(line)}\n" for line in lines).encode())
     return out / NAME
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from datapipe.errors import SettingError
-from datapipe.fsio import atomic_write, make_folder
+from datapipe.fsio import atomic_write, make_folder, remove_old_partials
 
 from .changes import suggest_changes
 from .formatting import SPACE, format_duration, format_figure, format_value
@@ -83,6 +83,7 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
     details = [_details(run) for run in loaded]
     rows = _comparison(loaded) if several else [_figures_in_words(loaded[0])]
     texts = {run.label: _for_pdf(run, row) for run, row in zip(details, rows, strict=True)}
+    remove_old_partials(out)
     drawings = write_plots(loaded, texts, out)
     page = _template().render(
         refresh_s=refresh_s,
@@ -96,7 +97,7 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
         plots=drawings,
         details=details,
     )
-    with atomic_write(out / "report.html") as file:
+    with atomic_write(out / "report.html", alone=False) as file:  # someone may be watching the run
         file.write(page.encode())
     if not several:
         write_log(loaded[0], out)
@@ -182,12 +183,14 @@ def _comparison(runs: list[Run]) -> list[dict[str, str]]:
 
 
 def _verdict(run: Run) -> str:
-    """Say what limits the run: its data or its computation."""
+    """Say whether its data limit the run; what else does, its metrics do not tell."""
     share = run.figures()["wait_share"]
     if math.isnan(share):
         return "Too early to tell what limits it."
-    bound = "data" if share >= DATA_BOUND_SHARE else "compute"
-    return f"{bound}-bound: {format_figure(share, '{:.1%}')} of the steps' time was spent waiting for batches."
+    waits = f"data-bound: {format_figure(share, '{:.1%}')} of the steps' time was spent waiting for batches"
+    if share >= DATA_BOUND_SHARE:
+        return f"{waits}."
+    return f"not {waits}; trainer profile tells what else bounds it."
 
 
 def _details(run: Run) -> Details:

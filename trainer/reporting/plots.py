@@ -117,7 +117,7 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
             (out / f"{plot.name}.png").unlink(missing_ok=True)  # of an earlier report
     with ExitStack() as stack:
         stack.enter_context(plot_style())
-        file = stack.enter_context(atomic_write(out / "report.pdf"))
+        file = stack.enter_context(atomic_write(out / "report.pdf", alone=False))
         pdf = stack.enter_context(PdfPages(file, metadata={"CreationDate": None}))
         for page in draw_text_pages(tables_by_heading):
             pdf.savefig(page)
@@ -127,7 +127,7 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
             _draw(narrow, plot, runs, NARROW)
             pdf.savefig(wide)
             wide.set_layout_engine("none")  # it is laid out once, for all three files
-            with atomic_write(out / f"{plot.name}.png") as image:
+            with atomic_write(out / f"{plot.name}.png", alone=False) as image:
                 wide.savefig(image, format="png", dpi=150)
             drawings.append(Drawing(plot.title, *(_svg(figure, plot.title) for figure in (wide, narrow))))
     return drawings

@@ -9,7 +9,7 @@ from trainer.config.recipe import load_recipe
 from trainer.measuring.compare import compare
 from trainer.measuring.runs import read_group
 from trainer.reporting.runlog import read_run
-from trainer.run import run
+from trainer.run import RunOptions, run
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -19,7 +19,7 @@ def go(packed, recipe_file, tmp_path):
     """go("run", "train.epochs=1", …, data=…, resume=False) -> exit code of a run in tmp_path/run."""
 
     def _go(name, *changes, data=packed, resume=False):
-        return run(load_recipe(str(recipe_file), changes), data, tmp_path / name, resume, "cpu")
+        return run(load_recipe(str(recipe_file), changes), data, tmp_path / name, RunOptions(resume, "cpu"))
 
     return _go
 

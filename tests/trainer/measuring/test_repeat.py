@@ -41,14 +41,18 @@ def plan(packed, recipe_file, tmp_path, alone):
 
 @pytest.fixture
 def fake(plan, monkeypatch):
-    """fake({seed: (exit code, status)}) -> what `repeat` returns of trainings that only write how they ended."""
+    """fake({seed: (exit code, status)}) -> what `repeat` returns of trainings that only write how they ended.
+
+    An interrupted one has what interrupted it as a third.
+    """
 
     def _fake(endings: dict[int, tuple[int, str]], **its):
         def command(self, seed):
-            code, status = endings[seed]
+            code, status, *stopped_by = endings[seed]
             header = {"event": "run", "format": 1, "recipe": recipe.model_dump(mode="json"), "world_size": 1}
             header["recipe"]["train"]["seed"] = seed
-            lines = [header, {"event": "end", "status": status, "accuracy": 0.5, "elapsed_s": 1.0, "images_per_s": 9.0}]
+            end = {"event": "end", "status": status, "accuracy": 0.5, "elapsed_s": 1.0, "images_per_s": 9.0}
+            lines = [header, end | {"stopped_by": stopped_by[0] if stopped_by else None, "written_at": time.time()}]
             text = "".join(json.dumps(line) + "\n" for line in lines[: 2 if status else 0])
             write = f"open({str(self.folder(seed) / 'metrics.jsonl')!r}, 'w').write({text!r})" if status else ""
             end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
@@ -192,11 +196,24 @@ def test_what_failed_is_tried_again_and_told(fake, tmp_path):
     assert fake({0: (1, "failed")})[1] == 0  # it is not started
 
 
-def test_commands(plan):
+def test_time_that_is_over_is_told_by_torchrun_as_a_failure(fake):
+    group, ended = fake({0: (1, "interrupted", "time"), 1: (0, "completed")})
+    assert ended == 75 and [outcome.status for outcome in group.outcomes] == ["interrupted", "not begun"]
+    assert fake({0: (1, "interrupted", "SIGTERM"), 1: (0, "completed")})[1] == 1
+    assert fake({0: (75, "interrupted", "time"), 1: (0, "completed")})[1] == 75
+    for code in (1, 2):  # refused before it could write how it ended
+        assert fake({0: (code, ""), 1: (0, "completed")})[1] == code
+
+
+def test_commands(plan, monkeypatch):
+    for name in ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
     line = plan(ranks=4, launcher="srun", changes=("train.epochs=1",), stage=Path("/local/x")).command(3)
     assert line[:4] == ["srun", "--ntasks", "4", sys.executable]
     assert line[-4:] == ["--set", "train.epochs=1", "--set", "train.seed=3"]
     assert line[line.index("--stage") + 1] == "/local/x" and "--resume" in line
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
+    assert plan(ranks=4, launcher="srun").command(3)[3:5] == ["--cpus-per-task", "16"]
     assert "torch.distributed.run" in plan(ranks=2).command(0)
     assert "torch.distributed.run" not in plan(ranks=1).command(0)
 

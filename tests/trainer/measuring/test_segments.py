@@ -84,6 +84,13 @@ def test_what_failed_and_what_is_too_much(tmp_path):
     assert math.isnan(rows[8].efficiency) and rows[4].efficiency == 0.25
 
 
+def test_what_still_trains_has_not_failed(tmp_path):
+    scales = {1: outcomes(tmp_path, 1, 1000.0), 2: outcomes(tmp_path, 2, 1000.0)}
+    scales[2][0].run.end = None
+    (_, two) = tabulate(scales)
+    assert two.note == "0 of 1 finished"
+
+
 def test_nothing_can_be_rated():
     (row,) = tabulate({2: []})
     assert math.isnan(row.speed_up)

@@ -38,7 +38,7 @@ def log(packed, recipe_file, tmp_path_factory):
         patch.setattr(page, "write_plots", lambda *_: [])
         out = tmp_path_factory.mktemp("logged") / "run"
         changes = ["train.target_accuracy=0.01", "train.epochs=4", "train.evaluate_every=3"]
-        assert run(load_recipe(str(recipe_file), changes), packed, out, resume=False) == 0
+        assert run(load_recipe(str(recipe_file), changes), packed, out) == 0
     return (out / NAME).read_text().splitlines()
 
 
@@ -227,7 +227,7 @@ def test_parts_of_a_batch_are_told(tmp_path):
 
 
 CLOSED = """
-data = {size = 224, mean = [0.5], std = [0.5]}
+data = {size = 224, mean = [0.5], std = [0.5], crop = "random_resized"}
 model = {name = "resnet50"}
 optimizer = {name = "%s", lr = 10.0, weight_decay = 2e-4}
 schedule = {name = "polynomial", power = 2, final = 1e-5, warmup_epochs = 2.0}
@@ -264,6 +264,13 @@ def test_the_closed_division(tmp_path, check, optimizer):
         ("schedule={name='cosine'}", "closed allows schedule.name = polynomial, not cosine"),
         ("optimizer={name='muon', lr=0.1}", "closed allows optimizer.name = sgd or lars, not muon"),
         ("ema.half_life_steps=100", "closed allows ema.half_life_steps = None, not 100"),
+        ("train.powersgd_rank=4", "closed allows train.powersgd_rank = None, not 4"),
+        (
+            "optimizer={name='sgd', lr=0.1, vector_lr_factor=64}",
+            "closed allows optimizer.vector_lr_factor = 1, not 64",
+        ),
+        ("data.flip=alternate", "closed allows data.flip = True, not alternate"),
+        ("data.crop=auto", "closed allows data.crop = random_resized, not auto"),
     ],
 )
 def test_what_is_not_of_the_closed_division(tmp_path, change, words):
@@ -310,5 +317,5 @@ def test_a_status_that_mlperf_does_not_know(packed, recipe_file, tmp_path, monke
     assert read_labels({}, {}) == {} == read_labels({"MLPERF_ORG": ""}, {})
     monkeypatch.setenv("MLPERF_STATUS", "best")
     with pytest.raises(SettingError, match="MLPERF_STATUS: 'best' is not one of cloud, onprem, preview, research"):
-        run(load_recipe(str(recipe_file), []), packed, tmp_path / "run", resume=False)
+        run(load_recipe(str(recipe_file), []), packed, tmp_path / "run")
     assert not (tmp_path / "run").exists()

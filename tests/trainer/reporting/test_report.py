@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from datapipe.errors import DatapipeError, SettingError
+from trainer.reporting import plots
 from trainer.reporting.page import write_report
 from trainer.reporting.plots import MAX_POINTS
 from trainer.reporting.runlog import SECTIONS, read_run
@@ -183,10 +184,29 @@ def test_a_single_run_shows_the_figures_of_its_end_line(single):
     }
 
 
-@pytest.mark.parametrize(("share", "bound"), [(0.314, "data-bound: 31.4 %"), (0.004, "compute-bound: 0.4 %")])
+@pytest.mark.parametrize(("share", "bound"), [(0.314, "data-bound: 31.4 %"), (0.004, "not data-bound: 0.4 %")])
 def test_the_verdict_follows_the_wait_share(tmp_path, without_plots, share, bound):
     page = Page(write_report([finished(tmp_path / "run", wait_share=share)], tmp_path / "out"))
     assert f"{bound} of the steps' time was spent waiting for batches" in page.text
+
+
+def test_two_processes_may_write_the_same_report(tmp_path, monkeypatch):
+    """A run that has just ended, and who watches it: here the second writes all of it while the first does."""
+    run, before = finished(tmp_path / "run"), plots.draw_text_pages
+    left, recent = (run / f".report.pdf.{digit * 32}.partial" for digit in "ab")  # of others, of which one was killed
+    left.touch()
+    recent.touch()
+    os.utime(left, (0, 0))
+
+    def interrupted(tables):
+        monkeypatch.setattr(plots, "draw_text_pages", before)
+        write_report([run], run)
+        return before(tables)
+
+    monkeypatch.setattr(plots, "draw_text_pages", interrupted)
+    write_report([run], run)
+    assert (run / "report.pdf").read_bytes().rstrip().endswith(b"%%EOF")
+    assert [*run.glob(".*.partial")] == [recent]
 
 
 def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
@@ -220,6 +240,7 @@ CPU = {"hosts": 1, "cores": 8, "memory_bytes": 64 * 2**30}
     [
         ({"hardware": CPU, "loader_threads": 2}, {}, "data.threads = 8 (now 2): each rank has 8 cores."),
         ({"hardware": CPU, "loader_threads": 2, "world_size": 2}, {}, "data.threads = 4 (now 2)"),
+        ({"hardware": CPU, "loader_threads": 2, "cores_per_rank": 6}, {}, "data.threads = 6 (now 2): each rank has 6"),
         ({"hardware": GPU, "device": "cuda (H100)"}, {}, "data.backend = 'dali' (now 'cpu')"),
         (
             {},
