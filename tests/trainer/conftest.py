@@ -7,7 +7,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ import pytest
 
 from datapipe.packing import PackOptions, pack
 from tests.ports import free_ports
+from tests.trainer.rank_server import Rank, Ranks, RankServer, open_rank_server
+from trainer.reporting import plots
 
 ROOT = Path(__file__).parents[2]
 NUM_TRAIN, NUM_VAL = 330, 77  # neither divides by a batch size used here
@@ -49,6 +51,13 @@ log_every = 1
 def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """From torch, as from the children below; else a run is refused where a driver has GPUs that torch does not see."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def _fewer_plots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A single one in the report that each training ends with, as drawing takes longer than these trainings do."""
+    if request.path.parent.name != "reporting":
+        monkeypatch.setattr(plots, "PLOTS", plots.PLOTS[:1])
 
 
 @pytest.fixture
@@ -94,25 +103,48 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    with open_rank_server(tmp_path_factory.mktemp("server"), _environment({})) as server:
+        yield server
+
+
 @pytest.fixture
 def start(tmp_path: Path, request: pytest.FixtureRequest):
-    """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> Popen; with ranks > 1, by torchrun.
+    """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> what has the methods of Popen.
 
-    `prefix`: the command that it is run by.
+    `torchrun`: start the ranks by it, not one by one. `prefix`: the command that it is run by. Without these, and with
+    no variable that Python reads as it starts, a process is forked off one that has imported torch; not if `fresh`.
     """
     children = []
 
     def _start(
-        *arguments: object, ranks: int = 1, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
-    ) -> subprocess.Popen:
+        *arguments: object,
+        ranks: int = 1,
+        env: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        torchrun: bool = False,
+        fresh: bool = False,
+    ) -> subprocess.Popen | Rank | Ranks:
         assert ranks == 1 or request.node.get_closest_marker("ranks"), "this test needs @pytest.mark.ranks"
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
-        command = [*prefix, sys.executable, *(launcher if ranks > 1 else []), *map(str, arguments)]
-        pipe = subprocess.PIPE
         environment = _environment(env or {})
-        streams = {"stdout": pipe, "stderr": pipe, "text": True, "errors": "surrogateescape"}
-        children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, **streams))
-        return children[-1]
+        if fresh or torchrun or prefix or any(name.startswith("PYTHON") for name in env or ()):
+            assert torchrun or ranks == 1
+            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
+            command = [*prefix, sys.executable, *(launcher if torchrun else []), *map(str, arguments)]
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "surrogateescape"}
+            children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, **streams))
+            return children[-1]
+        server, shared = request.getfixturevalue("rank_server"), {}
+        if ranks > 1:
+            shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
+            shared["MASTER_PORT"] = free_port()
+        started = []
+        for rank in range(ranks):
+            own = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+            started.append(server.start(arguments, environment | own, tmp_path))
+        children.extend(started)
+        return Ranks(started) if ranks > 1 else started[0]
 
     yield _start
     for child in children:

@@ -20,11 +20,11 @@ def line(packed, recipe_file, tmp_path):
 @pytest.mark.ranks
 def test_torchrun_on_one_node_of_a_step_of_two(start, line, tmp_path):
     """Both ranks say so; as a step of one task it trains."""
-    child = start("-m", *line, ranks=2, env=STEP)
+    child = start("-m", *line, ranks=2, torchrun=True, env=STEP)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 1 and not (tmp_path / "run").exists(), out
     assert err.count("error: this step has 2 tasks (SLURM_STEP_NUM_TASKS), and torchrun connects those of this") == 2
-    child = start("-m", *line, ranks=2, env=STEP | ALONE)
+    child = start("-m", *line, ranks=2, torchrun=True, env=STEP | ALONE)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
 

@@ -3,7 +3,6 @@
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,11 +57,9 @@ def damaged(packed, tmp_path):
 
 @pytest.fixture
 def two_ranks(start, recipe_file, packed, port, tmp_path):
-    """two_ranks("blocks", data of rank 1, code) -> both ranks' Popen, without a launcher that would end the other."""
+    """two_ranks("blocks", data of rank 1, code) -> both ranks, without a launcher that would end the other."""
 
-    def _two_ranks(
-        destroy: str, data: Path = packed, code: str = "", changes: Sequence[str] = ()
-    ) -> list[subprocess.Popen]:
+    def _two_ranks(destroy: str, data: Path = packed, code: str = "", changes: Sequence[str] = ()) -> list:
         (tmp_path / "command.py").write_text(COMMAND % code)
         env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         words = ["train", recipe_file, "--out", tmp_path / "run", *(w for c in changes for w in ("--set", c))]
@@ -116,14 +113,13 @@ def test_other_ways_out(two_ranks, raised, expected, says):
 def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(start, recipe_file, packed, port, tmp_path, number):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     child = start("-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", env=env)
-    limit = threading.Timer(TIMEOUT_S, child.kill)
-    limit.start()
-    assert any("waiting for 2 ranks" in line for line in child.stderr)
+    deadline = time.monotonic() + TIMEOUT_S
+    while "waiting for 2 ranks" not in child.said()[1]:
+        assert child.poll() is None and time.monotonic() < deadline, child.said()
+        time.sleep(0.05)
     time.sleep(1)  # it is in torch by then
     child.send_signal(number)
-    child.communicate()
-    limit.cancel()
-    assert child.returncode == -number
+    assert finish(child)[0] == -number
     assert not (tmp_path / "run").exists()
 
 

@@ -25,11 +25,11 @@ TIMEOUT_S = 120
 
 @pytest.fixture
 def train(start, packed, recipe_file, tmp_path):
-    """train("run", "--resume", …, ranks=1) -> Popen of `trainer train` into tmp_path/run."""
+    """train("run", "--resume", …, ranks=1) -> what starts `trainer train` into tmp_path/run, as `start` does."""
 
-    def _train(name, *arguments, ranks=1, data=packed, env=None):
+    def _train(name, *arguments, data=packed, **options):
         command = ["-m", "trainer", "train", recipe_file, "--data", data, "--out", tmp_path / name, *arguments]
-        return start(*command, ranks=ranks, env=env)
+        return start(*command, **options)
 
     return _train
 
@@ -159,7 +159,7 @@ def test_a_signal_saves_and_stops(train, tmp_path, metrics, number, code):
 def test_it_stops_before_the_time_is_over(train, tmp_path, metrics, limit):
     """Half a minute before; with less than that left, after one step, so that a requeued job always comes further."""
     if limit == "option":
-        child = train("run", "--max-time", "0:31")
+        child = train("run", "--max-time", "0:31", fresh=True)  # it takes longer than a second to import torch
     else:
         child = train("run", env={"SLURM_JOB_END_TIME": str(int(time.time()) + 20)})
     code, out, err = finish(child)
@@ -177,7 +177,7 @@ def test_it_stops_before_the_time_is_over(train, tmp_path, metrics, limit):
 
 @pytest.mark.ranks
 def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
-    child = train("run", ranks=2)
+    child = train("run", ranks=2, torchrun=True)
     wait_for_step(child, tmp_path / "run", 4)
     child.send_signal(signal.SIGTERM)  # torchrun passes it on to both
     code, _, err = finish(child)
@@ -273,19 +273,29 @@ def test_filters_that_whiten_are_those_of_the_whole_batch(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_rank_that_cannot_compile_leaves_nobody_waiting(train, tmp_path):
+def test_a_rank_that_cannot_compile_leaves_nobody_waiting(start, packed, recipe_file, tmp_path):
     """Also where the network is compiled for several sizes, and K-FAC sends its statistics in each pass."""
     code = f"""
-import os
-rank = os.environ.get("RANK")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tmp_path}/compiled-{{rank}}"
-if rank == "1":
-    os.environ["CXX"] = "/bin/false"
+import os, sys
+from torch._inductor import config
+from trainer.cli import main
+if os.environ["RANK"] == "1":
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "{tmp_path}/compiled"
+    config.cpp.cxx = (None, "/bin/false")
+sys.exit(main())
 """
-    (tmp_path / "sitecustomize.py").write_text(code)
+    (tmp_path / "child.py").write_text(code)
     changes = ["train.epochs=2", "train.compile=true", "data.crop=random_resized", "data.start_size=12", *KFAC]
-    words = [word for change in changes for word in ("--set", change)]
-    status, _, err = finish(train("run", *words, ranks=2, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}))
+    words = [
+        "train",
+        recipe_file,
+        "--data",
+        packed,
+        "--out",
+        tmp_path / "run",
+        *(w for c in changes for w in ("--set", c)),
+    ]
+    status, _, err = finish(start(tmp_path / "child.py", *words, ranks=2))
     assert status == 0 and "train.compile: not compiled, which is slower, as it failed. rank 1: " in err, err
 
 
@@ -311,7 +321,7 @@ def test_the_data_set_is_staged_first(train, tmp_path, ranks):
 @pytest.mark.ranks
 def test_two_ranks_learn_and_count_as_one(start, packed, tmp_path):
     for ranks in (1, 2):
-        code, _, err = finish(start(CHILD, packed, 32, tmp_path / f"{ranks}.pt", ranks=ranks))
+        code, _, err = finish(start(CHILD, packed, 32, tmp_path / f"{ranks}.pt", ranks=ranks, torchrun=ranks > 1))
         assert code == 0, err
     one, two = (torch.load(tmp_path / f"{ranks}.pt", weights_only=True) for ranks in (1, 2))
     for key in one:
@@ -341,8 +351,8 @@ print(*[thread.name for thread in threading.enumerate()], sep="\\n")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
 def test_no_thread_of_the_ranks_outlives_the_training(start, packed, recipe_file, tmp_path):
     (tmp_path / "child.py").write_text(THREADS)
-    changes = ["train.epochs=1", *KFAC]
-    code, out, err = finish(start(tmp_path / "child.py", recipe_file, packed, tmp_path / "run", *changes, ranks=2))
+    words = recipe_file, packed, tmp_path / "run", "train.epochs=1", *KFAC
+    code, out, err = finish(start(tmp_path / "child.py", *words, ranks=2, torchrun=True))
     assert code == 0, err
     assert out.count("python") >= 2, out  # the first threads of both
     assert "gloo" not in out and "datapipe-" not in out and "trainer-" not in out, out
@@ -370,7 +380,7 @@ def test_two_ranks_of_any_launcher_share_the_cores(start, packed, recipe_file, p
 @pytest.mark.ranks
 def test_two_ranks_that_miss_the_target_still_report(train, tmp_path):
     arguments = ["--set", "train.epochs=1", "--set", "train.target_accuracy=1.0", "--set", "optimizer.lr=1e-9"]
-    code, out, err = finish(train("run", *arguments, ranks=2))
+    code, out, err = finish(train("run", *arguments, ranks=2, torchrun=True))
     assert code == 1
     assert "missed" in out
     assert "exitcode  : 1" in err
@@ -468,7 +478,7 @@ def test_checkpoints_by_time(train, tmp_path, ranks):
     words = ["--set", "train.checkpoint_every_minutes=0.0005", "--set", "train.batch_size=4"]
     child = train("run", *words, ranks=ranks)
     wait_for_step(child, tmp_path / "run", 60)
-    child.send_signal(signal.SIGTERM if ranks > 1 else signal.SIGKILL)  # torchrun would leave its ranks behind
+    child.send_signal(signal.SIGKILL)
     finish(child)
     kept = [load_checkpoint(tmp_path / "run" / f"checkpoint{end}.pt")["state"]["step"] for end in ("", "-1")]
     assert 82 > kept[0] > kept[1] > 0 and not (tmp_path / "run" / "best.pt").exists()
@@ -501,7 +511,7 @@ def test_a_signal_while_a_batch_does_not_come(train, packed, tmp_path, number):
 def test_existing_run_is_refused_by_both_ranks(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    code, _, err = finish(train("run", ranks=2))
+    code, _, err = finish(train("run", ranks=2, torchrun=True))
     assert code == 1  # torchrun's own
     assert "holds a run" in err
     assert "exitcode  : 2" in err
@@ -513,7 +523,7 @@ def test_help_has_an_example_and_needs_no_torch(start, arguments):
     probe = "import sys; from trainer.cli import main; code = main(); "
     probe += "print([m for m in ('torch', 'numpy', 'matplotlib', 'trainer.config.recipe') if m in sys.modules]); "
     probe += "sys.exit(code)"
-    code, out, err = finish(start("-c", probe, *arguments))
+    code, out, err = finish(start("-c", probe, *arguments, fresh=True))
     assert code == 0, err
     assert "Example" in out
     assert out.endswith("[]\n")

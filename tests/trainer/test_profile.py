@@ -15,37 +15,42 @@ STEPS = 6
 # In the place of the trainer's own: something that takes 0.1 s longer in each step.
 DELAYS = {
     "data": """
-    import time
-    import datapipe.loaders.base as base
-    before = base.Loader.__iter__
-    def late(self):
-        for batch in before(self):
-            time.sleep(0.1)
-            yield batch
-    base.Loader.__iter__ = late
+import time
+import datapipe.loaders.base as base
+before = base.Loader.__iter__
+def late(self):
+    for batch in before(self):
+        time.sleep(0.1)
+        yield batch
+base.Loader.__iter__ = late
 """,
     "host": """
-    import time
-    import trainer.loop as loop
-    before = loop._update
-    def late(*arguments):
-        time.sleep(0.1)
-        before(*arguments)
-    loop._update = late
+import time
+import trainer.loop as loop
+before = loop._update
+def late(*arguments):
+    time.sleep(0.1)
+    before(*arguments)
+loop._update = late
 """,
     "compute": """
-    import time
-    import torch
-    import trainer.loop as loop
-    before, a = loop._update, torch.rand(600, 600)
-    def late(*arguments):
-        end = time.monotonic() + 0.1
-        while time.monotonic() < end:
-            a @ a
-        before(*arguments)
-    loop._update = late
+import time
+import torch
+import trainer.loop as loop
+before, a = loop._update, torch.rand(600, 600)
+def late(*arguments):
+    end = time.monotonic() + 0.1
+    while time.monotonic() < end:
+        a @ a
+    before(*arguments)
+loop._update = late
 """,
 }
+COMMAND = """
+import sys
+from trainer.cli import main
+sys.exit(main())
+"""
 
 
 @pytest.fixture
@@ -53,11 +58,10 @@ def profiled(start, packed, recipe_file, tmp_path):
     """profiled("host", "--steps", 3, ranks=2) -> (what it printed, profile.json, events of the trace)."""
 
     def _profiled(delay: str, *arguments: object, ranks: int = 1) -> tuple[str, dict, list[dict]]:
-        code = f"import sys\nif 'trainer' in sys.orig_argv:{DELAYS[delay]}" if delay else ""
-        (tmp_path / "sitecustomize.py").write_text(code)
+        (tmp_path / "child.py").write_text(DELAYS.get(delay, "") + COMMAND)
         out = tmp_path / "profile"
-        command = ["-m", "trainer", "profile", recipe_file, "--data", packed, "--out", out, "--steps", STEPS]
-        child = start(*command, *arguments, ranks=ranks, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+        words = ["profile", recipe_file, "--data", packed, "--out", out, "--steps", STEPS, *arguments]
+        child = start(tmp_path / "child.py", *words, ranks=ranks)
         said, errors = child.communicate(timeout=180)
         assert child.returncode == 0, errors
         trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))

@@ -113,17 +113,24 @@ class Training:
         self.disk = Path(f"/proc/{server.pid}/root{home}/disk")
         self.folder = self.disk / name
         self._words = [word for change in TRAININGS[kind] for word in ("--set", change)]
-        self._logs = (home / f"{name}-{number}.log" for number in range(10**9))
         (home / "recipe.toml").write_text(RECIPE)
 
     def start(self, rank_timeout_s: float) -> list[Rank]:
-        line = ["train", self._home / "recipe.toml", "--data", self._data, "--out", f"disk/{self._name}", "--resume"]
+        line = [
+            "-m",
+            "trainer",
+            "train",
+            self._home / "recipe.toml",
+            "--data",
+            self._data,
+            "--out",
+            f"disk/{self._name}",
+            "--resume",
+        ]
         line += ["--rank-timeout", rank_timeout_s, *self._words]
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
-        return [
-            self._server.start(line, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, next(self._logs))
-            for rank in range(2)
-        ]
+        env = clean_environment(shared)
+        return [self._server.start(line, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
     def result(self) -> dict[str, object]:
         """All that the last and the best checkpoint hold, and the lines of the metrics, except times."""
@@ -143,15 +150,15 @@ def disturb(kind: str, ranks: list[Rank], draw: random.Random, disk: Path) -> No
     victim = draw.choice(ranks)
     match kind:
         case "kill one":
-            victim.send(signal.SIGKILL)
+            victim.kill()
         case "kill all":
             for rank in ranks:
-                rank.send(signal.SIGKILL)
+                rank.kill()
         case "terminate":
             for rank in draw.choice(([victim], ranks)):
-                rank.send(signal.SIGTERM)
+                rank.terminate()
         case "stop one":
-            victim.send(signal.SIGSTOP)
+            victim.send_signal(signal.SIGSTOP)
         case "fill disk":
             room = draw.randrange(ROOM_BYTES)
             with suppress(OSError), open(disk / "fill", "wb", buffering=0) as file:
@@ -167,21 +174,17 @@ def wait_for_end(ranks: list[Rank], has_begun: bool) -> None:
     """Those that notice end by themselves, once the training has begun; before, a launcher would end them."""
     deadline = time.monotonic() + (HANG_S if has_begun else 1)
     while time.monotonic() < deadline:
-        ended = [rank.has_ended(0.05) for rank in ranks]
+        ended = [rank.poll(0.05) is not None for rank in ranks]
         if all(ended) or (any(ended) and all(end or is_stopped(rank) for rank, end in zip(ranks, ended, strict=True))):
             break
     else:
         assert not has_begun, f"a rank hangs: {[rank.said() for rank in ranks]}"
     for rank in ranks:
-        rank.send(signal.SIGKILL)
+        rank.kill()
 
 
 def is_stopped(rank: Rank) -> bool:
     return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def is_complete(ranks: list[Rank]) -> bool:
-    return ranks[0].has_ended() and ranks[0].exit_code == 0
 
 
 def train_disturbed(training: Training, draw: random.Random, most: int) -> list[tuple[str, str]]:
@@ -191,19 +194,20 @@ def train_disturbed(training: Training, draw: random.Random, most: int) -> list[
         kind = draw.choice([*ALLOWED]) if len(events) < most else ""
         ranks = training.start(RANK_TIMEOUT_S if kind else HANG_S)
         deadline = time.monotonic() + (draw.uniform(0, LATEST_S) if kind else HANG_S)
-        while time.monotonic() < deadline and not all(rank.has_ended() for rank in ranks):
+        while time.monotonic() < deadline and None in [rank.poll() for rank in ranks]:
             time.sleep(0.002)
-        has_begun = "2 ranks, precision" in ranks[0].said()
+        has_begun = "2 ranks, precision" in ranks[0].said()[1]
         if kind:
             disturb(kind, ranks, draw, training.disk)
         wait_for_end(ranks, has_begun or kind in ("", "fill disk"))
         (training.disk / "fill").unlink(missing_ok=True)
-        said = "\n".join(f"{kind}: {rank.exit_code}\n{rank.said()}" for rank in ranks)
+        ends = [(*rank.communicate(), rank.returncode) for rank in ranks]
+        said = "\n".join(f"{kind}: {code}\n{out}{err}" for out, err, code in ends)
         # Python prints and drops what the handler of SIGTERM raises, where that interrupts one of its own callbacks.
         assert "Traceback" not in said or (kind == "terminate" and "Exception ignored in" in said), said
-        if is_complete(ranks):
+        if ranks[0].returncode == 0:
             return events
-        assert {rank.exit_code for rank in ranks} <= {0} | ALLOWED.get(kind, set()), said
+        assert {code for _, _, code in ends} <= {0} | ALLOWED.get(kind, set()), said
         is_saving = training.folder.exists() and any(training.folder.glob(".checkpoint*"))
         events.append((kind, "saving" if is_saving else "training" if has_begun else "starting"))
         print(*events[-1], flush=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from datapipe.fsio import atomic_write
 
 from .formatting import SPACE, format_figure, format_value, time_unit
-from .runlog import Line, Run, number, seconds_of
+from .runlog import Run, number, seconds_of
 from .svg import LIGHT, svg_for_page
 from .text_pages import Tables, draw_text_pages
 
@@ -108,7 +108,6 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
         The plots, for the page.
     """
     from matplotlib.backends.backend_pdf import PdfPages
-    from matplotlib.figure import Figure
 
     drawings: list[Drawing] = []
     shown = [plot for plot in PLOTS if _has_content(plot, runs)]
@@ -122,11 +121,8 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
         for page in draw_text_pages(tables_by_heading):
             pdf.savefig(page)
         for plot in shown:
-            wide, narrow = (Figure(layout="constrained") for _ in range(2))
-            _draw(wide, plot, runs, WIDE)
-            _draw(narrow, plot, runs, NARROW)
+            wide, narrow = (_draw(plot, runs, width) for width in (WIDE, NARROW))
             pdf.savefig(wide)
-            wide.set_layout_engine("none")  # it is laid out once, for all three files
             with atomic_write(out / f"{plot.name}.png", alone=False) as image:
                 wide.savefig(image, format="png", dpi=150)
             drawings.append(Drawing(plot.title, *(_svg(figure, plot.title) for figure in (wide, narrow))))
@@ -176,7 +172,11 @@ def plot_style() -> AbstractContextManager[None]:
     )
 
 
-def _draw(figure: Figure, plot: Plot, runs: list[Run], width: float) -> None:
+def _draw(plot: Plot, runs: list[Run], width: float) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure()
     if plot.curves:
         rows = 1 if width == WIDE else 2
         figure.set_size_inches(width, 3.4 * rows + 0.1 * len(runs))
@@ -191,6 +191,8 @@ def _draw(figure: Figure, plot: Plot, runs: list[Run], width: float) -> None:
         widths = [len(str(handle.get_label())) + 6 for handle in handles]
         columns = len(handles) if sum(widths) <= fitting else max(1, int(fitting // max(widths)))
         figure.legend(handles=handles, loc="outside upper left", ncols=columns)
+    ConstrainedLayoutEngine().execute(figure)  # once, for all files; for a figure that has it, each would draw twice
+    return figure
 
 
 def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list[Artist | Container]:
@@ -238,10 +240,8 @@ class Point(NamedTuple):
 
 def curve_points(run: Run, curve: Curve) -> list[Point]:
     """Return at most MAX_POINTS points of a curve, evenly chosen; lines without a number are left out."""
-    lines: list[Line] = getattr(run, curve.lines)
-    steps_per_epoch = _steps_per_epoch(run)
-    points = []
-    for line in lines:
+    steps_per_epoch, points = _steps_per_epoch(run), []
+    for line in getattr(run, curve.lines):
         step, elapsed_s, value = (number(line.get(key)) for key in ("step", "elapsed_s", curve.key))
         if not any(map(math.isnan, (step, elapsed_s, value))):
             points.append(Point(step / steps_per_epoch, elapsed_s, value))

@@ -97,15 +97,15 @@ def test_a_batch_script_is_alone(script):
 @pytest.mark.ranks
 def test_torchrun(script):
     """Connected, the ranks' gradients are the same; unconnected they would not be, and are refused."""
-    child = script("connect", ranks=2)
+    child = script("connect", ranks=2, torchrun=True)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     first, second = (float(line.split()[1]) for line in out.splitlines() if line.startswith("trained"))
     assert first == pytest.approx(second, rel=1e-5)
-    child = script(ranks=2)
+    child = script(ranks=2, torchrun=True)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 1 and "refused: torchrun started 2 processes" in err and "trained" not in out
-    child = script("connect", "independent", ranks=2)
+    child = script("connect", "independent", ranks=2, torchrun=True)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 1 and "refused: independent: True" in err
 
