@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_the_old_data_set(image_folder, tmp_path, command):
 @pytest.mark.parametrize("last", [26, pytest.param(1000, marks=pytest.mark.slow)])
 def test_killed_before_any_change_either_is_whole(image_folder, tmp_path, last):
     """By name, at every moment; and the same command again ends with the new one."""
-    options = "--overwrite", "--seed", 1
+    options = "--overwrite", "--seed", 1, "--workers", 1
     pack(image_folder, tmp_path / "old", PackOptions())
     new = shutil.copytree(tmp_path / "old", tmp_path / "new")
     num_changes, seeds = len(changes_of(image_folder, new, *options)), []
@@ -295,7 +295,7 @@ def test_killed_before_any_change_either_is_whole(image_folder, tmp_path, last):
         assert child.wait(60) == -signal.SIGKILL
         seeds.append(seed_of(out))
         resume = at % 2 == 1 and (seeds[-1] == 1 or (out / STATE / PLAN).exists())
-        pack(image_folder, out, PackOptions(resume=resume, overwrite=not resume, seed=1))
+        pack(image_folder, out, PackOptions(resume=resume, overwrite=not resume, seed=1, workers=1))
         assert bytes_of(out) == bytes_of(new), f"killed before change {at} of {num_changes}"
     assert seeds == sorted(seeds) and {0, 1} == set(seeds)
 

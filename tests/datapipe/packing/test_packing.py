@@ -545,7 +545,7 @@ def test_killed_before_any_change_ends_with_the_same_bytes(image_folder, tmp_pat
     for kill_at in range(max(0, num_changes - last), num_changes):
         out = tmp_path / str(kill_at)
         assert run(out, kill_at).returncode == 9
-        assert pack(image_folder, out, PackOptions(resume=True))
+        assert pack(image_folder, out, PackOptions(resume=True, workers=1))
         assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {kill_at} of {num_changes}"
 
 

@@ -24,11 +24,11 @@ REACHED = ("--set", "train.target_accuracy=0.2", "--set", "train.epochs=2")  # b
 
 @pytest.fixture
 def again(start, packed, recipe_file, tmp_path):
-    """again("runs", "--seeds", 2, …) -> Popen of `trainer repeat` into tmp_path/runs."""
+    """again("runs", "--seeds", 2, …) -> what starts `trainer repeat` into tmp_path/runs, as `start` does."""
 
-    def _again(name, *arguments, data=packed, env=None):
+    def _again(name, *arguments, data=packed, **options):
         command = ["-m", "trainer", "repeat", recipe_file, "--data", data, "--out", tmp_path / name]
-        return start(*command, "--device", "cpu", *arguments, env=env)
+        return start(*command, "--device", "cpu", *arguments, **options)
 
     return _again
 
@@ -132,7 +132,7 @@ def test_stopped_and_continued(again, tmp_path, metrics, number, code):
 def test_killed_and_continued(again, tmp_path, metrics, with_training):
     """With the training, or alone: the training then saves and ends. The killed repeat itself writes nothing more."""
     every = ("--set", "train.checkpoint_every_steps=3", "--set", "train.epochs=2")
-    child = again("runs", "--seeds", 1, *every)
+    child = again("runs", "--seeds", 1, *every, fresh=True)  # so that it writes to a pipe, as its training then does
     wait_for_step(child, tmp_path / "runs" / "seed-0", 7)
     (training,) = map(int, Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split())
     child.kill()
