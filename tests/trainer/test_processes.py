@@ -284,18 +284,10 @@ if os.environ["RANK"] == "1":
     config.cpp.cxx = (None, "/bin/false")
 sys.exit(main())
 """
-    (tmp_path / "child.py").write_text(code)
     changes = ["train.epochs=2", "train.compile=true", "data.crop=random_resized", "data.start_size=12", *KFAC]
-    words = [
-        "train",
-        recipe_file,
-        "--data",
-        packed,
-        "--out",
-        tmp_path / "run",
-        *(w for c in changes for w in ("--set", c)),
-    ]
-    status, _, err = finish(start(tmp_path / "child.py", *words, ranks=2))
+    words = [word for change in changes for word in ("--set", change)]
+    line = "-c", code, "train", recipe_file, "--data", packed, "--out", tmp_path / "run", *words
+    status, _, err = finish(start(*line, ranks=2))
     assert status == 0 and "train.compile: not compiled, which is slower, as it failed. rank 1: " in err, err
 
 

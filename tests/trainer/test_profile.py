@@ -58,10 +58,9 @@ def profiled(start, packed, recipe_file, tmp_path):
     """profiled("host", "--steps", 3, ranks=2) -> (what it printed, profile.json, events of the trace)."""
 
     def _profiled(delay: str, *arguments: object, ranks: int = 1) -> tuple[str, dict, list[dict]]:
-        (tmp_path / "child.py").write_text(DELAYS.get(delay, "") + COMMAND)
         out = tmp_path / "profile"
         words = ["profile", recipe_file, "--data", packed, "--out", out, "--steps", STEPS, *arguments]
-        child = start(tmp_path / "child.py", *words, ranks=ranks)
+        child = start("-c", DELAYS.get(delay, "") + COMMAND, *words, ranks=ranks)
         said, errors = child.communicate(timeout=180)
         assert child.returncode == 0, errors
         trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))

@@ -116,18 +116,8 @@ class Training:
         (home / "recipe.toml").write_text(RECIPE)
 
     def start(self, rank_timeout_s: float) -> list[Rank]:
-        line = [
-            "-m",
-            "trainer",
-            "train",
-            self._home / "recipe.toml",
-            "--data",
-            self._data,
-            "--out",
-            f"disk/{self._name}",
-            "--resume",
-        ]
-        line += ["--rank-timeout", rank_timeout_s, *self._words]
+        line = ["-m", "trainer", "train", self._home / "recipe.toml", "--data", self._data, "--resume"]
+        line += ["--out", f"disk/{self._name}", "--rank-timeout", rank_timeout_s, *self._words]
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
         env = clean_environment(shared)
         return [self._server.start(line, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
