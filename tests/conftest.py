@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from PIL import Image
+
+from tests.costs import Costs
+from tests.processes import ROOT, ProcessServer, open_server
 
 # Of this process and its children: threads of several processes on few cores wait for each other far longer than they
 # compute.
@@ -22,7 +26,8 @@ settings.register_profile("shared machine", deadline=None)  # a first call may b
 settings.load_profile("shared machine")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs())
     # A job in the background ignores Ctrl-C, and hands that down to what it starts: tests send it to their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -116,12 +121,47 @@ def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return {name: root / name for name in formats}
 
 
-def command(*arguments: str | Path, prefix: list[str] = (), **options) -> subprocess.CompletedProcess:
-    """Run `datapipe` or `trainer` as a child process, as a user does; `prefix`: the command it is run by."""
-    name, *rest = map(str, arguments)
-    code = f"import sys; from {name}.cli import main; sys.argv[0] = {name!r}; sys.exit(main())"
-    line = [*prefix, sys.executable, "-c", code, *rest]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, **options)
+# What a launcher tells the processes that it starts, and so the tests if they are in a job.
+OF_LAUNCHERS = "SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"
+OF_LAUNCHERS += "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of these tests, without GPUs and what has launched them, and with `changes`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ProcessServer]:
+    """What starts processes in milliseconds: see `tests.processes`."""
+    with open_server(clean_environment()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def command(server: ProcessServer) -> Callable[..., subprocess.CompletedProcess]:
+    """command("datapipe" or "trainer", …, env={}) -> what the command has printed, and its exit code.
+
+    `prefix`: the command that a new interpreter is run by. `fresh`: in a new interpreter.
+    """
+
+    def run(
+        name: str, *arguments: object, prefix: Sequence[str] = (), fresh: bool = False, **options
+    ) -> subprocess.CompletedProcess:
+        options = {"timeout": 300, **options}
+        if not fresh and not prefix and not reads_at_start(options.get("env", {})):
+            return server.run("-m", name, *arguments, **options)
+        line = [*prefix, sys.executable, "-m", name, *map(str, arguments)]
+        return subprocess.run(line, capture_output=True, text=True, **options)
+
+    return run
+
+
+def reads_at_start(env: Mapping[str, str]) -> bool:
+    """Whether an environment differs from that of the tests in what Python reads as it starts."""
+    names = {name for name in {*env, *os.environ} if name.startswith(("PYTHON", "LC_", "LANG"))}
+    return bool(env) and any(env.get(name) not in (os.environ.get(name), str(ROOT)) for name in names)
 
 
 @pytest.fixture(name="photo", scope="session")
@@ -132,8 +172,3 @@ def _photo():
 @pytest.fixture(name="encoded", scope="session")
 def _encoded():
     return encoded
-
-
-@pytest.fixture(name="command", scope="session")
-def _command():
-    return command

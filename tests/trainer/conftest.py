@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from datapipe.packing import PackOptions, pack
+from tests.conftest import clean_environment, reads_at_start
 from tests.ports import free_ports
-from tests.trainer.rank_server import Rank, Ranks, RankServer, open_rank_server
-from trainer.reporting import plots
+from tests.processes import Process, ProcessServer, Ranks, skip_report
 
-ROOT = Path(__file__).parents[2]
 NUM_TRAIN, NUM_VAL = 330, 77  # neither divides by a batch size used here
 BATCH_SIZE = 32
 
@@ -54,10 +52,15 @@ def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fewer_plots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A single one in the report that each training ends with, as drawing takes longer than these trainings do."""
-    if request.path.parent.name != "reporting":
-        monkeypatch.setattr(plots, "PLOTS", plots.PLOTS[:1])
+def _no_reports(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """At the end of trainings in this process, unless a test has `real_reports`: one takes longer than the training."""
+    if "trainer.run" in sys.modules and "real_reports" not in request.fixturenames:
+        monkeypatch.setattr("trainer.run.write_report", skip_report)
+
+
+@pytest.fixture
+def real_reports() -> None:
+    """For tests of the report that a training in this process ends with."""
 
 
 @pytest.fixture
@@ -98,23 +101,13 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _environment(changes: dict[str, str]) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | changes
-
-
-@pytest.fixture(scope="session")
-def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
-    with open_rank_server(tmp_path_factory.mktemp("server"), _environment({})) as server:
-        yield server
-
-
 @pytest.fixture
-def start(tmp_path: Path, request: pytest.FixtureRequest):
+def start(server: ProcessServer, tmp_path: Path, request: pytest.FixtureRequest):
     """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> what has the methods of Popen.
 
     `torchrun`: start the ranks by it, not one by one. `prefix`: the command that it is run by. Without these, and with
-    no variable that Python reads as it starts, a process is forked off one that has imported torch; not if `fresh`.
+    no variable that Python reads as it starts, a server forks the process; not if `fresh`. `reports`: with the report
+    that a training ends with.
     """
     children = []
 
@@ -125,24 +118,25 @@ def start(tmp_path: Path, request: pytest.FixtureRequest):
         prefix: Sequence[str] = (),
         torchrun: bool = False,
         fresh: bool = False,
-    ) -> subprocess.Popen | Rank | Ranks:
+        reports: bool = False,
+    ) -> subprocess.Popen | Process | Ranks:
         assert ranks == 1 or request.node.get_closest_marker("ranks"), "this test needs @pytest.mark.ranks"
-        environment = _environment(env or {})
-        if fresh or torchrun or prefix or any(name.startswith("PYTHON") for name in env or ()):
+        environment = clean_environment(**env or {})
+        if fresh or torchrun or prefix or reads_at_start(environment):
             assert torchrun or ranks == 1
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
             command = [*prefix, sys.executable, *(launcher if torchrun else []), *map(str, arguments)]
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "surrogateescape"}
             children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, **streams))
             return children[-1]
-        server, shared = request.getfixturevalue("rank_server"), {}
+        shared = {}
         if ranks > 1:
             shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
             shared["MASTER_PORT"] = free_port()
         started = []
         for rank in range(ranks):
             own = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-            started.append(server.start(arguments, environment | own, tmp_path))
+            started.append(server.start(*arguments, env=environment | own, cwd=tmp_path, reports=reports))
         children.extend(started)
         return Ranks(started) if ranks > 1 else started[0]
 

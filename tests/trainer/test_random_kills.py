@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 
 from datapipe.packing import PackOptions, pack
+from tests.conftest import clean_environment
 from tests.ports import free_ports
-from tests.trainer.conftest import _environment as clean_environment
+from tests.processes import Process, ProcessServer, open_server
 from tests.trainer.conftest import _write_idx as write_idx
-from tests.trainer.rank_server import Rank, RankServer, open_rank_server
 from tests.trainer.test_processes import flat, same
 from trainer.checkpoint import load_checkpoint
 from trainer.reporting.runlog import read_run
@@ -96,31 +96,31 @@ def data(folder: Path, sample_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RankServer]:
+def server(folder: Path) -> Iterator[ProcessServer]:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare, to mount a small disk")
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces are not allowed here")
-    with open_rank_server(folder, clean_environment({}), ["unshare", "-m", "sh", "-c", DISK, "sh"]) as server:
+    with open_server(clean_environment(), folder, ["unshare", "-m", "sh", "-c", DISK, "sh"]) as server:
         yield server
 
 
 class Training:
     """A training in `disk/NAME`, which only its ranks see by this name; `folder`: the same, for the test."""
 
-    def __init__(self, server: RankServer, data: Path, home: Path, name: str, kind: str) -> None:
+    def __init__(self, server: ProcessServer, data: Path, home: Path, name: str, kind: str) -> None:
         self._server, self._data, self._home, self._name = server, data, home, name
         self.disk = Path(f"/proc/{server.pid}/root{home}/disk")
         self.folder = self.disk / name
         self._words = [word for change in TRAININGS[kind] for word in ("--set", change)]
         (home / "recipe.toml").write_text(RECIPE)
 
-    def start(self, rank_timeout_s: float) -> list[Rank]:
+    def start(self, rank_timeout_s: float) -> list[Process]:
         line = ["-m", "trainer", "train", self._home / "recipe.toml", "--data", self._data, "--resume"]
         line += ["--out", f"disk/{self._name}", "--rank-timeout", rank_timeout_s, *self._words]
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
-        env = clean_environment(shared)
-        return [self._server.start(line, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+        ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        return [self._server.start(*line, env=clean_environment(**rank), cwd=self._home) for rank in ranks]
 
     def result(self) -> dict[str, object]:
         """All that the last and the best checkpoint hold, and the lines of the metrics, except times."""
@@ -136,7 +136,7 @@ class Training:
         return {key: value for key, value in values.items() if not key.endswith(times)}
 
 
-def disturb(kind: str, ranks: list[Rank], draw: random.Random, disk: Path) -> None:
+def disturb(kind: str, ranks: list[Process], draw: random.Random, disk: Path) -> None:
     victim = draw.choice(ranks)
     match kind:
         case "kill one":
@@ -160,7 +160,7 @@ def disturb(kind: str, ranks: list[Rank], draw: random.Random, disk: Path) -> No
                     file.write(bytes(min(left, 1 << 20)))
 
 
-def wait_for_end(ranks: list[Rank], has_begun: bool) -> None:
+def wait_for_end(ranks: list[Process], has_begun: bool) -> None:
     """Those that notice end by themselves, once the training has begun; before, a launcher would end them."""
     deadline = time.monotonic() + (HANG_S if has_begun else 1)
     while time.monotonic() < deadline:
@@ -173,7 +173,7 @@ def wait_for_end(ranks: list[Rank], has_begun: bool) -> None:
         rank.kill()
 
 
-def is_stopped(rank: Rank) -> bool:
+def is_stopped(rank: Process) -> bool:
     return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.trainer.conftest import _environment as clean_environment
+from tests.conftest import clean_environment
 
 TIMEOUT_S = 120
 
@@ -44,7 +44,7 @@ def test_one_rank_draws_a_bar(packed, recipe_file, port, tmp_path):
     children = [
         subprocess.Popen(
             [*map(str, line)],
-            env=clean_environment(shared | {"RANK": str(rank), "PYTHONIOENCODING": "utf-8"}),
+            env=clean_environment(**shared, RANK=str(rank), PYTHONIOENCODING="utf-8"),
             stdout=subprocess.DEVNULL,
             stderr=terminal.device,
         )

@@ -13,7 +13,7 @@ import pytest
 
 from datapipe.errors import SettingError
 from datapipe.packing import PackOptions, pack
-from tests.trainer.conftest import ROOT
+from tests.processes import ROOT
 from tests.trainer.test_processes import TIMEOUT_S, finish, wait_for_step
 from trainer.config.recipe import load_recipe
 from trainer.measuring.repeat import Repeats, repeat

@@ -1,0 +1,53 @@
+"""What tests cost: the CPU seconds of each file of tests, children included, in the last lines of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+NUM_FILES = 10
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def spent_s() -> float:
+    """Return the CPU seconds of this process and of all that it has started, what still runs included."""
+    waiting, ticks = [os.getpid()], 0
+    while waiting:
+        process = Path(f"/proc/{waiting.pop()}")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # user and system, then those of children that were waited for
+            for children in process.glob("task/*/children"):
+                waiting += map(int, children.read_text().split())
+    return ticks / TICKS_PER_S
+
+
+class Costs:
+    """A pytest plugin. A worker of pytest-xdist measures, and the process that prints the summary adds up."""
+
+    def __init__(self) -> None:
+        self._before_s = spent_s()
+        self._files: Counter[str] = Counter()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now_s = spent_s()
+        report.cpu_s, self._before_s = now_s - self._before_s, now_s
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._files[report.nodeid.partition("::")[0]] += report.cpu_s
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        total_s = self._files.total()
+        if total_s < 1:
+            return
+        terminalreporter.section(f"{total_s / 60:.1f} CPU-minutes, children included")
+        for path, seconds in self._files.most_common(NUM_FILES):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {path}")

@@ -1,0 +1,44 @@
+"""Waiting for what a test is about to see. The limits only end a test that hangs: no test asserts them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+LIMIT_S = 120.0
+POLL_S = 0.01
+
+
+class Child(Protocol):
+    """What `wait_until` needs of a process that the condition depends on."""
+
+    def poll(self) -> int | None: ...
+    def communicate(self) -> tuple[str, str]: ...
+
+
+def limit_s(seconds: float = LIMIT_S) -> float:
+    """Return a limit for a quiet machine as one for this machine, which may be busy."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def wait_until(condition: Callable[[], T], *children: Child, describe: Callable[[], object] = str) -> T:
+    """Return the first true value of a condition.
+
+    Args:
+        condition: What is asked again and again.
+        children: Processes that must not end before.
+        describe: Text for the failure message, of what there is instead.
+
+    Raises:
+        AssertionError: A process has ended, or nothing has come true before the limit.
+    """
+    end = time.monotonic() + limit_s()
+    while not (value := condition()):
+        for child in children:
+            assert child.poll() is None or condition(), f"a process has ended: {child.communicate()}"
+        assert time.monotonic() < end, f"did not happen in time: {describe()}"
+        time.sleep(POLL_S)
+    return value
