@@ -1,7 +1,7 @@
-"""Run by test_kfac_ranks, alone and under torchrun: the same training with each way to distribute K-FAC.
+"""Run by test_ranks on each rank, and alone in its own process: one training, with each way to distribute K-FAC.
 
-Arguments: file to write, of {way: {"weights": …, "cosines": …, "memory": …, "bytes": …}}; over several ranks also the
-file that was written alone. A way's first word says which training it is, whoever does what: all of one are the same.
+Arguments: "quick" or "all" ways; file to write, of {way: {"weights": …, "cosines": …, "memory": …, "bytes": …}}; file
+with the same of one rank alone. A way's first word names a training: all ways of one training end alike.
 """
 
 import os
@@ -18,8 +18,13 @@ from datapipe.cluster import rank_placement
 from trainer.connection import connected, leave
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, communication, reduce_to_owners
 
-BATCH, STEPS, SAVED_AT, BROKEN_AT = 24, 7, 4, 2
+BATCH, STEPS, SAVED_AT, BROKEN_AT = 24, 4, 2, 2  # factors change in steps 0 and 2, solutions in 0 and 3
 SETTINGS = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3, "lr": 0.05}
+# What every run of the tests trains on four ranks.
+QUICK = {f"{kind} {fraction}" for kind in ("eigen", "eigen-bytes") for fraction in ("0.25", "0.50", "1.00")}
+QUICK |= {"cholesky 0.50", "cholesky-bytes 0.50", "eigen 0.50 accumulated", "eigen-bfloat16-bytes 0.50"}
+QUICK |= {"uncorrelated-bytes 0.50", "eigen owners", "eigen owners, accumulated", "eigen resumed from one rank"}
+QUICK |= {"eigen in the background", "broken", "adaptive, owners", "ekfac-local", "local"}
 EVERY_STEP = {"factor_update_steps": 1, "inv_update_steps": 1, "steps": 2}
 
 
@@ -169,21 +174,22 @@ if __name__ == "__main__":
     found = {}
     with connected(rank_placement(os.environ)) as world:
         P = world.world_size
-        alone = torch.load(sys.argv[2], weights_only=True) if P > 1 else None
-        for way, options in ways(P, alone).items():
+        _, which, path, path_alone = sys.argv
+        for way, options in ways(P, torch.load(path_alone, weights_only=True)).items():
+            if way not in QUICK if which == "quick" else way == "eigen compiled" and P > 2:
+                continue
             communication.BUCKET_BYTES = 1 if way == "eigen in the background" else 4 << 20
             found[way] = train(world.rank, P, **options)
-        if P > 1:
-            for way, result in found.items():  # the same to the bit on all ranks
-                weights = torch.cat([value.flatten() for value in result["weights"].values()])
-                others = [torch.empty_like(weights) for _ in range(P)]
-                dist.all_gather(others, weights)
-                assert all(torch.equal(weights, other) for other in others), way
-            gathered = [None] * P
-            dist.all_gather_object(gathered, found)
-            for way, result in found.items():
-                for what in ("memory", "bytes", "state", "skipped"):
-                    result[what] = [of_rank[way][what] for of_rank in gathered]
+        for way, result in found.items():  # the same to the bit on all ranks
+            weights = torch.cat([value.flatten() for value in result["weights"].values()])
+            others = [torch.empty_like(weights) for _ in range(P)]
+            dist.all_gather(others, weights)
+            assert all(torch.equal(weights, other) for other in others), way
+        gathered = [None] * P
+        dist.all_gather_object(gathered, found)
+        for way, result in found.items():
+            for what in ("memory", "bytes", "state", "skipped"):
+                result[what] = [of_rank[way][what] for of_rank in gathered]
         if world.is_main:
-            torch.save(found, Path(sys.argv[1]))
+            torch.save(found, Path(path))
     leave(0)
