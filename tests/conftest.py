@@ -15,19 +15,20 @@ import pytest
 from hypothesis import settings
 from PIL import Image
 
-from tests.costs import Costs
 from tests.processes import ROOT, ProcessServer, open_server
+from tests.summary import Summary
 
 # Of this process and its children: threads of several processes on few cores wait for each other far longer than they
 # compute.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test asks for more: threads that wait compute nothing
 
 settings.register_profile("shared machine", deadline=None)  # a first call may be slow, and says nothing of the code
 settings.load_profile("shared machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Costs())
+    config.pluginmanager.register(Summary())
     # A job in the background ignores Ctrl-C, and hands that down to what it starts: tests send it to their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

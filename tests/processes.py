@@ -1,8 +1,8 @@
 """Python processes that start in milliseconds: a server that has imported what takes seconds forks each of them.
 
 Each is a process of its own, which from then on does what `python ARGUMENTS` does: with its own environment, pipes,
-signals and exit code. Start a new interpreter instead (`subprocess`) where its start is what is tested: what it imports,
-what it needs of memory, an encoding or another variable that Python reads as it starts.
+signals and exit code. If the start of an interpreter is what a test is about, use `subprocess` instead: for what is
+imported, how much memory is needed, an encoding or another variable that Python reads as it starts.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class ProcessServer:
                 if end == subprocess.PIPE:
                     reading, writing = os.pipe()
                     ours, theirs = (writing, reading) if number == 0 else (reading, writing)
-                    pipe = open(ours, "w" if number == 0 else "r", errors="surrogateescape")
+                    pipe = os.fdopen(ours, "w" if number == 0 else "r", errors="surrogateescape")
                     ends.callback(os.close, theirs)
                 elif end == subprocess.DEVNULL:
                     theirs = os.open(os.devnull, os.O_RDWR)
@@ -325,8 +325,9 @@ def _become(
         os.dup2(file, number)
     for file in files:
         os.close(file)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if is_leader:
         os.setsid()
     if host:

@@ -1,4 +1,4 @@
-"""What tests cost: the CPU seconds of each file of tests, children included, in the last lines of a run."""
+"""The last lines of a run of the tests: what was skipped and why, and the files that cost the most CPU seconds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def spent_s() -> float:
     return ticks / TICKS_PER_S
 
 
-class Costs:
+class Summary:
     """A pytest plugin. A worker of pytest-xdist measures, and the process that prints the summary adds up."""
 
     def __init__(self) -> None:
         self._before_s = spent_s()
         self._files: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -43,11 +44,18 @@ class Costs:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._files[report.nodeid.partition("::")[0]] += report.cpu_s
+        if report.skipped:
+            self._skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._skipped[f"{report.nodeid}: {report.longrepr[2].removeprefix('Skipped: ')}"] += 1
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for reason, count in self._skipped.most_common():
+            terminalreporter.write_line(f"{count:5} skipped: {reason}")
         total_s = self._files.total()
-        if total_s < 1:
-            return
-        terminalreporter.section(f"{total_s / 60:.1f} CPU-minutes, children included")
-        for path, seconds in self._files.most_common(NUM_FILES):
-            terminalreporter.write_line(f"{seconds:7.1f} s  {path}")
+        if total_s >= 1:
+            terminalreporter.section(f"{total_s / 60:.1f} CPU-minutes, children included")
+            for path, seconds in self._files.most_common(NUM_FILES):
+                terminalreporter.write_line(f"{seconds:7.1f} s  {path}")
