@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from datapipe.checks import check_name, checked_int
 from datapipe.cluster import num_nodes, placement, rank_placement
@@ -87,6 +87,13 @@ class Repeats:
     def folder(self, seed: int) -> Path:
         """Return the folder of the run with a seed."""
         return self.out / f"seed-{seed}"
+
+
+class Training(Protocol):
+    """What is needed of a process that trains."""
+
+    def wait(self) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
 
 
 def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
@@ -201,15 +208,13 @@ def _train(plan: Repeats, seed: int, facts: dict[str, Any]) -> tuple[int, int]:
 
 
 @contextmanager
-def _pass_on_signals(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
-    """Start a process, and send it SIGTERM for each signal; yield it, and the signals that have come.
+def _pass_on_signals(command: Sequence[str]) -> Iterator[tuple[Training, list[int]]]:
+    """Start a training, and send it SIGTERM for each signal; yield it, and the signals that have come.
 
-    It is alone in its process group, as the terminal's Ctrl-C would reach it as well, and a second one ends it at once.
-    srun and torchrun pass SIGTERM on, and not all of the others. What it prints goes to standard error: it is not the
-    result.
+    A second Ctrl-C ends it at once. srun and torchrun pass SIGTERM on, and not all of the others.
     """
     received: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
+    child: Training | None = None
 
     def pass_on(number: int, _frame: object) -> None:
         is_impatient = number == signal.SIGINT and len(received) > 0
@@ -219,15 +224,21 @@ def _pass_on_signals(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[
 
     previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, process_group=0, preexec_fn=_end_with_parent
-        )
+        child = start_training(command)
         if received:  # before there was a child
             child.send_signal(signal.SIGTERM)
         yield child, received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def start_training(command: Sequence[str]) -> Training:
+    """Start a training in a process group of its own, as the terminal's Ctrl-C would reach it as well.
+
+    What it prints goes to standard error: it is not the result.
+    """
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, process_group=0, preexec_fn=_end_with_parent)
 
 
 def _end_with_parent() -> None:

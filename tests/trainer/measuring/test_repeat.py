@@ -8,29 +8,45 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from datapipe.errors import SettingError
 from datapipe.packing import PackOptions, pack
 from tests.processes import ROOT
-from tests.trainer.test_processes import TIMEOUT_S, finish, wait_for_step
+from tests.waiting import limit_s, wait_until
 from trainer.config.recipe import load_recipe
 from trainer.measuring.repeat import Repeats, repeat
-from trainer.measuring.runs import ATTEMPTS, settings_alike
+from trainer.measuring.runs import settings_alike
 
-REACHED = ("--set", "train.target_accuracy=0.2", "--set", "train.epochs=2")  # by chance it is 0.25
+CHILDREN = Path(__file__).parent / "children"
+REACHED = ("--set", "train.target_accuracy=0.01", "--set", "train.epochs=1")
 
 
 @pytest.fixture
 def again(start, packed, recipe_file, tmp_path):
-    """again("runs", "--seeds", 2, …) -> what starts `trainer repeat` into tmp_path/runs, as `start` does."""
+    """again("runs", "--seeds", 2, …) -> what starts `trainer repeat` into tmp_path/runs, as `start` does.
 
-    def _again(name, *arguments, data=packed, **options):
-        command = ["-m", "trainer", "repeat", recipe_file, "--data", data, "--out", tmp_path / name]
-        return start(*command, "--device", "cpu", *arguments, **options)
+    Its trainings are forked. `as_users_do`: they are new interpreters.
+    """
+
+    def _again(name, *arguments, as_users_do=False, **options):
+        command = ["-m", "trainer"] if as_users_do else [CHILDREN / "repeat_of_forks.py"]
+        command += ["repeat", recipe_file, "--data", packed, "--out", tmp_path / name, "--device", "cpu"]
+        return start(*command, *arguments, **options)
 
     return _again
+
+
+def finish(child) -> tuple[int, str, str]:
+    out, err = child.communicate(timeout=limit_s())
+    return child.returncode, out, err
+
+
+def wait_for_step(child, run: Path, step: int) -> None:
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), child)
 
 
 @pytest.fixture
@@ -47,18 +63,19 @@ def fake(plan, monkeypatch):
     """
 
     def _fake(endings: dict[int, tuple[int, str]], **its):
-        def command(self, seed):
+        def end(command):
+            seed = int(command[-1].removeprefix("train.seed="))
             code, status, *stopped_by = endings[seed]
             header = {"event": "run", "format": 1, "recipe": recipe.model_dump(mode="json"), "world_size": 1}
             header["recipe"]["train"]["seed"] = seed
-            end = {"event": "end", "status": status, "accuracy": 0.5, "elapsed_s": 1.0, "images_per_s": 9.0}
-            lines = [header, end | {"stopped_by": stopped_by[0] if stopped_by else None, "written_at": time.time()}]
-            text = "".join(json.dumps(line) + "\n" for line in lines[: 2 if status else 0])
-            write = f"open({str(self.folder(seed) / 'metrics.jsonl')!r}, 'w').write({text!r})" if status else ""
-            end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
-            return [sys.executable, "-c", f"import os, sys\n{write}\n{end}"]
+            last = {"event": "end", "status": status, "accuracy": 0.5, "elapsed_s": 1.0, "images_per_s": 9.0}
+            lines = [header, last | {"stopped_by": stopped_by[0] if stopped_by else None, "written_at": time.time()}]
+            if status:
+                folder = Path(command[command.index("--out") + 1])
+                (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return SimpleNamespace(wait=lambda: code)
 
-        monkeypatch.setattr(Repeats, "command", command)
+        monkeypatch.setattr("trainer.measuring.repeat.start_training", end)
         return repeat(plan(num_seeds=len(endings), **its))
 
     recipe = load_recipe(plan().recipe)
@@ -128,18 +145,18 @@ def test_stopped_and_continued(again, tmp_path, metrics, number, code):
         assert "seed-0 was resumed 1 time" in out
 
 
-@pytest.mark.parametrize("with_training", [True, False])
-def test_killed_and_continued(again, tmp_path, metrics, with_training):
-    """With the training, or alone: the training then saves and ends. The killed repeat itself writes nothing more."""
+@pytest.mark.parametrize("as_users_do", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_killed_and_continued(again, tmp_path, metrics, as_users_do):
+    """A training, whose repeat is gone, saves and ends. One that was killed as well continues from its checkpoint."""
     every = ("--set", "train.checkpoint_every_steps=3", "--set", "train.epochs=2")
-    child = again("runs", "--seeds", 1, *every, fresh=True)  # so that it writes to a pipe, as its training then does
+    child = again("runs", "--seeds", 1, *every, as_users_do=as_users_do)
     wait_for_step(child, tmp_path / "runs" / "seed-0", 7)
     (training,) = map(int, Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split())
     child.kill()
-    if with_training:
+    if not as_users_do:
         os.kill(training, signal.SIGKILL)
     finish(child)  # and the training, which has the same pipe
-    assert (metrics(tmp_path / "runs" / "seed-0")[-1].get("status") == "interrupted") != with_training
+    assert (metrics(tmp_path / "runs" / "seed-0")[-1].get("status") == "interrupted") == as_users_do
     code, _, err = finish(again("runs", "--seeds", 1, *every))
     assert code == 0, err
     lines = metrics(tmp_path / "runs" / "seed-0")
@@ -158,15 +175,16 @@ def test_elements_of_an_array_job(again, tmp_path):
     assert code == 2 and "--index 2: is out of range; allowed: 0 to 1" in err
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_are_stopped_and_continued(again, tmp_path, metrics):
-    child = again("runs", "--seeds", 1, "--ranks", 2)
+    child = again("runs", "--seeds", 1, "--ranks", 2, as_users_do=True)
     wait_for_step(child, tmp_path / "runs" / "seed-0", 4)
     child.send_signal(signal.SIGUSR1)
     code, _, err = finish(child)
     assert code == 138, err
     assert metrics(tmp_path / "runs" / "seed-0")[-1]["status"] == "interrupted"
-    code, _, err = finish(again("runs", "--seeds", 1, "--ranks", 2))
+    code, _, err = finish(again("runs", "--seeds", 1, "--ranks", 2, as_users_do=True))
     assert code == 0, err
     lines = metrics(tmp_path / "runs" / "seed-0")
     assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 2]
@@ -318,7 +336,7 @@ def scaling(packed, recipe_file, tmp_path):
 def test_scaling_over_ranks(scaling, tmp_path):
     """On 1 and 2 ranks, twice each; 3 do not divide the batch, and are in the table as what failed."""
     child = scaling("--ranks", "1 2 3", "--times", "2", "--device", "cpu", "--set", "train.epochs=1")
-    out, err = child.communicate(timeout=4 * TIMEOUT_S)
+    out, err = child.communicate(timeout=limit_s(480))
     assert child.returncode == 1, err
     assert "--ranks 3: train.batch_size, 32, is not a multiple of it" in err
     one, two, three = out.splitlines()[1:]
@@ -332,24 +350,32 @@ def test_scaling_over_ranks(scaling, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "scaling").rglob("metrics.jsonl")}
     assert len(before) == 4
     child = scaling("--ranks", "1 2", "--times", "2", "--device", "cpu", "--set", "train.epochs=1")
-    assert child.communicate(timeout=TIMEOUT_S) and child.returncode == 0
+    assert child.communicate(timeout=limit_s()) and child.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_scaling_explains_itself(scaling):
-    out, err = scaling("--help").communicate(timeout=TIMEOUT_S)
+    out, err = scaling("--help").communicate(timeout=limit_s())
     assert "bash tools/scaling.sh RECIPE --data DIR --out DIR" in out and err == "" and "set -e" not in out
 
 
-def test_scaling_is_stopped(scaling, tmp_path, metrics):
+def test_scaling_is_stopped(scaling, tmp_path):
+    """The training gets SIGTERM and is waited for, and no other begins. `trainer` is played."""
+    (tmp_path / "bin" / "trainer").write_text(
+        f"""#!/bin/sh
+trap 'kill $!; echo stopped >>{tmp_path}/played; exit 143' TERM
+sleep infinity &
+echo "$@" >>{tmp_path}/played
+wait
+"""
+    )
     child = scaling("--ranks", "1", "--times", "2", "--device", "cpu")
-    wait_for_step(child, tmp_path / "scaling" / "ranks-1" / "seed-0", 3)
+    wait_until((tmp_path / "played").exists, child)
     child.terminate()
-    child.communicate(timeout=TIMEOUT_S)
+    child.communicate(timeout=limit_s())
     assert child.returncode == 143
-    assert metrics(tmp_path / "scaling" / "ranks-1" / "seed-0")[-1]["status"] == "interrupted"
-    time.sleep(0.1)
-    assert not (tmp_path / "scaling" / "ranks-1" / "seed-1" / ATTEMPTS).exists()
+    begun, ended = (tmp_path / "played").read_text().splitlines()
+    assert begun.endswith("--ranks 1 --index 0") and ended == "stopped"
 
 
 def test_scaling_under_slurm(scaling, tmp_path):
@@ -358,7 +384,7 @@ def test_scaling_under_slurm(scaling, tmp_path):
     sbatch.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/jobs\nwc -l < {tmp_path}/jobs\n')
     sbatch.chmod(0o755)
     child = scaling("--ranks", "1 4", "--slurm", "--set", "train.epochs=1", SBATCH="sbatch --account=abc")
-    out, err = child.communicate(timeout=TIMEOUT_S)
+    out, err = child.communicate(timeout=limit_s())
     assert child.returncode == 0, err
     one, four, table = (tmp_path / "jobs").read_text().splitlines()
     assert "--account=abc" in one and "--ntasks=1 " in one and "--ntasks=4 " in four
@@ -372,5 +398,5 @@ def test_scaling_under_slurm(scaling, tmp_path):
 )
 def test_wrong_use_of_scaling(scaling, tmp_path, arguments):
     child = scaling(*arguments)
-    assert child.communicate(timeout=TIMEOUT_S)[1] and child.returncode == 2
+    assert child.communicate(timeout=limit_s())[1] and child.returncode == 2
     assert not (tmp_path / "scaling").exists()
