@@ -16,6 +16,7 @@ from datapipe.packing import PackOptions, pack
 from tests.conftest import clean_environment, reads_at_start
 from tests.ports import free_ports
 from tests.processes import Process, ProcessServer, Ranks, skip_report
+from tests.trainer.runs import setting
 
 NUM_TRAIN, NUM_VAL = 330, 77  # neither divides by a batch size used here
 BATCH_SIZE = 32
@@ -70,7 +71,20 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def _write_idx(folder: Path, stem: str, images: np.ndarray, labels: np.ndarray) -> None:
+@pytest.fixture
+def cli(alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """cli("train", recipe, …) -> exit code, output and errors of a `trainer` command in this process."""
+    from trainer.cli import main
+
+    def _cli(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["trainer", *map(str, words)])
+        code = main()
+        return code, *capsys.readouterr()
+
+    return _cli
+
+
+def write_idx(folder: Path, stem: str, images: np.ndarray, labels: np.ndarray) -> None:
     header = struct.pack(">HBB3I", 0, 8, 3, *images.shape)
     (folder / f"{stem}-images-idx3-ubyte").write_bytes(header + images.tobytes())
     header = struct.pack(">HBBI", 0, 8, 1, len(labels))
@@ -89,7 +103,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for image, label in zip(images, labels, strict=True):
             top, left = 8 * (label // 2), 8 * (label % 2)
             image[top : top + 8, left : left + 8] += 100
-        _write_idx(folder, stem, images, labels)
+        write_idx(folder, stem, images, labels)
     pack(folder, folder.parent / "packed", PackOptions(workers=1))
     return folder.parent / "packed"
 
@@ -105,7 +119,7 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(server: ProcessServer, tmp_path: Path, request: pytest.FixtureRequest):
     """Start a Python child in tmp_path: start(arg…, ranks=1, env={}) -> what has the methods of Popen.
 
-    `torchrun`: start the ranks by it, not one by one. `prefix`: the command that it is run by. Without these, and with
+    `torchrun`: start the ranks by it, not one by one. `prefix`: the command that it is run by. Without that, and with
     no variable that Python reads as it starts, a server forks the process; not if `fresh`. `reports`: with the report
     that a training ends with.
     """
@@ -122,21 +136,18 @@ def start(server: ProcessServer, tmp_path: Path, request: pytest.FixtureRequest)
     ) -> subprocess.Popen | Process | Ranks:
         assert ranks == 1 or request.node.get_closest_marker("ranks"), "this test needs @pytest.mark.ranks"
         environment = clean_environment(**env or {})
-        if fresh or torchrun or prefix or reads_at_start(environment):
-            assert torchrun or ranks == 1
+        words = [*map(str, arguments)]
+        if torchrun:
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
-            command = [*prefix, sys.executable, *(launcher if torchrun else []), *map(str, arguments)]
+            words, ranks = [*launcher, *words], 1
+        if fresh or prefix or reads_at_start(environment):
+            assert ranks == 1
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "surrogateescape"}
+            command = [*prefix, sys.executable, *words]
             children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, **streams))
             return children[-1]
-        shared = {}
-        if ranks > 1:
-            shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
-            shared["MASTER_PORT"] = free_port()
-        started = []
-        for rank in range(ranks):
-            own = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-            started.append(server.start(*arguments, env=environment | own, cwd=tmp_path, reports=reports))
+        places = each_rank(ranks, LOCAL_WORLD_SIZE=str(ranks)) if ranks > 1 else [{}]
+        started = [server.start(*words, env=environment | own, cwd=tmp_path, reports=reports) for own in places]
         children.extend(started)
         return Ranks(started) if ranks > 1 else started[0]
 
@@ -145,6 +156,33 @@ def start(server: ProcessServer, tmp_path: Path, request: pytest.FixtureRequest)
         if child.poll() is None:
             child.kill()
             child.communicate()
+
+
+@pytest.fixture
+def train(start, packed: Path, recipe_file: Path, tmp_path: Path):
+    """train("run", "train.epochs=1", …, words=["--resume"]) -> what trains with these settings into tmp_path/run.
+
+    `program`: what runs, instead of the `trainer` command. `data`: the data set. Otherwise as `start` has it.
+    """
+
+    def _train(
+        name: str,
+        *changes: str,
+        words: Sequence[object] = (),
+        program: Sequence[object] = ("-m", "trainer"),
+        data: Path = packed,
+        **options,
+    ) -> subprocess.Popen | Process | Ranks:
+        command = [*program, "train", recipe_file, "--data", data, "--out", tmp_path / name, *setting(changes), *words]
+        return start(*command, **options)
+
+    return _train
+
+
+def each_rank(ranks: int, **more: str) -> list[dict[str, str]]:
+    """Return the environment variables by which a launcher tells each rank its place."""
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), **more}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def free_port() -> str:

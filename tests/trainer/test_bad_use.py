@@ -1,10 +1,11 @@
-"""What a user may get wrong, on the real command line: one clear line, the right exit code, and nothing left behind."""
+"""What a user may get wrong, on the command line: one clear line, the right exit code, and nothing left behind."""
 
 import json
 
 import pytest
 
-from tests.trainer.reporting.test_report import finished
+from tests.trainer.reporting.test_report import finished, header
+from trainer.reporting import plots
 
 LARS = '--set=optimizer={name="lars", preconditioner="kfac"'
 
@@ -46,40 +47,48 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(start, packed, tmp_path, case):
+def test_it_is_refused(cli, packed, tmp_path, case):
     words, message = CASES[case]
     words = words.split() if isinstance(words, str) else words
-    child = start("-m", "trainer", *words, "--data", packed, "--out", tmp_path / "out")
-    said, errors = child.communicate(timeout=120)
-    assert child.returncode == 2, errors
+    code, said, errors = cli(*words, "--data", packed, "--out", tmp_path / "out")
+    assert code == 2, errors
     last = errors.splitlines()[-1]
     assert last.startswith("error: ") and message in last and "Traceback" not in errors, errors
     assert "Settings(" not in errors and said == ""
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["compare", "report"])
-@pytest.mark.parametrize("what", ["targets", "data sets", "validation images"])
-def test_runs_that_do_not_compare(start, tmp_path, what, command):
-    """They are not rated; the report shows them beside each other, with a warning where it concerns their data."""
-    folders = [finished(tmp_path / name) for name in ("a", "b")]
-    path = folders[1] / "metrics.jsonl"
-    first, rest = path.read_text().split("\n", 1)
-    header = json.loads(first)
-    if what == "targets":
-        header["recipe"]["train"]["target_accuracy"] = 0.8
-    else:
-        header |= {"data_sets": ["1", "2"]} if what == "data sets" else {"val_samples": 9}
-    path.write_text(json.dumps(header) + "\n" + rest)
-    first = json.loads((folders[0] / "metrics.jsonl").read_text().split("\n", 1)[0]) | {"data_sets": ["1", "3"]}
-    (folders[0] / "metrics.jsonl").write_text(json.dumps(first) + "\n" + rest)
-    child = start("-m", "trainer", command, *folders, *(["--out", "out"] if command == "report" else []))
-    said, errors = child.communicate(timeout=120)
-    assert "Traceback" not in errors
-    if command == "compare":
-        assert child.returncode == 2 and said == "", errors
-        assert errors.startswith("error: (A, a) and (B, b) cannot be compared: ") and what.split()[-1][:6] in errors
-    else:
-        assert child.returncode == 0, errors
-        page = (tmp_path / "out" / "report.html").read_text()
-        assert "Not all runs are known to be of the same data set" in page
+RECIPE = header()["recipe"]
+
+
+def unlike(folder, line):
+    """Write two runs, the second of which has other values in its first line; return their folders."""
+    runs = [finished(folder / name) for name in ("a", "b")]
+    for run, values in zip(runs, ({"data_sets": ["1", "3"]}, line), strict=True):
+        first, rest = (run / "metrics.jsonl").read_text().split("\n", 1)
+        (run / "metrics.jsonl").write_text(json.dumps(json.loads(first) | values) + "\n" + rest)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ({"recipe": RECIPE | {"train": RECIPE["train"] | {"target_accuracy": 0.8}}}, "target"),
+        ({"data_sets": ["1", "2"]}, "sets"),
+        ({"val_samples": 9}, "images"),
+    ],
+    ids=["targets", "data sets", "validation images"],
+)
+def test_runs_that_do_not_compare_are_not_rated(cli, tmp_path, line, word):
+    code, said, errors = cli("compare", *unlike(tmp_path, line))
+    assert code == 2 and said == "" and "Traceback" not in errors, errors
+    assert errors.startswith("error: (A, a) and (B, b) cannot be compared: ") and word in errors
+
+
+def test_a_report_on_runs_of_several_data_sets_says_so(cli, monkeypatch, tmp_path):
+    """It shows them beside each other."""
+    monkeypatch.setattr(plots, "PLOTS", plots.PLOTS[:1])
+    code, _, errors = cli("report", *unlike(tmp_path, {"data_sets": ["1", "2"]}), "--out", tmp_path / "out")
+    assert code == 0 and "Traceback" not in errors, errors
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Not all runs are known to be of the same data set" in page

@@ -8,19 +8,17 @@ import shutil
 
 import pytest
 
-ENDS_S = 120  # by then it hangs; it takes about 10 s
+from tests.trainer.runs import finish
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_shard_that_hangs_ends_the_run(packed, recipe_file, start, tmp_path, split):
+def test_a_shard_that_hangs_ends_the_run(train, packed, tmp_path, split):
     data = shutil.copytree(packed, tmp_path / "data")
     shard = data / split / "shard-000000.tar"
     shard.unlink()
     os.mkfifo(shard)
-    settings = ("data.timeout_s=2", "data.retries=1", "train.epochs=1")
-    changes = [part for setting in settings for part in ("--set", setting)]
-    run = start("-m", "trainer", "train", recipe_file, "--data", data, "--out", tmp_path / "run", *changes)
-    _, errors = run.communicate(timeout=ENDS_S)
+    changes = "data.timeout_s=4", "data.retries=1", "train.epochs=1", "train.batch_size=330"
+    code, _, errors = finish(train("run", *changes, data=data))
     last = errors.splitlines()[-1]
-    assert run.returncode == 1 and last.startswith(f"error: {data / split}, shard {shard.name}: waiting for a"), errors
-    assert "timeout_s=2" in last and "Traceback" not in errors
+    assert code == 1 and last.startswith(f"error: {data / split}, shard {shard.name}: waiting for a"), errors
+    assert "timeout_s=4" in last and "Traceback" not in errors

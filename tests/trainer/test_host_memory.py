@@ -1,46 +1,36 @@
 """Memory that is freed is used again, without a page fault."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import clean_environment
+from trainer.config.recipe import load_recipe
 from trainer.host_memory import HUGE_PAGES, keep_freed_memory
+from trainer.run import run
 
-ROOT = Path(__file__).parents[2]
 ROUNDS, TENSOR_BYTES = 20, 32 << 20
-CHILD = f"""
-import resource, sys
-from trainer.host_memory import keep_freed_memory
-if sys.argv[1] == "kept" and not keep_freed_memory():
-    sys.exit(3)
-import torch
-
-faults = []
-for _ in range({ROUNDS}):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    del_me = torch.ones({TENSOR_BYTES} // 4)
-    del del_me
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(sum(faults[2:]))
-"""
+CHILD = Path(__file__).parent / "children" / "faults_of_tensors.py"
 
 
-def faults(how: str) -> int:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_"))}
-    for name in ("GLIBC_TUNABLES", "LD_PRELOAD"):
-        environ.pop(name, None)
-    command = [sys.executable, "-c", CHILD, how]
-    done = subprocess.run(command, env=environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
-    if done.returncode == 3:
-        pytest.skip("the C library is not glibc")
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+@pytest.fixture
+def faults(server):
+    """faults("kept") -> page faults of tensors that come after others of their size."""
+
+    def _faults(how: str) -> int:
+        set_up = ("MALLOC_", "THP_", "GLIBC_TUNABLES", "LD_PRELOAD")
+        environ = {name: value for name, value in clean_environment().items() if not name.startswith(set_up)}
+        done = server.run(CHILD, how, ROUNDS, TENSOR_BYTES, env=environ)
+        if done.returncode == 3:
+            pytest.skip("the C library is not glibc")
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    return _faults
 
 
-def test_a_tensor_takes_the_memory_of_one_that_was_freed():
+def test_a_tensor_takes_the_memory_of_one_that_was_freed(faults):
     pages = TENSOR_BYTES // os.sysconf("SC_PAGE_SIZE")
     assert faults("kept") < 2 * pages
     assert (
@@ -55,13 +45,11 @@ def test_an_allocator_that_was_set_up_stays(name):
     assert environ == {name: "x"}
 
 
-def test_runs_on_the_processor_keep_theirs(start, packed, recipe_file, tmp_path):
-    code = (
-        "import os, sys; from trainer.cli import app; app(sys.argv[1:], standalone_mode=False);"
-        f"print('huge pages:', os.environ.get({HUGE_PAGES!r}))"
-    )
-    words = ["train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=1"]
-    child = start("-c", code, *words, env={"PYTHONPATH": str(ROOT)})
-    out, err = child.communicate(timeout=300)
-    assert child.returncode == 0, err
-    assert "huge pages: 1" in out
+@pytest.mark.usefixtures("alone")
+def test_runs_on_the_processor_keep_theirs(packed, recipe_file, tmp_path, monkeypatch):
+    monkeypatch.delenv(HUGE_PAGES, raising=False)
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))]:
+        monkeypatch.delenv(name)
+    recipe = load_recipe(str(recipe_file), ["train.epochs=1", "train.batch_size=330"])
+    assert run(recipe, packed, tmp_path / "run") == 0
+    assert os.environ[HUGE_PAGES] == "1"

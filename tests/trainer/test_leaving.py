@@ -2,44 +2,16 @@
 
 import shutil
 import signal
-import subprocess
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 60  # a hang is of 600 s, or of the ranks' 30 minutes
+from tests.trainer.conftest import each_rank
+from tests.trainer.runs import finish
+from tests.waiting import wait_until
 
-# `trainer`, with a destroy_process_group of torch's that behaves as it does under NCCL while the other ranks are in a
-# collective: it does not come back.
-COMMAND = """
-import sys, time
-import torch.distributed as dist
-real = dist.destroy_process_group
-def blocks(*arguments):
-    print("destroying", flush=True)
-    time.sleep(600)
-def works(*arguments):
-    print("destroying", flush=True)
-    real(*arguments)
-dist.destroy_process_group = {"blocks": blocks, "works": works}[sys.argv.pop(1)]
-from trainer.cli import main
-%s
-sys.exit(main())
-"""
-# What one rank raises in the third step.
-RAISE = """
-import os
-from trainer import loop
-real_update, steps = loop._update, []
-def update(*arguments):
-    steps.append(0)
-    if len(steps) == 3 and os.environ["RANK"] == "1":
-        raise {}
-    real_update(*arguments)
-loop._update = update
-"""
+LEAVING = Path(__file__).parent / "children" / "leaving.py"
+ONE_EPOCH = ["train.epochs=1", "train.batch_size=64"]
 
 
 @pytest.fixture
@@ -56,32 +28,23 @@ def damaged(packed, tmp_path):
 
 
 @pytest.fixture
-def two_ranks(start, recipe_file, packed, port, tmp_path):
-    """two_ranks("blocks", data of rank 1, code) -> both ranks, without a launcher that would end the other."""
+def two(train, packed):
+    """two("blocks", what="surprise", data=…) -> both ranks, without a launcher that would end the other.
 
-    def _two_ranks(destroy: str, data: Path = packed, code: str = "", changes: Sequence[str] = ()) -> list:
-        (tmp_path / "command.py").write_text(COMMAND % code)
-        env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        words = ["train", recipe_file, "--out", tmp_path / "run", *(w for c in changes for w in ("--set", c))]
-        return [
-            start(
-                tmp_path / "command.py", destroy, *words, "--data", folder,
-                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank, folder in enumerate((packed, data))
-        ]  # fmt: skip
+    `what` disturbs rank 1, whose data set is `data`; the first word: what taking the connections down does.
+    """
 
-    return _two_ranks
+    def _two(destroy: str, what: str = "nothing", data: Path = packed) -> list:
+        program = [LEAVING, destroy, what, 3, 1]
+        places = zip((packed, data), each_rank(2), strict=True)
+        return [train("run", *ONE_EPOCH, program=program, data=folder, env=env) for folder, env in places]
+
+    return _two
 
 
-def finish(child: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = child.communicate(timeout=TIMEOUT_S)
-    return child.returncode, out, err
-
-
-def test_a_rank_that_cannot_read_an_image_says_so_and_is_gone(two_ranks, damaged, metrics, tmp_path):
+def test_a_rank_that_cannot_read_an_image_says_so_and_is_gone(two, damaged, metrics, tmp_path):
     """Rank 0 waits in a collective operation meanwhile."""
-    first, second = two_ranks("blocks", damaged)
+    first, second = two("blocks", data=damaged)
     code, out, err = finish(second)
     assert code == 1, err
     assert "error: " in err and str(damaged) in err and "Traceback" not in err
@@ -94,15 +57,15 @@ def test_a_rank_that_cannot_read_an_image_says_so_and_is_gone(two_ranks, damaged
 
 
 @pytest.mark.parametrize(
-    ("raised", "expected", "says"),
+    ("what", "expected", "says"),
     [
-        ('ZeroDivisionError("a surprise")', 1, "ZeroDivisionError: a surprise"),
-        ("KeyboardInterrupt", 130, "interrupted"),  # a second Ctrl-C
-        ("SystemExit(143)", 143, "terminated"),
+        ("surprise", 1, "ZeroDivisionError: a surprise"),
+        ("second Ctrl-C", 130, "interrupted"),
+        ("exit", 143, "terminated"),
     ],
 )
-def test_other_ways_out(two_ranks, raised, expected, says):
-    first, second = two_ranks("blocks", code=RAISE.format(raised))
+def test_other_ways_out(two, what, expected, says):
+    first, second = two("blocks", what)
     code, out, err = finish(second)
     assert code == expected
     assert says in err and ("Traceback" in err) == (expected == 1) and "destroying" not in out
@@ -110,21 +73,24 @@ def test_other_ways_out(two_ranks, raised, expected, says):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(start, recipe_file, packed, port, tmp_path, number):
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    child = start("-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", env=env)
-    deadline = time.monotonic() + TIMEOUT_S
-    while "waiting for 2 ranks" not in child.said()[1]:
-        assert child.poll() is None and time.monotonic() < deadline, child.said()
-        time.sleep(0.05)
-    time.sleep(1)  # it is in torch by then
+def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(train, tmp_path, number):
+    child = train("run", env=each_rank(2)[0])
+    while "waiting for 2 ranks" not in (line := child.stderr.readline()):
+        assert line, finish(child)
+    wait_until(lambda: not is_caught(child.pid, number), child)  # while it is in torch, Python's handlers do not run
     child.send_signal(number)
     assert finish(child)[0] == -number
     assert not (tmp_path / "run").exists()
 
 
-def test_success_takes_the_connections_down(two_ranks):
-    for child in two_ranks("works", changes=["train.epochs=1"]):
+def is_caught(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    (caught,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_success_takes_the_connections_down(two):
+    for child in two("works"):
         code, out, err = finish(child)
         assert code == 0, err
         assert out.count("destroying") == 1

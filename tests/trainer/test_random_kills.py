@@ -26,8 +26,8 @@ from datapipe.packing import PackOptions, pack
 from tests.conftest import clean_environment
 from tests.ports import free_ports
 from tests.processes import Process, ProcessServer, open_server
-from tests.trainer.conftest import _write_idx as write_idx
-from tests.trainer.test_processes import flat, same
+from tests.trainer.conftest import write_idx
+from tests.trainer.runs import flat, same
 from trainer.checkpoint import load_checkpoint
 from trainer.reporting.runlog import read_run
 

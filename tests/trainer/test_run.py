@@ -443,6 +443,8 @@ def test_a_damaged_checkpoint_stays_where_the_run_is_refused(go, tmp_path, no_re
         ("data.backend=gpu", "backend.*'gpu'"),
         ("train.precision=fp16", r"train\.precision"),
         ("train.batch_size=1", r"train\.batch_size = 1.*at least 2"),
+        ("train.accumulation_steps=5", r"train\.accumulation_steps = 5: must divide the 32 images of a rank"),
+        ("train.accumulation_steps=32", r"train\.accumulation_steps = 32: must divide the 32 images of a rank"),
         ("data={size=24, mean=[0.1], std=[0.1], crop='pad', pad=1}", r"^data\.pad: 1 is too little"),
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
 from trainer.distributed import World
+from trainer.run import RunOptions
 from trainer.stop import SIGNALS, StopSignal, signal_of
 from trainer.time_limit import RESERVE_S, find_end, parse_limit, warn_if_short
 
@@ -31,12 +32,19 @@ def test_each_signal_is_refused_or_stops_a_run(number):
     assert signal.getsignal(number) == before
 
 
-@pytest.mark.parametrize("name", ["KILL", "STOP", "SIGKILL", "kill", "SEGV", "NOSUCH", "", "9"])
-def test_a_signal_that_stops_no_run_is_refused_before_it_begins(command, packed, recipe_file, tmp_path, name):
+@pytest.mark.parametrize("name", ["KILL", "SIGSTOP", "kill", "NOSUCH", "", "9"])
+def test_a_name_after_which_nothing_can_be_saved_is_refused(name):
+    with pytest.raises(SettingError, match=r"^--stop-signals .*such as TERM,INT,USR1,USR2$"):
+        RunOptions(stop_signals=["TERM", name])
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [("--stop-signals=TERM,KILL", "--stop-signals KILL"), ("--max-time=0:20", "is 20 s")]
+)
+def test_it_is_refused_before_the_run_begins(cli, packed, recipe_file, tmp_path, option, words):
     out = tmp_path / "run"
-    done = command("trainer", "train", recipe_file, "--data", packed, "--out", out, "--stop-signals", f"TERM,{name}")
-    assert done.returncode == 2 and "error: --stop-signals " in done.stderr
-    assert "such as TERM,INT,USR1,USR2" in done.stderr and not out.exists()
+    code, _, errors = cli("train", recipe_file, "--data", packed, "--out", out, option)
+    assert code == 2 and "error: --" in errors and words in errors and not out.exists()
 
 
 @given(st.integers(1, 100_000))
@@ -62,9 +70,3 @@ def test_who_has_time_for_a_single_step_is_told(caplog, ends_at, left):
     assert [record.getMessage().partition(" s are left")[0] for record in caplog.records] == (
         [] if left is None else [str(left)]
     )
-
-
-def test_a_max_time_within_the_reserve_is_refused_before_the_run_begins(command, packed, recipe_file, tmp_path):
-    out = tmp_path / "run"
-    done = command("trainer", "train", recipe_file, "--data", packed, "--out", out, "--max-time", "0:20")
-    assert done.returncode == 2 and "error: --max-time 0:20: is 20 s" in done.stderr and not out.exists()

@@ -1,4 +1,4 @@
-"""Run by test_processes under torchrun: train a network without BN, evaluate it, save both.
+"""A rank that trains a network without BN, evaluates it and saves both.
 
 Arguments: packed data set, global batch size, file to write.
 """
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ def main(data: Path, global_batch_size: int, out: Path) -> None:
     module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4))
     model = wrap(module, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    place = {"size": 16, "rank": world.rank, "world_size": world.world_size, "threads": 1}
+    place: dict[str, Any] = {"size": 16, "rank": world.rank, "world_size": world.world_size, "threads": 1}
     module.register_forward_pre_hook(lambda _, inputs: normalise(inputs[0], (0.3,), (0.3,)))
     batch_size = world.batch_size(global_batch_size)
     with open_loader(data / "train", batch_size, **place) as loader:
@@ -41,6 +42,7 @@ def main(data: Path, global_batch_size: int, out: Path) -> None:
             world=world,
             precision=choose_precision("off", world.device),
         )
+    assert result is not None
     if world.is_main:
         torch.save(module.state_dict(), out)
         out.with_suffix(".json").write_text(json.dumps([result.accuracy, result.loss]))

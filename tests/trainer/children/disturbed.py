@@ -1,0 +1,57 @@
+"""`trainer`, disturbed at a chosen moment: disturbed.py WHAT STEP RANK, and then the words of the command.
+
+WHAT happens to this rank before the update of this step; "best": it is killed where it would keep a checkpoint as the
+best; "nan": the loss of this step is no number, once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+
+from torch import Tensor
+
+from datapipe.loaders import Batch
+from trainer import loop, objective, resume
+from trainer.cli import main
+from trainer.job import Job
+
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+ERRORS = {"surprise": ZeroDivisionError("a surprise"), "second Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(143)}
+
+
+def disturb(what: str, chosen: int) -> None:
+    """Have it happen in this process, in the chosen step."""
+    real_update, real_loss = loop._update, objective.batch_loss
+    left = [chosen]
+
+    def update(job: Job, step: int, lr: float, batch: Batch, loss: Tensor) -> None:
+        if step + 1 == chosen and what in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[what])
+        if step + 1 == chosen and what in ERRORS:
+            raise ERRORS[what]
+        real_update(job, step, lr, batch, loss)
+
+    def batch_loss(job: Job, batch: Batch, step: int) -> Tensor:
+        loss = real_loss(job, batch, step)
+        if step + 1 == chosen and left:
+            left.clear()
+            return loss * math.nan
+        return loss
+
+    if what == "best":
+        resume._keep_best = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "nan":
+        objective.batch_loss = batch_loss
+    else:
+        loop._update = update
+
+
+if __name__ == "__main__":
+    what, step, rank = sys.argv[1:4]
+    del sys.argv[1:4]
+    if os.environ.get("RANK", "0") == rank or rank == "all":
+        disturb(what, int(step))
+    sys.exit(main())
