@@ -1,18 +1,54 @@
-"""What tests of the loaders share: the backends that read by the index, and packed data sets."""
+"""What tests of the loaders share: backends that read by the index, packed data sets, and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from datapipe.names import BACKENDS
+from tests.conftest import clean_environment
+from tests.ports import free_ports
+from tests.processes import ProcessServer, Ranks
+
+# The other backends have tests of their own: one streams, and the other takes images of one size only.
+PAIRS = [("cpu", "tar"), ("cpu", "hdf5"), ("cpu", "lmdb"), ("dali", "tar")]
 
 
-# The others have tests of their own: one streams, and the other takes images of one size only.
-@pytest.fixture(params=[name for name in BACKENDS if name not in ("webdataset", "resident")])
-def backend(request):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test each backend and each format that it asks for, not each of one with each of the other."""
+    names = [name for name in ("backend", "folder") if name in metafunc.fixturenames]
+    columns = [position for position, name in enumerate(("backend", "folder")) if name in names]
+    if names:
+        values = dict.fromkeys(tuple(pair[column] for column in columns) for pair in PAIRS)
+        metafunc.parametrize(names, list(values), indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "dali":
         pytest.importorskip("nvidia.dali")
     return request.param
 
 
-@pytest.fixture(params=["tar", "hdf5", "lmdb"])
-def folder(request, packed_folders):
-    return packed_folders[request.param] / "train"  # 61 images
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, packed_folders: dict[str, Path]) -> Path:
+    """A data set of 61 images in three shards."""
+    return packed_folders[request.param] / "train"
+
+
+@pytest.fixture
+def start_ranks(server: ProcessServer) -> Iterator[Callable[..., Ranks]]:
+    """start_ranks(number, program, argument…) -> the ranks of a job, each started with the same command."""
+    started = []
+
+    def start(count: int, *arguments: object) -> Ranks:
+        job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports())}
+        for rank in range(count):
+            env = clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **job)
+            started.append(server.start(*arguments, env=env))
+        return Ranks(started)
+
+    yield start
+    for rank in started:
+        rank.kill()

@@ -6,9 +6,6 @@ import errno
 import logging
 import os
 import shutil
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +16,9 @@ from datapipe.dataset import DataSet, shard_reader
 from datapipe.errors import DecodeError, SettingError, ShardCorruptError, ShardReadError
 from datapipe.loaders import open_loader, threaded, threads
 from datapipe.packing import PackOptions, pack
+from tests.waiting import limit_s
 
+CHILDREN = Path(__file__).parent / "children"
 BACKENDS = ["cpu", "dali"]
 try:
     import nvidia.dali  # noqa: F401
@@ -55,7 +54,6 @@ def spoil(folder: Path, sample: int) -> str:
 # --- bad samples ---
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_samples_under_the_budget_are_named_and_masked(copied, backend, caplog):
     keys = {sample: spoil(copied, sample) for sample in (3, 40)}
     with open_loader(copied, 61, backend=backend, size=24, max_bad=2, train=False) as loader:
@@ -135,17 +133,24 @@ def test_a_fault_that_passes_is_not_an_error(slow, fault, caplog, monkeypatch):
     """As long as a file server's failover, by default; and whoever waits is told what for."""
     monkeypatch.setattr(threads, "TELL_S", 0.5)
     shard, offset, size, _ = place(slow.backing / "data", 30)
+    pauses = []
+
+    def note(record: logging.LogRecord) -> bool:
+        if "trying again in" in record.getMessage():
+            pauses.append(record.getMessage())
+            if pauses[-1].endswith("0.8 s"):
+                slow.calm()
+        return True
+
+    monkeypatch.setattr(shard_reader.logger, "filters", [note])
     with open_loader(slow.path / "data", 61, size=24) as loader:
         slow.set(faults=[fault.format(shard=shard, place=offset + size // 2)])
-        passing = threading.Timer(2.0, slow.calm)
-        passing.start()
         ((batch),) = loader
-        passing.join()
     assert batch.valid.all()
+    assert str(slow.path / "data" / shard) in pauses[0]
+    tries = [f"try {number} of 10, trying again in {0.1 * 2 ** (number - 1):g} s" for number in (1, 2, 3, 4)]
+    assert sorted({line.partition("; ")[2] for line in pauses}) == tries
     said = [record.getMessage() for record in caplog.records]
-    pauses = [line for line in said if "trying again in" in line]
-    assert str(slow.path / "data" / shard) in pauses[0] and pauses[0].endswith("try 1 of 10, trying again in 0.1 s")
-    assert 4 <= len(pauses) <= 7, pauses  # 0.1, 0.2, 0.4, 0.8 and 1.6 s
     assert any("it is being tried again" in line and shard in line for line in said)
 
 
@@ -217,54 +222,28 @@ def test_a_read_that_stalls_is_told_of(slow, caplog, monkeypatch):
     assert any(shard in line for line in told) and all(str(slow.path / "data") in line for line in told)
 
 
-HANGING = """
-import sys
-from datapipe.loaders import open_loader
-with open_loader(sys.argv[1], 61, size=24, timeout_s=2) as loader:
-    list(loader)
-"""
-
-
-def test_a_read_that_hangs_ends_the_job(slow):
+def test_a_read_that_hangs_ends_the_job(server, slow):
     """A thread in a read that never returns keeps neither the loop nor the process."""
     shard, offset, size, _ = place(slow.backing / "data", 30)
     slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=20"])
-    child = subprocess.Popen(
-        [sys.executable, "-c", HANGING, str(slow.path / "data")], stderr=subprocess.PIPE, text=True
-    )
-    began, said = time.monotonic(), ""
+    child = server.start(CHILDREN / "loads_forever.py", slow.path / "data", '{"batch_size": 61}')
+    said = ""
     for line in child.stderr:
         said += line
         if "timeout_s=2" in line:
             break
-    assert time.monotonic() - began < 15, "it waited for the read"
-    assert shard in said and "has not answered for 2 s" in said and "DatapipeError" in said
+    assert shard in said and "has not answered for 2 s" in said and "error: " in said
     slow.calm()  # FUSE keeps a killed process until it is answered
-    assert child.wait(60) == 1
-    child.stderr.close()
+    assert child.wait(limit_s()) == 1
 
 
-RANKS = """
-import sys, torch, torch.distributed as dist
-from datapipe.loaders import open_loader
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 * 24 * 24, 2))
-folder = sys.argv[1] if rank == 1 else sys.argv[2]
-with open_loader(folder, 4, size=24, rank=rank, world_size=2, retries=0, train=False) as loader:
-    for batch in loader:
-        model(batch.images.flatten(1).float()).sum().backward()
-"""
-
-
-def test_when_one_rank_fails_the_others_end(copied, packed_folders, tmp_path):
+@pytest.mark.ranks
+def test_when_one_rank_fails_the_others_end(start_ranks, copied, packed_folders):
     key = spoil(copied, 45)  # sample 45 is rank 1's
-    (tmp_path / "child.py").write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(tmp_path / "child.py"), str(copied), str(packed_folders["tar"] / "train")]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert f"key {key}: " in done.stderr and "not the ones that were packed" in done.stderr
+    ranks = start_ranks(2, CHILDREN / "trains_from_folders.py", packed_folders["tar"] / "train", copied)
+    _, errors = ranks.communicate(limit_s())
+    assert ranks.returncode == 1
+    assert f"key {key}: " in errors and "not the ones that were packed" in errors
 
 
 # --- ways of reading ---

@@ -6,46 +6,45 @@ not end.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from datapipe.dataset import DataSet
+from tests.conftest import clean_environment
+from tests.processes import Process, ProcessServer
+from tests.waiting import limit_s, wait_until
 
-ENDS_S = 60  # by then it hangs; without the fault it takes about 3 s
-
-CHILD = """
-import json, sys
-from datapipe.console import run
-from datapipe.loaders import open_loader
-def job():
-    settings = {"size": 24, "timeout_s": 2, "threads": 2, **json.loads(sys.argv[2])}
-    with open_loader(sys.argv[1], 8, **settings) as loader:
-        print("opened", flush=True)
-        while True:
-            for batch in loader:
-                print(*batch.samples.tolist(), flush=True)
-sys.exit(run(job))
-"""
-SETTINGS = [(io, order) for io in ("cached", "mmap", "direct") for order in ("full", "blocks")]
+CHILDREN = Path(__file__).parent / "children"
+SETTINGS = [("cached", "full"), ("cached", "blocks"), ("mmap", "full"), ("direct", "blocks")]
 
 
-def child(folder: Path | str, settings: str = "{}") -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", CHILD, str(folder), settings], **pipes)
+@pytest.fixture
+def child(server: ProcessServer) -> Callable[..., Process | subprocess.Popen]:
+    """child(folder, setting=value…) -> a process that loads from it until it ends. `fresh`: a new interpreter."""
+
+    def child(folder: Path | str, fresh: bool = False, **settings: object) -> Process | subprocess.Popen:
+        arguments = [str(CHILDREN / "loads_forever.py"), str(folder), json.dumps(settings)]
+        if not fresh:
+            return server.start(*arguments)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, *arguments], env=clean_environment(), **pipes)
+
+    return child
 
 
-def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+def ended(process: Process | subprocess.Popen) -> tuple[int, str, str]:
     """Exit code, output and errors; a process that hangs is killed, and fails the test."""
     try:
-        out, errors = process.communicate(timeout=ENDS_S)
+        out, errors = process.communicate(timeout=limit_s())
     finally:
         process.kill()
     return process.returncode, out, errors
@@ -62,15 +61,17 @@ def copied(tmp_path, packed_folders) -> Path:
 
 
 @pytest.mark.parametrize(("io", "order"), SETTINGS)
-def test_a_shard_that_hangs_ends_the_job(copied, io, order):
-    """The last of several: in order, the samples of the others are delivered."""
+def test_a_shard_that_hangs_ends_the_job(child, copied, io, order):
+    """The last of several: in order, the samples of the others are delivered.
+
+    Once in an interpreter that shuts down by itself: a server's process leaves out the end of that.
+    """
     with DataSet(copied) as data_set:
         shards = [shard.name for shard in data_set.manifest.shards]
         before = int((data_set.index["shard"] < len(shards) - 1).sum())
     assert len(shards) > 1
     hang(copied / shards[-1])
-    settings = f'{{"io": "{io}", "order": "{order}", "train": {"false" if order == "full" else "true"}}}'
-    code, out, errors = ended(child(copied, settings))
+    code, out, errors = ended(child(copied, (io, order) == SETTINGS[0], io=io, order=order, train=order != "full"))
     last = errors.splitlines()[-1]
     assert code == 1 and last.startswith(f"error: {copied}, shard {shards[-1]}: waiting for a batch for 2 s"), errors
     assert "has not answered for" in last and "Traceback" not in errors
@@ -79,34 +80,30 @@ def test_a_shard_that_hangs_ends_the_job(copied, io, order):
         assert len(delivered) == before // 8 and delivered[0] == "0 1 2 3 4 5 6 7"
 
 
-def test_sigterm_ends_it_while_a_shard_hangs(copied):
+def test_sigterm_ends_it_while_a_shard_hangs(child, copied):
     for shard in copied.glob("*.tar"):
         hang(shard)
-    process = child(copied, '{"timeout_s": 300}')
-    assert process.stdout.readline() == "opened\n"
-    time.sleep(1)  # so that it waits
+    process = child(copied, timeout_s=3000)
+    assert "has not answered for" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     code, _, errors = ended(process)
     assert code == 128 + signal.SIGTERM and errors.endswith("terminated\n")
 
 
-@pytest.mark.parametrize("backend", ["cpu", "dali", "webdataset"])
-@pytest.mark.parametrize("name", ["manifest.json", "index.npy"])
-def test_a_data_set_that_cannot_be_opened_ends_the_job(copied, backend, name):
-    if backend == "dali":
-        pytest.importorskip("nvidia.dali")
-    if backend == "webdataset":
+@pytest.mark.parametrize(
+    ("reader", "name"), [("cpu", "manifest.json"), ("cpu", "index.npy"), ("webdataset", "manifest.json")]
+)
+def test_a_data_set_that_cannot_be_opened_ends_the_job(child, copied, reader, name):
+    if reader == "webdataset":
         pytest.importorskip("webdataset")
-        if name == "index.npy":
-            pytest.skip("is not read")
     hang(copied / name)
-    code, _, errors = ended(child(copied, f'{{"backend": "{backend}"}}'))
+    code, _, errors = ended(child(copied, backend=reader))
     assert code == 1 and f"error: {copied}: opening the data set has not been answered for 2 s" in errors, errors
 
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("way", ["fifo", "pipe"])
-def test_a_stream_that_hangs_ends_the_job(copied, tmp_path, way, counted):
+def test_a_stream_that_hangs_ends_the_job(child, copied, tmp_path, way, counted):
     """Also while its samples are counted. A command that hangs is ended, too."""
     pytest.importorskip("webdataset")
     seconds = f"{100_000_000 + os.getpid()}.5"  # to know it by
@@ -125,48 +122,18 @@ def test_a_stream_that_hangs_ends_the_job(copied, tmp_path, way, counted):
             command = f"test -e {tmp_path}/once && {command}; touch {tmp_path}/once; cat {copied}/shard-000000.tar"
         path = f"pipe:{command}"
         told = f"{path}: {'waiting' if counted else 'counting'}"
-    code, _, errors = ended(child(path, '{"backend": "webdataset"}'))
+    code, _, errors = ended(child(path, backend="webdataset"))
     assert code == 1 and f"error: {told}" in errors and "timeout_s=2" in errors, errors
     commands = (file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists())
     assert not any(seconds.encode() in command for command in commands), "the command was left behind"
 
 
-FORKING = """
-import os, sys, threading, time
-from datapipe.loaders import open_loader
-folder, shard, good = sys.argv[1:]
-with open_loader(folder, 61, size=24, threads=2, train=False) as loader:
-    waiting = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
-    waiting.start()
-    while loader.data_set.reader.oldest() is None:
-        time.sleep(0.01)
-    time.sleep(0.5)
-    os.replace(good, shard)
-    if not os.fork():
-        loader.set_epoch(0)
-        (batch,) = loader
-        os._exit(7 if batch.valid.all() else 1)
-    code = os.waitstatus_to_exitcode(os.wait()[1])
-sys.exit(code)
-"""
-
-
-def test_a_fork_does_not_inherit_a_shard_that_hangs(copied, tmp_path):
+def test_a_fork_does_not_inherit_a_shard_that_hangs(server, copied, tmp_path):
     shard = next(copied.glob("*.tar"))
     shutil.copy(shard, tmp_path / "good")
     hang(shard)
-    command = [sys.executable, "-c", FORKING, str(copied), str(shard), str(tmp_path / "good")]
-    code, _, errors = ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    code, _, errors = ended(server.start(CHILDREN / "loads_and_forks.py", copied, shard, tmp_path / "good"))
     assert code == 7, errors
-
-
-FLUSHING = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import slowfs
-slowfs.SlowFS.flush = lambda *_: 0
-slowfs.main()
-"""
 
 
 @pytest.fixture
@@ -176,11 +143,10 @@ def flushing(mounted, tmp_path):
     slow.backing.mkdir()
     slow.path.mkdir()
     python, script = Path(f"/proc/{mounted.daemon}/cmdline").read_text().split("\0")[:2]
-    process = subprocess.Popen([python, "-c", FLUSHING, Path(script).parent, slow.backing, slow.path])
+    mount = [python, CHILDREN / "flushes_slowfs.py", Path(script).parent, slow.backing, slow.path]
+    process = subprocess.Popen(mount)
     try:
-        while not os.path.ismount(slow.path):
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: os.path.ismount(slow.path), process)
         slow.daemon = process.pid
         yield slow
     finally:
@@ -190,7 +156,7 @@ def flushing(mounted, tmp_path):
 
 
 @pytest.mark.parametrize("stops", ["reads", "closing"])
-def test_a_filesystem_that_stops_ends_the_job(flushing, packed_folders, stops):
+def test_a_filesystem_that_stops_ends_the_job(child, flushing, packed_folders, stops):
     """Its process is stopped: who reads what is not in the page cache, and who closes a file, waits for it."""
     shutil.copytree(packed_folders["tar"] / "train", flushing.backing / "data")
     shards = [os.open(path, os.O_RDONLY) for path in (flushing.path / "data").glob("*.tar")]
@@ -204,7 +170,7 @@ def test_a_filesystem_that_stops_ends_the_job(flushing, packed_folders, stops):
                 os.posix_fadvise(shard, 0, 0, os.POSIX_FADV_DONTNEED)
         else:
             process.send_signal(signal.SIGTERM)
-        waking = threading.Timer(ENDS_S, lambda: (process.kill(), os.kill(flushing.daemon, signal.SIGCONT)))
+        waking = threading.Timer(limit_s(), lambda: (process.kill(), os.kill(flushing.daemon, signal.SIGCONT)))
         waking.start()
         for line in process.stderr:
             said += line

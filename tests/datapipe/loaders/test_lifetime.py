@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 
 from datapipe.errors import DatapipeError
 from datapipe.loaders import open_loader, threaded, threads
-from datapipe.names import BACKENDS
+from tests.conftest import clean_environment
+from tests.waiting import limit_s, wait_until
 
 
 def epoch(loader):
@@ -27,15 +29,29 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def settle(count, measure):
-    deadline = time.monotonic() + 10
-    while measure() > count and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return measure()
+@pytest.fixture
+def left() -> Iterator[Callable[[], tuple[int, ...]]]:
+    """left() -> how many threads, open files, loaders and files of shared memory there are."""
+    gc.collect()
+    gc.freeze()  # what is there already is not looked through at each collection
+
+    def left() -> tuple[int, ...]:
+        gc.collect()
+        loaders = sum(isinstance(thing, threaded.ThreadedLoader) for thing in gc.get_objects())
+        shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+        return threading.active_count(), open_files(), loaders, sum(name.startswith("torch_") for name in shared)
+
+    yield left
+    gc.unfreeze()
 
 
-def test_early_break_and_close_leave_nothing_behind(folder, backend):
-    threads, files = threading.active_count(), open_files()
+def wait_until_at_most(before: tuple[int, ...], measure: Callable[[], tuple[int, ...]]) -> None:
+    """Wait until none of the numbers is above what it was."""
+    wait_until(lambda: all(now <= then for now, then in zip(measure(), before, strict=True)), describe=measure)
+
+
+def test_early_break_and_close_leave_nothing_behind(folder, backend, left):
+    before = left()
     for _ in range(5):
         loader = open_loader(folder, 4, backend=backend, size=200, threads=3)
         for _ in loader:
@@ -47,17 +63,17 @@ def test_early_break_and_close_leave_nothing_behind(folder, backend):
         loader.close()
         with pytest.raises(ValueError, match="closed"):
             next(iter(loader))
-    assert settle(threads, threading.active_count) <= threads
-    assert settle(files, open_files) <= files
+    del loader
+    wait_until_at_most(before, left)
 
 
-def test_an_exception_in_the_consumer_leaves_nothing_behind(folder, backend):
-    threads, files = threading.active_count(), open_files()
+def test_an_exception_in_the_consumer_leaves_nothing_behind(folder, backend, left):
+    before = left()
     with pytest.raises(RuntimeError, match="mine"), open_loader(folder, 4, backend=backend, size=100) as loader:
         for _ in loader:
             raise RuntimeError("mine")
-    assert settle(threads, threading.active_count) <= threads
-    assert settle(files, open_files) <= files
+    del loader
+    wait_until_at_most(before, left)
 
 
 def test_closing_in_mid_epoch_is_said(folder, backend):
@@ -77,8 +93,8 @@ def test_batches_kept_by_the_user_are_not_overwritten(folder, backend):
             np.testing.assert_array_equal(part.numpy(), images[:2])
 
 
-def test_memory_is_used_again(folder):
-    with open_loader(folder, 5, backend="cpu", size=24) as loader:
+def test_memory_is_used_again(packed_folders):
+    with open_loader(packed_folders["tar"] / "train", 5, backend="cpu", size=24) as loader:
         for number in range(6):
             loader.set_epoch(number)
             for _ in loader:
@@ -87,12 +103,12 @@ def test_memory_is_used_again(folder):
         assert 1 <= len(loader._delivery._memory._free) <= 6
 
 
-def test_decoders_leave_torch_to_the_consumer(folder):
+def test_decoders_leave_torch_to_the_consumer(packed_folders):
     """In a decoder torch has one thread; in the consumer, and in threads made later, as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with open_loader(folder, 5, backend="cpu", size=24, threads=2) as loader:
+        with open_loader(packed_folders["tar"] / "train", 5, backend="cpu", size=24, threads=2) as loader:
             list(loader)
             gate = threading.Barrier(2)
             inside = [loader._threads.fill.submit(lambda: (gate.wait(), torch.get_num_threads())[1]) for _ in range(2)]
@@ -106,67 +122,36 @@ def test_decoders_leave_torch_to_the_consumer(folder):
         torch.set_num_threads(before)
 
 
-def test_two_hundred_loaders_leave_nothing_behind(packed_folders):
-    folder = packed_folders["tar"] / "train"
+def test_loaders_one_after_the_other_leave_nothing_behind(packed_folders, left):
+    def load(count):
+        for _ in range(count):
+            with open_loader(packed_folders["tar"] / "train", 8, size=64, threads=2) as loader:
+                next(iter(loader))
 
-    def once():
-        with open_loader(folder, 8, size=64, threads=2) as loader:
-            for _ in loader:
-                break
-
-    def left():
-        gc.collect()
-        shm = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), shm
-
-    for _ in range(20):
-        once()
-    deadline = time.monotonic() + 10
+    load(10)
     before, peak = left(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(200):
-        once()
-    while left() > before and time.monotonic() < deadline + 60:
-        time.sleep(0.05)
-    after = left()
-    assert after[0] <= before[0] and after[1] <= before[1] and after[2] == before[2]
+    load(30)
+    wait_until_at_most(before, left)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 60 << 10  # KiB; a loader has over 8 MiB
 
 
 @pytest.mark.parametrize("order", ["full", "blocks"])
-def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order):
+def test_loaders_that_nobody_finished_leave_nothing_behind(packed_folders, order, left):
     """Of what was under way when the consumer broke off, idle threads hold nothing."""
-
-    def living():
-        gc.collect()
-        return sum(isinstance(thing, threaded.ThreadedLoader) for thing in gc.get_objects())
-
-    threads, loaders = threading.active_count(), living()
+    before = left()
     for _ in range(5):
         loader = open_loader(packed_folders["tar"] / "train", 4, size=224, threads=1, order=order)
         for _ in loader:
             break
         del loader
-    deadline = time.monotonic() + 5
-    while (living() > loaders or threading.active_count() > threads) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert (living(), threading.active_count()) == (loaders, threads)
+    wait_until_at_most(before, left)
 
 
-def test_loaders_that_nobody_closed_leave_nothing_behind(packed_folders):
-    def left():
-        gc.collect()
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-    def once():
-        next(iter(open_loader(packed_folders["tar"] / "train", 8, size=24, threads=2)))
-
-    once()
-    deadline, before = time.monotonic() + 20, left()
+def test_loaders_that_nobody_closed_leave_nothing_behind(packed_folders, left):
+    before = left()
     for _ in range(5):
-        once()
-    while left() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left() <= before
+        next(iter(open_loader(packed_folders["tar"] / "train", 8, size=24, threads=2)))
+    wait_until_at_most(before, left)
 
 
 def test_a_loader_closed_by_another_thread_says_so(packed_folders, backend):
@@ -176,7 +161,7 @@ def test_a_loader_closed_by_another_thread_says_so(packed_folders, backend):
         closing = threading.Thread(target=loader.close)
         closing.start()
         with pytest.raises(ValueError, match="the loader is closed"):
-            for _ in range(50):
+            while True:
                 for _ in batches:
                     pass
                 batches = iter(loader)
@@ -202,27 +187,23 @@ def test_a_loader_can_be_taken_into_a_forked_process(packed_folders):
         assert sum(int(batch.valid.sum()) for batch in loader) == 60
 
 
-CONSUMER = """
-import sys, time
-from datapipe.loaders import open_loader
-loader = open_loader(sys.argv[1], 4, backend=sys.argv[2], size=224)
-while True:
-    for batch in loader:
-        print("batch", flush=True)
-        time.sleep(0.05)
-"""
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dali", "webdataset")]
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "resident"])  # which has no threads then
-def test_ctrl_c_ends_it(packed_folders, backend):
-    """Without a `with`, in the middle of an epoch."""
-    pytest.importorskip({"cpu": "torch", "dali": "nvidia.dali"}.get(backend, backend))
-    command = [sys.executable, "-c", CONSUMER, str(packed_folders["tar"] / "train"), backend]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("reader", ["cpu", *SLOW])
+def test_ctrl_c_ends_it(packed_folders, reader):
+    """Without a `with`, in the middle of an epoch; in an interpreter that shuts down by itself."""
+    pytest.importorskip({"cpu": "torch", "dali": "nvidia.dali"}.get(reader, reader))
+    program = Path(__file__).parent / "children" / "loads_until_interrupted.py"
+    command = [sys.executable, program, packed_folders["tar"] / "train", reader]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    child = subprocess.Popen(command, env=clean_environment(), text=True, **pipes)
     for _ in range(3):
         assert child.stdout.readline() == "batch\n", child.stderr.read()
+        child.stdin.write("\n")
+        child.stdin.flush()
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=10)
+    _, said = child.communicate(timeout=limit_s())
     assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in said
 
 
@@ -248,7 +229,9 @@ def test_waiting_has_a_limit():
         if is_over:
             raise DatapipeError("over")
 
+    ending = threading.Event()
     with pytest.raises(DatapipeError, match="over"):
-        threads.wait_for(pool.submit(time.sleep, 1.0), 0.2, tell)
-    assert told[-1][1] and told[-1][0] >= 0.2
+        threads.wait_for(pool.submit(ending.wait), 0.1, tell)
+    assert told[-1][1] and told[-1][0] >= 0.1
+    ending.set()
     pool.close()

@@ -4,8 +4,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +18,7 @@ from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingEr
 from datapipe.loaders import open_loader
 from datapipe.loaders.options import LoaderOptions
 from datapipe.loaders.webdataset import rank_parts
+from tests.waiting import limit_s
 
 webdataset = pytest.importorskip("webdataset")
 
@@ -314,30 +313,9 @@ def test_settings_without_a_meaning_are_refused(tmp_path, photo, encoded, settin
         open_loader(tmp_path, 1, backend="webdataset", **settings)
 
 
-# torch.distributed.nn, and the end of the model: else gloo's threads outlive the group (see trainer/distributed.py).
-CHILD = """
-import sys, torch, torch.distributed as dist, torch.distributed.nn
-from datapipe.loaders import open_loader
-dist.init_process_group("gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 * 16 * 16, 2))
-seen = torch.zeros(64)
-with open_loader(sys.argv[1], 2, backend="webdataset", size=16, rank=rank, world_size=ranks, last="pad") as loader:
-    for batch in loader:
-        model(batch.images.flatten(1).float()).sum().backward()  # an all-reduce: waits for every rank
-        seen[batch.labels[batch.valid]] += 1
-dist.all_reduce(seen)
-assert seen.tolist() == [1.0] * 41 + [0.0] * 23, seen
-print("done", rank)
-del model
-dist.destroy_process_group()
-"""
-
-
-def test_seven_shards_on_four_ranks_do_not_hang(foreign, tmp_path):
-    (tmp_path / "child.py").write_text(CHILD)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-               str(tmp_path / "child.py"), str(foreign)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("done") == 4
+@pytest.mark.ranks
+def test_seven_shards_on_three_ranks_do_not_hang(start_ranks, foreign):
+    ranks = start_ranks(3, Path(__file__).parent / "children" / "trains_from_a_stream.py", foreign)
+    out, errors = ranks.communicate(limit_s())
+    assert ranks.returncode == 0, errors
+    assert out.count("done") == 3
