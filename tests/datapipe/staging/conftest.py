@@ -1,39 +1,86 @@
-"""Nodes: processes that each have a host name of their own."""
+"""Nodes, which are processes that each have a host name of their own, and data sets that a loader can read."""
 
 from __future__ import annotations
 
+import functools
+import shutil
+import struct
 import subprocess
-import sys
-from collections.abc import Callable
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.conftest import reads_at_start
+from datapipe.packing import PackOptions, pack
+from tests.datapipe.staging.data_sets import CHILDREN, NUM_IMAGES
 from tests.processes import Process, ProcessServer
+
+IMAGE_BYTES = 50_000
 
 
 @pytest.fixture
-def start(server: ProcessServer, request: pytest.FixtureRequest) -> Callable[..., Process | subprocess.Popen]:
-    """start(*arguments, host="", **settings) -> a `datapipe stage` in the background, ended with the test."""
-    children: list[Process | subprocess.Popen] = []
+def begin(server: ProcessServer, request: pytest.FixtureRequest) -> Callable[..., Process]:
+    """begin(name, *arguments, host="", **settings) -> what runs children/NAME.py, ended with the test."""
+    begun: list[Process] = []
 
-    def begin(
-        *arguments: object, host: str = "", prefix: tuple[str, ...] = (), **settings
-    ) -> Process | subprocess.Popen:
-        if not prefix and not reads_at_start(settings.get("env", {})):
-            children.append(server.start("-m", "datapipe", "stage", *arguments, host=host, **settings))
-            return children[-1]
-        # It is renamed before it starts: a process in a namespace of its own, for host names only.
-        named = ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"] if host else []
-        command = [*named, *prefix, sys.executable, "-m", "datapipe", "stage", *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        children.append(subprocess.Popen(command, **pipes, **settings))
-        return children[-1]
+    def begin_child(name: str, *arguments: object, **settings) -> Process:
+        path = ("-m", "datapipe") if name == "datapipe" else (CHILDREN / f"{name}.py",)
+        begun.append(server.start(*path, *arguments, **settings))
+        return begun[-1]
 
     def end() -> None:
-        for child in children:
-            child.kill()
-            child.communicate()
+        for process in begun:
+            with process:
+                process.kill()
 
     request.addfinalizer(end)
-    return begin
+    return begin_child
+
+
+@pytest.fixture
+def start(begin: Callable[..., Process]) -> Callable[..., Process]:
+    """start(*arguments, host="", **settings) -> a `datapipe stage` in the background, ended with the test."""
+    return lambda *arguments, **settings: begin("datapipe", "stage", *arguments, **settings)
+
+
+@pytest.fixture
+def as_nobody(server: ProcessServer) -> Callable[..., subprocess.CompletedProcess]:
+    """as_nobody(name, *arguments) -> what children/NAME.py, or "datapipe", has said to the user nobody."""
+    return functools.partial(server.run, CHILDREN / "as_nobody.py")
+
+
+@pytest.fixture
+def public(packed_folders: dict[str, Path]) -> Iterator[Path]:
+    """A folder with a data set, `source`, that any user can read; pytest's own are closed."""
+    folder = Path(tempfile.mkdtemp(prefix="stage-"))
+    folder.chmod(0o755)
+    shutil.copytree(packed_folders["tar"], folder / "source")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def big_images(tmp_path_factory: pytest.TempPathFactory, encoded) -> Path:
+    """Data sets of images that take 50 kB each and are decoded at once.
+
+    train: 24 blocks of 1 MiB in 4 shards; val: a single image.
+    """
+    folder = tmp_path_factory.mktemp("big")
+    random = np.random.default_rng(0)
+    for i in range(NUM_IMAGES + 1):
+        path = folder / "raw" / ("val" if i == NUM_IMAGES else "train") / str(i % 3) / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        png = encoded(random.integers(0, 256, (16, 16, 3), np.uint8), "PNG")
+        path.write_bytes(png[:-12] + _chunk(b"fiLl", random.bytes(IMAGE_BYTES)) + png[-12:])  # before the last, IEND
+    for label in "12":
+        (folder / "raw" / "val" / label).mkdir()
+    pack(folder / "raw", folder / "packed", PackOptions(shard_mib=6, workers=1))
+    return folder / "packed"
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    """Return a chunk of a PNG file that decoders skip."""
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

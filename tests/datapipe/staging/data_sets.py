@@ -7,10 +7,15 @@ import random
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from datapipe.dataset.manifest import Manifest, ShardInfo
 from datapipe.fsio import checksum
 
+CHILDREN = Path(__file__).parent / "children"
 NOTES = {".origin.json", ".checked.json"}  # what a copy has beside the data set's files
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+NUM_IMAGES = 480  # of the data set `big_images`
 CHUNK = 1 << 20  # of the data sets here, with --chunk-mib 1
 
 
@@ -43,3 +48,8 @@ def let_others_in(*paths: Path) -> None:
     for path in {above for below in paths for above in (below, *below.parents)}:
         if path.is_relative_to(tempfile.gettempdir()) and path.stat().st_uid == os.geteuid():
             path.chmod(path.stat().st_mode | 0o55)
+
+
+def chunks_on_their_way(local: Path) -> int:
+    """Count the chunks that have landed, of files that do not have all of them."""
+    return sum(path.read_bytes().partition(b"\n")[2].count(1) for path in local.glob(".*.landed"))

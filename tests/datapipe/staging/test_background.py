@@ -7,13 +7,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from datapipe.dataset import DataSet
@@ -22,48 +20,31 @@ from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.dataset.shard_reader import ShardReader
 from datapipe.dataset.verify import verify
 from datapipe.errors import StagingError
-from datapipe.loaders import open_loader
-from datapipe.packing import PackOptions, pack
+from datapipe.loaders import Batch, open_loader
 from datapipe.staging import stage
 from datapipe.staging.landing import Landing
 from datapipe.staging.progress import find_progress
-from tests.datapipe.staging.data_sets import CHUNK, let_others_in, make_data_set, same
+from tests.datapipe.staging.data_sets import CHUNK, NUM_IMAGES, let_others_in, make_data_set, needs_root, same
 from tests.ports import free_ports
+from tests.processes import Process
+from tests.waiting import limit_s, wait_until
 
 LOADING = {"batch_size": 2, "size": 16, "block_mib": 1, "threads": 2}  # two lanes: few blocks are divided
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, photo, encoded) -> Path:
+@pytest.fixture
+def source(big_images) -> Path:
     """A data set of 23 MiB in 4 shards."""
-    folder = tmp_path_factory.mktemp("background")
-    rng = np.random.default_rng(0)
-    for i in range(1200):
-        path = folder / "raw" / "train" / str(i % 3) / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(rng.integers(0, 256, (80, 80, 3), np.uint8), "PNG"))
-    pack(folder / "raw", folder / "packed", PackOptions(shard_mib=6))
-    return folder / "packed" / "train"
+    return big_images / "train"
 
 
 @pytest.fixture
-def background(source, tmp_path):
+def background(source, tmp_path, start) -> Callable[..., Process]:
     """background(*arguments) -> a process that stages to tmp_path/local, in the foreground of its own; ended after."""
-    children = []
-
-    def begin(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Popen:
-        line = [sys.executable, "-m", "datapipe", "stage", source, tmp_path / "local", "--chunk-mib", 1, "--json"]
-        # As under srun, where it does not leave: so that the test is its parent.
-        env = os.environ | {"SLURM_STEP_ID": "0"} | (env or {})
-        words = [*map(str, line), "--background", *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        children.append(subprocess.Popen(words, env=env, **pipes))
-        return children[-1]
-
-    yield begin
-    for child in children:
-        child.kill()
-        child.communicate()
+    # As under srun, where it does not leave: so that the test is its parent.
+    env = os.environ | {"SLURM_STEP_ID": "0"}
+    line = source, tmp_path / "local", "--chunk-mib", 1, "--json", "--background"
+    return lambda *arguments: start(*line, *arguments, env=env)
 
 
 @pytest.fixture
@@ -82,13 +63,6 @@ def reads(monkeypatch) -> Counter:
     return count
 
 
-def wait_until(condition, child: subprocess.Popen | None = None) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline and (child is None or child.poll() is None), child and child.communicate()
-        time.sleep(0.02)
-
-
 def landed(local: Path) -> int:
     """The bytes that have landed; -1 if nothing was begun."""
     with suppress(StagingError):
@@ -100,34 +74,40 @@ def has_begun(local: Path) -> bool:
     return len([*local.glob(".*.landed")]) == 4
 
 
+def describe(batch: Batch) -> tuple[list[int], list[int], int]:
+    return batch.samples.tolist(), batch.labels.tolist(), batch.images.sum().item()
+
+
 def batches(source: Path, cache: Path | None, order: str, epochs: int = 1, **options) -> list[list]:
     with open_loader(source, order=order, cache=cache, **(LOADING | options)) as loader:
-        return [
-            [(batch.samples.tolist(), batch.labels.tolist(), batch.images.sum().item()) for batch in loader]
-            for _ in range(epochs)
-        ]
+        return [list(map(describe, loader)) for _ in range(epochs)]
 
 
 @pytest.mark.parametrize("order", ["full", "blocks"])
 def test_batches_are_the_same_while_shards_arrive(source, background, tmp_path, reads, order):
-    expected = batches(source, None, order, epochs=4)
+    expected = batches(source, None, order, epochs=2)
     reads.clear()
     child = background("--max-mbps", 8)
-    wait_until(lambda: has_begun(tmp_path / "local"), child)
-    assert batches(source, tmp_path / "local", order, epochs=4) == expected
-    assert reads[str(source)] and reads["partial"] + reads[str(tmp_path / "local")]
-    _out, errors = child.communicate(timeout=60)
+    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
+    child.send_signal(signal.SIGSTOP)
+    with open_loader(source, order=order, cache=tmp_path / "local", **LOADING) as loader:
+        got = [list(map(describe, loader))]
+        assert reads[str(source)] and reads["partial"] + reads[str(tmp_path / "local")]
+        child.send_signal(signal.SIGCONT)
+        got += [list(map(describe, loader))]
+    assert got == expected
+    _out, errors = child.communicate(timeout=limit_s())
     assert child.returncode == 0, errors
     assert same(source, tmp_path / "local") and verify(tmp_path / "local") == []
     reads.clear()
-    assert batches(source, tmp_path / "local", order, epochs=4) == expected
+    assert batches(source, tmp_path / "local", order, epochs=2) == expected
     assert [*reads] == [str(tmp_path / "local")]
 
 
 def test_what_a_loader_reads_in_blocks_is_not_read_again(source, background, tmp_path, reads):
     """The process that stages is stopped: an epoch brings nearly all chunks, and it reads only what is left."""
     total = sum(shard.size_bytes for shard in Manifest.read(source).shards)
-    child = background("--max-mbps", 1)
+    child = background("--max-mbps", 4)
     wait_until(lambda: has_begun(tmp_path / "local"), child)
     child.send_signal(signal.SIGSTOP)
     before = landed(tmp_path / "local")
@@ -136,7 +116,7 @@ def test_what_a_loader_reads_in_blocks_is_not_read_again(source, background, tmp
     progress = find_progress(tmp_path / "local")
     assert progress.state == "running" and progress.landed_bytes > before + 0.7 * total
     child.send_signal(signal.SIGCONT)
-    out, errors = child.communicate(timeout=60)
+    out, errors = child.communicate(timeout=limit_s())
     assert child.returncode == 0, errors
     assert json.loads(out)["data_sets"][0]["copied_bytes"] <= 0.3 * total
     assert same(source, tmp_path / "local") and verify(tmp_path / "local") == []
@@ -167,7 +147,7 @@ def test_a_copy_that_vanishes_is_not_missed(source, background, tmp_path):
         for _ in range(2):
             got.append([])
             for batch in loader:
-                got[-1].append((batch.samples.tolist(), batch.labels.tolist(), batch.images.sum().item()))
+                got[-1].append(describe(batch))
                 child.kill()
                 shutil.rmtree(tmp_path / "local", ignore_errors=True)
     assert got == expected
@@ -212,7 +192,7 @@ def test_several_wrong_samples_of_one_read_are_healed(source, tmp_path):
             landing.write(offset, memoryview(bytes(min(1 << 20, info.size_bytes - offset))))
         landing.close()
     with DataSet(source, local=tmp_path) as data_set, DataSet(source) as expected:
-        records = data_set.index[:50]
+        records = data_set.index[:20]
         wrong = [data_set.reader.read(*(int(r[name]) for name in ("shard", "offset", "size"))) for r in records]
         for sample, (data, r) in enumerate(zip(wrong, records, strict=True)):
             place = (int(r["shard"]), int(r["offset"]), int(r["checksum"]))
@@ -222,7 +202,7 @@ def test_several_wrong_samples_of_one_read_are_healed(source, tmp_path):
 def test_an_earlier_versions_index_is_not_taken(source, tmp_path):
     (tmp_path / "index.npy").write_bytes(b"of another version")
     with DataSet(source, local=tmp_path) as data_set:
-        assert len(data_set) == 1200
+        assert len(data_set) == NUM_IMAGES
 
 
 def test_files_are_given_back_when_a_shard_is_whole(source, tmp_path):
@@ -244,45 +224,41 @@ def test_files_are_given_back_when_a_shard_is_whole(source, tmp_path):
         for number in range(len(landings)):
             data_set.reader._arriving[number]._next_look = 0.0
             data_set.reader.read(number, 0, 100)
-        time.sleep(0.5)  # a thread closes them
-        assert len(os.listdir("/proc/self/fd")) - before <= len(landings) + 2
+        # A thread closes them.
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) - before <= len(landings) + 2)
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_another_users_copy_is_read_and_never_written(source, background, tmp_path, command):
+@needs_root
+def test_another_users_copy_is_read_and_never_written(source, background, tmp_path, as_nobody):
     """Its files may be read; a loader of another user adds nothing."""
     child = background("--max-mbps", 1)
     wait_until(lambda: has_begun(tmp_path / "local"), child)
     child.send_signal(signal.SIGSTOP)
     let_others_in(tmp_path, source)
     before = landed(tmp_path / "local")
-    program = (
-        "import sys; from datapipe.loaders import open_loader\n"
-        "with open_loader(sys.argv[1], cache=sys.argv[2], order='blocks', **eval(sys.argv[3])) as loader:\n"
-        "    assert loader.data_set.local is not None\n"
-        "    print(sum(len(batch.labels) for batch in loader))"
-    )
-    line = ["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-c", program]
-    words = [*line, str(source), str(tmp_path / "local"), repr(LOADING)]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"HOME": "/tmp"}, timeout=120)
-    assert done.returncode == 0 and done.stdout.split() == ["1200"], done.stderr
+    settings = json.dumps(LOADING | {"order": "blocks"})
+    done = as_nobody("counts_images", source, tmp_path / "local", settings)
+    assert done.returncode == 0 and done.stdout.split()[0] == str(NUM_IMAGES), done.stderr
     assert landed(tmp_path / "local") == before
-    child.send_signal(signal.SIGCONT)
 
 
 # --- the command ---
 
 
-def run(*arguments: object, code: int = 0, **settings) -> str:
-    """Return what the command prints, or the error that it ends with."""
-    line = [sys.executable, "-m", "datapipe", "stage", *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, **settings)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if not code else done.stderr
+@pytest.fixture
+def run(command) -> Callable[..., str]:
+    """run(*arguments, code=0) -> what the command prints, or the error that it ends with."""
+
+    def run(*arguments: object, code: int = 0) -> str:
+        done = command("datapipe", "stage", *arguments)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if not code else done.stderr
+
+    return run
 
 
-def test_the_command_returns_early_and_the_rest_follows(tmp_path):
+def test_the_command_returns_early_and_the_rest_follows(tmp_path, run):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK, 1000, 2 * CHUNK])
     line = (source, local, "--background", "--chunk-mib", 1, "--max-mbps", 3, "--json")
@@ -302,7 +278,7 @@ def same_but_log(source: Path, local: Path) -> bool:
     return same(source, local)
 
 
-def test_what_goes_wrong_in_the_background_is_told(tmp_path):
+def test_what_goes_wrong_in_the_background_is_told(tmp_path, run):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [CHUNK, 2 * CHUNK])
     assert "nothing was staged there" in run("--status", local, code=1)
@@ -316,7 +292,7 @@ def test_what_goes_wrong_in_the_background_is_told(tmp_path):
     assert "no process is at work there" in message and "shard-000001.tar" in message
 
 
-def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path):
+def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path, run):
     """Of which files are removed: fewer bytes are there than before."""
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK, 6 * CHUNK])
@@ -329,7 +305,7 @@ def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path):
     assert same_but_log(source, local)
 
 
-def test_where_all_is_in_place_it_returns_at_once(tmp_path):
+def test_where_all_is_in_place_it_returns_at_once(tmp_path, run):
     """Also where somebody else has put it there, and where nothing can be written."""
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [CHUNK, 1000])
@@ -346,7 +322,7 @@ def test_where_all_is_in_place_it_returns_at_once(tmp_path):
     assert not (source / "local").exists()
 
 
-def test_a_planted_link_is_not_followed(tmp_path):
+def test_a_planted_link_is_not_followed(tmp_path, run):
     source, local, victim = tmp_path / "source", tmp_path / "local", tmp_path / "victim"
     make_data_set(source, [CHUNK])
     victim.write_text("precious")
@@ -357,7 +333,7 @@ def test_a_planted_link_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".origin.json", ".checked.json"])
-def test_what_a_planted_link_says_does_not_count(tmp_path, name):
+def test_what_a_planted_link_says_does_not_count(tmp_path, name, run):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [CHUNK])
     run(source, local)
@@ -372,37 +348,26 @@ def test_what_a_planted_link_says_does_not_count(tmp_path, name):
     assert (tmp_path / f"its{name}").read_bytes() == before
 
 
-def test_ctrl_c_ends_what_was_begun(tmp_path):
+def test_ctrl_c_ends_what_was_begun(tmp_path, start):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK])
-    line = [sys.executable, "-m", "datapipe", "stage", str(source), str(local), "--background"]
-    line += ["--chunk-mib", "1", "--max-mbps", "0.1"]  # the first chunk does not wait, the second 10 s
-    child = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    # The first chunk does not wait, the second 10 s.
+    child = start(source, local, "--background", "--chunk-mib", 1, "--max-mbps", 0.1)
     wait_until(lambda: landed(local) >= 0, child)
     child.send_signal(signal.SIGINT)
-    assert child.wait(20) == 130
+    assert child.wait(limit_s()) == 130
     wait_until(lambda: find_progress(local).state == "stopped")
 
 
-def test_nodes_exchange_in_the_background(start, tmp_path):
+def test_nodes_exchange_in_the_background(start, tmp_path, run):
     source = tmp_path / "source"
     make_data_set(source, [4 * CHUNK, 3 * CHUNK + 1])
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2))}
-    children = [
-        start(
-            source,
-            tmp_path / f"local-{i}",
-            "--node",
-            f"{i}/2",
-            "--chunk-mib",
-            1,
-            "--background",
-            host=f"node{i}",
-            env=env,
-        )
-        for i in range(2)
-    ]
-    said = [child.communicate(timeout=120) for child in children]
+    children = []
+    for i in range(2):
+        line = source, tmp_path / f"local-{i}", "--node", f"{i}/2", "--chunk-mib", 1, "--background"
+        children.append(start(*line, host=f"node{i}", env=env))
+    said = [child.communicate(timeout=limit_s()) for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     for i in range(2):
         assert "whole" in run("--wait", tmp_path / f"local-{i}")

@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,8 +17,8 @@ import pytest
 from datapipe.dataset.verify import verify
 from datapipe.fsio import locked
 from datapipe.staging import stage
-
-ENDS_S = 60  # by then it hangs; it takes about 3 s
+from tests.processes import Process
+from tests.waiting import limit_s, wait_until
 
 
 @pytest.fixture
@@ -33,20 +31,12 @@ def hung(tmp_path, packed_folders) -> Path:
     return folder
 
 
-def start(*arguments: object, verb: str = "stage") -> subprocess.Popen:
-    command = [sys.executable, "-m", "datapipe", verb, *map(str, arguments)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-
-def ended(process: subprocess.Popen) -> tuple[int, str]:
-    try:
-        _, errors = process.communicate(timeout=ENDS_S)
-    finally:
-        process.kill()
+def ended(process: Process) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=limit_s())
     return process.returncode, errors
 
 
-def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders):
+def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders, start):
     """What was copied until then is kept."""
     local, shard = tmp_path / "local", max(hung.glob("*.tar"))
     code, errors = ended(start(hung, local, "--timeout", "2"))
@@ -59,19 +49,16 @@ def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders):
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "terminated\n"), (signal.SIGINT, "interrupted\n")])
-def test_a_signal_ends_it_while_a_shard_hangs(hung, tmp_path, number, said):
+def test_a_signal_ends_it_while_a_shard_hangs(hung, tmp_path, number, said, start):
     local = tmp_path / "local"
     process, shards = start(hung, local), {path.name for path in hung.glob("*.tar")}
-    deadline = time.monotonic() + ENDS_S
-    while {path.name for path in local.glob("*.tar")} != shards - {max(shards)}:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: {path.name for path in local.glob("*.tar")} == shards - {max(shards)}, process)
     process.send_signal(number)
     code, errors = ended(process)
     assert code == 128 + number and errors.splitlines(keepends=True)[-1] == said
 
 
-def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders):
+def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders, start):
     local = tmp_path / "local"
     local.mkdir()
     with locked(local, wait=False):
@@ -82,24 +69,17 @@ def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders):
     assert code == 0 and verify(local) == [], errors
 
 
-def test_a_loader_that_stages_first_has_the_same_limit(hung, tmp_path):
-    script = """
-import sys
-from datapipe.console import run
-from datapipe.loaders import open_loader
-sys.exit(run(lambda: open_loader(sys.argv[1], 4, size=24, cache=sys.argv[2], timeout_s=2)))
-"""
-    command = [sys.executable, "-c", script, str(hung), str(tmp_path / "cache")]
-    code, errors = ended(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+def test_a_loader_that_stages_first_has_the_same_limit(hung, tmp_path, begin):
+    code, errors = ended(begin("counts_images", hung, tmp_path / "cache", '{"timeout_s": 2}'))
     assert code == 1 and f"error: {max(hung.glob('*.tar'))}: a read or write" in errors and "timeout_s=2" in errors
 
 
-def test_verify_ends_while_a_read_hangs(mounted, packed_folders):
+def test_verify_ends_while_a_read_hangs(mounted, packed_folders, begin):
     mounted.calm()
     shutil.copytree(packed_folders["tar"] / "train", mounted.backing / "hung")
     shard = max((mounted.path / "hung").glob("*.tar"))
     mounted.set(faults=[f"read:*/{shard.name}:1+:stall=30"])
-    process = start(mounted.path / "hung", "--timeout", "2", verb="verify")
+    process = begin("datapipe", "verify", mounted.path / "hung", "--timeout", 2)
     began, said = time.monotonic(), process.stderr.readline()
     assert time.monotonic() - began < 25, "it waited for the read"
     assert said.startswith(f"error: {shard}: a read or write has not been answered for 2 s")

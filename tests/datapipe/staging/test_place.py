@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import socket
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from datapipe.staging.local_copy import LocalCopy
 from datapipe.staging.origin import ORIGIN, Origin
 from datapipe.staging.progress import find_progress, wait_until_whole
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
-from tests.ports import free_ports
+from tests.waiting import limit_s
 
 REPLACE = StageOptions(replace=True)
 
@@ -182,10 +181,10 @@ def test_two_data_sets_at_once_are_not_mixed(splits, tmp_path, start, others):
     make_data_set(tmp_path / "one", [3000], seed=7)
     make_data_set(tmp_path / "other" / "train", [1500], seed=8)
     make_data_set(tmp_path / "other" / "test", [1600], seed=9)
-    for attempt in range(5):
+    for attempt in range(2):
         local = tmp_path / f"local{attempt}"
         children = [start(tmp_path / name, local) for name in ("splits", others)]
-        codes = [(child.communicate(timeout=60), child.returncode)[1] for child in children]
+        codes = [(child.communicate(timeout=limit_s()), child.returncode)[1] for child in children]
         assert 1 in codes, codes
         if 0 in codes:
             assert names_in(local) in (["train", "val"], [local.name], ["test", "train"])
@@ -255,20 +254,8 @@ def test_who_waits_has_a_limit(splits, tmp_path):
 def test_another_program_at_the_port_is_not_process_0(splits, tmp_path):
     with socket.create_server(("127.0.0.1", 0), backlog=5) as server:
         place = Placement(rank=1, world_size=2, master="127.0.0.1", port=server.getsockname()[1])
-        begun = time.monotonic()
         with pytest.raises(StagingError, match="what listens there is not process 0"):
             stage(splits, tmp_path / "local", StageOptions(placement=place, timeout_s=2))
-        assert time.monotonic() - begun < 30
-
-
-def test_a_process_that_nobody_joins_ends_soon(tmp_path, command):
-    make_data_set(tmp_path / "one", [3000])
-    env = os.environ | {"MASTER_PORT": str(free_ports(2))}
-    begun = time.monotonic()
-    line = "datapipe", "stage", tmp_path / "one", tmp_path / "local", "--node", "0/2", "--master", "127.0.0.1"
-    done = command(*line, "--timeout", "2", env=env)
-    assert done.returncode == 1 and "process 1 did not answer for 2 s" in done.stderr
-    assert time.monotonic() - begun < 60  # 2 s, and the pause of 10 s in which who comes late is told
 
 
 def test_what_staging_has_not_put_there_is_never_removed(splits, tmp_path):
@@ -386,16 +373,6 @@ def test_ports_and_times_that_do_not_exist():
     for seconds in (float("inf"), float("nan"), 1e300):
         with pytest.raises(SettingError, match="timeout_s"):
             StageOptions(timeout_s=seconds)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--mode", "copy"], ["--chunk-mib", 2], ["--timeout", 5], ["--streams", 1], ["--max-mbps", 3], ["--background"]],
-)
-def test_options_that_have_no_meaning_there(tmp_path, command, options):
-    done = command("datapipe", "stage", "--status", tmp_path, *map(str, options))
-    assert done.returncode == 2
-    assert f"--status: stands by itself, and not beside {options[0]}" in done.stderr
 
 
 def test_it_says_that_it_is_running(splits, tmp_path):

@@ -2,11 +2,7 @@
 
 import json
 import os
-import shutil
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,37 +11,8 @@ from datapipe.dataset.manifest import MANIFEST
 from datapipe.dataset.verify import verify
 from datapipe.fsio import locked
 from datapipe.staging import stage, stage_once
-
-NOBODY = 65534
-STAGE = "import sys; from datapipe.cli import main; sys.argv[0] = 'datapipe'; sys.exit(main())"
-# What is imported when it is needed may lie where only root can read.
-AS_NOBODY = f"""
-import os, sys
-import datapipe.cli, datapipe.staging, datapipe.loaders.cpu
-os.setgroups([]); os.setresgid({NOBODY}, {NOBODY}, {NOBODY}); os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
-"""
-LOAD = """
-from datapipe.loaders import open_loader
-with open_loader(sys.argv[1], 4, size=16, cache=sys.argv[2]) as loader:
-    print(sum(len(batch.labels) for batch in loader))
-"""
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-
-
-@pytest.fixture
-def public(packed_folders) -> Iterator[Path]:
-    """A folder with a data set, `source`, that any user can read; pytest's own are closed."""
-    folder = Path(tempfile.mkdtemp(prefix="stage-"))
-    folder.chmod(0o755)
-    shutil.copytree(packed_folders["tar"], folder / "source")
-    yield folder
-    shutil.rmtree(folder)
-
-
-def run(program: str, *arguments: Path, prefix: list[str] = ()) -> subprocess.CompletedProcess:
-    line = [*prefix, sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+from tests.datapipe.staging.data_sets import needs_root
+from tests.waiting import limit_s
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
@@ -53,49 +20,52 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @needs_root
-def test_another_user_finds_all_in_place(public):
+def test_another_user_finds_all_in_place(public, as_nobody):
     source, local = public / "source", public / "local"
     stage(source, local)
     before = state(local)
-    done = run(AS_NOBODY + STAGE, "stage", source, local, "--json")
+    done = as_nobody("datapipe", "stage", source, local, "--json")
     assert done.returncode == 0, done.stderr
     assert [row["copied_bytes"] for row in json.loads(done.stdout)["data_sets"]] == [0, 0]
     (local / "val" / "keys.txt").write_bytes(b"")
-    done = run(AS_NOBODY + STAGE, "stage", source, local)
+    done = as_nobody("datapipe", "stage", source, local)
     assert done.returncode == 1 and "keys.txt; choose another folder" in done.stderr and "Traceback" not in done.stderr
     stage(source, local)
     assert before.keys() == state(local).keys()
 
 
 @needs_root
-def test_users_share_a_cache(public):
+def test_users_share_a_cache(public, as_nobody):
     source, cache = public / "source" / "val", public / "cache"
     before = state(stage_once(source, cache))
-    done = run(AS_NOBODY + LOAD, source, cache)
-    assert done.returncode == 0 and done.stdout.split() == ["8"], done.stderr
+    done = as_nobody("counts_images", source, cache)
+    assert done.returncode == 0 and done.stdout == "8 False\n", done.stderr
     assert state(next(cache.iterdir())) == before
 
 
 @needs_root
-def test_stage_onto_a_read_only_filesystem(public):
+def test_stage_onto_a_read_only_filesystem(public, command):
     source, local = public / "source", public / "local"
     stage(source, local)
-    mount = f'mount --bind {local} {local} && mount -o remount,bind,ro {local} && exec "$@"'
-    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
-    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+    if subprocess.run(["mount", "--bind", "-o", "ro", local, local], capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
-    done = run(STAGE, "stage", source, local, prefix=prefix)
-    assert done.returncode == 0 and "0.0 MiB copied" in done.stdout, done.stderr
-    (local / "val" / MANIFEST).unlink()
-    done = run(STAGE, "stage", source, local, prefix=prefix)
+    try:
+        done = command("datapipe", "stage", source, local)
+        assert done.returncode == 0 and "0.0 MiB copied" in done.stdout, done.stderr
+        subprocess.run(["mount", "-o", "remount,bind,rw", local], check=True)
+        (local / "val" / MANIFEST).unlink()
+        subprocess.run(["mount", "-o", "remount,bind,ro", local], check=True)
+        done = command("datapipe", "stage", source, local)
+    finally:
+        subprocess.run(["umount", "--lazy", local], check=True)
     assert done.returncode == 1 and "Read-only file system" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_nobody_waits_for_a_lock_where_all_is_in_place(public):
+def test_nobody_waits_for_a_lock_where_all_is_in_place(public, command):
     source, local = public / "source", public / "local"
     stage(source, local)
     with locked(local / "train", wait=False), locked(local / "val", wait=False):
-        assert run(STAGE, "stage", source, local).returncode == 0
+        assert command("datapipe", "stage", source, local).returncode == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", None])
@@ -110,18 +80,17 @@ def test_a_damaged_local_manifest_is_written_again(public, content, caplog):
     assert staged.copied_bytes == 0 and path.read_bytes() == whole and "is damaged" in caplog.text
 
 
-def test_the_source_may_be_packed_again_meanwhile(public):
+def test_the_source_may_be_packed_again_meanwhile(public, start):
     """The manifest is read once: what is written at last is what was copied by."""
     source, local = public / "source" / "train", public / "local"
     whole = (source / MANIFEST).read_bytes()
     local.mkdir()
     with locked(local, wait=False):
-        line = [sys.executable, "-c", STAGE, "stage", str(source), str(local)]
-        child = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+        child = start(source, local)
         lines = [child.stderr.readline() for _ in range(2)]  # first, that LOCAL is on the same disk
         assert "waiting for process" in lines[1]
         (source / MANIFEST).write_bytes((public / "source" / "val" / MANIFEST).read_bytes())
-    child.communicate(timeout=60)
+    child.communicate(timeout=limit_s())
     assert child.returncode == 0
     assert (local / MANIFEST).read_bytes() == whole and verify(local) == []
 
