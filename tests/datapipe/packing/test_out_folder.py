@@ -7,10 +7,10 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -25,7 +25,9 @@ from datapipe.images.recode import RecodeOptions
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE, OutFolder
 from datapipe.packing.plan_file import PLAN
+from tests.waiting import limit_s, wait_until
 
+CHILDREN = Path(__file__).with_name("children")
 SMALL = 0.25  # MiB: four shards of train and one of val, of `image_folder`
 
 
@@ -117,7 +119,7 @@ def test_a_pack_ends_although_the_old_data_set_cannot_be_removed(image_folder, o
     assert sorted(path.name for path in old.iterdir()) == ["train", "val"]
 
 
-def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_path):
+def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_path, caplog):
     """Behind a pack that holds the folder and replaces the plan."""
     assert pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, task=Task(0, 2, ""))) == {}
     errors = []
@@ -128,14 +130,13 @@ def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_pat
         except SettingError as error:
             errors.append(str(error))
 
-    with locked(tmp_path, wait=True):
+    with caplog.at_level("INFO"), locked(tmp_path, wait=True):
         task = threading.Thread(target=late)
         task.start()
-        task.join(1)
-        assert task.is_alive()
+        wait_until(lambda: "waiting for another process that works there" in caplog.text)
         with mock.patch("datapipe.packing.out_folder.locked"):  # as the process that has the lock
             pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, seed=7, overwrite=True))
-    task.join(60)
+    task.join(limit_s())
     assert errors and "another seed: 7, not 0" in errors[0]
     assert not list(verify(tmp_path / "train"))
 
@@ -196,35 +197,23 @@ def test_a_complete_data_set_of_another_source_is_not_what_was_asked_for(image_f
 
 # --- the new takes the place of the old -------------------------------------------------------------
 
-# Is stopped or killed, as the first argument says, before the change of the disk whose number comes second.
-AT_A_CHANGE = """
-import json, os, signal, sys
-from datapipe.cli import main
-number, at, changes = int(sys.argv.pop(1)), int(sys.argv.pop(1)), []
-def count(event, arguments):
-    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
-        if len(changes) == at:
-            os.kill(os.getpid(), number)
-        changes.append(f"{event} {arguments}")
-sys.addaudithook(count)
-code = main()
-print(json.dumps(changes))
-sys.exit(code)
-"""
+
+@pytest.fixture
+def begin(server):
+    """begin(number, at, *arguments) starts `datapipe pack` that gets a signal before its change `at`; -1: never."""
+
+    def start(number, at, *arguments, locks="as they are"):
+        return server.start(CHILDREN / "packs_until.py", int(number), at, locks, "pack", *arguments)
+
+    return start
 
 
-def begin(number, at, *arguments, env=None):
-    """Start `datapipe pack` that gets signal `number` before its change `at`; -1: never."""
-    command = [sys.executable, "-c", AT_A_CHANGE, *map(str, (int(number), at, "pack", *arguments))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-
-
-def changes_of(*arguments):
+def changes_of(begin, *arguments):
     """The changes of the disk that an undisturbed pack makes."""
     child = begin(0, -1, *arguments)
-    output, errors = child.communicate(timeout=120)
+    output, errors = child.communicate(timeout=limit_s())
     assert child.returncode == 0, errors
-    return json.loads(output.splitlines()[-1])
+    return [line for line in output.splitlines() if line.startswith("os.")]
 
 
 def bytes_of(folder):
@@ -282,47 +271,29 @@ def test_a_full_disk_leaves_the_old_data_set(image_folder, tmp_path, command):
         subprocess.run(["umount", small], check=True)
 
 
-@pytest.mark.parametrize("last", [26, pytest.param(1000, marks=pytest.mark.slow)])
-def test_killed_before_any_change_either_is_whole(image_folder, tmp_path, last):
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_killed_before_any_change_either_is_whole(image_folder, old, tmp_path, begin, everywhere):
     """By name, at every moment; and the same command again ends with the new one."""
     options = "--overwrite", "--seed", 1, "--workers", 1
-    pack(image_folder, tmp_path / "old", PackOptions())
-    new = shutil.copytree(tmp_path / "old", tmp_path / "new")
-    num_changes, seeds = len(changes_of(image_folder, new, *options)), []
-    for at in range(max(0, num_changes - last), num_changes):
-        out = shutil.copytree(tmp_path / "old", tmp_path / str(at))
-        child = begin(signal.SIGKILL, at, image_folder, out, *options)
-        assert child.wait(60) == -signal.SIGKILL
+    new = shutil.copytree(old, tmp_path / "new")
+    changes, seeds = changes_of(begin, image_folder, new, *options), []
+    moves = [at for at, change in enumerate(changes) if "rename" in change and re.search(f"/old/|/{DONE}", change)]
+    assert len(moves) == 5  # each split out, the folder, each split in
+    for at in range(len(changes)) if everywhere else sorted({*moves, *range(3, len(changes), 13)}):
+        out = shutil.copytree(old, tmp_path / str(at))
+        assert begin(signal.SIGKILL, at, image_folder, out, *options).wait(limit_s()) == -signal.SIGKILL
         seeds.append(seed_of(out))
         resume = at % 2 == 1 and (seeds[-1] == 1 or (out / STATE / PLAN).exists())
         pack(image_folder, out, PackOptions(resume=resume, overwrite=not resume, seed=1, workers=1))
-        assert bytes_of(out) == bytes_of(new), f"killed before change {at} of {num_changes}"
+        assert bytes_of(out) == bytes_of(new), f"killed before change {at} of {len(changes)}"
     assert seeds == sorted(seeds) and {0, 1} == set(seeds)
 
 
-@pytest.mark.slow
-def test_killed_at_random_moments_either_is_whole(image_folder, tmp_path):
-    random = np.random.default_rng(0)
-    out, arguments = tmp_path / "out", [image_folder, tmp_path / "out", "--shard-mib", 1, "--overwrite", "--seed"]
-    pack(image_folder, out, PackOptions(shard_mib=1))
-    seed, kills = 0, 0
-    while kills < 20:
-        child = begin(0, -1, *arguments, seed + 1)
-        time.sleep(random.uniform(0.2, 1.2))
-        child.kill()
-        kills += child.wait(60) == -signal.SIGKILL
-        child.communicate()
-        assert seed_of(out) in (seed, seed + 1)
-        pack(image_folder, out, PackOptions(shard_mib=1, overwrite=True, seed=seed + 1))
-        assert seed_of(out) == seed + 1 and sorted(path.name for path in out.iterdir()) == ["train", "val"]
-        seed += 1
-
-
-def test_terminated_it_keeps_the_old_and_is_continued(image_folder, old, tmp_path):
+def test_terminated_it_keeps_the_old_and_is_continued(image_folder, old, tmp_path, begin):
     new = shutil.copytree(old, tmp_path / "new")
-    at = len(changes_of(image_folder, new, "--overwrite", "--seed", 1)) // 2
+    at = len(changes_of(begin, image_folder, new, "--overwrite", "--seed", 1)) // 2
     child = begin(signal.SIGTERM, at, image_folder, old, "--overwrite", "--seed", 1)
-    assert child.wait(60) == 128 + signal.SIGTERM
+    assert child.wait(limit_s()) == 128 + signal.SIGTERM
     assert seed_of(old) == 0
     finished = {path.name: path.stat().st_ino for path in (old / STATE / NEW / "train").glob("shard-*.tar")}
     with pytest.raises(SettingError, match="unfinished pack with another seed: 1, not 2"):
@@ -332,19 +303,18 @@ def test_terminated_it_keeps_the_old_and_is_continued(image_folder, old, tmp_pat
     assert bytes_of(old) == bytes_of(new)
 
 
-def test_an_overwrite_that_is_given_up_is_replaced_by_another(image_folder, old, tmp_path):
+def test_an_overwrite_that_is_given_up_is_replaced_by_another(image_folder, old, tmp_path, begin):
     """Killed on the way: the old data set is put back where it was, before anything else."""
     new = shutil.copytree(old, tmp_path / "new")
-    changes = changes_of(image_folder, new, "--overwrite", "--seed", 1)
+    changes = changes_of(begin, image_folder, new, "--overwrite", "--seed", 1)
     out = shutil.copytree(new, tmp_path / "copy")
     at = next(i for i, change in enumerate(changes) if change.startswith("os.rename") and f"/{DONE}'" in change)
-    begin(signal.SIGKILL, at, image_folder, out, "--overwrite", "--seed", 2).communicate(timeout=60)
+    begin(signal.SIGKILL, at, image_folder, out, "--overwrite", "--seed", 2).wait(limit_s())
     assert not (out / "train").exists() and seed_of(out) == 1
     with pytest.raises(SourceError):
         pack(tmp_path / "nothing", out, PackOptions(overwrite=True, seed=3))
     assert seed_of(out) == 1
-    child = begin(signal.SIGKILL, 40, image_folder, out, "--overwrite", "--seed", 3)
-    child.wait(60)
+    begin(signal.SIGKILL, 40, image_folder, out, "--overwrite", "--seed", 3).wait(limit_s())
     assert seed_of(out) == 1 and (out / "train").exists()
 
 
@@ -359,105 +329,75 @@ def parts(image_folder, tmp_path):
     return tmp_path / "parts"
 
 
-NO_LOCKS = """
-import errno, fcntl
-def flock(*_):
-    raise OSError(errno.ENOLCK, "no locks here")
-fcntl.flock = flock
-"""
+@pytest.fixture
+def last_task(image_folder, begin):
+    """last_task(out, number, at) starts the task that finishes `parts`, with a signal before its change `at`."""
+
+    def start(out, number=0, at=-1, locks="as they are", timeout_s=600):
+        options = "--shard-mib", 1, "--task", "1/2", "--resume", "--timeout", timeout_s
+        return begin(number, at, image_folder, out, *options, locks=locks)
+
+    return start
+
+
+def state_of(child):
+    """ "T" if it is stopped, and "Z" when it has ended."""
+    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture
-def without_locks(tmp_path):
-    """The environment of a process for which no file can be locked."""
-    (tmp_path / "no").mkdir()
-    (tmp_path / "no" / "sitecustomize.py").write_text(NO_LOCKS)
-    return os.environ | {"PYTHONPATH": f"{tmp_path / 'no'}:{Path(__file__).parents[3]}"}
-
-
-def last_task(image_folder, out, number=0, at=-1, env=None, timeout_s=60):
-    line = image_folder, out, "--shard-mib", 1, "--task", "1/2", "--resume", "--timeout", timeout_s
-    return begin(number, at, *line, env=env)
-
-
-def is_stopped(child):
-    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def wait_until(true, child):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline and child.poll() is None, "did not happen"
-        time.sleep(0.02)
-
-
-def note_of(out):
-    return out / STATE / FINISHING
-
-
-def finishing_changes(image_folder, parts, tmp_path):
+def finishing_changes(image_folder, parts, tmp_path, begin):
     """The changes at which the last task finishes: all behind that of its note."""
     copy = shutil.copytree(parts, tmp_path / "copy")
-    changes = changes_of(image_folder, copy, "--shard-mib", 1, "--task", "1/2")
+    changes = changes_of(begin, image_folder, copy, "--shard-mib", 1, "--task", "1/2")
     return range(1 + next(i for i, change in enumerate(changes) if f"/{FINISHING}'" in change), len(changes))
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_finisher_that_was_killed_is_replaced(image_folder, parts, tmp_path, every):
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_finisher_that_was_killed_is_replaced(image_folder, parts, tmp_path, last_task, finishing_changes, every):
     """Also between the manifests of two splits, and between two steps of their move."""
-    for at in finishing_changes(image_folder, parts, tmp_path)[::every]:
+    for at in finishing_changes[::every]:
         out = shutil.copytree(parts, tmp_path / f"killed-{at}")
-        child = last_task(image_folder, out, signal.SIGKILL, at)
-        assert child.wait(60) == -signal.SIGKILL
+        assert last_task(out, signal.SIGKILL, at).wait(limit_s()) == -signal.SIGKILL
         index = at // every % 2  # the same task again, or the other
         assert pack(image_folder, out, PackOptions(shard_mib=1, task=Task(index, 2, ""), timeout_s=600))
         assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {at}"
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_two_finishers_do_no_harm(image_folder, parts, tmp_path, every):
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_finishers_do_no_harm(image_folder, parts, tmp_path, last_task, finishing_changes, every):
     """One stops anywhere, the other finishes all, and then the first continues."""
-    for at in finishing_changes(image_folder, parts, tmp_path)[::every]:
+    for at in finishing_changes[::every]:
         out = shutil.copytree(parts, tmp_path / f"stopped-{at}")
-        child = last_task(image_folder, out, signal.SIGSTOP, at)
-        try:
-            wait_until(lambda child=child: is_stopped(child), child)
-            assert pack(image_folder, out, PackOptions(shard_mib=1, task=Task(0, 2, ""), timeout_s=0.2))
-            assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before change {at}"
-            child.send_signal(signal.SIGCONT)
-            errors = child.communicate(timeout=60)[1]
-            assert child.returncode == 0, f"stopped before change {at}: {errors}"
-            assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before change {at}"
-        finally:
-            child.kill()
-            child.communicate()
+        child = last_task(out, signal.SIGSTOP, at)
+        wait_until(lambda child=child: state_of(child) == "T", child)
+        assert pack(image_folder, out, PackOptions(shard_mib=1, task=Task(0, 2, ""), timeout_s=0.2))
+        assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before change {at}"
+        child.send_signal(signal.SIGCONT)
+        errors = child.communicate(timeout=limit_s())[1]
+        assert child.returncode == 0, f"stopped before change {at}: {errors}"
+        assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before change {at}"
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_two_finishers_in_turns_do_no_harm(image_folder, parts, tmp_path, times):
+@pytest.mark.parametrize("times", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_two_finishers_in_turns_do_no_harm(parts, tmp_path, last_task, finishing_changes, times):
     """One stops anywhere, the second too, and then each does the rest, the first first."""
     random = np.random.default_rng(times)
-    moments = finishing_changes(image_folder, parts, tmp_path)
     for attempt in range(times):
         out = shutil.copytree(parts, tmp_path / f"turns-{attempt}")
-        ats = [int(random.choice(moments)), int(random.integers(2, len(moments) // 2))]
+        ats = [int(random.choice(finishing_changes)), int(random.integers(2, len(finishing_changes) // 2))]
         children = []
-        try:
-            for at in ats:
-                children.append(last_task(image_folder, out, signal.SIGSTOP, at, timeout_s=0.2))
-                deadline = time.monotonic() + 60
-                while children[-1].poll() is None and not is_stopped(children[-1]):  # the second may find little to do
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
-            for child in children:
-                child.send_signal(signal.SIGCONT)
-                errors = child.communicate(timeout=60)[1]
-                assert child.returncode == 0, f"stopped before changes {ats}: {errors}"
-            assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before changes {ats}"
-        finally:
-            for child in children:
-                child.kill()
-                child.communicate()
+        for at, timeout_s in zip(ats, (600, 0.2), strict=True):  # the second does not wait for the first
+            child = last_task(out, signal.SIGSTOP, at, timeout_s=timeout_s)
+            wait_until(
+                lambda child=child: child.poll() is not None or state_of(child) == "T"
+            )  # the second may find little
+            children.append(child)
+        for child in children:
+            child.send_signal(signal.SIGCONT)
+            errors = child.communicate(timeout=limit_s())[1]
+            assert child.returncode == 0, f"stopped before changes {ats}: {errors}"
+        assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"stopped before changes {ats}"
 
 
 @pytest.mark.parametrize(
@@ -487,57 +427,82 @@ def test_who_finishes_second_may_meet_stale_handles(image_folder, parts, tmp_pat
     assert overtaken and bytes_of(parts) == bytes_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("locks", [True, False])
-def test_a_task_waits_for_who_finishes_until_that_dies(image_folder, parts, without_locks, tmp_path, locks):
-    env = None if locks else without_locks
-    at = finishing_changes(image_folder, parts, tmp_path)[2]
-    first = last_task(image_folder, parts, signal.SIGSTOP, at, env)
-    wait_until(lambda: is_stopped(first), first)
-    second = last_task(image_folder, parts, env=env)
-    try:
-        said = ""
-        while "waiting" not in said:
-            said = second.stderr.readline()
-            assert said, "it did not wait"
-        assert f"waiting for process {first.pid} on " in said
-        time.sleep(1)
-        assert second.poll() is None
-        first.kill()
-        errors = second.communicate(timeout=50)[1]  # before --timeout
-        assert second.returncode == 0, errors
-        assert bytes_of(parts) == bytes_of(tmp_path / "whole")
-    finally:
-        for child in (first, second):
-            child.kill()
-            child.communicate()
+@pytest.fixture
+def looks(monkeypatch):
+    """looks(function) has it called in place of each pause between two looks at another task; there is no other."""
+
+    def call(function):
+        monkeypatch.setattr("datapipe.packing.job.time", SimpleNamespace(monotonic=time.monotonic, sleep=function))
+
+    return call
 
 
-def test_a_note_from_another_host_counts_for_a_while(image_folder, parts, without_locks, tmp_path):
-    note = note_of(parts)
+@pytest.fixture
+def no_locks(monkeypatch):
+    """No file can be locked by this process."""
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks here")))
+
+
+LAST = PackOptions(shard_mib=1, task=Task(1, 2, ""), resume=True, timeout_s=3600)
+
+
+@pytest.mark.parametrize("locks", ["as they are", "not at all"])
+def test_a_task_waits_for_who_finishes_until_that_dies(
+    image_folder, parts, tmp_path, last_task, finishing_changes, looks, request, caplog, locks
+):
+    if locks == "not at all":
+        request.getfixturevalue("no_locks")
+    first, pauses = last_task(parts, signal.SIGSTOP, finishing_changes[2], locks), []
+    wait_until(lambda: state_of(first) == "T", first)
+
+    def pause(seconds):
+        pauses.append(seconds)
+        assert not list(parts.rglob(MANIFEST))
+        assert len(pauses) <= 5
+        if len(pauses) == 5:
+            first.kill()
+            wait_until(lambda: state_of(first) == "Z")  # it has ended, although nobody has waited for it
+
+    looks(pause)
+    with caplog.at_level("INFO"):
+        assert pack(image_folder, parts, LAST)
+    assert len(pauses) == 5 and caplog.text.count(f"waiting for process {first.pid} on ") == 1
+    assert bytes_of(parts) == bytes_of(tmp_path / "whole")
+
+
+def test_a_note_from_another_host_counts_for_a_while(image_folder, parts, no_locks, looks, tmp_path, caplog):
+    note, pauses = parts / STATE / FINISHING, []
     note.write_text(json.dumps({"host": "elsewhere", "boot": "1", "pid": 1, "started": "1"}))
-    child = last_task(image_folder, parts, env=without_locks, timeout_s=3)
-    errors = child.communicate(timeout=60)[1]
-    assert child.returncode == 0 and "waiting for process 1 on elsewhere" in errors, errors
+
+    def pause(seconds):
+        pauses.append(seconds)
+        assert len(pauses) <= 4
+        os.utime(note, (time.time() - 900 * len(pauses),) * 2)
+
+    looks(pause)
+    with caplog.at_level("INFO"):
+        assert pack(image_folder, parts, LAST)
+    assert len(pauses) == 4 and "waiting for process 1 on elsewhere" in caplog.text
     assert bytes_of(parts) == bytes_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"host": "elsewhere", "boot": "1", "pid": 1, "started": "1"}'])
-def test_a_note_that_says_nothing_or_is_old_does_not_count(image_folder, parts, without_locks, tmp_path, content):
-    note = note_of(parts)
+def test_a_note_that_says_nothing_or_is_old_does_not_count(image_folder, parts, no_locks, looks, tmp_path, content):
+    note = parts / STATE / FINISHING
     note.write_text(content)
-    os.utime(note, (time.time() - 3600,) * 2)
-    child = last_task(image_folder, parts, env=without_locks)
-    errors = child.communicate(timeout=50)[1]
-    assert child.returncode == 0 and "waiting" not in errors, errors
+    os.utime(note, (time.time() - 3601,) * 2)
+    looks(mock.Mock(side_effect=AssertionError("it waits")))
+    assert pack(image_folder, parts, LAST)
     assert bytes_of(parts) == bytes_of(tmp_path / "whole")
 
 
-def test_the_same_task_twice_without_locks(image_folder, parts, without_locks, tmp_path):
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_the_same_task_twice_without_locks(parts, last_task, tmp_path, times):
     """Each writes under names of its own, and what comes of it is whole."""
-    for attempt in range(4):
+    for attempt in range(times):
         out = shutil.copytree(parts, tmp_path / f"twice-{attempt}")
-        children = [last_task(image_folder, out, env=without_locks) for _ in range(3)]
-        errors = [child.communicate(timeout=120)[1] for child in children]
+        children = [last_task(out, locks="not at all") for _ in range(3)]
+        errors = [child.communicate(timeout=limit_s())[1] for child in children]
         assert [child.returncode for child in children] == [0] * 3, errors
         assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
@@ -628,24 +593,29 @@ def test_a_lost_plan_does_not_cost_the_finished_shards(image_folder, parts):
     assert pack(image_folder, parts, PackOptions(shard_mib=1, resume=True))
 
 
-@pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")
-def test_new_names_survive_a_power_cut(image_folder, tmp_path):
+def test_new_names_survive_a_power_cut(image_folder, tmp_path, monkeypatch):
     """Every folder in which a name is made or changed is synced afterwards, except what is about to be removed."""
-    out, log = tmp_path / "above" / "out", tmp_path / "log"
-    for options in ((), ("--overwrite", "--seed", "1")):
-        trace = ["strace", "-f", "-y", "-s", "4096", "-e", "trace=mkdir,rename,fsync", "-o", log]
-        line = [sys.executable, "-m", "datapipe", "pack", image_folder, out, *options]
-        done = subprocess.run([str(word) for word in (*trace, *line)], capture_output=True, text=True)
-        if "ptrace" in done.stderr:
-            pytest.skip("strace may not trace here")
-        assert done.returncode == 0, done.stderr
-        unsynced, renames = {}, 0
-        for call in log.read_text().splitlines():
-            names = [Path(name) for name in re.findall(r'"([^"]*)"', call)]
-            if "fsync(" in call and (match := re.search(r"fsync\(\d+<(.*?)>", call)):
-                unsynced.pop(Path(match[1]), None)
-            elif names and names[-1].is_relative_to(tmp_path) and call.rstrip().endswith("= 0"):
-                renames += "rename(" in call
-                if "manifest-" not in str(names[-1].name) and DONE not in names[0].parts:
-                    unsynced[names[-1].parent] = call
-        assert renames > 10 and not {path: call for path, call in unsynced.items() if DONE not in path.parts}
+    unsynced, renames, out = {}, [], tmp_path / "above" / "out"
+
+    def noted(name):
+        real = getattr(os, name)
+
+        def call(*arguments, **options):
+            result = real(*arguments, **options)
+            if name == "fsync":
+                unsynced.pop(Path(os.readlink(f"/proc/self/fd/{arguments[0]}")), None)
+                return result
+            first, last = Path(arguments[0]), Path(arguments[-1] if name != "mkdir" else arguments[0])
+            renames.append(first) if name != "mkdir" else None
+            if not last.name.startswith("manifest-") and DONE not in first.parts:
+                unsynced[last.parent] = name, last
+            return result
+
+        return call
+
+    for name in ("mkdir", "rename", "replace", "fsync"):
+        monkeypatch.setattr(os, name, noted(name))
+    for options in (PackOptions(), PackOptions(overwrite=True, seed=1)):
+        renames.clear()
+        pack(image_folder, out, options)
+        assert len(renames) > 10 and not {path: call for path, call in unsynced.items() if DONE not in path.parts}
