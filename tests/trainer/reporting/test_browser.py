@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from _pytest.mark import ParameterSet
 
-from tests.trainer.reporting.test_report import TIME_S, end, epoch, finished, header, train, write
+from tests.trainer.reporting.test_report import TIME_S, end, epoch, finished, header, leave_pdf_out, train, write
+from tests.waiting import limit_s
 from trainer.reporting.page import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
@@ -20,6 +24,14 @@ HIGH = 900  # of the screen, in pixels
 WIDE, NARROW = 1200, 400
 LEAST_CONTRAST = 4.5  # of text, WCAG 2.2, 1.4.3 (AA)
 SMALLEST_TEXT = 10  # in a plot, in pixels, from the top of its line to the bottom
+
+
+def seldom(*values: object) -> ParameterSet:
+    """Return a parameter for --slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+VIEWS = [(WIDE, "light"), (NARROW, "dark"), seldom((WIDE, "dark")), seldom((NARROW, "light"))]
 
 # What sticks out of the screen, or is cut off and has to be scrolled to.
 OVERFLOWS = """() => [...document.querySelectorAll("body, body :not(svg *)")].filter(e => {
@@ -102,22 +114,30 @@ def with_everything(folder: Path, ranks: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[str, Path]:
-    """Reports on one run, on three, and on one that has just begun."""
+def reports(tmp_path_factory) -> Callable[[str], Path]:
+    """Reports on one run, on three, and on one that has just begun, by name; each is written once."""
     folder = tmp_path_factory.mktemp("reports")
-    long_name = "a-run-with-a-rather-long-name_lr0.1_batch512_seed0"
-    runs = [with_everything(folder / long_name, 8), with_everything(folder / "runs" / "other", 2)]
-    begun = write(folder / "begun", header())
-    groups = {"one": runs[:1], "three": [*runs, finished(folder / "third")], "begun": [begun]}
-    return {name: write_report(group, folder / "out" / name) for name, group in groups.items()}
+
+    @functools.cache
+    def _write(name: str) -> Path:
+        if name == "begun":
+            return write_report([write(folder / "begun", header())], folder / "out" / "begun")
+        runs = [with_everything(folder / "a-run-with-a-rather-long-name_lr0.1_batch512_seed0", 8)]
+        if name == "three":
+            runs += [with_everything(folder / "runs" / "other", 2), finished(folder / "third")]
+        with pytest.MonkeyPatch.context() as patch:
+            leave_pdf_out(patch)
+            return write_report(runs, folder / "out" / name)
+
+    return _write
 
 
-@pytest.fixture(scope="module", params=["one", "three", "begun"])
+@pytest.fixture(scope="module", params=["one", seldom("three"), seldom("begun")])
 def report(request, reports) -> Path:
-    return reports[request.param]
+    return reports(request.param)
 
 
-@pytest.fixture(scope="module", params=[(WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")], ids=str)
+@pytest.fixture(scope="module", params=VIEWS, ids=str)
 def view(request, browser, report):
     width, mode = request.param
     with browser.new_context(viewport={"width": width, "height": HIGH}, color_scheme=mode) as context:
@@ -201,12 +221,13 @@ def test_the_page_asks_for_nothing_and_complains_of_nothing(view, report):
     assert view.requested == [report.as_uri()] and view.complaints == []
 
 
-def test_a_page_that_is_open_shows_what_has_happened_since(browser, tmp_path):
+def test_a_page_that_is_open_shows_what_has_happened_since(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.reporting.page.write_plots", lambda *_: [])
     run = write(tmp_path / "run", header(), epoch(1, 0.5))
     report = write_report([run], tmp_path / "out", refresh_s=1)
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(report.as_uri())
-        page.get_by_text("50.00").wait_for(timeout=10_000)
+        page.get_by_text("50.00").wait_for(timeout=1000 * limit_s())
         write_report([write(tmp_path / "run", header(), epoch(1, 0.5), epoch(2, 0.75))], tmp_path / "out", refresh_s=1)
-        page.get_by_text("75.00").wait_for(timeout=10_000)
+        page.get_by_text("75.00").wait_for(timeout=1000 * limit_s())
