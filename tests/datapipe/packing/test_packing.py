@@ -5,8 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +12,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from PIL import Image, PngImagePlugin
 
-import datapipe
 from datapipe.cluster import Task
 from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
@@ -28,7 +26,9 @@ from datapipe.names import CONVERTED
 from datapipe.packing import PackOptions, convert, finish, finish_conversion, pack
 from datapipe.packing.options import SHARD_MIB
 from datapipe.packing.out_folder import NEW, STATE
+from tests.waiting import limit_s
 
+CHILDREN = Path(__file__).with_name("children")
 SMALL = 0.25  # MiB: four shards of train and one of val, of `image_folder`
 
 
@@ -84,14 +84,32 @@ def test_finish_says_what_is_missing(image_folder, tmp_path):
     assert not (out / STATE).exists()
 
 
-def test_tasks_started_at_once(image_folder, tmp_path):
+@pytest.fixture(scope="module")
+def large_files(tmp_path_factory):
+    """Eight pictures of half a MiB, nearly all of it a comment: four shards of 1 MiB that take little to pack."""
+    folder = tmp_path_factory.mktemp("large") / "class"
+    folder.mkdir()
+    for i in range(8):
+        comment = PngImagePlugin.PngInfo()
+        comment.add_text("Comment", f"{i}" * 500_000)
+        Image.new("L", (8, 8), i).save(folder / f"{i}.png", pnginfo=comment)
+    return folder.parent
+
+
+@pytest.mark.parametrize("locks", ["as they are", "not at all", "unseen by others"])
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_tasks_started_at_once(large_files, server, tmp_path, locks, times):
     """Real processes, all of which begin with nothing there; each lists, packs or waits as it finds."""
-    program = [sys.executable, "-m", "datapipe", "pack", str(image_folder), str(tmp_path / "out"), "--shard-mib", "1"]
-    tasks = [subprocess.Popen([*program, "--task", f"{i}/4"], stderr=subprocess.PIPE, text=True) for i in range(4)]
-    errors = [task.communicate(timeout=120)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [0] * 4, errors
-    pack(image_folder, tmp_path / "one", PackOptions(shard_mib=1))
-    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "one")
+    pack(large_files, tmp_path / "one", PackOptions(shard_mib=1))
+    assert len(list((tmp_path / "one" / "train").glob("shard-*.tar"))) >= 4
+    options = "--shard-mib", 1, "--workers", 2
+    for number in range(times):
+        out = tmp_path / f"{number}"
+        line = CHILDREN / "packs_until.py", 0, -1, locks, "pack", large_files, out, *options
+        tasks = [server.start(*line, "--task", f"{i}/4") for i in range(4)]
+        errors = [task.communicate(timeout=limit_s())[1] for task in tasks]
+        assert [task.returncode for task in tasks] == [0] * 4, errors
+        assert bytes_of(out) == bytes_of(tmp_path / "one")
 
 
 def test_tasks_of_another_pack_are_refused(image_folder, tmp_path):
@@ -339,8 +357,7 @@ def test_a_second_pack_to_the_same_place_is_refused(image_folder, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("target", CONVERTED)
-@pytest.mark.parametrize("origin", CONVERTED)
+@pytest.mark.parametrize(("origin", "target"), zip(CONVERTED, (*CONVERTED[1:], CONVERTED[0]), strict=True))
 def test_any_format_becomes_any_other(packed_folders, tmp_path, origin, target):
     manifests = convert(packed_folders[origin], tmp_path / "out", PackOptions(format=target, shard_mib=None))
     for split, manifest in manifests.items():
@@ -431,122 +448,55 @@ def test_converting_tells_of_no_sizes(image_folder, command, tmp_path):
     assert done.returncode == 0 and "images had" not in done.stdout and "61 images" in done.stdout
 
 
-PROGRAM = "import sys; from datapipe.cli import main; sys.exit(main())"
-# One file is on a filesystem that does not answer.
-HANGING = (
-    "import threading; from datapipe.sources.files import Files; read = Files.read;"
-    "Files.read = lambda files, i, buffer: threading.Event().wait() if i == 123 else read(files, i, buffer);" + PROGRAM
+@pytest.mark.parametrize(
+    ("number", "workers"), [(signal.SIGINT, 1), (signal.SIGINT, 4), (signal.SIGTERM, 4), (signal.SIGKILL, 4)]
 )
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("workers", [1, 4])
-def test_stopped_pack_leaves_nothing_half_finished_and_goes_on(image_folder, tmp_path, number, workers):
+def test_stopped_pack_leaves_nothing_half_finished_and_goes_on(image_folder, server, tmp_path, number, workers):
     """Stopped while a read hangs: no finished name on unfinished bytes, no process left behind."""
-    raw = tmp_path / "raw" / "a"
-    raw.mkdir(parents=True)
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    (raw / "a").mkdir(parents=True)
     data = next(image_folder.rglob("*.jpg")).read_bytes()
-    for i in range(300):
-        (raw / f"{i:03}.jpg").write_bytes(data)
-    out = tmp_path / "out"
-    arguments = ["pack", tmp_path / "raw", out, "--workers", workers]
-    child = subprocess.Popen([sys.executable, "-c", HANGING, *map(str, arguments)], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not list(out.rglob("plan.npz")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    assert child.poll() is None, child.stderr.read()
+    for i in range(60):
+        (raw / "a" / f"{i:03}.jpg").write_bytes(data)
+    child = server.start(CHILDREN / "packs_and_hangs.py", "pack", raw, out, "--workers", workers)
+    assert child.stdout.readline() == "hangs\n"
     child.send_signal(number)
-    assert child.wait(30) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    assert child.wait(limit_s()) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert not workers_of(str(tmp_path))
     if number != signal.SIGKILL:
         assert not list(out.rglob(".*.partial"))
     assert not list(out.rglob(MANIFEST))
-    assert subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)]).returncode == 0
+    pack(raw, out, PackOptions())
     assert not list(out.rglob("*.partial")) and not (out / STATE).exists()
     with DataSet(out / "train") as data_set:
-        assert {data_set.read(i) for i in range(300)} == {data}
-
-
-def killed_after(seconds, arguments):
-    """Run a pack and kill it; was it still running?"""
-    child = subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, arguments)], stderr=subprocess.DEVNULL)
-    try:
-        child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        child.kill()
-    return child.wait() == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("moments", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, photo, encoded, moments):
-    """Each run after a kill goes on; what was finished before is not written again."""
-    for i in range(600):
-        path = tmp_path / "raw" / f"class{i % 3}" / f"{i:03}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(photo(300, 300, i % 7), quality=97))
-    pack(tmp_path / "raw", tmp_path / "whole", PackOptions(shard_mib=1))
-    out = tmp_path / "out"
-    arguments = ["pack", tmp_path / "raw", out, "--shard-mib", 1, "--workers", 2, "--resume", "--check", "decode"]
-    random = np.random.default_rng(moments)
-    kills, finished = 0, {}
-    while kills < moments:
-        if out.exists() and not (out / STATE).exists() and list(out.rglob(MANIFEST)):
-            shutil.rmtree(out)  # it was complete before enough kills: begin again
-            finished = {}
-        kills += killed_after(random.uniform(0.2, 1.5), arguments)
-        now = {path: path.stat() for path in (out / STATE).rglob("0*.npz")}
-        for journal, was in finished.items():
-            shard = out / STATE / NEW / "train" / f"shard-{journal.stem}.tar"
-            if (out / STATE).exists():
-                assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == was
-        finished = {
-            journal: (stat.st_ino, stat.st_mtime_ns)
-            for journal in now
-            if (stat := (out / STATE / NEW / "train" / f"shard-{journal.stem}.tar").stat())
-        }
-    assert subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)]).returncode == 0
-    assert bytes_of(out) == bytes_of(tmp_path / "whole")
-
-
-# Ends as if killed before the change of the disk whose number comes first; without a kill it says how many there were.
-ENDING = """
-import os, sys
-from datapipe.cli import main
-kill_at, changes = int(sys.argv.pop(1)), 0
-def count(event, _):
-    global changes
-    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
-        if changes == kill_at:
-            os._exit(9)
-        changes += 1
-sys.addaudithook(count)
-code = main()
-print(changes)
-sys.exit(code)
-"""
+        assert {data_set.read(i) for i in range(60)} == {data}
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("last", [4, pytest.param(1000, marks=pytest.mark.slow)])
-def test_killed_before_any_change_ends_with_the_same_bytes(image_folder, tmp_path, count, last):
-    """Every moment, for one process and for the last of several tasks; at the last the journal is being removed."""
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_before_any_change_ends_with_the_same_bytes(large_files, server, tmp_path, count, every):
+    """Every moment, for one process and for the last of several tasks; what was finished is not written again."""
 
-    def run(out, kill_at):
+    def run(out, at):
         if count == 2:
-            assert not pack(image_folder, out, PackOptions(task=Task(0, count, "")))
-        arguments = [kill_at, "pack", image_folder, out, "--workers", 1, "--task", f"{count - 1}/{count}"]
-        command = [sys.executable, "-c", ENDING, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True)
+            assert not pack(large_files, out, PackOptions(shard_mib=1, task=Task(0, count, "")))
+        options = "--shard-mib", 1, "--workers", 1, "--task", f"{count - 1}/{count}"
+        line = CHILDREN / "packs_until.py", int(signal.SIGKILL), at, "as they are", "pack", large_files, out, *options
+        return server.run(*line, timeout=limit_s())
 
     whole = run(tmp_path / "whole", -1)
     assert whole.returncode == 0, whole.stderr
-    num_changes = int(whole.stdout.splitlines()[-1])
-    for kill_at in range(max(0, num_changes - last), num_changes):
-        out = tmp_path / str(kill_at)
-        assert run(out, kill_at).returncode == 9
-        assert pack(image_folder, out, PackOptions(resume=True, workers=1))
-        assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {kill_at} of {num_changes}"
+    changes = [line for line in whole.stdout.splitlines() if line.startswith("os.")]
+    for at in range(len(changes) - 1, -1, -every):
+        out = tmp_path / str(at)
+        assert run(out, at).returncode == -signal.SIGKILL
+        journals = [path for path in (out / STATE).glob("train/*.npz") if not path.name.startswith(".")]
+        finished = {path.stem: (out / STATE / NEW / "train" / f"shard-{path.stem}.tar").stat() for path in journals}
+        assert pack(large_files, out, PackOptions(shard_mib=1, resume=True, workers=1))
+        assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {at} of {len(changes)}"
+        for number, was in finished.items():
+            shard = (out / "train" / f"shard-{number}.tar").stat()
+            assert (shard.st_ino, shard.st_mtime_ns) == (was.st_ino, was.st_mtime_ns)
 
 
 def workers_of(mark):
@@ -562,7 +512,7 @@ def workers_of(mark):
     return found
 
 
-def test_no_space(image_folder, tmp_path, command):
+def test_no_space(image_folder, tmp_path):
     """A disk of 64 KiB that fills up: the error names the file, and nothing half-finished stays."""
     small = tmp_path / "small"
     small.mkdir()
@@ -570,9 +520,8 @@ def test_no_space(image_folder, tmp_path, command):
         pytest.skip("mounting a small disk needs root")
     try:
         for name in CONVERTED:
-            done = command("datapipe", "pack", image_folder, small / "out", "--format", name, "--workers", 1)
-            assert done.returncode == 1 and "Traceback" not in done.stderr
-            assert "No space left on device" in done.stderr and "shard-000000" in done.stderr, done.stderr
+            with pytest.raises(OSError, match=r"No space left on device.*shard-000000"):
+                pack(image_folder, small / "out", PackOptions(format=name, workers=1))
             assert not [path for path in small.rglob("*") if path.is_file() and STATE not in path.parts]
             subprocess.run(["rm", "-rf", small / "out"], check=True)
     finally:
@@ -649,33 +598,6 @@ def test_two_encoders_do_not_share_a_pack(image_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(turbojpeg, "turbojpeg", other)
     with pytest.raises(SettingError, match=r"another recode: .*'encoder'.*, not .*'encoder'"):
         pack(image_folder, tmp_path / "out", PackOptions(task=Task(1, 2, ""), **options))
-
-
-@pytest.mark.parametrize("locks", ["none", "seen by nobody else"])
-def test_tasks_need_no_locks(image_folder, tmp_path, locks):
-    """On a filesystem mounted without `flock`, and on one whose locks other nodes do not see."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import errno, fcntl\n"
-        "def flock(fd, how):\n"
-        f"    if {locks == 'none'}:\n"
-        "        raise OSError(errno.ENOSYS, 'no locks here')\n"
-        "fcntl.flock = flock\n"
-    )
-    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(datapipe.__file__).parents[1]}"}
-    with one_at_a_time():
-        pack(image_folder, tmp_path / "alone", PackOptions(shard_mib=SMALL))
-    program = (
-        "import sys; from pathlib import Path; from datapipe.cluster import Task; from datapipe.packing import *\n"
-        f"options = PackOptions(shard_mib={SMALL}, task=Task(int(sys.argv[3]), 4, ''))\n"
-        "pack(Path(sys.argv[1]), Path(sys.argv[2]), options)\n"
-    )
-    command = [sys.executable, "-c", program, str(image_folder), str(tmp_path / "out")]
-    for _ in range(3):
-        tasks = [subprocess.Popen([*command, str(i)], env=environ, stderr=subprocess.PIPE, text=True) for i in range(4)]
-        said = [task.communicate(timeout=120)[1] for task in tasks]
-        assert [task.returncode for task in tasks] == [0] * 4, said
-        assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "alone")
-        shutil.rmtree(tmp_path / "out")
 
 
 def test_remains_of_another_pack_are_no_place_for_tasks(image_folder, tmp_path):
