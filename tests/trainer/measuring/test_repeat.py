@@ -15,6 +15,7 @@ import pytest
 from datapipe.errors import SettingError
 from datapipe.packing import PackOptions, pack
 from tests.processes import ROOT
+from tests.trainer.runs import finish, wait_for_step
 from tests.waiting import limit_s, wait_until
 from trainer.config.recipe import load_recipe
 from trainer.measuring.repeat import Repeats, repeat
@@ -37,16 +38,6 @@ def again(start, packed, recipe_file, tmp_path):
         return start(*command, *arguments, **options)
 
     return _again
-
-
-def finish(child) -> tuple[int, str, str]:
-    out, err = child.communicate(timeout=limit_s())
-    return child.returncode, out, err
-
-
-def wait_for_step(child, run: Path, step: int) -> None:
-    metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), child)
 
 
 @pytest.fixture
