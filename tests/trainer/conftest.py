@@ -72,6 +72,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def go(alone: None, packed: Path, recipe_file: Path, tmp_path: Path):
+    """go("train.epochs=1", …, resume=False, data=…) -> exit code of a run in tmp_path/run, in this process."""
+    from trainer.config.recipe import load_recipe
+    from trainer.run import RunOptions, run
+
+    def _go(*changes: str, resume: bool = False, data: Path = packed) -> int:
+        return run(load_recipe(str(recipe_file), changes), data, tmp_path / "run", RunOptions(resume))
+
+    return _go
+
+
+@pytest.fixture
 def cli(alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """cli("train", recipe, …) -> exit code, output and errors of a `trainer` command in this process."""
     from trainer.cli import main

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from tests.processes import Process, Ranks
 from tests.waiting import limit_s, wait_until
+from trainer.checkpoint import load_checkpoint
 
 DISTURBED = Path(__file__).parent / "children" / "disturbed.py"
 KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=3", "kfac.inv_update_steps=5"]
@@ -53,6 +54,19 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def same(a: Any, b: Any) -> bool:
     """Return whether two leaves are equal, of tensors bit by bit."""
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def weights_at(path: Path) -> int:
+    """Return where a checkpoint has some weights."""
+    return path.read_bytes().index(load_checkpoint(path)["model"]["fc.weight"].numpy().tobytes())
+
+
+def damage(path: Path, place: Callable[[Path], int] = weights_at) -> None:
+    """Flip a bit of a checkpoint."""
+    content, at = bytearray(path.read_bytes()), place(path)
+    content[at] ^= 1
+    path.unlink()  # best.pt may be another name of it
+    path.write_bytes(content)
 
 
 def differing(first: Any, second: Any) -> list[str]:
