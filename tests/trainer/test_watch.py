@@ -3,102 +3,57 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-LIMIT_S = 8
-ROOT = Path(__file__).parents[2]
+from tests.conftest import clean_environment
+from tests.processes import Process
+from tests.waiting import limit_s, wait_until
+from trainer.stop import IMPATIENT_AFTER_S
+from trainer.watch import Watch
 
-# In the place of rank 1: stands still for ever in its 21st step.
-HANGS = """
-import os, sys, time
-if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
-    import trainer.objective as objective
-    before = objective.batch_loss
-    def hang(job, batch, step):
-        while step == 20:
-            time.sleep(1)
-        return before(job, batch, step)
-    objective.batch_loss = hang
-"""
-
-# In the place of rank 1: a bit of its parameters changes in its 20th step.
-FLIPS = """
-import os, sys
-if os.environ.get("RANK") == "1" and "trainer" in sys.orig_argv:
-    import torch
-    import trainer.loop as loop
-    before, calls = loop._update, []
-    def flip(job, *rest):
-        before(job, *rest)
-        calls.append(1)
-        if len(calls) == 20:
-            weight = next(parameter for name, parameter in job.module.named_parameters() if "fc" in name)
-            weight.data.flatten()[:1].view(torch.int32).bitwise_xor_(1 << 3)
-    loop._update = flip
-"""
-
-# In the place of rank 1: each forward pass takes a tenth of a second longer.
-SLOW = """
-import os, sys, time
-if "trainer" in sys.orig_argv:
-    import trainer.objective as objective
-    import trainer.watch as watch
-    watch.COMPARE_S = 4
-    before = objective.batch_loss
-    def slow(job, batch, step):
-        time.sleep(0.1 * (os.environ.get("RANK") == "1"))
-        return before(job, batch, step)
-    objective.batch_loss = slow
-"""
-
-
-# In the place of the last rank: computes for minutes in its 20th step, in which no handler of Python's can run.
-COMPUTES = """
-import os, sys
-if "trainer" in sys.orig_argv and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-    import ctypes
-    import trainer.objective as objective
-    before = objective.batch_loss
-    def compute(job, batch, step):
-        if step == 19:
-            open("computes", "w").close()
-            mutex = ctypes.create_string_buffer(64)
-            for _ in range(2):  # the second call waits for ever, and no signal interrupts it
-                ctypes.CDLL(None).pthread_mutex_lock(mutex)
-        return before(job, batch, step)
-    objective.batch_loss = compute
-"""
+CHILD = Path(__file__).parent / "children" / "watched.py"
+HOST = os.uname().nodename
 
 
 @pytest.fixture
-def ranks(start, packed, recipe_file, port, tmp_path):
-    """ranks(2, env={}) -> processes that train together, each started by itself. `of_last`: arguments of the last."""
+def rank_timeout() -> int:
+    """How long a rank may do nothing, in seconds: longer than a step takes on this machine now."""
+    return round(limit_s(4))
 
-    def _ranks(
-        count: int, *arguments: object, env: dict[str, str] | None = None, of_last: Sequence[object] = ()
-    ) -> list[subprocess.Popen]:
-        command = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run"]
-        command += ["--set", "train.epochs=200", "--set", "train.batch_size=30", "--rank-timeout", LIMIT_S, *arguments]
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | (env or {})
+
+@pytest.fixture
+def ranks(start, packed, recipe_file, port, tmp_path, rank_timeout):
+    """ranks(2) -> processes that train together, each started by itself. `of_last`: arguments of the last.
+
+    `what`: what one of them does, as in children/watched.py.
+    """
+
+    def _ranks(count: int, *arguments: object, what: str = "", of_last: Sequence[object] = ()) -> list[Process]:
+        command = [CHILD, what] if what else ["-m", "trainer"]
+        command += ["train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=200"]
+        command += ["--set", "train.batch_size=30", "--rank-timeout", rank_timeout, *arguments]
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         others = [*command], [*command, *of_last]
         return [start(*others[rank == count - 1], env=shared | {"RANK": str(rank)}) for rank in range(count)]
 
     return _ranks
 
 
-def wait_for_step(run: Path, step: int, children: list[subprocess.Popen]) -> None:
-    deadline = time.monotonic() + 120
-    while f'"step": {step},' not in (run.read_text() if run.exists() else ""):
-        assert all(child.poll() is None for child in children), [child.communicate() for child in children]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_for_step(run: Path, step: int, children: list[Process]) -> None:
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), *children)
+
+
+def errors_of(children: list[Process]) -> list[str]:
+    """Return what processes, which end by themselves, have said."""
+    return [child.communicate(timeout=limit_s())[1] for child in children]
 
 
 @pytest.mark.ranks
@@ -108,135 +63,148 @@ def wait_for_step(run: Path, step: int, children: list[subprocess.Popen]) -> Non
         (signal.SIGKILL, 1, "rank 1 ({host}) does not answer"),
         (signal.SIGKILL, 0, "rank 0 ({host}) does not answer"),
         (signal.SIGSTOP, 1, "rank 1 ({host}) has given no sign of life for"),
-        (signal.SIGSTOP, 0, "does not answer"),
+        pytest.param(signal.SIGSTOP, 0, "does not answer", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_or_stops_ends_the_others_in_time(ranks, tmp_path, number, which, words):
     children = ranks(3)
-    wait_for_step(tmp_path / "run" / "metrics.jsonl", 12, children)
+    wait_for_step(tmp_path / "run", 2, children)
     children[which].send_signal(number)
-    began = time.monotonic()
     others = [child for child in children if child is not children[which]]
-    said = [child.communicate(timeout=8 * LIMIT_S)[1] for child in others]
-    assert time.monotonic() - began < 3 * LIMIT_S
+    said = errors_of(others)
     assert [child.returncode for child in others] == [1, 1], said
-    host = os.uname().nodename
-    assert all(words.format(host=host) in errors.splitlines()[-1] for errors in said), said
+    assert all(words.format(host=HOST) in errors.splitlines()[-1] for errors in said), said
     assert not any("Traceback" in errors for errors in said), said
-    assert (tmp_path / "run" / "failed-hosts").read_text() == f"{host}\n"
+    assert (tmp_path / "run" / "failed-hosts").read_text() == f"{HOST}\n"
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
-    (tmp_path / "hangs").mkdir()
-    (tmp_path / "hangs" / "sitecustomize.py").write_text(HANGS)
-    children = ranks(2, env={"PYTHONPATH": f"{tmp_path / 'hangs'}:{ROOT}"})
-    said = [child.communicate(timeout=120)[1] for child in children]
+def test_a_rank_that_hangs_ends_the_run_and_is_named(ranks, rank_timeout):
+    children = ranks(2, what="hangs")
+    said = errors_of(children)
     assert [child.returncode for child in children] == [1, 1], said
     for errors in said:
-        assert f"because rank 1 ({os.uname().nodename}): no progress for" in errors.splitlines()[-1], said
-        assert "in: forward pass of step 21 (--rank-timeout 8)" in errors.splitlines()[-1], said
+        assert f"because rank 1 ({HOST}): no progress for" in errors.splitlines()[-1], said
+        assert f"in: forward pass of step 3 (--rank-timeout {rank_timeout})" in errors.splitlines()[-1], said
     assert "waiting: rank 1" in said[0]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stopped", [0, 1, 2])
+@pytest.mark.parametrize("stopped", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_ends_all_soon_though_a_rank_is_stopped(ranks, tmp_path, stopped):
-    """The limit for ranks, 200 s, is not over by then. Where the first rank is stopped, its store is silent, too."""
-    children = ranks(3, "--rank-timeout", 200)
-    wait_for_step(tmp_path / "run" / "metrics.jsonl", 12, children)
+    """The limit for ranks is not over by then. Where the first rank is stopped, its store is silent, too."""
+    children = ranks(3, "--rank-timeout", 100_000)
+    wait_for_step(tmp_path / "run", 2, children)
     children[stopped].send_signal(signal.SIGSTOP)
-    time.sleep(1)
     others = [child for child in children if child is not children[stopped]]
     for child in others:
         child.terminate()
-    said = [child.communicate(timeout=60)[1] for child in others]
+    said = errors_of(others)
     assert [child.returncode for child in others] == [143, 143], said
-    words = f"because SIGTERM asked for it, and rank {stopped} ({os.uname().nodename}) has given no sign of life for"
+    words = f"because SIGTERM asked for it, and rank {stopped} ({HOST}) has given no sign of life for"
     assert all(words in errors.splitlines()[-1] for errors in said), said
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_second_ctrl_c_ends_what_computes_on(ranks, tmp_path, count):
-    """Also while no Python code runs: the last rank computes for minutes, and the others wait for it."""
-    (tmp_path / "sitecustomize.py").write_text(COMPUTES)
-    children = ranks(count, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    wait_for_step(tmp_path / "run" / "metrics.jsonl", 12, children)
-    while not (tmp_path / "computes").exists():
-        time.sleep(0.05)
-    time.sleep(1)
-    for child in children:
-        child.send_signal(signal.SIGINT)
-    time.sleep(4)
-    assert [child.poll() for child in children] == [None] * count
-    for child in children:
-        child.send_signal(signal.SIGINT)
+    """Also while no Python code runs: the last rank computes for ever, and the others wait for it.
+
+    Those that follow the first within seconds are not the second: launchers pass it on, too.
+    """
+    children = ranks(count, "--rank-timeout", 100_000, what="computes")
+    wait_until((tmp_path / "computes").exists, *children)
     began = time.monotonic()
-    said = [child.communicate(timeout=60)[1] for child in children]
-    assert time.monotonic() - began < 10, said
+
+    def ask() -> bool:
+        for child in children:
+            child.send_signal(signal.SIGINT)
+        return None not in [child.poll() for child in children]
+
+    wait_until(ask)
+    assert time.monotonic() - began > IMPATIENT_AFTER_S
+    said = errors_of(children)
     assert [child.returncode for child in children] == [130] * count, said
     assert all("the run ends, because of a second Ctrl-C" in errors for errors in said), said
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_while_it_opens_the_data_set_ends_the_run(ranks, packed, tmp_path):
+def test_a_rank_that_hangs_while_it_opens_the_data_set_ends_the_run(ranks, packed, tmp_path, rank_timeout):
     """A FIFO in place of a manifest hangs whoever opens it."""
     data = shutil.copytree(packed, tmp_path / "data")
     (data / "train" / "manifest.json").unlink()
     os.mkfifo(data / "train" / "manifest.json")
     children = ranks(2, of_last=["--data", data])
-    said = [child.communicate(timeout=120)[1] for child in children]
+    said = errors_of(children)
     assert [child.returncode for child in children] == [1, 1], said
-    words = f"because rank 1 ({os.uname().nodename}): no progress for"
+    words = f"because rank 1 ({HOST}): no progress for"
     assert all(words in errors.splitlines()[-1] for errors in said), said
-    assert "in: opening the data set (--rank-timeout 8)" in said[0].splitlines()[-1], said
+    assert f"in: opening the data set (--rank-timeout {rank_timeout})" in said[0].splitlines()[-1], said
     assert "waiting: rank 1" in said[0]
 
 
 @pytest.mark.ranks
 def test_a_rank_that_is_refused_tells_the_others(ranks):
     """They wait for it, and would for five minutes."""
-    began = time.monotonic()
     children = ranks(3, of_last=["--set", "train.epochs=0"])
-    said = [child.communicate(timeout=90)[1] for child in children]
-    assert time.monotonic() - began < 60
+    said = errors_of(children)
     assert [child.returncode for child in children] == [1, 1, 2], said
     assert all("process 2 has left: train.epochs" in errors.splitlines()[-1] for errors in said[:2]), said
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed")
 def test_mpirun_starts_one_world(packed, recipe_file, tmp_path):
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-m", "trainer", "train"]
     command += [recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=1"]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    options = {"env": clean_environment(), "capture_output": True, "text": True, "timeout": limit_s()}
+    done = subprocess.run([*map(str, command)], **options)
     assert done.returncode == 0 and "2 ranks" in done.stderr, done.stderr
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_flipped_bit_is_found_and_its_rank_named(ranks, tmp_path, count):
+def test_a_flipped_bit_is_found_and_its_rank_named(ranks, count):
     """With two ranks it is not known which of them is right, so both are named."""
-    (tmp_path / "sitecustomize.py").write_text(FLIPS)
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    children = ranks(count, "--set", "train.check_replicas_every_steps=5", env=env)
-    said = [child.communicate(timeout=180)[1] for child in children]
+    children = ranks(count, "--set", "train.check_replicas_every_steps=2", what="flips")
+    said = errors_of(children)
     assert all(child.returncode == 1 for child in children), said
-    host = socket.gethostname()
-    who = f"rank 1 ({host})" if count == 3 else f"rank 0 ({host}), rank 1 ({host})"
+    who = f"rank 1 ({HOST})" if count == 3 else f"rank 0 ({HOST}), rank 1 ({HOST})"
     assert all(
-        f"error: {who}: other parameters than the other ranks after step 20, first in fc" in text for text in said
+        f"error: {who}: other parameters than the other ranks after step 2, first in fc" in text for text in said
     )
 
 
+def test_a_rank_that_takes_longer_than_most_is_named(caplog, monkeypatch):
+    """By a tenth of the time. Seconds count for what a rank does without the others, and is not long at any rate."""
+    now = 100.0
+    monkeypatch.setattr("trainer.watch.time", SimpleNamespace(monotonic=lambda: now))
+    watch = Watch()
+    for what, section, seconds in (("a batch", 0, 1.0), ("forward", 1, 3.0), ("the others", -1, 6.0)):
+        watch.doing(what, section=section)
+        now += seconds
+    watch.doing("saving", is_long=True, section=0)
+    now += 50
+    watch.doing("a batch", section=0)
+    spent_s = watch._describe()[4]
+    assert spent_s == [1.0, 3.0]
+    crew = SimpleNamespace(names=lambda ranks: f"rank {ranks}")
+    for others_s, lines in (
+        ([1.0, 1.9], ["slow: rank [1] spent 3.0 of 10 s in forward passes, most ranks 1.9"]),
+        ([1.0, 2.1], []),
+    ):
+        watch._compared = now - 10, {rank: [0.0, 0.0] for rank in range(3)}
+        watch._compare_speed(crew, {0: others_s, 1: spent_s, 2: others_s})
+        assert caplog.messages == lines
+        caplog.clear()
+
+
+@pytest.mark.slow
 @pytest.mark.ranks
-def test_a_slow_rank_is_named(ranks, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
-    children = ranks(3, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    wait_for_step(tmp_path / "run" / "metrics.jsonl", 150, children)
-    children[0].terminate()
-    said = [child.communicate(timeout=120)[1] for child in children]
+def test_a_slow_rank_is_named(ranks):
+    children = ranks(3, "--set", "train.epochs=15", what="slow")
+    said = errors_of(children)
     lines = [line for line in said[0].splitlines() if "slow:" in line]
-    assert lines and all(f"slow: rank 1 ({socket.gethostname()}) spent" in line for line in lines), said[0]
+    assert lines and all(f"slow: rank 1 ({HOST}) spent" in line for line in lines), said[0]
     assert all("in forward passes" in line for line in lines)
