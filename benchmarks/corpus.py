@@ -139,7 +139,7 @@ def fashion_mnist(count: int = FASHION_MNIST) -> Path:
         idx, temporary = _emptied(folder / "idx"), _emptied(folder / "images.tmp")
         for path in files:
             content = gzip.decompress(path.read_bytes())
-            (idx / path.stem).write_bytes(_first(content, count) if path.name.startswith("train") else content)
+            (idx / path.stem).write_bytes(first_items(content, count) if path.name.startswith("train") else content)
         _pack(idx, folder, shard_mib=max(1, count * TAR_BYTES // SHARDS >> 20))
         for split in ("train", "val"):
             with DataSet(folder / "tar" / split) as data_set:
@@ -164,7 +164,7 @@ def describe(folder: Path) -> dict:
     }
 
 
-def _first(idx: bytes, count: int) -> bytes:
+def first_items(idx: bytes, count: int) -> bytes:
     """The first `count` items of an IDX file: its header, of 4 bytes and 4 for each dimension, holds the count."""
     header_bytes = 4 + 4 * idx[3]
     (total,) = struct.unpack_from(">I", idx, 4)

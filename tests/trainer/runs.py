@@ -12,6 +12,7 @@ import torch
 from tests.processes import Process, Ranks
 from tests.waiting import limit_s, wait_until
 from trainer.checkpoint import load_checkpoint
+from trainer.reporting.runlog import read_run
 
 DISTURBED = Path(__file__).parent / "children" / "disturbed.py"
 KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=3", "kfac.inv_update_steps=5"]
@@ -74,3 +75,17 @@ def differing(first: Any, second: Any) -> list[str]:
     left, right = dict(flat(first)), dict(flat(second))
     common = left.keys() & right.keys()
     return [*(left.keys() ^ right.keys()), *(name for name in common if not same(left[name], right[name]))]
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Return all that the last and the best checkpoint of a run hold, and the lines of its metrics, except times."""
+    values = {}
+    for file in ("checkpoint.pt", "best.pt"):
+        content = load_checkpoint(run / file)
+        for part in content.keys() - {"clock", "metrics_bytes", "metrics_digest"}:
+            values |= {f"{file} {part}{key}": value for key, value in flat(content[part])}
+    metrics = read_run(run)
+    for line in (*metrics.train, *metrics.epochs):
+        values |= {f"{line['event']} {line['step']} {key}": value for key, value in line.items()}
+    times = "elapsed_s", "time_s", "images_per_s", "written_at"
+    return {key: value for key, value in values.items() if not key.endswith(times)}

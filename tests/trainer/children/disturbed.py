@@ -18,7 +18,7 @@ from trainer import loop, objective, resume
 from trainer.cli import main
 from trainer.job import Job
 
-SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP}
 ERRORS = {"surprise": ZeroDivisionError("a surprise"), "second Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(143)}
 
 
