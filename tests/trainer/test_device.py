@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from datapipe import doctor
 from datapipe.errors import SettingError
 from datapipe.loaders import device
 from datapipe.loaders.device import Driver, explain_unseen_gpus, read_driver
+from tests.conftest import clean_environment
+from tests.processes import open_server
 from trainer.connection import check_own_gpus, choose_device
 
-ROOT = Path(__file__).parents[2]
 WITHOUT_CUDA = torch.version.cuda is None
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)  Wed Aug 13\n"
@@ -80,6 +82,7 @@ def test_what_to_install(driver, version, cuda, says):
     assert ("pip install" in reason) == ("/whl/" in "".join(says))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not WITHOUT_CUDA, reason="a build with CUDA is installed")
 def test_pip_does_what_the_message_says():
     """Without the build in its name, pip takes the torch that is installed for the one that is asked for."""
@@ -142,6 +145,21 @@ def test_two_ranks_with_one_gpu_are_refused(monkeypatch):
         choose_device("auto", 0, 4)
 
 
+@pytest.mark.skipif(not WITHOUT_CUDA, reason="this build of torch sees GPUs")
+def test_no_device_is_chosen_where_the_gpus_cannot_be_used(tmp_path, no_gpu, monkeypatch):
+    """Nor does the doctor keep silent."""
+    monkeypatch.setattr("trainer.connection.explain_unseen_gpus", lambda: explain_unseen_gpus(os.environ, root))
+    monkeypatch.setattr(device, "explain_unseen_gpus", lambda: explain_unseen_gpus(os.environ, root))
+    root = tree(tmp_path)
+    for asked in ("auto", "cuda"):
+        with pytest.raises(SettingError, match=rf"--device {asked}: .*has 2 GPU\(s\).*/whl/cu126.* --device cpu"):
+            choose_device(asked)
+    assert choose_device("cpu").type == "cpu"
+    assert "driver 535.104.05 has 2 GPU(s)" in doctor._node()["unseen_gpus"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto").type == "cpu" and doctor._node()["unseen_gpus"] is None
+
+
 @pytest.fixture
 def on_a_gpu_node(tmp_path):
     """Run a command where /proc/driver shows a driver of CUDA 12: mounted in a namespace of its own."""
@@ -152,16 +170,13 @@ def on_a_gpu_node(tmp_path):
     prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
-    env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
-    env["PYTHONPATH"] = str(ROOT)
-
-    def _run(*words: object, **changes: str) -> subprocess.CompletedProcess:
-        command = [*prefix, sys.executable, "-m", *map(str, words)]
-        return subprocess.run(command, env=env | changes, capture_output=True, text=True, timeout=120)
-
-    return _run
+    env = clean_environment()
+    del env["CUDA_VISIBLE_DEVICES"]
+    with open_server(env, prefix=prefix) as server:
+        yield lambda *words, **changes: server.run("-m", *words, env=env | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not WITHOUT_CUDA, reason="this build of torch sees GPUs")
 def test_a_run_is_refused_where_the_gpus_cannot_be_used(on_a_gpu_node, recipe_file, packed, tmp_path):
     command = ["trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=1"]
@@ -175,10 +190,6 @@ def test_a_run_is_refused_where_the_gpus_cannot_be_used(on_a_gpu_node, recipe_fi
     assert done.returncode == 0, done.stderr
     done = on_a_gpu_node(*command[:6], tmp_path / "asked", *command[7:], "--device", "cpu")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.skipif(not WITHOUT_CUDA, reason="this build of torch sees GPUs")
-def test_the_doctor_says_it_too(on_a_gpu_node, tmp_path):
     done = on_a_gpu_node("datapipe", "doctor", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "advice: GPUs: NVIDIA's driver 535.104.05 has 2 GPU(s)" in done.stdout and "/whl/cu126" in done.stdout
