@@ -248,7 +248,7 @@ def main() -> int:
     described = environment()
     if os.geteuid() or shutil.which("unshare") is None:
         raise SystemExit("error: this benchmark needs root, and unshare, to mount a small disk")
-    found = {}
+    figures = {}
     WORK.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kills-", dir=WORK) as name:
         home = Path(name)
@@ -256,14 +256,14 @@ def main() -> int:
         with open_server(clean_environment(), home, ["unshare", "-m", "sh", "-c", DISK, "sh"]) as server:
             for kind in TRAININGS:
                 draw, kills = random.Random(arguments.seed), arguments.kills // len(TRAININGS)
-                found[kind] = compare(server, home / "data", home, kind, draw, kills)
+                figures[kind] = compare(server, home / "data", home, kind, draw, kills)
     settings = {"kills": arguments.kills, "seed": arguments.seed, "rank_timeout_s": RANK_TIMEOUT_S,
                 "images": IMAGES, "recipe": RECIPE, "changes": TRAININGS}  # fmt: skip
-    write_record("random-kills", {"environment": described, "settings": settings, "found": found})
+    write_record("random-kills", {"environment": described, "settings": settings, "found": figures})
     rows = [
         [f"{kind}, {disturbance}", *map(str, moments.values())]
-        for kind, figures in found.items()
-        for disturbance, moments in figures["ended"].items()
+        for kind, counted in figures.items()
+        for disturbance, moments in counted["ended"].items()
     ]
     print("\n" + table(["training, disturbance", *MOMENTS], rows))
     return 0
