@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import shutil
@@ -11,6 +12,8 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from PIL import Image, PngImagePlugin
@@ -18,28 +21,37 @@ from PIL import Image, PngImagePlugin
 from datapipe import memory
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
+from datapipe.packing import PackOptions, pipeline
 from datapipe.packing.budget import Budget
+from tests.processes import Process
+from tests.waiting import limit_s, wait_until
 
+CHILDREN = Path(__file__).with_name("children")
 MIB = 1 << 20
 BASE_BYTES = 40e6  # beside the budget: reading the source, the shards' bytes, and what the allocator keeps
 
 
-def pack(source: Path, out: Path, *options: object, prefix: tuple = ()) -> tuple[int, str, int, int]:
-    """Exit code, messages, peak of the resident memory in bytes, and of threads while shards are written."""
-    line = [*prefix, sys.executable, "-m", "datapipe", "pack", source, out, *options]
-    with open(out.with_name(f"{out.name}.log"), "w+") as log:
-        child = subprocess.Popen([str(word) for word in line], stderr=log, stdout=log)
-        num_threads, code = 0, None
-        while code is None:
-            with suppress(FileNotFoundError, StopIteration):
-                next(out.rglob(".shard-*.partial"))  # listing has threads of its own
-                num_threads = max(num_threads, len(os.listdir(f"/proc/{child.pid}/task")))
-            process, status, usage = os.wait4(child.pid, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status) if process else None
-            time.sleep(0.01)
-        child.returncode = code
-        log.seek(0)
-        return code, log.read(), usage.ru_maxrss * 1024, num_threads
+@pytest.fixture
+def growth(server):
+    """growth(source, out, *options) packs, and says the exit code, the messages, and by how much the process grew."""
+
+    def pack(source, out, *options):
+        child = CHILDREN / "packs_and_measures.py"
+        done = server.run(child, "pack", source, out, *options, timeout=limit_s())
+        return done.returncode, done.stderr, int(done.stdout.splitlines()[-1])
+
+    return pack
+
+
+def most_threads(child: subprocess.Popen | Process, out: Path) -> int:
+    """The most threads that a pack has had while shards were written: listing has threads of its own."""
+    most = 0
+    while child.poll() is None:
+        with suppress(FileNotFoundError, StopIteration):
+            next(out.rglob(".shard-*.partial"))
+            most = max(most, len(os.listdir(f"/proc/{child.pid}/task")))
+        time.sleep(0.01)
+    return most
 
 
 def pictures(folder: Path, side: int, count: int) -> Path:
@@ -55,58 +67,53 @@ def pictures(folder: Path, side: int, count: int) -> Path:
 
 @pytest.mark.parametrize(
     ("side", "count", "budget", "images_at_once"),
-    [
-        (3000, 8, "180MB", 1),
-        (3000, 8, "300MB", 2),
-        pytest.param(13_300, 2, "3500MB", 1, marks=pytest.mark.slow),
-    ],
+    [(2000, 5, "80MB", 1), (2000, 5, "134MB", 2), pytest.param(13_300, 2, "3500MB", 1, marks=pytest.mark.slow)],
 )
-def test_images_are_decoded_within_the_memory_that_is_allowed(tmp_path, side, count, budget, images_at_once):
-    small = pictures(tmp_path / "small", 64, count)
+def test_images_are_decoded_within_the_memory_that_is_allowed(tmp_path, growth, side, count, budget, images_at_once):
     options = "--resize", "short=256", "--workers", 16
-    base = pack(small, tmp_path / "base", *options)[2]
-    large = pictures(tmp_path / "large", side, count)
-    code, said, peak, _ = pack(large, tmp_path / "out", *options, "--memory", budget)
+    base = growth(pictures(tmp_path / "small", 64, count), tmp_path / "base", *options)[2]
+    code, said, most = growth(pictures(tmp_path / "large", side, count), tmp_path / "out", *options, "--memory", budget)
     assert code == 0, said
     assert Manifest.read(tmp_path / "out" / "train").num_samples == count
-    allowed = memory.parse_bytes("memory", budget)
-    assert 14 * side**2 < peak < base + allowed + BASE_BYTES, f"{peak / 1e6:.0f} MB, {base / 1e6:.0f} without"
-    assert (peak - base) / (14 * side**2) < images_at_once + 0.5
+    images = (most - base) / (14 * side**2)
+    assert 0.5 < images < images_at_once + 0.5, f"{most / 1e6:.0f} MB, {base / 1e6:.0f} without"
+    assert most < base + memory.parse_bytes("memory", budget) + BASE_BYTES
 
 
-@pytest.mark.parametrize("options", [("--store", "raw"), ("--resize", "short=999"), ("--check", "decode")])
-def test_little_memory_changes_no_byte_and_ends(tmp_path, options):
+@pytest.mark.parametrize("options", [("--store", "raw"), ("--resize", "short=499"), ("--check", "decode")])
+def test_little_memory_changes_no_byte_and_ends(tmp_path, command, options):
     """What is stored is larger than the budget: threads that hold some must not wait for those that cannot go on."""
-    source = pictures(tmp_path / "large", 1000, 40)
-    shards = "--shard-mib", 1, "--workers", 12
+    source = pictures(tmp_path / "large", 500, 24)
     outs = tmp_path / "little", tmp_path / "much"
-    for out, budget in zip(outs, ("60MB", "4GB"), strict=True):
-        code, said, _, _ = pack(source, out, *options, *shards, "--memory", budget)
-        assert code == 0, said
+    for out, budget in zip(outs, ("12MB", "4GB"), strict=True):
+        line = "pack", source, out, *options, "--shard-mib", 1, "--workers", 12, "--memory", budget
+        done = command("datapipe", *line, timeout=limit_s())
+        assert done.returncode == 0, done.stderr
     little, much = ({path.name: path.read_bytes() for path in (out / "train").iterdir()} for out in outs)
     assert little == much
 
 
 @pytest.mark.parametrize("max_bad", ["0", "100%"])
-def test_an_image_that_needs_more_than_all_of_it(tmp_path, max_bad):
+def test_an_image_that_needs_more_than_all_of_it(tmp_path, growth, max_bad):
     """It is not a bad image: elsewhere, with more memory, the same command packs it."""
     options = "--resize", "short=256", "--memory", "100MB", "--max-bad", max_bad
-    base = pack(pictures(tmp_path / "small", 64, 3), tmp_path / "base", *options)[2]
-    code, said, peak, _ = pack(pictures(tmp_path / "large", 3000, 3), tmp_path / "out", *options)
-    assert peak < base + BASE_BYTES  # not even to see how large it will be
+    base = growth(pictures(tmp_path / "small", 64, 3), tmp_path / "base", *options)[2]
+    code, said, most = growth(pictures(tmp_path / "large", 3000, 3), tmp_path / "out", *options)
+    assert most < base + BASE_BYTES  # not even to see how large it will be
     last = said.splitlines()[-1]
     assert code == 1 and last.startswith("error: ") and "Traceback" not in said, said
     assert ".png" in last and "takes about 126 MB" in last and "--memory" in last
 
 
 @pytest.mark.parametrize("text", ["0", "much", "-1", "8 apples", "", "1e9"])
-def test_a_wrong_size(tmp_path, text):
-    with pytest.raises(SettingError, match=r"memory: .* is not a size; allowed: such as 8GiB"):
-        memory.parse_bytes("memory", text)
-    code, said, _, _ = pack(tmp_path, tmp_path / "out", f"--memory={text}")
-    assert code == 2 and "is not a size" in said
-    code, said, _, _ = pack(tmp_path, tmp_path / "out", "--memory=1k")
-    assert code == 2 and "'1k' is too little for any image; allowed: from 1MiB" in said
+def test_a_wrong_size(text):
+    with pytest.raises(SettingError, match=r"^memory: .* is not a size; allowed: such as 8GiB"):
+        PackOptions(memory=text)
+
+
+def test_a_size_too_small():
+    with pytest.raises(SettingError, match="'1k' is too little for any image; allowed: from 1MiB"):
+        PackOptions(memory="1k")
 
 
 def test_sizes():
@@ -132,7 +139,7 @@ def test_what_a_control_group_uses_counts_without_files_that_make_way(tmp_path, 
     assert 0 < memory.available_bytes() <= memory.allowed_bytes()
 
 
-def test_a_real_control_group(tmp_path):
+def test_a_real_control_group(server):
     group = Path("/sys/fs/cgroup/memory", f"datapipe-test-{os.getpid()}")
     try:
         group.mkdir()
@@ -141,43 +148,86 @@ def test_a_real_control_group(tmp_path):
     try:
         (group / "memory.limit_in_bytes").write_text(str(777 * MIB))
         code = f"import os; from datapipe import memory; open('{group}/tasks', 'w').write(str(os.getpid()))"
-        line = [sys.executable, "-c", f"{code}; print(memory.allowed_bytes())"]
-        assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == f"{777 * MIB}\n"
+        done = server.run("-c", f"{code}; print(memory.allowed_bytes())", check=True)
+        assert done.stdout == f"{777 * MIB}\n"
     finally:
         group.rmdir()
 
 
+def test_more_threads_help_when_those_there_are_wait_for_the_filesystem(monkeypatch):
+    """And the processor is idle, at several looks in a row."""
+    clock, states = SimpleNamespace(wall=0.0, cpu=0.0), {}
+    fake = SimpleNamespace(monotonic=lambda: clock.wall, process_time=lambda: clock.cpu)
+    monkeypatch.setattr(pipeline, "time", fake)
+    monkeypatch.setattr(pipeline, "_sleeps", states.__getitem__)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    reads, writes = (0.0, Path("shard"), mock.Mock(), 1), (0.0, Path("shard"), None, -1)
+
+    def looks(busy: float, *threads: tuple[tuple | None, bool]) -> list[bool]:
+        """What three looks say, of threads that access a file or None, and sleep or not."""
+        pace = pipeline._Pace()
+        states.update({number: sleeps for number, (_, sleeps) in enumerate(threads)})
+        answers = []
+        for _ in range(3):
+            clock.wall, clock.cpu = clock.wall + 1, clock.cpu + busy
+            answers.append(pace.is_idle(range(len(threads)), [access for access, _ in threads]))
+        return answers
+
+    assert looks(0.1, (reads, True), (reads, True)) == [False, False, True]
+    assert looks(0.1, (reads, True), (None, True)) == [False, False, True]  # half of them
+    assert not any(looks(0.9, (reads, True), (reads, True)))  # of two cores
+    assert not any(looks(0.1, (writes, True), (None, True)))
+    assert not any(looks(0.1, (reads, False), (reads, False)))  # other processes have the cores
+
+
+def test_a_starved_thread_does_not_sleep():
+    """It is ready to run, also while it waits for a core; one that waits for anything else sleeps."""
+    end, data = threading.Event(), bytes(8 * MIB)
+    waits = threading.Thread(target=end.wait)
+    works = threading.Thread(target=lambda: [hashlib.sha256(data) for _ in iter(end.is_set, True)])  # without the GIL
+    for thread in waits, works:
+        thread.start()
+    try:
+        wait_until(lambda: pipeline._sleeps(waits))
+        wait_until(lambda: not pipeline._sleeps(works))
+    finally:
+        end.set()
+        waits.join()
+        works.join()
+
+
+@pytest.mark.slow
 def test_a_starved_processor_is_not_an_idle_one(tmp_path):
     """Beside other jobs the threads get little of the processor; more of them would get no more, and take memory."""
-    source = pictures(tmp_path / "raw", 900, 30)
-    alone = "taskset", "-c", "0"
+    source, out = pictures(tmp_path / "raw", 900, 30), tmp_path / "out"
     if not shutil.which("taskset") or 0 not in os.sched_getaffinity(0):
         pytest.skip("needs taskset, and the first processor")
-    line = [*alone, sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(line) for _ in range(3)]
+    alone = ["taskset", "-c", "0", sys.executable]
+    others = [subprocess.Popen([*alone, "-c", "while True: pass"]) for _ in range(3)]
     try:
-        code, said, _, threads = pack(source, tmp_path / "out", "--resize", "short=256", prefix=alone)
+        line = [*alone, "-m", "datapipe", "pack", str(source), str(out), "--resize", "short=256"]
+        child = subprocess.Popen(line)
+        assert 2 <= most_threads(child, out) <= 6, "threads were added"
     finally:
         for other in others:
             other.kill()
             other.wait()
-    assert code == 0, said
-    assert 2 <= threads <= 6, "threads were added"
+    assert child.returncode == 0
 
 
-def test_a_slow_filesystem_is_read_by_many_threads(mounted, photo, encoded):
-    source = mounted.backing / "many" / "class"
+def test_a_slow_filesystem_is_read_by_many_threads(mounted, server, photo, encoded):
+    source, out = mounted.backing / "many" / "class", mounted.backing / "out"
     source.mkdir(parents=True)
     image = encoded(photo(500, 500, 1), quality=97)
-    for i in range(300):
+    for i in range(200):
         (source / f"{i}.jpg").write_bytes(image)
     mounted.set(read_ms=40)
     try:
-        code, said, _, threads = pack(mounted.path / "many", mounted.backing / "out", "--workers", 24)
+        child = server.start("-m", "datapipe", "pack", mounted.path / "many", out, "--workers", 24)
+        assert most_threads(child, out) >= 20
     finally:
         mounted.calm()
-    assert code == 0, said
-    assert threads >= 20
+    assert child.returncode == 0, child.communicate()
 
 
 def test_a_closed_budget_lets_nobody_wait():

@@ -357,7 +357,7 @@ def test_a_second_pack_to_the_same_place_is_refused(image_folder, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize(("origin", "target"), zip(CONVERTED, (*CONVERTED[1:], CONVERTED[0]), strict=True))
+@pytest.mark.parametrize(("origin", "target"), list(zip(CONVERTED, (*CONVERTED[1:], CONVERTED[0]), strict=True)))
 def test_any_format_becomes_any_other(packed_folders, tmp_path, origin, target):
     manifests = convert(packed_folders[origin], tmp_path / "out", PackOptions(format=target, shard_mib=None))
     for split, manifest in manifests.items():
