@@ -24,7 +24,9 @@ from datapipe.loaders import open_loader
 from datapipe.packing import PackOptions
 from datapipe.packing.options import SHARD_MIB
 from datapipe.public_data import DATASETS
+from tests.conftest import clean_environment
 
+CHILDREN = Path(__file__).with_name("children")
 COMMANDS = ["fetch", "pack", "convert", "info", "verify", "stage", "bench", "doctor"]
 # What a command takes by name, and where the names come from.
 CHOICES = {
@@ -44,18 +46,13 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_has_an_example_and_loads_nothing_heavy(name):
+def test_help_has_an_example_and_loads_nothing_heavy():
     """What takes time to load is not loaded: the clock itself is no matter for a test."""
-    program = (
-        "import sys\nfrom datapipe.cli import main\n"
-        f"sys.argv = ['datapipe', *{name!r}.split(), '--help']\ncode = main()\n"
-        "heavy = {'torch', 'numpy', 'h5py', 'lmdb', 'PIL', 'simplejpeg', 'matplotlib'} & set(sys.modules)\n"
-        "print('HEAVY', sorted(heavy))\nsys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0 and "HEAVY []" in done.stdout
-    assert f"Example:  datapipe {name or 'pack'}" in done.stdout
+    line = [sys.executable, CHILDREN / "asks_for_help.py", *COMMANDS]
+    done = subprocess.run(line, capture_output=True, text=True, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert re.findall(r"Example:  datapipe (\w+)", done.stdout) == ["pack", *COMMANDS]
 
 
 def run(*arguments):
@@ -118,37 +115,12 @@ def test_bench_opens_the_loader_with_its_own_defaults():
 
 
 def test_a_new_format_is_a_file_and_a_line(image_folder, tmp_path):
-    """The images one after another, and nothing else."""
-    program = """
-import sys, types
-from datapipe import names
-names.FORMATS += ("toy",)
-from datapipe.cli import main
-from datapipe.formats import Finished
-
-class Writer:
-    head = b"toy:"
-
-    def __init__(self):
-        self.offsets, self.end = [], len(self.head)
-
-    def add(self, key, label, data, header):
-        self.offsets.append(self.end)
-        self.end += len(data)
-        return [data]
-
-    def finish(self):
-        return Finished(b"", {}, self.offsets, {})
-
-sys.modules["datapipe.formats.toy"] = types.SimpleNamespace(SUFFIX=".toy", OVERHEAD_BYTES=0, Writer=Writer)
-sys.exit(main())
-"""
-    out = tmp_path / "out"
-    for arguments in (["pack", image_folder, out, "--format", "toy"], ["verify", "--deep", out]):
-        done = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert (out / "train" / "shard-000000.toy").read_bytes().startswith(b"toy:\x89PNG")
-    assert Manifest.read(out / "train").format == "toy"
+    """In a new interpreter, whose command reads the names of the formats after that line."""
+    line = [sys.executable, CHILDREN / "has_a_new_format.py", image_folder, tmp_path / "out"]
+    done = subprocess.run(line, capture_output=True, text=True, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "train" / "shard-000000.toy").read_bytes().startswith(b"toy:\x89PNG")
+    assert Manifest.read(tmp_path / "out" / "train").format == "toy"
 
 
 @pytest.mark.parametrize(
@@ -183,6 +155,7 @@ sys.exit(main())
         (["pack", "{raw}", "{tmp}/out", "--compress", "lz4"], 2, "--compress: 'lz4' needs --store raw"),
         (["pack", "{raw}", "{tmp}/out", "--seed", "-1"], 2, "--seed: -1"),
         (["pack", "{raw}", "{tmp}/out", "--timeout", "-1"], 2, "--timeout: -1"),
+        (["pack", "{raw}", "{tmp}/out", "--memory", "8 apples"], 2, "--memory: '8 apples' is not a size"),
         (["verify", "{packed}", "--timeout", "0"], 2, "--timeout: 0"),
         (["pack", "{raw}", "{raw}/train/out"], 2, "packed into itself"),
         (["pack", "{raw}", "{packed}/train/more"], 2, "inside a packed data set"),
@@ -204,42 +177,37 @@ def test_mistakes_get_a_clear_answer(command, image_folder, packed_folders, tmp_
     assert not list(tmp_path.rglob("*.partial")) and not list(tmp_path.rglob("manifest.json"))
 
 
-@pytest.fixture(scope="module")
-def unprivileged():
-    """Words before a command that may not do what a file's mode forbids: root may, so it gives that up."""
-    if os.geteuid() != 0:
-        return []
-    prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
-    if not shutil.which("setpriv") or subprocess.run([*prefix, "true"], capture_output=True).returncode:
-        pytest.skip("root cannot give up its capabilities here: no setpriv")
-    return prefix
+@pytest.fixture
+def unprivileged(server):
+    """unprivileged(*arguments) runs `datapipe` that may not do what a file's mode forbids."""
+    return lambda *arguments: server.run(CHILDREN / "may_not_override.py", *arguments)
 
 
-def test_a_folder_that_may_not_be_written_to(command, image_folder, tmp_path, unprivileged):
+def test_a_folder_that_may_not_be_written_to(unprivileged, image_folder, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    done = command("datapipe", "pack", image_folder, locked / "out", prefix=unprivileged)
+    done = unprivileged("pack", image_folder, locked / "out")
     assert done.returncode == 1 and "Permission denied" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("name", ["info", "verify", "stage", "bench", "convert", "pack"])
-def test_a_folder_that_may_not_be_read(command, packed_folders, tmp_path, unprivileged, name):
+def test_a_folder_that_may_not_be_read(unprivileged, packed_folders, tmp_path, name):
     """Neither the whole nor one split: to leave that out would be to say that all is well with the other."""
     more = {"stage": [tmp_path / "local"], "convert": [tmp_path / "out", "--format", "zip"], "pack": [tmp_path / "out"]}
     folder = Path(shutil.copytree(packed_folders["tar"], tmp_path / "packed"))
     for locked in (folder / "train", folder):
         locked.chmod(0)
-        done = command("datapipe", name, folder, *more.get(name, []), prefix=unprivileged)
+        done = unprivileged(name, folder, *more.get(name, []))
         locked.chmod(0o755)
         assert done.returncode == 1 and "Permission denied" in done.stderr, done.stderr
         assert str(locked) in done.stderr and "Traceback" not in done.stderr and not done.stdout
         assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
 
-def test_what_mkfs_left_is_no_split(command, packed_folders, tmp_path, unprivileged):
+def test_what_mkfs_left_is_no_split(unprivileged, packed_folders, tmp_path):
     folder = Path(shutil.copytree(packed_folders["tar"], tmp_path / "packed"))
     (folder / "lost+found").mkdir(mode=0)
-    done = command("datapipe", "info", folder, prefix=unprivileged)
+    done = unprivileged("info", folder)
     (folder / "lost+found").rmdir()
     assert done.returncode == 0 and "packed/train: 61 images of 3 classes in " in done.stdout, done
 
@@ -287,33 +255,34 @@ def test_info_of_an_index_as_large_as_imagenets(command, tmp_path):
     assert row["image_bytes_mean"] == pytest.approx(records["size"].mean())
 
 
-def test_info_in_an_ascii_locale(command, packed_folders, tmp_path, image_folder, encoded, photo):
+def test_info_in_an_ascii_locale(command, tmp_path, encoded, photo):
     """Where nothing makes UTF-8 of it: a × is no reason to fail, nor is a name that cannot be printed."""
     (tmp_path / "raw" / "é").mkdir(parents=True)
     (tmp_path / "raw" / "é" / "0.png").write_bytes(encoded(photo(12, 8, 1), "PNG"))
     out = tmp_path / os.fsdecode(b"out\xe9")
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for arguments in (["pack", tmp_path / "raw", out], ["info", out], ["verify", out], ["verify", out / "no"]):
-        for env in (environment, None):
-            done = command("datapipe", *arguments, *(["--overwrite"] if arguments[0] == "pack" else []), env=env)
-            assert "Traceback" not in done.stderr and r"out\udce9" in done.stdout + done.stderr
-            assert done.returncode == (arguments[-1] == out / "no")
-            if arguments[0] == "info":
-                assert (r"12\xd78" if env else "12×8") in done.stdout
+    ascii_only = clean_environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    calls = ["pack", tmp_path / "raw", out], ["info", out], ["verify", out], ["verify", out / "no"]
+    for arguments in calls:
+        done = command("datapipe", *arguments)
+        assert "Traceback" not in done.stderr and r"out\udce9" in done.stdout + done.stderr
+        assert done.returncode == (arguments[-1] == out / "no")
+        assert arguments[0] != "info" or "12×8" in done.stdout
+    for arguments in (calls[1], calls[3]):
+        done = command("datapipe", *arguments, env=ascii_only)
+        assert "Traceback" not in done.stderr and r"out\udce9" in done.stdout + done.stderr
+        assert done.returncode == (arguments[-1] == out / "no")
+        assert arguments[0] != "info" or r"12\xd78" in done.stdout
 
 
-def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(image_folder, tmp_path):
+def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(server, image_folder, tmp_path):
     import pty
 
-    program = "import sys; from datapipe.cli import main; sys.exit(main())"
-    arguments = [sys.executable, "-c", program, "pack", str(image_folder)]
-    log = subprocess.run([*arguments, str(tmp_path / "a"), "--workers", "1"], capture_output=True, text=True)
+    line = "-m", "datapipe", "pack", image_folder
+    log = server.run(*line, tmp_path / "a", "--workers", 1)
     assert log.returncode == 0 and "\x1b" not in log.stderr
     main_end, child_end = pty.openpty()
-    child = subprocess.Popen(
-        [*arguments, str(tmp_path / "b"), "--workers", "1"], stderr=child_end, stdout=subprocess.DEVNULL,
-        env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
+    env = clean_environment(TERM="xterm")
+    child = server.start(*line, tmp_path / "b", "--workers", 1, env=env, stdout=subprocess.DEVNULL, stderr=child_end)
     os.close(child_end)
     screen = b""
     while True:
@@ -324,4 +293,5 @@ def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(image_folder, tmp_p
         if not part:
             break
         screen += part
+    os.close(main_end)
     assert child.wait() == 0 and b"packing" in screen and b"images/s" in screen

@@ -173,7 +173,7 @@ def test_more_threads_help_when_those_there_are_wait_for_the_filesystem(monkeypa
             answers.append(pace.is_idle(range(len(threads)), [access for access, _ in threads]))
         return answers
 
-    assert looks(0.1, (reads, True), (reads, True)) == [False, False, True]
+    assert looks(0.7, (reads, True), (reads, True)) == [False, False, True]
     assert looks(0.1, (reads, True), (None, True)) == [False, False, True]  # half of them
     assert not any(looks(0.9, (reads, True), (reads, True)))  # of two cores
     assert not any(looks(0.1, (writes, True), (None, True)))
