@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from datapipe.cluster import parse_time_limit
 from datapipe.errors import SettingError
 from tests.datapipe.slurm import ROOT
+from tests.waiting import limit_s
 from trainer.launching import SCHEDULERS, Launch
 
 EXAMPLE = {
@@ -170,7 +171,7 @@ def test_the_tasks_of_srun_get_the_cores_that_the_job_has(tmp_path):
     launch = Launch(**EXAMPLE | {"data": make_data(tmp_path), "out": tmp_path / "run", "path": tmp_path})
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
     for more in ({"SLURM_CPUS_PER_TASK": "12"}, {}):
-        subprocess.run(["bash", launch.write()], env=env | more, check=True, timeout=60)
+        subprocess.run(["bash", launch.write()], env=env | more, check=True, timeout=limit_s())
     assert (tmp_path / "told").read_text().split() == ["12", "12", "none", "none"]  # of staging, and of training
 
 
@@ -188,7 +189,7 @@ def test_mpirun_runs_what_it_writes(tmp_path, command, sample_dir):
     launch.write().write_text(text)
     env = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
-        ["bash", launch.script, "--oversubscribe"], env=env, capture_output=True, text=True, timeout=180
+        ["bash", launch.script, "--oversubscribe"], env=env, capture_output=True, text=True, timeout=limit_s(180)
     )
     assert done.returncode == 1, done.stderr
     assert "2 ranks" in done.stderr and "missed" in done.stdout
@@ -218,7 +219,7 @@ def test_a_pbs_job_submits_itself_again_if_its_time_was_over(tmp_path, writes, b
     (tmp_path / "nodes").write_text("node1\n")
     env = {"PATH": os.environ["PATH"], "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server"}
     env |= {"PBS_NODEFILE": str(tmp_path / "nodes"), "RESTARTS": "3"}
-    done = subprocess.run(["bash", launch.script], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", launch.script], env=env, capture_output=True, text=True, timeout=limit_s())
     assert done.returncode == 1, done.stderr
     assert (tmp_path / "submitted").exists() == again, done.stderr
     if again:

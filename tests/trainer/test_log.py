@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.cluster import name_rank, name_task
+from tests.waiting import limit_s
 
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", {"MASTER_ADDR": "localhost"}),
@@ -42,21 +43,11 @@ def test_a_wrong_environment_ends_no_command(launcher, index, count):
 @pytest.mark.ranks
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_of_the_ranks_of_a_training_the_first_informs(start, packed, recipe_file, tmp_path, port, launcher):
-    line = [
-        "-m",
-        "trainer",
-        "train",
-        recipe_file,
-        "--data",
-        packed,
-        "--out",
-        tmp_path / "run",
-        "--set",
-        "train.epochs=1",
-    ]
+    line = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run"]
+    line += ["--set", "train.epochs=1"]
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "SLURM_JOB_END_TIME": "1"}  # which is over: it warns
     children = [start(*line, env=meet | variables(launcher, rank, 2)) for rank in range(2)]
-    said = [child.communicate(timeout=120)[1] for child in children]
+    said = [child.communicate(timeout=limit_s())[1] for child in children]
     assert [child.returncode for child in children] == [75, 75], said
     assert re.search(r"^\d\d:\d\d:\d\d rank 0 INFO .*2 ranks", said[0], re.MULTILINE), said[0]
     assert "rank 0 WARNING 0 s are left" in said[0] and " INFO " not in said[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -23,19 +24,6 @@ END_S = 400  # of a job with its restarts, whatever else the machine does
 
 pytestmark = [*needs_testbed, pytest.mark.ranks]
 environ, run, cluster = shared_fixtures.environ, shared_fixtures.run, shared_fixtures.cluster
-
-
-# A step takes so long that a minute is too short for all of them.
-SLOW = """
-import sys, time
-if "trainer" in "".join(sys.orig_argv) and "train" in sys.orig_argv:
-    import trainer.loop as loop
-    before = loop._update
-    def slow(*arguments):
-        before(*arguments)
-        time.sleep(0.15)
-    loop._update = slow
-"""
 
 
 @pytest.fixture
@@ -106,7 +94,7 @@ def test_a_job_that_is_preempted(cluster, launch, options):
 
 def test_a_job_whose_time_is_over(cluster, launch, tmp_path):
     """It saves in time, and requeues itself until all is done; no step is done twice."""
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    shutil.copy(Path(__file__).parent / "children" / "slow_steps.py", tmp_path / "sitecustomize.py")
     job, folder = launch("timed", NUM_EPOCHS, f",PYTHONPATH={tmp_path}", time="1")
     resumes = check(cluster, job, folder, finish(cluster, job), NUM_EPOCHS * STEPS_PER_EPOCH)
     assert resumes and all(line["repeated_steps"] == 0 for line in resumes)

@@ -1,15 +1,13 @@
 """What two ranks write to a terminal."""
 
 import os
-import subprocess
-import sys
 import threading
+from subprocess import DEVNULL
 
 import pytest
 
 from tests.conftest import clean_environment
-
-TIMEOUT_S = 120
+from tests.waiting import limit_s
 
 
 class Terminal:
@@ -36,22 +34,17 @@ class Terminal:
 
 
 @pytest.mark.ranks
-def test_one_rank_draws_a_bar(packed, recipe_file, port, tmp_path):
-    line = [sys.executable, "-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run"]
+def test_one_rank_draws_a_bar(server, packed, recipe_file, port, tmp_path):
+    line = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run"]
     line += ["--set", "train.epochs=2"]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TERM": "xterm", "COLUMNS": "100"}
     terminals = [Terminal(), Terminal()]
     children = [
-        subprocess.Popen(
-            [*map(str, line)],
-            env=clean_environment(**shared, RANK=str(rank), PYTHONIOENCODING="utf-8"),
-            stdout=subprocess.DEVNULL,
-            stderr=terminal.device,
-        )
+        server.start(*line, env=clean_environment(**shared, RANK=str(rank)), stdout=DEVNULL, stderr=terminal.device)
         for rank, terminal in enumerate(terminals)
     ]
     try:
-        codes = [child.wait(TIMEOUT_S) for child in children]
+        codes = [child.wait(limit_s()) for child in children]
     finally:
         for child in children:
             child.kill()

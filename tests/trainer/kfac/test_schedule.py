@@ -20,7 +20,7 @@ def test_layers_take_turns():
     more than its share.
     """
     torch.manual_seed(0)
-    model = build("resnet20", num_classes=5, in_channels=3)
+    model = build("resnet8", num_classes=5, in_channels=3)
     preconditioner = KFAC(model, factor_update_steps=10, inv_update_steps=20)
     updates, inverses = [], []
     names = list(preconditioner.layers())
