@@ -19,6 +19,7 @@ import pytest
 
 from tests.datapipe.slurm import ROOT, SUBNET, TESTBED, Cluster
 from tests.ports import free_ports
+from tests.waiting import limit_s, wait_until
 
 MOUNT = Path(__file__).parents[3] / "shared" / "testbed" / "slowfs-mount.sh"
 KNOBS = ("meta_ms", "meta_jitter_ms", "readdir_entry_us", "read_ms", "read_mbps", "write_mbps", "space_mb")
@@ -69,10 +70,7 @@ def mounted() -> Iterator[SlowFS]:
             subprocess.run([MOUNT, "-u", slow.path], check=True, timeout=60)
             with suppress(ProcessLookupError):  # a mount namespace made meanwhile would keep it
                 os.kill(daemon, signal.SIGTERM)
-            deadline = time.monotonic() + 30
-            while Path(f"/proc/{daemon}").exists() and "Z" not in _state(daemon):
-                assert time.monotonic() < deadline, "the filesystem's process does not end"
-                time.sleep(0.01)
+            wait_until(lambda: "Z" in _state(daemon), describe=lambda: "the filesystem's process does not end")
     finally:
         if not os.path.ismount(slow.path):
             shutil.rmtree(folder)
@@ -105,7 +103,7 @@ def run(environ) -> Callable[..., subprocess.CompletedProcess]:
     """Run a command; `check`: the exit code that it must end with."""
 
     def run(*line: str | Path, check: int = 0, **options) -> subprocess.CompletedProcess:
-        options = {"env": environ, "timeout": 180, **options}
+        options = {"env": environ, "timeout": limit_s(180), **options}
         done = subprocess.run([str(word) for word in line], capture_output=True, text=True, **options)
         assert done.returncode == check, f"{line} ended with {done.returncode}: {done.stdout}{done.stderr}"
         return done

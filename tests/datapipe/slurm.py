@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import limit_s
+
 ROOT = Path(__file__).parents[2]
 TESTBED = ROOT.parent / "shared" / "testbed"
 # Of the nodes' addresses, where they have some; each process of pytest-xdist has clusters of its own.
@@ -30,7 +32,7 @@ needs_testbed = [
 
 def wait_until(true: Callable[[], object], seconds: float = 90, describe: Callable[[], str] = str) -> None:
     """`describe`: says what there is instead, if it does not come true."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + limit_s(seconds)
     while not true():
         assert time.monotonic() < end, f"did not happen in time: {describe()}"
         time.sleep(0.2)

@@ -1,6 +1,7 @@
-"""The scripts that stage and train, without a cluster: mpirun is real, PBS is played by a few lines.
+"""The scripts that stage and train, without a cluster: PBS is played by a few lines.
 
-A node is a host name of its own, on loopback, with a folder of its own in place of LOCAL.
+A node is a host name of its own, on loopback, with a folder of its own in place of LOCAL. By default, what the scripts
+start only notes its arguments.
 """
 
 from __future__ import annotations
@@ -16,36 +17,15 @@ import pytest
 
 from datapipe.dataset.manifest import Manifest, find_data_sets
 from datapipe.dataset.verify import verify
+from datapipe.packing import PackOptions, pack
 from tests.datapipe.slurm import ROOT
+from tests.datapipe.staging.data_sets import CHILDREN
+from tests.waiting import limit_s
 
 PBS, MPI = ROOT / "tools/pbs/stage_and_train.pbs", ROOT / "tools/mpi/stage_and_train.sh"
 NODES = ("node1", "node2")
-SETTINGS = [
-    "--device",
-    "cpu",
-    "--set",
-    "train.epochs=1",
-    "--set",
-    "train.target_accuracy=none",
-    "--set",
-    "data.threads=1",
-]
+SETTINGS = "--device cpu --set train.epochs=1 --set train.target_accuracy=none --set data.threads=1"
 AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-# As OpenPBS does (src/cmds/pbsdsh.c, and start_process in src/resmom/start_exec.c): one process per line of the node
-# file, with qsub's environment and not the script's, in the home directory; and 0, whatever becomes of them.
-PBSDSH = """
-import os, subprocess, sys
-from pathlib import Path
-assert sys.argv[1] == "--"
-kept = ("PBS_JOBID", "PBS_O_WORKDIR", "HOME", "USER")
-tasks = []
-for number, node in enumerate(Path(os.environ["PBS_NODEFILE"]).read_text().split()):
-    own = {"PBS_NODENUM": str(number), "PBS_TASKNUM": f"{number + 2:08X}", "PATH": "/usr/bin:/bin"}
-    env = {name: os.environ[name] for name in kept} | own
-    tasks.append(subprocess.Popen([ENTER, node, *sys.argv[2:]], env=env, cwd=env["HOME"]))
-for task in tasks:
-    task.wait()
-"""
 
 needs_names = pytest.mark.skipif(
     subprocess.run(["unshare", "--uts", "--mount", "hostname", "node1"], capture_output=True).returncode != 0,
@@ -63,10 +43,9 @@ def test_bash_can_read_them(script, run):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, run, sample_dir) -> Path:
-    pytest.importorskip("torch")
+def data(tmp_path_factory, sample_dir) -> Path:
     folder = tmp_path_factory.mktemp("packed") / "fashion"
-    run("datapipe", "pack", sample_dir, folder, "--shard-mib", 1)
+    pack(sample_dir, folder, PackOptions(shard_mib=1, workers=1))
     return folder
 
 
@@ -105,45 +84,120 @@ def staged(local: Path) -> None:
 
 
 @pytest.fixture
-def job(tmp_path, environ, local, enter, data) -> dict[str, str]:
-    """The environment of a job's script."""
-    program(tmp_path / "bin" / "pbsdsh", f"#!{sys.executable}\nENTER = {str(enter)!r}\n{PBSDSH}")
+def noted(tmp_path, environ) -> dict[str, str]:
+    """An environment in which `datapipe` and `torchrun` only write what they were given to tmp_path/noted.
+
+    `datapipe` ends with the code in tmp_path/code-NODE, if there is such a file.
+    """
+    for name in ("datapipe", "torchrun"):
+        text = f'#!/bin/sh\necho "$(hostname): {name} $*" >>{tmp_path}/noted\n'
+        text += f'code=$(cat {tmp_path}/code-"$(hostname)" 2>/dev/null)\nexit "${{code:-0}}"\n'
+        program(tmp_path / "noting" / name, text)
+    return environ | {"PATH": f"{tmp_path}/noting:{environ['PATH']}"}
+
+
+def read_noted(tmp_path: Path) -> list[str]:
+    return sorted((tmp_path / "noted").read_text().splitlines())
+
+
+def pbs_job(tmp_path: Path, environ: dict[str, str], local: Path, enter: Path, data: Path | str) -> dict[str, str]:
+    """Return the environment of a job's script."""
+    program(tmp_path / "bin" / "pbsdsh", f'#!/bin/sh\nexec {sys.executable} {CHILDREN / "pbsdsh.py"} "$@"\n')
     (tmp_path / "nodes").write_text("".join(f"{node}\n" for node in NODES))
     own = {"PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "12.head", "PBS_NODEFILE": str(tmp_path / "nodes")}
     own |= {"PBS_NODENUM": "0", "PBS_TASKNUM": "1", "PATH": f"{tmp_path}/bin:{environ['PATH']}", "USER": "somebody"}
-    settings = {"DATA": str(data), "RECIPE": "fashion-mnist-resnet8", "RUN": "run", "OPTIONS": " ".join(SETTINGS)}
-    return environ | own | settings | {"LOCAL": str(local), "HOME": str(tmp_path / "disks")}
+    own |= {"LOCAL": str(local), "HOME": str(tmp_path / "disks"), "ENTER": str(enter)}
+    return environ | own | {"DATA": str(data), "RECIPE": "fashion-mnist-resnet8", "RUN": "run", "OPTIONS": SETTINGS}
+
+
+@needs_names
+def test_pbs_stages_on_each_node_and_then_trains(run, noted, local, enter, tmp_path):
+    run("bash", PBS, env=pbs_job(tmp_path, noted, local, enter, "packed"), cwd="/")
+    launched = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-id=12 --rdzv-backend=c10d --rdzv-endpoint=node1:20012"
+    trained = f"-m trainer train fashion-mnist-resnet8 --data {local} --out run --resume {SETTINGS}"
+    expected = []
+    for number, node in enumerate(NODES):
+        expected.append(f"{node}: datapipe stage packed {local} --node {number}/2")
+        expected.append(f"{node}: {launched} {trained}")
+    assert read_noted(tmp_path) == expected
+    assert not [*tmp_path.glob(".stage_and_train*")]
+
+
+@needs_names
+def test_pbs_ends_with_the_highest_code_of_its_nodes(run, noted, local, enter, tmp_path):
+    """And does not train where a node could not stage."""
+    (tmp_path / "code-node1").write_text("1")
+    (tmp_path / "code-node2").write_text("3")
+    run("bash", PBS, env=pbs_job(tmp_path, noted, local, enter, "packed"), cwd="/", check=3)
+    assert len(read_noted(tmp_path)) == 2 and "torchrun" not in str(read_noted(tmp_path))
+    assert not [*tmp_path.glob(".stage_and_train*")]
+
+
+def test_pbs_refuses_two_processes_on_a_host(run, noted, local, enter, tmp_path):
+    job = pbs_job(tmp_path, noted, local, enter, "packed")
+    (tmp_path / "nodes").write_text("node1\nnode1\n")
+    assert "several processes on a host" in run("bash", PBS, env=job, cwd="/", check=2).stderr
+    del job["RECIPE"]
+    assert "RECIPE: is not set" in run("bash", PBS, env=job, cwd="/", check=1).stderr
+
+
+@pytest.fixture
+def job(tmp_path, environ, local, enter, data) -> dict[str, str]:
+    """The environment of a job's script, whose commands are real."""
+    pytest.importorskip("torch")
+    return pbs_job(tmp_path, environ, local, enter, data)
 
 
 @needs_names
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_pbs(run, job, local, tmp_path):
-    """On two nodes; submitted again, it finds its copies and its run."""
+    """On two nodes; submitted again, it finds its copies."""
     done = run("bash", PBS, env=job, cwd="/")
     staged(local)
     assert "2 ranks" in done.stdout + done.stderr and (tmp_path / "run" / "report.html").exists()
     assert done.stdout.count("MiB copied") == 4 > done.stdout.count("0.0 MiB copied"), done.stdout
+    program(tmp_path / "bin" / "torchrun", "#!/bin/sh\n")
     again = run("bash", PBS, env=job, cwd="/")
     assert again.stdout.count("0.0 MiB copied") == 4, again.stdout
-    assert not [*tmp_path.glob(".stage_and_train*")]
 
 
 @needs_names
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_pbs_tells_what_went_wrong_on_a_node(run, job, local, tmp_path):
     (tmp_path / "disks" / "node2" / "train").write_text("a file")
     done = run("bash", PBS, env=job, cwd="/", check=2)
     assert "local/train is a file; allowed: a folder" in done.stderr
     assert "nothing is staged, because of node node2" in done.stderr
-    assert not (tmp_path / "run").exists() and not [*tmp_path.glob(".stage_and_train*")]
+    assert not (tmp_path / "run").exists()
 
 
-def test_pbs_refuses_two_processes_on_a_host(run, job, tmp_path):
-    (tmp_path / "nodes").write_text("node1\nnode1\n")
-    assert "several processes on a host" in run("bash", PBS, env=job, cwd="/", check=2).stderr
-    del job["RECIPE"]
-    assert "RECIPE: is not set" in run("bash", PBS, env=job, cwd="/", check=1).stderr
+def mpi_line(tmp_path: Path, data: Path | str) -> list[str | Path]:
+    return ["bash", MPI, "--", "fashion-mnist-resnet8", data, tmp_path / "run", *SETTINGS.split()]
+
+
+@needs_names
+def test_mpi_stages_on_each_host_and_then_trains(run, noted, local, enter, tmp_path):
+    """A launcher in mpirun's place starts what it is given on two hosts, as processes 0 and 1."""
+    on_host = f'OMPI_COMM_WORLD_RANK=$rank {enter} "node$((rank + 1))" "$@" || code=1'
+    launch = program(tmp_path / "launch", f'#!/bin/sh\nfor rank in 1 0; do\n{on_host}\ndone\nexit "$code"\n')
+    run(*mpi_line(tmp_path, "packed"), env=noted | {"MPIRUN": str(launch), "LOCAL": str(local), "code": "0"})
+    lines = read_noted(tmp_path)
+    assert [line for line in lines if "datapipe" in line] == [
+        f"{node}: datapipe stage packed {local} --master node1" for node in NODES
+    ]
+    for node, line in zip(NODES, [line for line in lines if "torchrun" in line], strict=True):
+        assert line.startswith(f"{node}: torchrun --nnodes=2 --nproc-per-node=1 --rdzv-id=mpi-")
+        run_there = f"-m trainer train fashion-mnist-resnet8 --data {local} --out {tmp_path}/run --resume {SETTINGS}"
+        assert "--rdzv-backend=c10d --rdzv-endpoint=node1:2" in line and line.endswith(run_there)
+
+
+def test_mpi_refuses_two_processes_on_a_host(run, noted, tmp_path):
+    text = '#!/bin/sh\nfor rank in 0 1; do OMPI_COMM_WORLD_RANK=$rank "$@"; done\n'
+    env = noted | {"LOCAL": str(tmp_path / "local"), "MPIRUN": str(program(tmp_path / "launch", text))}
+    assert "several processes on a host" in run(*mpi_line(tmp_path, "packed"), env=env, check=2).stderr
+    assert "usage: stage_and_train.sh" in run("bash", MPI, "-n", "2", env=env, check=2).stderr
 
 
 @pytest.fixture
@@ -159,39 +213,28 @@ def mpirun(enter, tmp_path) -> Path:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_mpirun(run, environ, data, local, mpirun, tmp_path):
-    """On two hosts; run again, it finds its copies and its run."""
+    pytest.importorskip("torch")
     env = environ | {"MPIRUN": str(mpirun), "LOCAL": str(local)}
-    line = ["bash", MPI, "--", "fashion-mnist-resnet8", data, tmp_path / "run", *SETTINGS]
-    done = run(*line, env=env)
+    done = run(*mpi_line(tmp_path, data), env=env)
     staged(local)
     assert "2 ranks" in done.stdout + done.stderr and (tmp_path / "run" / "report.html").exists()
-    again = run(*line, env=env)
-    assert again.stdout.count("0.0 MiB copied") == 4, again.stdout
 
 
 @needs_names
 @needs_open_mpi
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_two_mpiruns_on_the_same_hosts(environ, data, local, mpirun):
     """Each meets its own processes only, without a scheduler that would tell the jobs apart."""
     env = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     jobs = []
     for name in ("a", "b"):
-        line = [mpirun, "datapipe", "stage", data, local / name, "--master", "node1", "--timeout", "30", "--json"]
+        line = [mpirun, "datapipe", "stage", data, local / name, "--master", "node1", "--json"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         jobs.append(subprocess.Popen([*map(str, line)], env=env, **pipes))
+    size = sum(Manifest.read(folder).size_bytes for folder in find_data_sets(data))
     for job in jobs:
-        said, errors = job.communicate(timeout=120)
+        said, errors = job.communicate(timeout=limit_s())
         assert job.returncode == 0, errors
         rows = [row for text in said.splitlines() for row in json.loads(text)["data_sets"]]
-        assert sum(row["copied_bytes"] for row in rows) == sum(
-            Manifest.read(folder).size_bytes for folder in find_data_sets(data)
-        ), errors
-
-
-@needs_open_mpi
-def test_mpirun_with_two_processes_on_a_host(run, environ, data, tmp_path):
-    line = ["bash", MPI, *AS_ROOT, "--oversubscribe", "-n", "2", "--", "fashion-mnist-resnet8", data, tmp_path / "run"]
-    env = environ | {"LOCAL": str(tmp_path / "local")}
-    assert "several processes on a host" in run(*line, env=env, check=2).stderr
-    assert "usage: stage_and_train.sh" in run("bash", MPI, "-n", "2", env=env, check=2).stderr
+        assert sum(row["copied_bytes"] for row in rows) == size, errors
