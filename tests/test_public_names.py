@@ -78,7 +78,10 @@ def test_a_name_that_is_not_there():
     [
         ("import datapipe", "numpy pydantic torch typer"),
         ("import datapipe.cli", "numpy torch"),
-        ("from datapipe import PackOptions, RecodeOptions, convert, pack, stage, verify", "torch"),
+        (
+            "import datapipe.fetch; from datapipe import PackOptions, RecodeOptions, convert, pack, stage, verify",
+            "torch",
+        ),
     ],
 )
 def test_nothing_is_loaded_too_early(statement, unloaded):
