@@ -55,7 +55,8 @@ def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_reports(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """At the end of trainings in this process, unless a test has `real_reports`: one takes longer than the training."""
-    if "trainer.run" in sys.modules and "real_reports" not in request.fixturenames:
+    trains_here = "trainer.run" in sys.modules or "alone" in request.fixturenames
+    if trains_here and "real_reports" not in request.fixturenames:
         monkeypatch.setattr("trainer.run.write_report", skip_report)
 
 

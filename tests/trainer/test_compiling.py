@@ -12,26 +12,13 @@ from torch._inductor.utils import fresh_cache
 import trainer.models
 import trainer.rehearsal
 import trainer.run
+from tests.trainer.children.compiled_eagerly import COMPILE, build_tiny
 from trainer.checkpoint import load_checkpoint
-
-COMPILE = nn.Module.compile
 
 ADAPTIVE = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=5"]
 ADAPTIVE += ["kfac.damping_update_steps=2"]
 GROWING = ["data.crop=random_resized", "data.start_size=12", "data.grow=[0.0, 0.5]"]  # 16 px in the second epoch
 GROWING += ["data.mixup=0.2", "data.cutmix=1.0", "train.precise_bn_batches=2", "train.evaluate_mirrored=true"]
-
-
-def build_tiny(_: str, num_classes: int, in_channels: int, blur_pool: bool) -> nn.Module:
-    """Build a network of few layers: each is a graph of its own under K-FAC, whose hooks are not compiled."""
-    layers = (
-        nn.Conv2d(in_channels, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3),
-        nn.BatchNorm2d(4),
-    )
-    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
 
 
 @pytest.mark.parametrize("changes", [[], ADAPTIVE, GROWING], ids=["sgd", "adaptive", "growing and mixed"])
