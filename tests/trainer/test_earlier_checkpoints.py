@@ -1,4 +1,4 @@
-"""A disk that takes a checkpoint's bytes, and only says when it is to keep them that it cannot."""
+"""The earlier checkpoints: what displaces them, and what does not."""
 
 import errno
 import os
@@ -22,3 +22,10 @@ def test_what_the_disk_does_not_keep_displaces_no_earlier_checkpoint(tmp_path, m
             save_checkpoint(path, {"step": 3}, keep=2)
     steps = {file.name: load_checkpoint(file)["step"] for file in tmp_path.iterdir()}
     assert steps == {"checkpoint.pt": 2, "checkpoint-1.pt": 1}
+
+
+def test_of_many_checkpoints_each_has_the_number_of_its_age(tmp_path):
+    for step in range(1, 7):
+        save_checkpoint(tmp_path / "checkpoint.pt", {"step": step}, keep=4)
+    steps = {file.name: load_checkpoint(file)["step"] for file in tmp_path.iterdir()}
+    assert steps == {"checkpoint.pt": 6, "checkpoint-1.pt": 5, "checkpoint-2.pt": 4, "checkpoint-3.pt": 3}
