@@ -64,26 +64,11 @@ def test_a_format_and_a_source(extended: Path, tmp_path: Path) -> None:
 
 
 def test_a_loader(extended: Path, sample_dir: Path, tmp_path: Path) -> None:
-    """It gives the batches of the loader that is there, but for rounding."""
-    code = """
-import sys
-from datapipe.loaders import open_loader
-from datapipe.packing import PackOptions, pack
-from pathlib import Path
-source, out = map(Path, sys.argv[1:])
-pack(source, out, PackOptions(workers=1))
-for train, size in ((True, 28), (True, 16), (False, 28), (False, 20)):
-    settings = dict(batch_size=128, train=train, size=size, seed=3, rank=1, world_size=2)
-    with open_loader(out / "val", **settings) as known, open_loader(out / "val", backend="serial", **settings) as new:
-        assert len(known) == len(new)
-        for a, b in zip(known, new, strict=True):
-            assert a.samples.equal(b.samples) and a.labels[a.valid].equal(b.labels[b.valid]) and a.valid.equal(b.valid)
-            assert a.images.shape == b.images.shape
-            assert (a.images.float() - b.images.float()).abs().mean() < 1
-"""
-    run(extended, "-c", code, sample_dir, tmp_path / "packed")
+    """It gives the batches of the loader that is there, except for rounding."""
+    run(extended, Path(__file__).parent / "children" / "compares_loaders.py", sample_dir, tmp_path / "packed")
 
 
+@pytest.mark.slow
 def test_a_network_an_optimizer_and_a_recipe(extended: Path, sample_dir: Path, tmp_path: Path) -> None:
     run(extended, "-m", "datapipe", "pack", sample_dir, tmp_path / "packed")
     assert "fashion-mnist-tiny" in run(extended, "-m", "trainer", "recipes").stdout
