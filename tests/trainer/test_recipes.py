@@ -35,13 +35,13 @@ def scaled_down(recipe: Recipe) -> list[str]:
     if recipe.schedule.name != "onecycle" and recipe.schedule.warmup_epochs:
         changes.append("schedule.warmup_epochs=0.5")
     if recipe.optimizer.preconditioner != "none":
-        changes += ["kfac.factor_update_steps=1", "kfac.inv_update_steps=3"]
+        changes += ["kfac.factor_update_steps=1", "kfac.inv_update_steps=3", "model.name=resnet8"]
     if recipe.ema.half_life_steps:
         changes += ["ema.half_life_steps=2", "ema.update_every_steps=1"]
     if recipe.data.start_size:
         changes += ["data.start_size=32", "data.grow=[0, 0.5]"]
     if recipe.name.startswith("imagenet"):
-        changes += ["data.size=48", "model.name=resnet20"]
+        changes += ["data.size=48", "model.name=resnet8"]
         changes += ["data.eval_size=64"] if recipe.data.eval_size else []
     return changes
 

@@ -168,7 +168,9 @@ def test_evaluation_is_not_captured():
     assert torch.equal(preconditioner.factors("3")[0], before)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_compiled_models(backend):
     if backend == "inductor" and not (shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()):
         pytest.skip("no g++ or no headers of Python here")

@@ -432,7 +432,7 @@ def test_a_label_that_matplotlib_would_read_its_own_way(tmp_path, only_plots):
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path, only_plots):
-    only_plots("accuracy", pdf=True)
+    only_plots("time", pdf=True)
     run = finished(tmp_path / "run")
     first, again = (write_report([run], tmp_path / name).parent for name in ("first", "again"))
     for path in first.iterdir():
