@@ -17,6 +17,7 @@ from datapipe.fsio import mounted_as
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders.device import Driver, dali_extra
 from datapipe.packing import PackOptions, pack
+from tests.conftest import clean_environment
 
 FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
               "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip
@@ -189,19 +190,10 @@ def test_bench_with_bad_settings(packed_folders, command):
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
 def test_mounts_may_have_any_name(tmp_path):
     names = [b"x\xe9", "a\u00a0b".encode(), b"tab\t", b"back\\slash", b"two words"]
-    script = """
-import os, subprocess, sys
-from pathlib import Path
-from datapipe.fsio import mounted_as
-for name in sys.argv[1:]:
-    os.mkdir(name)
-    subprocess.run(["mount", "-t", "ramfs", "ramfs", name], check=True)
-for name in sys.argv[1:]:
-    print(mounted_as(Path(name)))
-"""
+    child = Path(__file__).parent / "children" / "mounts_folders.py"
     prefix = ["unshare", "--mount", "true"]
     if subprocess.run(prefix, check=False, capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
-    command = [*prefix[:-1], sys.executable, "-c", script, *(os.fsencode(tmp_path) + b"/" + name for name in names)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    command = [*prefix[:-1], sys.executable, child, *(os.fsencode(tmp_path) + b"/" + name for name in names)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=clean_environment())
     assert done.stdout.split() == ["ramfs"] * len(names), done.stderr

@@ -27,8 +27,11 @@ from datapipe import fetch as fetching
 from datapipe.errors import FetchError, SettingError
 from datapipe.fetch import fetch
 from datapipe.public_data import DATASETS, DebianPackage, RemoteDataSet, RemoteFile
+from tests.conftest import clean_environment
+from tests.waiting import limit_s
 
 ROOT = Path(__file__).parents[2]
+CHILDREN = Path(__file__).with_name("children")
 ARCHIVE = "cifar-10-python.tar.gz"
 # A CIFAR archive's stand-in: fetch must not look inside; three chunks, so that it can break in the middle.
 with io.BytesIO() as _buffer:
@@ -152,7 +155,7 @@ def test_who_fetches_what_another_is_fetching_waits_for_it(tmp_path, server):
     server.stall = True
     with ThreadPoolExecutor() as pool:
         first = pool.submit(fetch, "cifar10", tmp_path)
-        assert server.half_sent.wait(30)
+        assert server.half_sent.wait(limit_s())
         second = pool.submit(fetch, "cifar10", tmp_path)
         time.sleep(0.2)  # for it to go on if it does not wait
         server.go_on.set()
@@ -275,23 +278,14 @@ def test_a_full_disk(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_download_leaves_nothing(tmp_path, server, number):
     server.stall = True
-    program = f"""
-import signal, sys
-from pathlib import Path
-from datapipe import console, fetch, public_data
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
-public_data.DATASETS["cifar10"] = public_data.RemoteDataSet(
-    {server.address!r}, (public_data.RemoteFile({ARCHIVE!r}, {sha256(BODY)!r}),)
-)
-sys.exit(console.run(lambda: fetch.fetch("cifar10", Path({str(tmp_path)!r}))))
-"""
-    child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    line = [CHILDREN / "fetches_one_file.py", server.address, ARCHIVE, sha256(BODY), tmp_path]
+    child = subprocess.Popen([sys.executable, *line], cwd=ROOT, env=clean_environment())
     try:
-        assert server.half_sent.wait(30)
+        assert server.half_sent.wait(limit_s())
         while not list(tmp_path.iterdir()):  # it has begun to write
             assert child.poll() is None
         child.send_signal(number)
-        assert child.wait(30) == 128 + number
+        assert child.wait(limit_s()) == 128 + number
     finally:
         child.kill()
         child.wait()

@@ -152,7 +152,7 @@ tables = st.lists(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(table=tables)
 @example(table=[])
 @example(table=[("a", 0, 0)])
@@ -174,7 +174,7 @@ def test_every_format_has_an_independent_reader():
     assert {name for name, _ in READERS} == set(FORMATS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=100), st.integers(0, 8**11))
 def test_tar_headers_are_those_of_tarfile(name, size):
     info = tarfile.TarInfo(name)
@@ -260,7 +260,11 @@ def test_zip_of_many_members(tmp_path):
     """More than 65,535 need ZIP64."""
     samples = list(make_samples("zip", [(f"{i:06d}", i, 1) for i in range(35_000)]))
     lay("zip", samples, tmp_path / "shard.zip")
-    assert list(by_zipfile(tmp_path / "shard.zip")) == in_order("zip", samples)
+    with zipfile.ZipFile(tmp_path / "shard.zip") as archive:
+        names = archive.namelist()
+        assert names[::2] == [f"{key}.{EXTENSIONS[header.encoding]}" for key, _, _, header in samples]
+        for i in (0, 32_767, 32_768, 34_999):
+            assert archive.read(names[2 * i]) == samples[i][2] and archive.read(names[2 * i + 1]) == b"%d" % i
 
 
 @pytest.mark.skipif(shutil.which("unzip") is None, reason="needs unzip")

@@ -24,9 +24,12 @@ from datapipe.cluster import Task, detect
 from datapipe.dataset.index import read_keys
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
+from datapipe.packing import PackOptions, pack
 from datapipe.packing.out_folder import FINISHING, NEW, STATE
+from tests.conftest import clean_environment
 from tests.datapipe.slurm import ROOT, STALL_S, needs_testbed, wait_until
 from tests.ports import free_ports
+from tests.waiting import limit_s
 
 NUM_SHARDS = 18  # of 1 MiB: 0 to 15 of train, 16 and 17 of val
 
@@ -51,11 +54,11 @@ def raw(tmp_path_factory, photo, encoded) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packed(raw, tmp_path_factory, run) -> dict[str, Path]:
+def packed(raw, tmp_path_factory) -> dict[str, Path]:
     """What one process makes of `raw`, by format."""
     root = tmp_path_factory.mktemp("packed")
     for format in ("tar", "hdf5"):
-        run("datapipe", "pack", raw, root / format, "--shard-mib", 1, "--format", format)
+        pack(raw, root / format, PackOptions(shard_mib=1, format=format))
     assert len(list(root.glob("tar/*/shard-*.tar"))) == NUM_SHARDS
     return {path.name: path for path in root.iterdir()}
 
@@ -234,51 +237,45 @@ class TestSlurm:
 # --- one machine ------------------------------------------------------------------------------------
 
 
-def test_tasks_one_after_the_other(raw, alone, tmp_path, run):
-    pack = ["datapipe", "pack", raw, tmp_path / "out", "--shard-mib", 1]
-    assert "task 0 of 3 is done; other tasks have 12 shards to write" in run(*pack, "--task", "0/3").stdout
-    assert f"12 of {NUM_SHARDS} shards are missing, the first is number 1:" in run(*pack, "--finish", check=1).stderr
-    said = json.loads(run(*pack, "--task", "1/3", "--json").stdout)
+def test_tasks_one_after_the_other(raw, alone, tmp_path, command):
+    out = tmp_path / "out"
+
+    def pack(*options: object, check: int = 0) -> str:
+        done = command("datapipe", "pack", raw, out, "--shard-mib", 1, *options)
+        assert done.returncode == check, done.stderr
+        return done.stdout + done.stderr
+
+    assert "task 0 of 3 is done; other tasks have 12 shards to write" in pack("--task", "0/3")
+    assert f"12 of {NUM_SHARDS} shards are missing, the first is number 1:" in pack("--finish", check=1)
+    said = json.loads(pack("--task", "1/3", "--json"))
     assert (said["complete"], said["missing_shards"]) == (False, 6)
-    assert "300 images" in run(*pack, "--task", "2/3").stdout
-    assert contents(tmp_path / "out") == alone["tar"]
+    assert "300 images" in pack("--task", "2/3")
+    assert contents(out) == alone["tar"]
 
 
-def test_tasks_all_at_once(raw, alone, tmp_path, environ):
-    pack = ["datapipe", "pack", str(raw), str(tmp_path / "out"), "--shard-mib", "1"]
-    options = {"env": environ, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    tasks = [subprocess.Popen([*pack, "--task", f"{i}/3"], **options) for i in range(3)]
-    said = [task.communicate(timeout=60)[0] for task in tasks]
+def test_tasks_all_at_once(raw, alone, tmp_path, server):
+    line = "-m", "datapipe", "pack", raw, tmp_path / "out", "--shard-mib", 1
+    tasks = [server.start(*line, "--task", f"{i}/3") for i in range(3)]
+    said = [task.communicate(timeout=limit_s()) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0, 0], said
     assert contents(tmp_path / "out") == alone["tar"]
 
 
-def test_a_requeued_task_of_slurm_finishes(raw, alone, tmp_path, run, environ):
+def test_a_requeued_task_of_slurm_finishes(raw, alone, tmp_path, server):
     """As its variables say, after the task that finished was killed at it: `finishing` is what that leaves."""
     out = tmp_path / "out"
-    pack = ["datapipe", "pack", raw, out, "--shard-mib", 1, "--resume"]
+    line = "pack", raw, out, "--shard-mib", 1, "--resume"
     for task in ("0", "1"):
-        step = {"SLURM_PROCID": task, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+        env = clean_environment(SLURM_PROCID=task, SLURM_STEP_NUM_TASKS="2", SLURM_NTASKS="2")
         if task == "1":
-            run(*pack, env=environ | step | {"PYTHONPATH": kill_at_the_manifest(tmp_path)}, check=-signal.SIGKILL)
+            done = server.run(Path(__file__).parent / "children" / "dies_at_the_manifest.py", *line, env=env)
+            assert done.returncode == -signal.SIGKILL, done.stderr
             assert (out / STATE / FINISHING).exists() and finished(out) == set(range(NUM_SHARDS))
-        run(*pack, env=environ | step)
+        server.run("-m", "datapipe", *line, env=env, check=True)
     assert contents(out) == alone["tar"]
 
 
-def kill_at_the_manifest(folder: Path) -> str:
-    """A folder for PYTHONPATH: a process with it is killed when it makes the first manifest."""
-    (folder / "kill").mkdir()
-    (folder / "kill" / "sitecustomize.py").write_text(
-        "import os, signal, sys\n"
-        "def count(event, arguments):\n"
-        "    if event == 'os.rename' and str(arguments[0]).endswith('.manifest.json.partial'):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sys.addaudithook(count)\n"
-    )
-    return str(folder / "kill")
-
-
+@pytest.mark.slow  # test_mpirun_with_a_bad_image starts the same by default
 @needs_open_mpi
 def test_mpirun(raw, alone, tmp_path, run):
     launch = ["bash", ROOT / "tools/mpi/pack.sh", *AS_ROOT, "--oversubscribe", "-n", 3, "--"]
@@ -319,6 +316,7 @@ def test_pbs_script(raw, alone, tmp_path, run, environ):
     assert contents(tmp_path / "array") == alone["tar"]
 
 
+@pytest.mark.slow  # what torchrun sets is a row of ../test_cluster.py
 def test_torchrun(raw, alone, tmp_path, run, environ):
     pytest.importorskip("torch")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_ports(1)]

@@ -8,8 +8,6 @@ import pickle
 import pickletools
 import shutil
 import socket
-import subprocess
-import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -523,21 +521,11 @@ def test_threads_share_descriptors_and_close_gives_them_back(tmp_path):
         assert num_open_below(tmp_path) == 0
 
 
-def test_more_folders_than_descriptors(tmp_path):
+def test_more_folders_than_descriptors(tmp_path, server):
     """What the system does not let us keep open is opened each time."""
-    program = (
-        "import os, resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))\n"
-        "from datapipe.sources import open_source\n"
-        "samples = open_source(sys.argv[1]).splits['train']\n"
-        "for _ in range(2):\n"
-        "    for i in range(len(samples)):\n"
-        "        assert samples.read(i, memoryview(bytearray(9))) == str(i).encode(), i\n"
-        "assert len(os.listdir('/proc/self/fd')) < 50\n"
-    )
     for i in range(200):
         tree(tmp_path / "raw", f"{i:03d}/1.jpg", data=str(i).encode())
-    subprocess.run([sys.executable, "-c", program, tmp_path / "raw"], check=True)
+    server.run(Path(__file__).parent / "children" / "reads_with_few_descriptors.py", tmp_path / "raw", check=True)
 
 
 def test_samples_are_what_their_fields_say(linked):
