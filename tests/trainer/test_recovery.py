@@ -84,7 +84,7 @@ def _remembering(seen):
     [(math.nan, []), (math.inf, []), (50.0, []), (math.nan, KFAC)],
     ids=["nan", "inf", "spike", "nan with kfac"],
 )
-def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics, factor, changes):
+def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics, caplog, factor, changes):
     fault(24, factor=factor)
     every = ["train.checkpoint_every_steps=1", "train.keep_checkpoints=6", *changes]
     every += ["train.epochs=1", "train.batch_size=12"]  # 27 steps, and a spike needs some before it
@@ -95,6 +95,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics
     _assert_same(at[23]["optimizer"], at[24]["optimizer"], ("state",))  # its groups have the step's learning rate
     assert not torch.equal(at[24]["model"]["fc.weight"], at[25]["model"]["fc.weight"])
     assert at[25]["state"]["recoveries"] == 1
+    assert "more micro-batches" not in caplog.text  # K-FAC has forgotten those of the step that was skipped
     if changes:
         assert at[23]["preconditioner"][0]["steps"] == at[24]["preconditioner"][0]["steps"] == 23
     lines = metrics(tmp_path / "run")
