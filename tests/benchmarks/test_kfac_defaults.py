@@ -30,6 +30,7 @@ def test_the_ratio_is_the_geometric_mean_of_the_seeds() -> None:
     assert bench.compare([[line(30, 0.9)]] * 2, [[line(20, 0.9)]] * 2, 0.9)["interval"] == pytest.approx([1.5, 1.5])
 
 
+@pytest.mark.slow
 def test_the_defaults_are_trained_with_the_seeds_of_the_record(
     trained: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

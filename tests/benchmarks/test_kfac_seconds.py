@@ -39,6 +39,7 @@ def test_a_target_that_the_other_misses_is_a_bound_and_one_that_kfac_misses_no_r
     assert bench.ratios([[line(40, 0.9)]], [[line(10, 0.92)]], 0.92) is None
 
 
+@pytest.mark.slow
 def test_the_record_compares_with_the_tuned_settings(
     trained: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

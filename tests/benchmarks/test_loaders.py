@@ -74,6 +74,7 @@ def test_peer_evaluates_every_image_once(name: str, small_corpus: Path) -> None:
 COLOUR_ONLY = [name for name in PEERS if name not in EVERYWHERE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLOUR_ONLY)
 def test_peer_trains_on_photographs(name: str, small_corpus: Path) -> None:
     """In processes of their own, as they are measured: some need libraries that this one does not have."""
@@ -98,6 +99,7 @@ def test_padded_crop_of_grey_images() -> None:
     assert (prepare(image, replace(task, train=False)).numpy() == 7).all()
 
 
+@pytest.mark.slow
 def test_gpu_benchmark_without_a_gpu(small_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to the device, with the processor in its place; torchvision may be missing."""
     pack_in_other_ways(small_corpus)
@@ -114,6 +116,7 @@ def test_gpu_benchmark_without_a_gpu(small_corpus: Path, monkeypatch: pytest.Mon
     assert len(names) >= 6, names
 
 
+@pytest.mark.slow
 def test_reading_benchmark(small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_reading, "BATCH", 16)
     monkeypatch.setattr(bench_reading, "WORK", tmp_path)

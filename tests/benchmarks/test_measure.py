@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -12,19 +13,19 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_order, bench_slice, bench_spinning, corpus, measure
-from benchmarks.measure import compare, cpu_s, process, spread, timed
+from benchmarks.measure import compare, cpu_s, process, spread
 from datapipe.packing import PackOptions, pack
 
-SPIN = "import time\nwhile time.process_time() < 0.8: pass\nprint(flush=True)\ninput()"
+SPIN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
 
 
 def test_process_is_measured_with_its_children() -> None:
-    child = "import time\nwhile time.process_time() < 0.5: pass"
+    child = "import time\nwhile time.process_time() < 0.2: pass"
     output, usage = process(
         [sys.executable, "-c", f"import subprocess, sys; print(7); {_run(child)}; sys.exit(3)"], (3,)
     )
     assert output == "7\n"
-    assert 0.5 < usage["process_cpu_s"] < 5 and usage["process_wall_s"] > 0.5 and usage["process_peak_bytes"] > 1 << 20
+    assert usage["process_cpu_s"] > 0.2 < usage["process_wall_s"] and usage["process_peak_bytes"] > 1 << 20
     with pytest.raises(ChildProcessError, match="exit code 3"):
         process([sys.executable, "-c", "raise SystemExit(3)"])
 
@@ -39,8 +40,8 @@ def test_cpu_seconds_count_children_that_still_run() -> None:
         child.stdout.readline()
         while_running = cpu_s() - before
         child.communicate(b"\n")
-    assert while_running > 0.7
-    assert cpu_s() - before == pytest.approx(while_running, abs=0.3)
+    assert while_running > 0.25
+    assert cpu_s() - before == pytest.approx(while_running, abs=0.15)
 
 
 def test_spread() -> None:
@@ -49,9 +50,10 @@ def test_spread() -> None:
 
 def test_first_items_of_an_idx_file() -> None:
     idx = b"\0\0\x08\3" + b"\0\0\0\5" + b"\0\0\0\2" * 2 + bytes(range(20))
-    assert corpus._first(idx, 3) == b"\0\0\x08\3" + b"\0\0\0\3" + b"\0\0\0\2" * 2 + bytes(range(12))
+    assert corpus.first_items(idx, 3) == b"\0\0\x08\3" + b"\0\0\0\3" + b"\0\0\0\2" * 2 + bytes(range(12))
 
 
+@pytest.mark.slow
 def test_orders_are_measured(tmp_path: Path) -> None:
     figures = bench_order.measure(tmp_path, 100_000, rounds=1)
     assert list(figures) == ["full", "blocks"]
@@ -60,13 +62,14 @@ def test_orders_are_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_ways_to_evict_are_compared(tmp_path: Path, encoded) -> None:
     """By simulation and by a loader: with half of the room, a single node reads at least half."""
-    shares = bench_slice.simulate(1, num_samples=20_000)
+    shares = bench_slice.simulate(1, num_samples=4_000)
     assert shares["0.5"]["datapipe"] == pytest.approx(shares["0.5"]["first come"], abs=0.01)
     assert abs(shares["0.5"]["datapipe"] - 0.5) < 0.01 < shares["0.5"]["random"] - 0.5
     assert shares["0.5"]["random"] < shares["0.5"]["LRU"]
-    two = bench_slice.simulate(2, num_samples=20_000)["0.5"]
+    two = bench_slice.simulate(2, num_samples=4_000)["0.5"]
     assert two["datapipe"] < 0.75 * min(two["first come"], two["random"], two["LRU"])
     folder = tmp_path / "raw" / "train" / "0"
     folder.mkdir(parents=True)
@@ -79,17 +82,22 @@ def test_ways_to_evict_are_compared(tmp_path: Path, encoded) -> None:
     assert all(run["read_share"]["median"] <= 1 for run in runs.values())
 
 
+@pytest.mark.slow
 def test_threads_that_sleep_are_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Whether the setting comes in time is a test of the trainer's."""
     sample = Path(__file__).parents[1] / "data" / "fashion-mnist-sample"
-    pack(sample, tmp_path / "tar", PackOptions())
+    (tmp_path / "raw").mkdir()
+    for path in sample.glob("*-ubyte.gz"):
+        (tmp_path / "raw" / path.stem).write_bytes(corpus.first_items(gzip.decompress(path.read_bytes()), 256))
+    pack(tmp_path / "raw", tmp_path / "tar", PackOptions())
     monkeypatch.setattr(corpus, "fashion_mnist", lambda _: tmp_path)
     monkeypatch.setattr(corpus, "describe", lambda folder: {"name": folder.name})
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(bench_spinning, "WORK", tmp_path)
     monkeypatch.setattr(bench_spinning, "CORES", sorted(os.sched_getaffinity(0))[:2])
+    monkeypatch.setattr(bench_spinning, "BUSY", "import signal; signal.pause()")
     monkeypatch.setattr(bench_spinning, "STATES", bench_spinning.STATES[:1])
     monkeypatch.setattr(sys, "argv", ["bench", "--rounds", "1"])
     assert bench_spinning.main() == 0
@@ -111,9 +119,3 @@ def test_those_that_are_compared_take_turns() -> None:
     figures = compare(["a", "b"], 3, run, ["s"])
     assert calls == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert figures["b"] == {"s": spread([1.0, 2.0, 3.0]), "runs": [{"s": n + 1.0, "name": "b"} for n in range(3)]}
-
-
-def test_the_seconds_of_a_block() -> None:
-    with timed() as seconds:
-        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
-    assert seconds["wall_s"] > 0.3 < seconds["cpu_s"] < 5

@@ -22,6 +22,7 @@ TRIAL = Run("resnet8", 4096, 5, {}, tuning=True)
 RECORD = "optimizers-resnet8-32.json"
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_the_comparison_trains(bright_or_dark: None) -> None:
     for name in OPTIMIZERS:
         run = next_trial(OPTIMIZERS[name], [], Run("resnet8", 32, 4, {}))
@@ -67,6 +68,7 @@ def shrink(patch: pytest.MonkeyPatch, results: Path) -> None:
     patch.setattr(sys, "argv", ["bench", *arguments])
 
 
+@pytest.mark.slow
 def test_the_record_of_a_comparison(record: dict) -> None:
     assert record["shares"].keys() == {"0.90", "0.91", "0.92"}
     assert len(record["runs"]) == 2 * (2 + 2) and len(record["environments"]) == 1
@@ -80,6 +82,7 @@ def test_the_record_of_a_comparison(record: dict) -> None:
         assert result["targets"]["0.90"]["runs"] == 2
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_broken_off_loses_nothing(
     record: dict, record_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +93,7 @@ def test_a_comparison_that_is_broken_off_loses_nothing(
     assert json.loads(record_path.read_text())["found"] == record["found"]
 
 
+@pytest.mark.slow
 def test_a_comparison_trains_nothing_twice(record: dict, record_path: Path, capsys: pytest.CaptureFixture) -> None:
     *before, last = record["runs"]
     record_path.write_text(json.dumps(record | {"runs": before}))
@@ -102,6 +106,7 @@ def test_a_comparison_trains_nothing_twice(record: dict, record_path: Path, caps
     assert "92% steps" in output and "90% wall_s" in output
 
 
+@pytest.mark.slow
 def test_a_seed_on_two_kinds_of_machine_does_not_count(record: dict, record_path: Path) -> None:
     runs = json.loads(json.dumps(record["runs"]))
     last = max(number for number, run in enumerate(runs) if run["run"]["seed"] == 2)
@@ -112,6 +117,7 @@ def test_a_seed_on_two_kinds_of_machine_does_not_count(record: dict, record_path
     assert json.loads(record_path.read_text())["found"]["LARS"]["targets"]["0.90"]["runs"] == 1
 
 
+@pytest.mark.slow
 def test_boxes_near_the_best_settings_of_a_record(record: dict, record_path: Path) -> None:
     near_path = record_path.with_name("near.json")
     near_path.write_text(json.dumps(record))

@@ -23,6 +23,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("section", "name"), [(section, name) for section in SECTIONS for name in SECTIONS[section]])
 def test_packer_packs_what_the_source_holds(section: str, name: str, photographs: Path, tmp_path: Path) -> None:
     contest, packer = Contest(photographs, tmp_path, PEERS_VENV), SECTIONS[section][name]
@@ -32,6 +33,7 @@ def test_packer_packs_what_the_source_holds(section: str, name: str, photographs
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_figures_of_a_packer_are_plausible(photographs: Path, tmp_path: Path) -> None:
     run = Contest(photographs, tmp_path, PEERS_VENV).measure(SECTIONS["resize"]["Pillow, bilinear"], resize=True)
     assert 0 < run["wall_s"] < run["process_wall_s"] and 0 < run["cpu_s"] < run["process_cpu_s"]
@@ -39,6 +41,7 @@ def test_figures_of_a_packer_are_plausible(photographs: Path, tmp_path: Path) ->
     assert run["output_bytes"] > 0 and run["process_peak_bytes"] > 1 << 20
 
 
+@pytest.mark.slow
 def test_a_packer_that_loses_or_changes_images_is_refused(photographs: Path, tmp_path: Path) -> None:
     contest, packer = Contest(photographs, tmp_path, PEERS_VENV), SECTIONS["copy"]["tar cf"]
     right = contest.expected
@@ -90,6 +93,7 @@ def test_slow_filesystem_needs_the_testbed(tmp_path: Path, monkeypatch: pytest.M
         testbed.SlowMount(tmp_path, tmp_path / "slow", meta_ms=5)
 
 
+@pytest.mark.slow
 def test_planning_figures_are_multiplied_up(tmp_path: Path) -> None:
     bench_plan.make_images(tmp_path / "images", 7, 3)
     assert len(list((tmp_path / "images").glob("*/*.png"))) == 7

@@ -67,10 +67,12 @@ def generated(name: str, record: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return getattr(module, name)()
 
 
-@with_marks(*needs_testbed)
+@with_marks(pytest.mark.slow, *needs_testbed)
 def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each way that needs no other environment; what each reads is what its kind must read."""
-    ways = {name: replace(way, workers=2) for name, way in bench_sharedfs.WAYS.items() if not way.peer.needs}
+    """What each way reads is what its kind must read."""
+    kinds = ("STAGED", "BACKGROUND", "BLOCKS", "LOCAL")
+    names = ("ImageFolder + Pillow", *(getattr(bench_sharedfs, kind) for kind in kinds))
+    ways = {name: replace(bench_sharedfs.WAYS[name], workers=2) for name in names}
     monkeypatch.setattr(bench_sharedfs, "WAYS", ways)
     monkeypatch.setattr(bench_sharedfs, "TASK", replace(bench_sharedfs.TASK, size=32, batch_size=8))
     knobs = ["--meta-ms", "1", "--mbps", "500"]
@@ -78,7 +80,7 @@ def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.Monk
     assert bench_sharedfs.main() == 0
     record = json.loads((results / "sharedfs.json").read_text())
     measured, size = record["ways"], 40 * record["corpus"]["mean_bytes"]
-    assert set(measured) | set(record["absent"]) == set(ways) and len(measured) >= 5
+    assert set(measured) == set(ways)
     for name, its in measured.items():
         assert its["images"]["min"] == 40, name
         assert 0 < its["epoch_1_first_batch_s"]["median"] < its["epoch_1_wall_s"]["median"], name
@@ -88,7 +90,7 @@ def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.Monk
             low = 0.98 if not ways[name].local and not ways[name].stage else low
             assert low <= share <= high, (name, epoch)
     assert measured["ImageFolder + Pillow"]["epoch_2_metadata_calls"]["median"] >= 2 * 40
-    for name in {bench_sharedfs.STAGED, bench_sharedfs.BACKGROUND} & set(measured):
+    for name in (bench_sharedfs.STAGED, bench_sharedfs.BACKGROUND):
         first, last = bench_sharedfs.first_and_last(measured[name], "read_bytes", 2)
         assert 0.9 < first / size < 2.5 and last < size, name
     assert record["prepared"]["datapipe pack"]["metadata_calls"] >= 2 * 40
@@ -97,6 +99,7 @@ def test_training_from_a_slow_filesystem(results: Path, monkeypatch: pytest.Monk
     assert "| datapipe, staged |" in generated("sharedfs_table", results / "sharedfs.json", monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", bench_stage.COPIERS)
 def test_copiers_copy(name: str, photographs: Path, tmp_path: Path) -> None:
     command = bench_stage.COPIERS[name]
@@ -109,6 +112,7 @@ def test_copiers_copy(name: str, photographs: Path, tmp_path: Path) -> None:
     assert 0 < run["wall_s"] <= run["process_wall_s"] and run["cpu_s"] > 0
 
 
+@pytest.mark.slow
 def test_who_does_not_check_does_not_notice(photographs: Path, tmp_path: Path) -> None:
     """What is measured as "not checked" copies a damaged shard, and what is measured beside it does not."""
     pack(photographs / "images", tmp_path / "packed", PackOptions())

@@ -28,6 +28,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_the_reference_loop_sees_the_images_of_the_recipe(photographs: Path, memory_format) -> None:
     recipe = load_recipe("imagenet-resnet50", [*bench.CASES["resnet50"].changes, *SMALL])
@@ -44,6 +45,7 @@ def test_the_reference_loop_sees_the_images_of_the_recipe(photographs: Path, mem
         assert not any(torch.equal(*pair) for pair in zip(before, loop._network.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_each_way_trains_on_as_many_images(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
