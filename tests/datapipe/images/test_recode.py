@@ -327,9 +327,10 @@ def test_resizing_is_exact_so_that_the_order_of_additions_does_not_matter(photo)
     np.testing.assert_array_equal(lanczos.resize(pixels, width, height)[:, :, 0], wanted)
 
 
-@pytest.mark.parametrize("grey", [False, True])
 @pytest.mark.parametrize("size", [(500, 375), (373, 501), (1601, 1203)])
-@pytest.mark.parametrize("subsampling", ["4:2:0", "4:2:2", "4:4:4"])
+@pytest.mark.parametrize(
+    ("subsampling", "grey"), [("4:2:0", False), ("4:2:2", False), ("4:4:4", False), ("4:2:0", True)]
+)
 def test_resized_images_are_at_least_as_good_as_pillows(library, photo, encoded, grey, size, subsampling):
     data = encoded(photo(*size, 1, grey), quality=95, subsampling=subsampling)
     stored, header, unusual = Recoder(RecodeOptions(resize="short=256", restart=8))(memoryview(data))
