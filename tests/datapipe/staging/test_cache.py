@@ -138,7 +138,8 @@ def test_another_users_copy_is_read_and_never_removed(public, as_nobody):
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [("cache", 1), ("splits", 3), pytest.param("splits", 1, marks=pytest.mark.slow)]
+    ("kind", "step"),
+    [("cache", 2), ("splits", 7), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("cache", "splits"))],
 )
 def test_an_evictor_and_stagers_at_the_same_moment(tmp_path, server, kind, step):
     """Whatever the moment: who has staged to a cache holds a whole copy, and who stages again gets all there."""
@@ -147,7 +148,7 @@ def test_an_evictor_and_stagers_at_the_same_moment(tmp_path, server, kind, step)
     done = server.run(CHILDREN / "evicts_at_each_moment.py", kind, tmp_path, step, timeout=limit_s(300))
     assert done.returncode == 0, done.stderr
     num_moments, num_removed = map(int, done.stdout.split())
-    assert num_moments > 40 and num_removed > 10
+    assert num_moments > 20 and num_removed > 5
 
 
 def test_nobody_removes_what_a_stager_is_at_work_on(tmp_path):

@@ -13,6 +13,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from datapipe.dataset.manifest import MANIFEST
 from datapipe.staging import stage, stage_once
 from datapipe.staging.cache import find_copies, remove
 from tests.datapipe.staging.data_sets import same
@@ -76,14 +77,17 @@ def stage_at_each_moment(kind: str, folder: Path, step: int) -> tuple[int, int]:
     evictor = Evictor(folder / "cache")
     work = {"cache": stage_to_cache, "splits": stage_splits}[kind]
     num_moments = 0
-    for is_there in (False, True):
+    for before in ("nothing", "all", "all but the manifests"):
         for moment in itertools.count(0, step):
             shutil.rmtree(evictor.cache, ignore_errors=True)
             evictor.cache.mkdir()
-            if is_there and kind == "cache":
+            if before != "nothing" and kind == "cache":
                 stage_once(folder / "source" / "val", evictor.cache)
-            elif is_there:
+            elif before != "nothing":
                 stage(folder / "source", evictor.cache / "name")
+            if before == "all but the manifests":
+                for path in evictor.cache.rglob(MANIFEST):
+                    path.unlink()
             evictor.begin(moment)
             work(folder, evictor)
             if evictor.num_passed <= moment:
