@@ -11,7 +11,8 @@ def test_one_image_more_waits_for_a_processor():
     threads = [threading.Thread(target=lambda: claims.append(budget.claim(1, lambda: False))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(claims) == 2 and len(budget._waiting) == 1)
+    wait_until(lambda: len(claims) + len(budget._waiting) == 3)
+    assert len(claims) == 2
     budget.release(1)
     for thread in threads:
         thread.join(limit_s())
