@@ -61,6 +61,7 @@ def boxes(draw, max_side=150):
 @example((34, 3, (33, 0, 1, 2)), "4:2:0", 1, "markers")  # two pixels behind the last whole MCU
 @example((35, 3, (33, 0, 1, 2)), "4:2:2", 1, "markers")
 @example((3, 3, (1, 0, 1, 2)), "4:2:0", 1, "markers")
+@example((256, 64, (64, 16, 64, 16)), "4:2:0", 4, "markers")  # chroma at its edges needs its neighbours
 def test_a_window_is_the_same_pixels(size, subsampling, wanted, markers):
     width, height, box = size
     interval = interval_for(width, subsampling, wanted) if markers != "none" else 0
