@@ -151,7 +151,7 @@ def command(server: ProcessServer) -> Callable[..., subprocess.CompletedProcess]
         name: str, *arguments: object, prefix: Sequence[str] = (), fresh: bool = False, **options
     ) -> subprocess.CompletedProcess:
         options = {"timeout": 300, **options}
-        if not fresh and not prefix and not reads_at_start(options.get("env", {})):
+        if not fresh and not prefix and not reads_at_start(options.get("env") or {}):
             return server.run("-m", name, *arguments, **options)
         line = [*prefix, sys.executable, "-m", name, *map(str, arguments)]
         return subprocess.run(line, capture_output=True, text=True, **options)

@@ -277,13 +277,13 @@ def serve(connection: socket.socket) -> None:
             answer = os.fork()
             if answer == 0:
                 connection.close()
-                _leave(functools.partial(_become, files, **request))
+                leave(functools.partial(become, files, **request))
         connection.send(str(answer).encode())
         for file in files:
             os.close(file)
 
 
-def _leave(work: Callable[[], None]) -> NoReturn:
+def leave(work: Callable[[], None]) -> NoReturn:
     """Do it and end with the exit code, after what was to be done at the end; taking all modules down takes 0.3 s."""
     code: object = 0
     try:
@@ -313,7 +313,7 @@ def skip_report(out: Path) -> Path:
     return out / "report.html"
 
 
-def _become(
+def become(
     files: list[int], arguments: list[str], env: dict[str, str], cwd: str, host: str, is_leader: bool, reports: bool
 ) -> None:
     """Do what Python does with these arguments."""

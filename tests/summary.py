@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 NUM_FILES = 10
+COLLECTING = "(collecting the tests, in each worker)"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -31,19 +32,24 @@ class Summary:
     """A pytest plugin. A worker of pytest-xdist measures, and the process that prints the summary adds up."""
 
     def __init__(self) -> None:
-        self._before_s = spent_s()
-        self._files: Counter[str] = Counter()
+        self._collecting_s = self._before_s = 0.0
+        self._costs: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
+
+    def pytest_collection_finish(self) -> None:
+        self._collecting_s = self._before_s = spent_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         now_s = spent_s()
         report.cpu_s, self._before_s = now_s - self._before_s, now_s
+        report.collecting_s, self._collecting_s = self._collecting_s, 0.0  # of this worker, with its first report
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._files[report.nodeid.partition("::")[0]] += report.cpu_s
+        self._costs[report.nodeid.partition("::")[0]] += report.cpu_s
+        self._costs[COLLECTING] += report.collecting_s
         if report.skipped:
             self._skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
@@ -54,8 +60,6 @@ class Summary:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for reason, count in self._skipped.most_common():
             terminalreporter.write_line(f"{count:5} skipped: {reason}")
-        total_s = self._files.total()
-        if total_s >= 1:
-            terminalreporter.section(f"{total_s / 60:.1f} CPU-minutes, children included")
-            for path, seconds in self._files.most_common(NUM_FILES):
-                terminalreporter.write_line(f"{seconds:7.1f} s  {path}")
+        terminalreporter.section(f"{self._costs.total() / 60:.1f} CPU-minutes, children included")
+        for name, seconds in self._costs.most_common(NUM_FILES + 1):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {name}")

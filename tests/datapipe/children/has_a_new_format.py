@@ -10,7 +10,7 @@ import types
 
 from datapipe import names
 
-names.FORMATS += ("toy",)  # type: ignore[assignment]  # before the command reads them
+names.FORMATS += ("toy",)  # before the command reads them
 
 from datapipe.cli import main  # noqa: E402
 from datapipe.formats import Finished  # noqa: E402

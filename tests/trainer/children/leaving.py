@@ -9,8 +9,8 @@ import signal
 import sys
 
 import torch.distributed as dist
-from disturbed import disturb
 
+from tests.trainer.children.disturbed import disturb
 from trainer.cli import main
 
 destroy = dist.destroy_process_group

@@ -8,12 +8,15 @@ import sys
 import threading
 
 from datapipe.loaders import open_loader
+from datapipe.loaders.cpu import CpuLoader
 from tests.waiting import wait_until
 
 folder, shard, good = sys.argv[1:]
 with open_loader(folder, 61, size=24, threads=2, train=False) as loader:
+    assert isinstance(loader, CpuLoader)
+    reader = loader.data_set.reader
     threading.Thread(target=lambda: next(iter(loader)), daemon=True).start()
-    wait_until(lambda: loader.data_set.reader.oldest())
+    wait_until(reader.oldest)
     os.replace(good, shard)
     if not os.fork():
         loader.set_epoch(0)

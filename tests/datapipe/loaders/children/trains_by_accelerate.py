@@ -2,7 +2,8 @@
 
 import torch
 from accelerate import Accelerator
-from small_training import Net, finish, loss_of, open_part
+
+from tests.datapipe.loaders.children.small_training import Net, finish, loss_of, open_part
 
 accelerator = Accelerator(cpu=True)
 net = Net()

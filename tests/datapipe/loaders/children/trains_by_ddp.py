@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # else gloo's threads outlive the group (see trainer/distributed.py)
-from small_training import Net, finish, loss_of, open_part
+
+from tests.datapipe.loaders.children.small_training import Net, finish, loss_of, open_part
 
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(Net())

@@ -2,9 +2,9 @@
 
 import lightning
 import torch
-from small_training import Net, finish, loss_of, open_part
 
 from datapipe.loaders import Batch
+from tests.datapipe.loaders.children.small_training import Net, finish, loss_of, open_part
 
 
 class Module(lightning.LightningModule):

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-
-from little_memory import limit_memory
+from pathlib import Path
 
 from datapipe.errors import SourceError
 from datapipe.sources import open_source
+from tests.datapipe.sources.children.little_memory import limit_memory
 
 
 def main(num_bytes: str, *paths: str) -> None:
     limit_memory(int(num_bytes))
     for path in paths:
         try:
-            open_source(path)
+            open_source(Path(path))
             said = "is opened"
         except SourceError as error:
             said = str(error)

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from little_memory import limit_memory
 
 from datapipe.errors import SourceError
 from datapipe.sources import cifar
+from tests.datapipe.sources.children.little_memory import limit_memory
 
 OPCODES = [code for name, code in vars(pickle).items() if name.isupper() and type(code) is bytes and len(code) == 1]
 

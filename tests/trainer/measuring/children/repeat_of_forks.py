@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from tests.processes import _become, _leave
+from tests.processes import become, leave
 from trainer.cli import main
 from trainer.measuring import repeat
 
@@ -37,9 +37,9 @@ def fork(command: Sequence[str]) -> Training:
         for number in repeat.SIGNALS:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         files = [os.open(os.devnull, os.O_RDWR), os.dup(2), os.dup(2)]
-        _leave(
+        leave(
             functools.partial(
-                _become,
+                become,
                 files,
                 list(command[1:]),
                 dict(os.environ),
