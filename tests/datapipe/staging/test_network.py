@@ -5,7 +5,7 @@ from threading import Barrier
 
 import pytest
 
-from datapipe.staging.network import TOKEN_BYTES, find_unreachable
+from datapipe.staging.network import TOKEN_BYTES, find_address, find_unreachable
 from tests.waiting import limit_s
 
 HOSTS = ["a", "b", "c"]
@@ -49,3 +49,19 @@ def test_a_node_without_an_address_is_named_to_all(ask_all):
 def test_another_program_at_a_nodes_place_is_not_that_node(ask_all):
     expected = f"node 2 (c, {HERE}) does not reach node 0 (a, {HERE}): somebody else answers there (1 of 3 pairs fail)"
     assert ask_all([HERE, HERE, HERE], {0: "00" * TOKEN_BYTES}) == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("index", "interface", "expected"),
+    [(0, "lo", HERE), (1, "lo", HERE), (1, "eth99", ""), (0, None, HERE), (1, None, HERE)],
+)
+def test_a_node_tells_its_address_even_where_it_has_none(index, interface, expected):
+    """The others wait for it; where it has none, they learn so from `find_unreachable`."""
+    told = []
+
+    def gather(name, value):
+        told.append((name, value))
+        return ["", HERE]
+
+    assert find_address(gather, index, interface, "localhost") == expected
+    assert told == [("address", expected if index or interface else "")]

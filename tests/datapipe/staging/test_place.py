@@ -17,10 +17,11 @@ from datapipe.fsio import checksum, locked
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cleaning import clean
 from datapipe.staging.keep import hold_copy
-from datapipe.staging.landing import Landing
+from datapipe.staging.landing import Landing, make_own_name
 from datapipe.staging.local_copy import LocalCopy
 from datapipe.staging.origin import ORIGIN, Origin
 from datapipe.staging.progress import find_progress, wait_until_whole
+from datapipe.staging.taking_over import is_handmade, sweep
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.waiting import limit_s
 
@@ -263,6 +264,42 @@ def test_what_staging_has_not_put_there_is_never_removed(splits, tmp_path):
     with pytest.raises(StagingError, match=r"local/mine.*is a data set"):
         stage(splits, tmp_path / "local", REPLACE)
     assert names_in(tmp_path / "local") == ["mine"]
+
+
+@pytest.fixture
+def begun(tmp_path) -> LocalCopy:
+    """A data set of two shards, and a folder for its copy."""
+    make_data_set(tmp_path / "source", [1000, 1000])
+    (tmp_path / "local").mkdir()
+    content = (tmp_path / "source" / MANIFEST).read_bytes()
+    return LocalCopy.of_content(tmp_path / "source", tmp_path / "local", content)
+
+
+def test_a_folder_is_handmade_if_files_are_there_and_no_note_of_staging(begun):
+    assert not is_handmade(begun)
+    (begun.target / "notes.txt").touch()
+    assert not is_handmade(begun)
+    (begun.target / "shard-000001.tar").touch()
+    assert is_handmade(begun)
+    begun.write_origin((), False)
+    assert not is_handmade(begun)
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_temporary_files_that_nobody_continues_are_removed(begun, monkeypatch, is_locked):
+    """Without a lock, only those of a process of this host that has ended."""
+    ours = make_own_name()
+    monkeypatch.setattr("os.getpid", lambda: 2**22 + 1)  # above the highest number of a process
+    dead = make_own_name()
+    continued = [".shard-000001.tar.partial", ".shard-000001.tar.landed"]
+    of_others = [f".shard-000001.tar{ours}.partial", f".shard-000001.tar.not-{dead[1:]}.partial"]
+    finished = [".shard-000000.tar.partial", ".shard-000000.tar.landed", ".notes.partial"]
+    own = f".shard-000001.tar{dead}.landed", "notes.partial", "shard-000000.tar"
+    for name in (*continued, *of_others, *finished, *own):
+        (begun.target / name).touch()
+    sweep(begun, is_locked, {"shard-000000.tar"})
+    kept = {*continued, *own[1:], *([] if is_locked else [*of_others, *finished])}
+    assert {path.name for path in begun.target.iterdir()} == kept
 
 
 def test_other_folders_and_manifests_are_nobodys_business(splits, tmp_path):

@@ -22,8 +22,10 @@ from datapipe.errors import SettingError, StagingError
 from datapipe.loaders import open_loader
 from datapipe.staging import StageOptions, stage
 from datapipe.staging.cleaning import describe
+from datapipe.staging.local_copy import LocalCopy
 from datapipe.staging.lock import BusyError
 from datapipe.staging.progress import find_progress
+from datapipe.staging.slice import _plan_room
 from tests.datapipe.staging.data_sets import NUM_IMAGES, let_others_in, make_data_set, needs_root
 from tests.waiting import limit_s
 
@@ -116,6 +118,14 @@ def test_the_same_command_again_changes_nothing(source, sliced):
     stage(source, sliced, StageOptions(mode="slice", capacity_bytes=1 << 30))
     assert not (sliced / "train" / ".slots").exists() and (sliced / "train" / "manifest.json").exists()
     assert find_progress(sliced).state == "whole"
+
+
+def test_there_are_no_more_slots_than_blocks(source, tmp_path):
+    train = source / "train"
+    copy = LocalCopy.of_content(train, tmp_path / "local", (train / "manifest.json").read_bytes())
+    room = _plan_room(copy, 1 << 40, StageOptions(chunk_mib=1))
+    assert room.num_slots == room.num_blocks == 24
+    assert _plan_room(copy, 7 * room.slot_bytes + 1, StageOptions(chunk_mib=1)).num_slots == 7
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Processes that wait for each other: who is silent is named, and who lives may take its time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from datapipe.cluster import Placement
+from datapipe.staging import crew as crew_module
+from datapipe.staging.crew import Crew
+from datapipe.staging.store import CrewError
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def crew(store: dist.Store) -> Iterator[Crew]:
+    """The first of three processes, which may be silent for 100 s."""
+    crew = Crew("rank", "test", (store, store), Placement(world_size=3, master="node0"), timeout_s=100.0)
+    yield crew
+    crew._ended.set()
+    crew._heart.join()
+
+
+def test_a_silent_process_is_named_and_one_that_lives_is_waited_for(crew, store, monkeypatch) -> None:
+    """Process 1 has stopped. Process 2 lives, and answers after more time than a process may be silent."""
+    now = [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] += 5
+        assert now[0] < 1000, "it waits for ever"
+        store.set("beat/2", json.dumps([now[0], None]))
+        if now[0] >= 300:
+            store.set("subject/2", json.dumps("of 2"))
+
+    monkeypatch.setattr(crew_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    store.set("beat/1", json.dumps([7, None]))
+    with pytest.raises(CrewError, match=r"^process 1 did not answer for 100 s \(timeout_s\)$"):
+        crew.gather_from_ranks("subject", "of 0")
+    assert 100 < now[0] < 150
+    now[0] = 0.0
+    store.set("subject/1", json.dumps("of 1"))
+    assert crew.gather_from_ranks("subject", "of 0") == ["of 0", "of 1", "of 2"]
+    assert now[0] >= 300
+
+
+def test_after_a_broken_connection_the_silent_process_is_named(crew, store, monkeypatch) -> None:
+    beats = iter(range(100))
+
+    def sleep(_: float) -> None:
+        store.set("beat/2", json.dumps([next(beats), None]))
+
+    monkeypatch.setattr(crew_module, "time", SimpleNamespace(sleep=sleep))
+    store.set("beat/1", json.dumps([7, None]))
+    assert crew.explain(RuntimeError("reset by peer")).startswith("process 1 ")
+    assert crew.missing == [1]
+    store.set("left/1", "its disk is full")
+    assert crew.explain(RuntimeError("reset by peer")) == "process 1 has left: its disk is full"
