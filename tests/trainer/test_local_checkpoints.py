@@ -186,6 +186,17 @@ def test_the_best_is_copied_even_where_later_ones_overtake_it(gate, tmp_path):
     assert steps.keys() == {"checkpoint.pt", "checkpoint-1.pt", "best.pt"}
 
 
+def test_a_checkpoint_that_is_the_best_is_copied_once(monkeypatch, tmp_path):
+    (tmp_path / "run").mkdir()
+    copies, real = [], shutil.copyfileobj
+    monkeypatch.setattr(trainer.local_checkpoints.shutil, "copyfileobj", lambda *args: copies.append(1) or real(*args))
+    local = LocalCheckpoints(tmp_path / "local", tmp_path / "run", keep=2)
+    local.save({"step": 1}, is_best=True)
+    local.finish()
+    assert len(copies) == 1
+    assert (tmp_path / "run" / "best.pt").samefile(tmp_path / "run" / "checkpoint.pt")
+
+
 def test_without_room_on_this_disk_it_is_written_to_the_run(go, tmp_path, caplog):
     (tmp_path / "local").write_text("a file")
     assert go("run", "--set", "train.epochs=1", "--local-checkpoints", tmp_path / "local") == 0

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.trainer.waits import waits
 from trainer.checkpoint import load_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.errors import DivergedError
-from trainer.run import RunOptions, run
+from trainer.run import RunOptions, _read_end, _way_back, run
 
 SECTIONS = {"staging", "start", "compile", "wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
 
@@ -185,6 +186,50 @@ def test_a_network_that_has_lost_itself_replaces_no_checkpoint(go, tmp_path, met
     lines = metrics(tmp_path / "run")
     assert lines[-1]["status"] == "failed"
     assert all(line["val_accuracy"] is None for line in lines if line["event"] == "epoch" and line["epoch"] > 1)
+
+
+ONE_CYCLE = "schedule={name='onecycle', peak_at=0.7}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "clip", "saved", "advice"),
+    [
+        (["optimizer.lr=0.03"], None, None,
+         "There is no checkpoint yet (run/checkpoint.pt). In a new run, try a lower optimizer.lr (now 0.03), a longer "
+         "rise of it (schedule.warmup_epochs, now 0); or the data is odd"),
+        ([ONE_CYCLE], "no", (0, 0),
+         "run/checkpoint.pt is still that of epoch 0, step 0, where the run began. In a new run, try a lower "
+         "optimizer.lr (now 0.05), a longer rise of it (schedule.peak_at, now 0.7), a higher kfac.damping (now 0.004), "
+         "a kfac.kl_clip; or the data is odd"),
+        ([], 0.25, (2, 21),
+         "run/checkpoint.pt is still that of epoch 2, step 21: --resume continues from it. In a new run, try a lower "
+         "optimizer.lr (now 0.05), a longer rise of it (schedule.warmup_epochs, now 0), a higher kfac.damping (now "
+         "0.004), a lower kfac.kl_clip (now 0.25); or the data is odd"),
+    ],
+)  # fmt: skip
+def test_what_to_try_after_a_divergence_names_the_values_there_were(recipe_file, changes, clip, saved, advice):
+    kfac = None if clip is None else SimpleNamespace(damping=0.004, kl_clip=None if clip == "no" else clip)
+    recipe = load_recipe(str(recipe_file), changes)
+    job = SimpleNamespace(local=None, run=Path("run"), recipe=recipe, preconditioner=kfac)
+    assert _way_back(job, SimpleNamespace(saved=saved)) == advice
+    job.local = SimpleNamespace(folder=Path("local"))
+    assert "local/checkpoint.pt" in _way_back(job, SimpleNamespace(saved=saved))
+
+
+def test_a_run_has_ended_only_for_its_target(recipe_file, tmp_path):
+    recipe = load_recipe(str(recipe_file), ["train.target_accuracy=0.5"])
+    assert _read_end(tmp_path, "target_reached", recipe) is None
+    line = {"event": "end", "status": "target_reached", "target_accuracy": 0.5, "accuracy": 0.75}
+    for changed, is_end in (
+        ({}, True),
+        ({"target_accuracy": 0.4}, False),
+        ({"target_accuracy": None}, False),
+        ({"status": "target_missed"}, False),
+        ({"event": "epoch"}, False),
+    ):
+        lines = {"event": "run", "format": 1}, line | changed
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert _read_end(tmp_path, "target_reached", recipe) == (line if is_end else None)
 
 
 def test_a_network_that_has_lost_itself_reaches_no_target(go, packed, tmp_path, metrics):

@@ -1,11 +1,13 @@
 """What is saved does not depend on how often it is, nor on a kill between a checkpoint and its second name."""
 
+import errno
 import shutil
 import signal
 
 import pytest
 import torch
 
+import trainer.resume
 from tests.trainer.runs import DISTURBED, differing, finish
 from trainer.checkpoint import load_checkpoint
 
@@ -54,3 +56,19 @@ def test_the_best_is_kept_although_the_run_was_killed_before(exit_code, tmp_path
     assert not (tmp_path / "run" / "best.pt").exists()
     assert exit_code("run", *changes) == 0
     assert load_checkpoint(tmp_path / "run" / "best.pt")["state"]["epoch"] == 1
+
+
+def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatch):
+    """One that succeeds begins a new row."""
+    tried, real = [], trainer.resume.save_checkpoint
+
+    def save(*arguments):
+        tried.append(len(tried) + 1)
+        if tried[-1] != 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(trainer.resume, "save_checkpoint", save)
+    with pytest.raises(OSError, match="No space left"):
+        go("train.epochs=1", "train.checkpoint_every_steps=1", "train.failed_checkpoints=2")
+    assert tried == [1, 2, 3, 4, 5, 6]

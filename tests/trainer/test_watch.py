@@ -200,6 +200,91 @@ def test_a_rank_that_takes_longer_than_most_is_named(caplog, monkeypatch):
         caplog.clear()
 
 
+class FakeCrew:
+    """What three ranks say of themselves, for the first of them."""
+
+    def __init__(self) -> None:
+        self.beats: dict[int, list] = {}
+        self.left: dict[int, str] = {}
+
+    def read_beats(self, ranks):
+        return {rank: self.beats[rank] for rank in ranks if rank in self.beats}
+
+    def find_left(self, ranks):
+        return {rank: why for rank, why in self.left.items() if rank in ranks}
+
+    def names(self, ranks):
+        return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """judged(seconds, beats_of) -> why the first of three ranks ends the run, whom it blames, and when; or None.
+
+    A rank may do nothing for 60 s. `beats_of(second)`: by rank, which step it does, since when, and whether that is
+    long; a rank not in it is silent.
+    """
+    now, crew, watch = [0.0], FakeCrew(), Watch()
+    monkeypatch.setattr("trainer.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Watch, "_run", lambda _: None)
+    watch._doing = 0, "starting", True, 0.0
+    watch.start(crew, rank=0, world_size=3, timeout_s=60.0)
+
+    def _judged(seconds, beats_of):
+        for second in range(seconds):
+            now[0] = float(second)
+            steps = beats_of(second)
+            if 0 in steps:
+                number, since, is_long = steps.pop(0)
+                watch._doing = number, f"step {number}", is_long, float(since)
+            for rank, (number, since, is_long) in steps.items():
+                crew.beats[rank] = [second, [number, f"step {number}", is_long, second - since, [0.0, 0.0]]]
+            if reason := watch._judge(crew):
+                return reason, watch._blamed, second
+        return None
+
+    _judged.crew = crew
+    return _judged
+
+
+def test_ranks_that_go_on_are_let_alone(judged):
+    assert judged(300, lambda second: {rank: (second // 50, second // 50 * 50, False) for rank in range(3)}) is None
+
+
+def test_a_stopped_rank_is_named_with_what_it_did_last(judged):
+    def beats(second):
+        going = {rank: (second, second, False) for rank in range(3)}
+        return going if second < 5 else {0: going[0], 2: going[2]}
+
+    reason, blamed, _ = judged(100, beats)
+    assert reason == "rank 1 has given no sign of life for 61 s; the last was: step 4 (--rank-timeout 60)"
+    assert blamed == [1]
+
+
+@pytest.mark.parametrize(
+    ("is_long", "limit"),
+    [(False, "61 s in: step 5 (--"), (True, "601 s in: step 5 (10 times --")],
+    ids=["short", "long"],
+)
+def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(judged, is_long, limit):
+    """It lives, but the others are in the next step since a second later."""
+
+    def beats(second):
+        step = min(second, 5)
+        next_one = step + (second > 5), min(second, 6), is_long
+        return {0: next_one, 1: (step, step, is_long), 2: next_one}
+
+    reason, blamed, _ = judged(700, beats)
+    assert reason == f"rank 1: no progress for {limit}rank-timeout 60)"
+    assert blamed == [1]
+
+
+def test_a_rank_that_has_left_is_not_waited_for(judged):
+    judged.crew.left[2] = "its disk is full"
+    reason, _, second = judged(60, lambda second: {rank: (second, second, False) for rank in range(3)})
+    assert reason == "rank 2 has left: its disk is full" and second < 10
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_slow_rank_is_named(ranks):

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
+from trainer import distributed
 from trainer.connection import set_threads, share_cores
 from trainer.distributed import World, together
+from trainer.errors import TrainingError
 
 
 def test_global_batch_is_shared_equally_or_refused():
@@ -57,3 +59,28 @@ def test_no_core_is_given_twice(allowed):
 def test_together_raises_what_was_raised():
     with pytest.raises(SettingError, match="mine"), together(World()):
         raise SettingError("mine")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind"), [((True, "no such setting"), SettingError), ((False, "the disk is full"), TrainingError)]
+)
+def test_together_raises_what_another_rank_has(monkeypatch, verdict, kind):
+    """A wrong setting is one on all ranks, which then end with the same exit code."""
+    monkeypatch.setattr(distributed, "gather_everywhere", lambda world, own: [own, None, verdict])
+    with pytest.raises(kind, match=f"^rank 2: {verdict[1]}$") as caught, together(World(world_size=3)):
+        pass
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("error", [SettingError("wrong"), TrainingError("wrong"), OSError("wrong")], ids=repr)
+def test_together_tells_the_others_what_was_raised(monkeypatch, error):
+    told = []
+
+    def gather(world, own):
+        told.append(own)
+        return [own, None]
+
+    monkeypatch.setattr(distributed, "gather_everywhere", gather)
+    with pytest.raises(type(error), match="wrong"), together(World(world_size=2)):
+        raise error
+    assert told == [(isinstance(error, SettingError), "wrong")]

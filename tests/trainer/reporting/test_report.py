@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import zlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from datapipe.errors import DatapipeError, SettingError
+from datapipe.fsio import atomic_write
 from trainer.reporting import plots
 from trainer.reporting.page import write_report
 from trainer.reporting.plots import MAX_POINTS
@@ -229,6 +230,26 @@ def test_two_processes_may_write_the_same_report(tmp_path, monkeypatch, only_plo
     write_report([run], run)
     assert (run / "report.pdf").read_bytes().rstrip().endswith(b"%%EOF")
     assert [*run.glob(".*.partial")] == [recent]
+
+
+@pytest.mark.parametrize(("module", "name"), [("page", "report.html"), ("mlperf", "mlperf.log"), ("plots", "time.png")])
+def test_two_processes_may_write_each_file_of_a_report(tmp_path, monkeypatch, only_plots, module, name):
+    """The second writes all of its report while the first is at this file."""
+    only_plots("time")
+    monkeypatch.setattr("trainer.reporting.mlperf._log", lambda _: [{"key": "seed"}])
+    run, writer, written = finished(tmp_path / "run"), f"trainer.reporting.{module}.atomic_write", []
+
+    @contextmanager
+    def interrupted(path: Path, **settings):
+        with atomic_write(path, **settings) as file:
+            if path.name == name:
+                monkeypatch.setattr(writer, atomic_write)
+                written.append(write_report([run], run))
+            yield file
+
+    monkeypatch.setattr(writer, interrupted)
+    write_report([run], run)
+    assert written and (run / name).stat().st_size > 0 and not [*run.glob(".*.partial")]
 
 
 def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):

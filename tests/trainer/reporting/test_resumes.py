@@ -2,6 +2,7 @@
 
 from tests.trainer.reporting.test_report import Page, end, epoch, header, train, write
 from trainer.reporting.page import write_report
+from trainer.reporting.runlog import read_run
 
 
 def resume(step: int, **changes: object) -> dict:
@@ -34,3 +35,19 @@ def test_by_an_earlier_version(tmp_path, monkeypatch):
     """It did not write how long the run had waited."""
     text = notes(tmp_path, resume(10), train(20), end(), monkeypatch=monkeypatch)
     assert "Resumed at step 10, world size 2." in text and "done twice" not in text
+
+
+def test_what_kfac_did_is_counted_over_the_processes(tmp_path):
+    """Each process counts from 0, and what was done twice counts once; a run that is rolled back stays one process."""
+
+    def kfac(step: int, updates: int) -> dict:
+        return {"event": "kfac", "step": step, "factor_updates": 2 * updates, "solution_updates": updates, "skipped": 1}
+
+    back = resume(50, event="roll_back")
+    lines = kfac(50, 40), kfac(60, 48), resume(50), kfac(60, 8), resume(60), kfac(70, 5), back, kfac(60, 9)
+    counts = [
+        [(line["factor_updates"], line["solution_updates"], line["skipped"]) for line in read_run(folder).kfac]
+        for folder in (write(tmp_path / str(number), header(), *lines[:number]) for number in (4, 6, 8))
+    ]
+    first = [(80, 40, 1), (96, 48, 1)]
+    assert counts == [first, [*first, (106, 53, 1)], [(80, 40, 1), (114, 57, 1)]]
