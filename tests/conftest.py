@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # A test that uses the fixture has the marker, whether it says so or not.
-IMPLIED = {"mounted": "testbed", "two_ranks": "ranks"}
+IMPLIED = {"mounted": "testbed"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -124,6 +124,7 @@ def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 # What a launcher tells the processes that it starts, and so the tests if they are in a job.
 OF_LAUNCHERS = "SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"
+OF_LAUNCHERS += "LSB_", "JOB_ID", "SGE_"
 OF_LAUNCHERS += "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 
 

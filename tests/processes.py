@@ -162,7 +162,10 @@ class ProcessServer:
         """Return the server's answer: the number of a new process, or the exit code of one that has ended."""
         with self._lock:
             socket.send_fds(self._connection, [json.dumps(request).encode()], files)
-            return int(self._connection.recv(64))
+            answer = self._connection.recv(64)
+        if not answer:
+            raise ConnectionError(f"the server of processes has ended, with {self._server.wait()}")
+        return int(answer)
 
     def start(
         self,
@@ -173,7 +176,6 @@ class ProcessServer:
         stdin: int | None = subprocess.DEVNULL,
         stdout: int | io.IOBase | None = subprocess.PIPE,
         stderr: int | io.IOBase | None = subprocess.PIPE,
-        start_new_session: bool = False,
         reports: bool = False,
     ) -> Process:
         """Start `python ARGUMENTS`, which are "-m", "-c" or a file and what follows it.
@@ -184,7 +186,6 @@ class ProcessServer:
             cwd: Folder to start in; None: that of the tests.
             host: Host name that it sees, in a namespace of its own; "": the machine's.
             stdin: As in `subprocess.Popen`, and so are `stdout` and `stderr`. Pipes are read as text.
-            start_new_session: Whether it leads a session, and so a group, of its own.
             reports: Whether a training ends with its real report, which takes longer than trainings in tests do.
         """
         words = [os.fspath(word) if isinstance(word, bytes) else str(word) for word in arguments]
@@ -212,7 +213,6 @@ class ProcessServer:
                 "env": dict(os.environ if env is None else env),
                 "cwd": os.fspath(cwd or os.getcwd()),
                 "host": host,
-                "is_leader": start_new_session,
                 "reports": reports,
             }
             process = Process(self, words, self.ask(request, files), pipes)
@@ -261,7 +261,8 @@ def open_server(env: Mapping[str, str], cwd: Path = ROOT, prefix: Sequence[str] 
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer requests until nobody is left who asks."""
+    """Answer requests until the tests close the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C of the terminal's is for the tests
     for name in PACKAGES:
         __import__(name)
     gc.collect()
@@ -286,15 +287,14 @@ def serve(connection: socket.socket) -> None:
 def leave(work: Callable[[], None]) -> NoReturn:
     """Do it and end with the exit code, after what was to be done at the end; taking all modules down takes 0.3 s."""
     code: object = 0
+    is_interrupted = False
     try:
         work()
     except SystemExit as stop:
         code = stop.code
-    except KeyboardInterrupt:  # of which Python dies
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
+    except BaseException as error:
         code = 1
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         sys.excepthook(*sys.exc_info())
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
@@ -304,6 +304,9 @@ def leave(work: Callable[[], None]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if is_interrupted:  # of which Python dies in the end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code or 0)
 
 
@@ -313,14 +316,13 @@ def skip_report(out: Path) -> Path:
     return out / "report.html"
 
 
-def become(
-    files: list[int], arguments: list[str], env: dict[str, str], cwd: str, host: str, is_leader: bool, reports: bool
-) -> None:
+def become(files: list[int], arguments: list[str], env: dict[str, str], cwd: str, host: str, reports: bool) -> None:
     """Do what Python does with these arguments."""
     if not reports:
         import trainer.run
 
         trainer.run.write_report = skip_report
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):
         os.dup2(file, number)
     for file in files:
@@ -328,8 +330,6 @@ def become(
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    if is_leader:
-        os.setsid()
     if host:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(CLONE_NEWUTS):

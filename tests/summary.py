@@ -48,9 +48,10 @@ class Summary:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._costs[report.nodeid.partition("::")[0]] += report.cpu_s
-        self._costs[COLLECTING] += report.collecting_s
-        if report.skipped:
+        # pytest-xdist itself reports a worker that has crashed, without these.
+        self._costs[report.nodeid.partition("::")[0]] += getattr(report, "cpu_s", 0.0)
+        self._costs[COLLECTING] += getattr(report, "collecting_s", 0.0)
+        if report.skipped and isinstance(report.longrepr, tuple):
             self._skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -16,7 +16,7 @@ class Child(Protocol):
     """What `wait_until` needs of a process that the condition depends on."""
 
     def poll(self) -> int | None: ...
-    def communicate(self) -> tuple[str, str]: ...
+    def communicate(self, *, timeout: float | None) -> tuple[str, str]: ...
 
 
 def limit_s(seconds: float = LIMIT_S) -> float:
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], T], *children: Child, describe: Callable[
     end = time.monotonic() + limit_s()
     while not (value := condition()):
         for child in children:
-            assert child.poll() is None or condition(), f"a process has ended: {child.communicate()}"
+            assert child.poll() is None or condition(), f"a process has ended: {child.communicate(timeout=LIMIT_S)}"
         assert time.monotonic() < end, f"did not happen in time: {describe()}"
         time.sleep(POLL_S)
     return value

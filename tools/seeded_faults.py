@@ -59,7 +59,8 @@ class Fault:
 
 def read_faults(word: str, with_slow: bool) -> list[Fault]:
     """Read the faults of the table in which a word stands; those that are slow to find only `with_slow`."""
-    faults = [Fault(**entry) for entry in tomllib.loads(TABLE.read_text())["fault"] if with_slow or "slow" not in entry]
+    faults = [Fault(**entry) for entry in tomllib.loads(TABLE.read_text())["fault"]]
+    faults = [fault for fault in faults if with_slow or not fault.slow]
     return [fault for fault in faults if word.lower() in f"{fault.file} {fault.breaks} {fault.test}".lower()]
 
 
@@ -128,7 +129,11 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORD", default="", help="faults with this word in file, promise or test")
     parser.add_argument("--slow", action="store_true", help="also the faults that only tests marked slow find")
     options = parser.parse_args()
-    faults, missed, _ = read_faults(options.only, options.slow), 0, [*map(importlib.import_module, PRELOADED)]
+    faults, missed = read_faults(options.only, options.slow), 0
+    if not faults:
+        sys.exit(f"no fault of {TABLE.name} has {options.only!r} in its file, promise or test; some need --slow")
+    for name in PRELOADED:
+        importlib.import_module(name)
     with copied_checkout() as checkout:
         for slow in {fault.slow for fault in faults}:
             tests = [*dict.fromkeys(fault.test for fault in faults if fault.slow == slow)]

@@ -11,11 +11,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"                # tests run the commands `datapipe` and `trainer`
 export PYTHONPYCACHEPREFIX="$PWD/.venv/bytecode" # where each file, tests included, is compiled once for all processes
 unset PYTHONDONTWRITEBYTECODE
+
+before= some=
 for word in "$@"; do
-    if [[ -e ${word%%::*} ]]; then
-        bash tools/setup.sh dev
-        exec python -m pytest "$@"
-    fi
+    case $before in
+    -c | -k | -m | -n | -o | -p | --deselect | --ignore) ;; # the word is its value
+    *)
+        if [[ $word == tests/* && ! -e ${word%%::*} ]]; then
+            echo "tools/test.sh: ${word%%::*} is not there; paths begin at the top of the checkout" >&2
+            exit 2
+        elif [[ $word == tests/* ]]; then
+            some=yes
+        fi
+        ;;
+    esac
+    before=$word
 done
+if [[ $some ]]; then
+    bash tools/setup.sh dev
+    exec python -m pytest "$@"
+fi
 bash tools/lint.sh
 exec python -m pytest -n $(($(nproc) + 1)) --maxprocesses 4 --dist loadfile "$@"

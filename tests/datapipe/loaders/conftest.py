@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from datapipe.names import BACKENDS
 from tests.conftest import clean_environment
 from tests.ports import free_ports
 from tests.processes import ProcessServer, Ranks
 
-# The other backends have tests of their own: one streams, and the other takes images of one size only.
-PAIRS = [("cpu", "tar"), ("cpu", "hdf5"), ("cpu", "lmdb"), ("dali", "tar")]
+# Two backends have tests of their own: one streams, and the other takes images of one size only.
+INDEXED = [name for name in BACKENDS if name not in ("webdataset", "resident")]
+FOLDERS = ("tar", "hdf5", "lmdb")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each backend and each format that it asks for, not each of one with each of the other."""
-    names = [name for name in ("backend", "folder") if name in metafunc.fixturenames]
-    columns = [position for position, name in enumerate(("backend", "folder")) if name in names]
-    if names:
-        values = dict.fromkeys(tuple(pair[column] for column in columns) for pair in PAIRS)
-        metafunc.parametrize(names, list(values), indirect=True)
+    """Give a test each backend and each format that it asks for. Most pairs of both are slow."""
+    match [name for name in ("backend", "folder") if name in metafunc.fixturenames]:
+        case ["backend", "folder"]:
+            for_each = [
+                pytest.param(*pair, marks=[pytest.mark.slow] if pair[0] != "cpu" and pair[1] != "tar" else [])
+                for pair in itertools.product(INDEXED, FOLDERS)
+            ]
+            metafunc.parametrize(("backend", "folder"), for_each, indirect=True)
+        case ["backend"]:
+            metafunc.parametrize("backend", INDEXED, indirect=True)
+        case ["folder"]:
+            metafunc.parametrize("folder", FOLDERS, indirect=True)
 
 
 @pytest.fixture

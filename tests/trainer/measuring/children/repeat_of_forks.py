@@ -45,7 +45,6 @@ def fork(command: Sequence[str]) -> Training:
                 dict(os.environ),
                 os.getcwd(),
                 host="",
-                is_leader=False,
                 reports=False,
             )
         )
