@@ -56,11 +56,13 @@ def test_what_takes_longest_is_found(profiled, delay):
 @pytest.mark.ranks
 def test_two_ranks_on_one_clock(profiled):
     """What all ranks end together, such as a sum of gradients, ends at the same time in the trace."""
-    _, summary, events = profiled("", "--set", "train.batch_size=64", "--set", "train.bucket_mib=50", ranks=2)
+    _, summary, events = profiled(
+        "", "--steps", 9, "--set", "train.batch_size=64", "--set", "train.bucket_mib=50", ranks=2
+    )
     sums = [track(events, rank, "communication") for rank in (0, 1)]
     assert len(sums[0]) == len(sums[1]) >= STEPS
     apart_us = sorted(abs(a["ts"] + a["dur"] - b["ts"] - b["dur"]) for a, b in zip(*sums, strict=True))
-    assert apart_us[0] < 20_000, apart_us  # on a busy machine a rank hears later of most
+    assert apart_us[0] < 2000, apart_us  # on a busy machine a rank may hear later of some
     assert summary["world_size"] == 2 and len(summary["shares_of_ranks"]) == 2
     assert summary["hosts"] == 1 and summary["num_parameters"] > 1000
     settings = {name: summary["settings"][name] for name in ("batch_size", "bucket_mib", "size")}

@@ -74,13 +74,13 @@ def test_together_raises_what_another_rank_has(monkeypatch, verdict, kind):
 
 @pytest.mark.parametrize("error", [SettingError("wrong"), TrainingError("wrong"), OSError("wrong")], ids=repr)
 def test_together_tells_the_others_what_was_raised(monkeypatch, error):
-    told = []
+    gathered = []
 
     def gather(world, own):
-        told.append(own)
+        gathered.append(own)
         return [own, None]
 
     monkeypatch.setattr(distributed, "gather_everywhere", gather)
     with pytest.raises(type(error), match="wrong"), together(World(world_size=2)):
         raise error
-    assert told == [(isinstance(error, SettingError), "wrong")]
+    assert gathered == [(isinstance(error, SettingError), "wrong")]

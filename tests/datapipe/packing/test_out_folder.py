@@ -429,7 +429,7 @@ def test_who_finishes_second_may_meet_stale_handles(image_folder, parts, tmp_pat
 
 @pytest.fixture
 def looks(monkeypatch):
-    """looks(function) has it called in place of each pause between two looks at another task; there is no other."""
+    """looks(function) calls it in place of each pause between two looks at another task, though none is at work."""
 
     def call(function):
         monkeypatch.setattr("datapipe.packing.job.time", SimpleNamespace(monotonic=time.monotonic, sleep=function))

@@ -149,8 +149,8 @@ def test_a_silent_node_ends_all(join, caplog):
 )
 def test_processes_that_mpi_does_not_know_are_refused(monkeypatch, known, problem):
     monkeypatch.setattr(mpi, "load_mpi", lambda: SimpleNamespace(COMM_WORLD=World(*known)))
-    found = mpi.find_problem(Placement(rank=1, world_size=2, launcher="torchrun"))
-    assert problem in str(found) if problem else found is None
+    refusal = mpi.find_problem(Placement(rank=1, world_size=2, launcher="torchrun"))
+    assert problem in str(refusal) if problem else refusal is None
 
 
 def test_without_mpirun_it_is_refused(tmp_path, command):

@@ -14,18 +14,18 @@ HERE = "127.0.0.1"
 
 @pytest.fixture
 def ask_all():
-    """ask_all(addresses, lies={}) -> what each node of HOSTS is told; a lie replaces the token of a node's place."""
+    """ask_all(addresses, lies={}) -> what each node of HOSTS hears; a lie replaces the token of a node's place."""
 
     def ask(addresses, lies=None):
-        told, barrier = {}, Barrier(len(HOSTS))
+        reported, barrier = {}, Barrier(len(HOSTS))
 
         def node(index):
             def gather(name, value):
                 if name == "place" and index in (lies or {}):
                     value = [*value[:2], lies[index]]
-                told[name, index] = value
+                reported[name, index] = value
                 barrier.wait(limit_s())
-                return [told[name, other] for other in range(len(HOSTS))]
+                return [reported[name, other] for other in range(len(HOSTS))]
 
             return find_unreachable(gather, index, HOSTS, addresses[index], limit_s())
 
@@ -57,11 +57,11 @@ def test_another_program_at_a_nodes_place_is_not_that_node(ask_all):
 )
 def test_a_node_tells_its_address_even_where_it_has_none(index, interface, expected):
     """The others wait for it; where it has none, they learn so from `find_unreachable`."""
-    told = []
+    reported = []
 
     def gather(name, value):
-        told.append((name, value))
+        reported.append((name, value))
         return ["", HERE]
 
     assert find_address(gather, index, interface, "localhost") == expected
-    assert told == [("address", expected if index or interface else "")]
+    assert reported == [("address", expected if index or interface else "")]

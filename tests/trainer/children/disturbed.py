@@ -1,7 +1,7 @@
 """`trainer`, disturbed at a chosen moment: disturbed.py WHAT STEP RANK, and then the words of the command.
 
 WHAT happens to this rank before the update of this step; "best": it is killed where it would keep a checkpoint as the
-best; "nan": the loss of this step is no number, once.
+best; "nan": the loss of this step is not a number, once.
 """
 
 from __future__ import annotations

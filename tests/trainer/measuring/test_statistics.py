@@ -11,7 +11,7 @@ from scipy import stats
 from trainer.measuring.statistics import Estimate, describe, mean_difference, mean_ratio, student_quantile
 
 VALUES = st.lists(st.floats(0.01, 1e4), min_size=2, max_size=8)
-SIMULATIONS = 2000
+SIMULATIONS = 4000
 
 
 @given(st.floats(1, 5000))
