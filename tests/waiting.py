@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TextIO, TypeVar
 
 T = TypeVar("T")
 LIMIT_S = 120.0
@@ -13,9 +14,10 @@ POLL_S = 0.01
 
 
 class Child(Protocol):
-    """What `wait_until` needs of a process that the condition depends on."""
+    """What is needed of a process that is waited for."""
 
     def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
     def communicate(self, *, timeout: float | None) -> tuple[str, str]: ...
 
 
@@ -42,3 +44,33 @@ def wait_until(condition: Callable[[], T], *children: Child, describe: Callable[
         assert time.monotonic() < end, f"did not happen in time: {describe()}"
         time.sleep(POLL_S)
     return value
+
+
+def read_until(text: str, pipe: TextIO, child: Child) -> str:
+    """Return what a child prints up to the end of the first line that contains a text. A child that is late is killed.
+
+    Args:
+        text: What is waited for; "": any line.
+        pipe: The child's output or errors.
+        child: The process at the other end.
+
+    Raises:
+        AssertionError: The pipe has ended, or the limit has passed, without such a line.
+    """
+    lines: list[str] = []
+
+    def read() -> None:
+        for line in iter(pipe.readline, ""):
+            lines.append(line)
+            if text in line:
+                break
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(limit_s())
+    if lines and text in lines[-1]:
+        return "".join(lines)
+    if reader.is_alive():
+        child.kill()  # which ends the reader, too
+        raise AssertionError(f"{text!r} was not printed in time: {lines}")
+    raise AssertionError(f"{text!r} was not printed: {lines}, {child.communicate(timeout=limit_s())}")

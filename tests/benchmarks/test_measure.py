@@ -15,6 +15,7 @@ import pytest
 from benchmarks import bench_order, bench_slice, bench_spinning, corpus, measure
 from benchmarks.measure import compare, cpu_s, process, spread
 from datapipe.packing import PackOptions, pack
+from tests.waiting import limit_s, read_until
 
 SPIN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
 
@@ -36,10 +37,11 @@ def _run(code: str) -> str:
 
 def test_cpu_seconds_count_children_that_still_run() -> None:
     before = cpu_s()
-    with subprocess.Popen([sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        child.stdout.readline()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SPIN], **pipes) as child:
+        read_until("", child.stdout, child)
         while_running = cpu_s() - before
-        child.communicate(b"\n")
+        child.communicate("\n", timeout=limit_s())
     assert while_running > 0.25
     assert cpu_s() - before == pytest.approx(while_running, abs=0.15)
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from datapipe.packing import PackOptions
 from datapipe.packing.options import SHARD_MIB
 from datapipe.public_data import DATASETS
 from tests.conftest import clean_environment
+from tests.waiting import limit_s
 
 CHILDREN = Path(__file__).with_name("children")
 COMMANDS = ["fetch", "pack", "convert", "info", "verify", "stage", "bench", "doctor"]
@@ -285,7 +287,7 @@ def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(server, image_folde
     child = server.start(*line, tmp_path / "b", "--workers", 1, env=env, stdout=subprocess.DEVNULL, stderr=child_end)
     os.close(child_end)
     screen = b""
-    while True:
+    while select.select([main_end], [], [], limit_s())[0]:
         try:
             part = os.read(main_end, 4096)
         except OSError:
@@ -294,4 +296,4 @@ def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(server, image_folde
             break
         screen += part
     os.close(main_end)
-    assert child.wait() == 0 and b"packing" in screen and b"images/s" in screen
+    assert child.wait(limit_s()) == 0 and b"packing" in screen and b"images/s" in screen

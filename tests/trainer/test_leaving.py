@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import finish
-from tests.waiting import wait_until
+from tests.waiting import read_until, wait_until
 
 LEAVING = Path(__file__).parent / "children" / "leaving.py"
 ONE_EPOCH = ["train.epochs=1", "train.batch_size=64"]
@@ -75,8 +75,7 @@ def test_other_ways_out(two, what, expected, says):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(train, tmp_path, number):
     child = train("run", env=each_rank(2)[0])
-    while "waiting for 2 ranks" not in (line := child.stderr.readline()):
-        assert line, finish(child)
+    read_until("waiting for 2 ranks", child.stderr, child)
     wait_until(lambda: not is_caught(child.pid, number), child)  # while it is in torch, Python's handlers do not run
     child.send_signal(number)
     assert finish(child)[0] == -number

@@ -10,6 +10,7 @@ import torch
 
 import trainer.local_checkpoints
 import trainer.loop
+from tests.waiting import limit_s
 from trainer.checkpoint import list_checkpoints, load_checkpoint
 from trainer.cli import main
 from trainer.local_checkpoints import LocalCheckpoints, local_folder
@@ -36,7 +37,12 @@ def go(packed, recipe_file, tmp_path, monkeypatch):
 def gate(monkeypatch):
     """Hold all copies while it is clear, as a filesystem does that others load."""
     opened, real = threading.Event(), shutil.copyfileobj
-    monkeypatch.setattr(trainer.local_checkpoints.shutil, "copyfileobj", lambda *args: opened.wait() and real(*args))
+
+    def copy(*args):
+        assert opened.wait(limit_s())
+        real(*args)
+
+    monkeypatch.setattr(trainer.local_checkpoints.shutil, "copyfileobj", copy)
     yield opened
     opened.set()
 

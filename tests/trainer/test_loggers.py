@@ -13,7 +13,7 @@ import pytest
 from tests.trainer.reporting.test_report import end as end_line
 from tests.trainer.reporting.test_report import epoch, header, write
 from tests.trainer.runs import DISTURBED, finish
-from tests.waiting import limit_s
+from tests.waiting import limit_s, read_until
 from trainer.reporting.watching import watch_report
 
 CHILDREN = Path(__file__).parent / "children"
@@ -140,6 +140,6 @@ def test_a_report_is_written_again_until_the_run_has_ended(tmp_path, monkeypatch
 
 def test_who_watches_a_run_may_leave(start, tmp_path):
     watch = start("-m", "trainer", "report", tmp_path / "run", "--watch")
-    assert "waiting for" in watch.stderr.readline()
+    read_until("waiting for", watch.stderr, watch)
     watch.send_signal(signal.SIGINT)
     assert watch.wait(limit_s()) == 130

@@ -28,7 +28,7 @@ class Terminal:
 
     def text(self) -> str:
         os.close(self.device)
-        self._reader.join()
+        self._reader.join(limit_s())
         os.close(self._ours)
         return b"".join(self._chunks).decode(errors="replace")
 
@@ -48,7 +48,7 @@ def test_one_rank_draws_a_bar(server, packed, recipe_file, port, tmp_path):
     finally:
         for child in children:
             child.kill()
-            child.wait()
+            child.wait(limit_s())
         first, second = (terminal.text() for terminal in terminals)
     assert codes == [0, 0], first + second
     bars = [line for line in first.split("\r") if "━" in line]

@@ -16,7 +16,7 @@ from datapipe.dataset import DataSet, shard_reader
 from datapipe.errors import DecodeError, SettingError, ShardCorruptError, ShardReadError
 from datapipe.loaders import open_loader, threaded, threads
 from datapipe.packing import PackOptions, pack
-from tests.waiting import limit_s
+from tests.waiting import limit_s, read_until
 
 CHILDREN = Path(__file__).parent / "children"
 BACKENDS = ["cpu", "dali"]
@@ -227,11 +227,7 @@ def test_a_read_that_hangs_ends_the_job(server, slow):
     shard, offset, size, _ = place(slow.backing / "data", 30)
     slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=20"])
     child = server.start(CHILDREN / "loads_forever.py", slow.path / "data", '{"batch_size": 61}')
-    said = ""
-    for line in child.stderr:
-        said += line
-        if "timeout_s=2" in line:
-            break
+    said = read_until("timeout_s=2", child.stderr, child)
     assert shard in said and "has not answered for 2 s" in said and "error: " in said
     slow.calm()  # FUSE keeps a killed process until it is answered
     assert child.wait(limit_s()) == 1

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import pytest
 from datapipe.dataset import DataSet
 from tests.conftest import clean_environment
 from tests.processes import Process, ProcessServer
-from tests.waiting import limit_s, wait_until
+from tests.waiting import limit_s, read_until, wait_until
 
 CHILDREN = Path(__file__).parent / "children"
 SETTINGS = [("cached", "full"), ("cached", "blocks"), ("mmap", "full"), ("direct", "blocks")]
@@ -84,7 +83,7 @@ def test_sigterm_ends_it_while_a_shard_hangs(child, copied):
     for shard in copied.glob("*.tar"):
         hang(shard)
     process = child(copied, timeout_s=3000)
-    assert "has not answered for" in process.stderr.readline()
+    read_until("has not answered for", process.stderr, process)
     process.send_signal(signal.SIGTERM)
     code, _, errors = ended(process)
     assert code == 128 + signal.SIGTERM and errors.endswith("terminated\n")
@@ -152,7 +151,7 @@ def flushing(mounted, tmp_path):
     finally:
         subprocess.run(["umount", "-l", slow.path], check=False)
         process.kill()
-        process.wait()
+        process.wait(limit_s())
 
 
 @pytest.mark.parametrize("stops", ["reads", "closing"])
@@ -160,24 +159,17 @@ def test_a_filesystem_that_stops_ends_the_job(child, flushing, packed_folders, s
     """Its process is stopped: who reads what is not in the page cache, and who closes a file, waits for it."""
     shutil.copytree(packed_folders["tar"] / "train", flushing.backing / "data")
     shards = [os.open(path, os.O_RDONLY) for path in (flushing.path / "data").glob("*.tar")]
-    process, said = child(flushing.path / "data"), ""
+    process = child(flushing.path / "data")
     try:
         for _ in range(20):
-            assert process.stdout.readline()
+            read_until("", process.stdout, process)
         os.kill(flushing.daemon, signal.SIGSTOP)
         if stops == "reads":
             for shard in shards:
                 os.posix_fadvise(shard, 0, 0, os.POSIX_FADV_DONTNEED)
         else:
             process.send_signal(signal.SIGTERM)
-        waking = threading.Timer(limit_s(), lambda: (process.kill(), os.kill(flushing.daemon, signal.SIGCONT)))
-        waking.start()
-        for line in process.stderr:
-            said += line
-            if line.startswith(("error: ", "terminated")):
-                break
-        assert waking.is_alive(), "it waited for the filesystem"
-        waking.cancel()
+        said = read_until("error: " if stops == "reads" else "terminated", process.stderr, process)
     finally:
         os.kill(flushing.daemon, signal.SIGCONT)
         for shard in shards:

@@ -17,7 +17,7 @@ import torch
 from datapipe.errors import DatapipeError
 from datapipe.loaders import open_loader, threaded, threads
 from tests.conftest import clean_environment
-from tests.waiting import limit_s, wait_until
+from tests.waiting import limit_s, read_until, wait_until
 
 
 def epoch(loader):
@@ -110,9 +110,9 @@ def test_decoders_leave_torch_to_the_consumer(packed_folders):
     try:
         with open_loader(packed_folders["tar"] / "train", 5, backend="cpu", size=24, threads=2) as loader:
             list(loader)
-            gate = threading.Barrier(2)
+            gate = threading.Barrier(2, timeout=limit_s())
             inside = [loader._threads.fill.submit(lambda: (gate.wait(), torch.get_num_threads())[1]) for _ in range(2)]
-            assert [future.result() for future in inside] == [1, 1]
+            assert [future.result(limit_s()) for future in inside] == [1, 1]
             later = []
             thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
             thread.start()
@@ -165,7 +165,7 @@ def test_a_loader_closed_by_another_thread_says_so(packed_folders, backend):
                 for _ in batches:
                     pass
                 batches = iter(loader)
-        closing.join()
+        closing.join(limit_s())
 
 
 def test_a_loader_can_be_taken_into_a_forked_process(packed_folders):
@@ -177,6 +177,7 @@ def test_a_loader_can_be_taken_into_a_forked_process(packed_folders):
             loader.set_epoch(0)
             child = os.fork()
             if not child:
+                signal.alarm(round(limit_s()))  # of which it dies
                 count = 0
                 try:
                     count = sum(int(batch.valid.sum()) for batch in loader)
@@ -199,7 +200,7 @@ def test_ctrl_c_ends_it(packed_folders, reader):
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     child = subprocess.Popen(command, env=clean_environment(), text=True, **pipes)
     for _ in range(3):
-        assert child.stdout.readline() == "batch\n", child.stderr.read()
+        read_until("batch", child.stdout, child)
         child.stdin.write("\n")
         child.stdin.flush()
     child.send_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import tarfile
 from contextlib import suppress
 from pathlib import Path
@@ -236,6 +237,7 @@ def test_a_loader_can_be_taken_into_a_forked_process(foreign):
         for _ in range(2):  # the second time, the parent has read, too
             child = os.fork()
             if not child:
+                signal.alarm(round(limit_s()))  # of which it dies
                 count = 0
                 try:
                     count = sum(int(batch.valid.sum()) for batch in loader)

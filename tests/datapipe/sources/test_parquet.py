@@ -12,6 +12,7 @@ import pytest
 
 from datapipe.errors import MissingBackendError, SourceError
 from datapipe.sources import open_source, parquet
+from tests.waiting import limit_s
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -144,7 +145,7 @@ def test_every_thread_hears_of_an_error_and_the_next_one_tries_again(tmp_path):
     images, _ = write(tmp_path / "x.parquet", 8, rows=8)
     samples = open_source(tmp_path).splits["train"]
     (tmp_path / "x.parquet").rename(tmp_path / "y")
-    barrier = threading.Barrier(8)
+    barrier = threading.Barrier(8, timeout=limit_s())
 
     def ask(i):
         barrier.wait()

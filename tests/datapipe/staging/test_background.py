@@ -159,7 +159,7 @@ def test_a_process_that_was_killed_leaves_what_the_next_one_continues(source, ba
     child.send_signal(signal.SIGSTOP)  # else it may be done before the loader is, which adds to it
     batches(source, tmp_path / "local", "blocks")
     child.kill()
-    child.wait()
+    child.wait(limit_s())
     progress = find_progress(tmp_path / "local")
     assert progress.state == "stopped"
     # Nobody is at work any more: a loader stages itself, and waits for that.

@@ -32,7 +32,7 @@ from tests.conftest import clean_environment
 from tests.datapipe.staging.data_sets import CHILDREN, CHUNK, make_data_set, needs_root, same
 from tests.ports import free_ports
 from tests.processes import Process
-from tests.waiting import limit_s
+from tests.waiting import limit_s, read_until
 
 OUTSIDE = clean_environment()  # of any job
 
@@ -43,7 +43,7 @@ def held(begin) -> Callable[..., Process]:
 
     def hold(*arguments: object, name: str = "keeps_a_loader_open") -> Process:
         child = begin(name, *arguments, stdin=subprocess.PIPE)
-        assert child.stdout.readline() == "open\n"
+        read_until("open", child.stdout, child)
         return child
 
     return hold
@@ -93,7 +93,7 @@ def test_a_copy_that_a_loader_has_open_stays(packed_folders, tmp_path, held):
     child = held(source, cache)
     assert run_out_of_room(cache) == [name]
     child.kill()
-    child.wait()
+    child.wait(limit_s())
     assert run_out_of_room(cache) == []
 
 
@@ -115,7 +115,7 @@ def test_another_user_who_may_only_read_uses_a_copy(public, held):
     assert [(process["pid"], process["user"]) for process in row["in_use"]] == [(child.pid, "nobody")]
     assert run_out_of_room(cache) == [copy.name]
     child.kill()
-    child.wait()
+    child.wait(limit_s())
     assert run_out_of_room(cache) == []
 
 

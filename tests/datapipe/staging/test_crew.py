@@ -13,6 +13,7 @@ from datapipe.cluster import Placement
 from datapipe.staging import crew as crew_module
 from datapipe.staging.crew import Crew
 from datapipe.staging.store import CrewError
+from tests.waiting import limit_s
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def crew(store: dist.Store) -> Iterator[Crew]:
     crew = Crew("rank", "test", (store, store), Placement(world_size=3, master="node0"), timeout_s=100.0)
     yield crew
     crew._ended.set()
-    crew._heart.join()
+    crew._heart.join(limit_s())
 
 
 def test_a_silent_process_is_named_and_one_that_lives_is_waited_for(crew, store, monkeypatch) -> None:

@@ -18,7 +18,7 @@ from datapipe.dataset.verify import verify
 from datapipe.fsio import locked
 from datapipe.staging import stage
 from tests.processes import Process
-from tests.waiting import limit_s, wait_until
+from tests.waiting import limit_s, read_until, wait_until
 
 
 @pytest.fixture
@@ -63,8 +63,7 @@ def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders, start
     local.mkdir()
     with locked(local, wait=False):
         process = start(packed_folders["tar"] / "train", local)
-        lines = [process.stderr.readline() for _ in range(2)]  # first, that LOCAL is on the same disk
-        assert f"{local}: waiting for process" in lines[1]
+        read_until(f"{local}: waiting for process", process.stderr, process)
     code, errors = ended(process)
     assert code == 0 and verify(local) == [], errors
 
@@ -80,7 +79,7 @@ def test_verify_ends_while_a_read_hangs(mounted, packed_folders, begin):
     shard = max((mounted.path / "hung").glob("*.tar"))
     mounted.set(faults=[f"read:*/{shard.name}:1+:stall=30"])
     process = begin("datapipe", "verify", mounted.path / "hung", "--timeout", 2)
-    began, said = time.monotonic(), process.stderr.readline()
+    began, said = time.monotonic(), read_until("", process.stderr, process)
     assert time.monotonic() - began < 25, "it waited for the read"
     assert said.startswith(f"error: {shard}: a read or write has not been answered for 2 s")
     mounted.calm()  # FUSE keeps a process that ends until it is answered

@@ -12,7 +12,7 @@ from datapipe.dataset.verify import verify
 from datapipe.fsio import locked
 from datapipe.staging import stage, stage_once
 from tests.datapipe.staging.data_sets import needs_root
-from tests.waiting import limit_s
+from tests.waiting import limit_s, read_until
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
@@ -87,8 +87,7 @@ def test_the_source_may_be_packed_again_meanwhile(public, start):
     local.mkdir()
     with locked(local, wait=False):
         child = start(source, local)
-        lines = [child.stderr.readline() for _ in range(2)]  # first, that LOCAL is on the same disk
-        assert "waiting for process" in lines[1]
+        read_until("waiting for process", child.stderr, child)
         (source / MANIFEST).write_bytes((public / "source" / "val" / MANIFEST).read_bytes())
     child.communicate(timeout=limit_s())
     assert child.returncode == 0

@@ -27,7 +27,7 @@ from datapipe.staging.lock import BusyError
 from datapipe.staging.progress import find_progress
 from datapipe.staging.slice import _plan_room
 from tests.datapipe.staging.data_sets import NUM_IMAGES, let_others_in, make_data_set, needs_root
-from tests.waiting import limit_s
+from tests.waiting import limit_s, read_until
 
 MIB = 1 << 20
 LOADING = {"batch_size": 2, "size": 16, "block_mib": 1, "threads": 2, "order": "blocks", "last": "pad"}
@@ -305,7 +305,7 @@ def test_slots_that_a_loader_has_open_stay(source, sliced, begin):
     """Neither another capacity nor a copy takes them away; `--list` names who uses them."""
     before = (sliced / "train" / ".slots").stat().st_ino
     with begin("keeps_a_loader_open", source / "train", sliced, json.dumps(LOADING), stdin=subprocess.PIPE) as child:
-        assert child.stdout.readline() == "open\n"
+        read_until("open", child.stdout, child)
         for options in (replace(SLICE, capacity_bytes=8 * MIB), StageOptions(mode="copy", replace=True)):
             with pytest.raises(StagingError, match=rf"is in use by process {child.pid} \(") as caught:
                 stage(source / "train", sliced / "train", options)

@@ -166,7 +166,7 @@ def test_at_most_one_chunk_per_stream_is_copied_twice(tmp_path, start):
     child = start(tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--streams", 3, "--max-mbps", 2)
     wait_until(lambda: landed_chunks(tmp_path / "local") >= 5, child)
     child.kill()
-    child.wait()
+    child.wait(limit_s())
     landed = landed_chunks(tmp_path / "local")
     (staged,) = stage(tmp_path / "source", tmp_path / "local", StageOptions(chunk_mib=1))
     assert staged.copied_bytes == size - landed * CHUNK and same(tmp_path / "source", tmp_path / "local")
@@ -318,7 +318,7 @@ def test_who_only_looks_at_a_folder_keeps_nobody_out(tmp_path, monkeypatch):
 
     looking = Thread(target=look)
     looking.start()
-    done.wait()
+    assert done.wait(limit_s())
     with hold_lock(tmp_path, 10, waits=False) as is_locked:
         assert is_locked
     looking.join()
@@ -402,7 +402,7 @@ def test_without_locks_two_processes_do_not_meet(tmp_path, begin):
     killed = begin(*line)
     wait_until(lambda: [*(tmp_path / "local").glob(".*.partial")], killed)
     killed.kill()
-    killed.wait()
+    killed.wait(limit_s())
     children = [begin(*line) for _ in range(2)]
     for child in children:
         errors = child.communicate(timeout=limit_s())[1]
@@ -414,7 +414,7 @@ def test_what_a_process_left_that_was_killed_at_once_is_removed(tmp_path):
     """It had not written of what the folder is a copy, by which staging knows the folders that it has begun."""
     make_data_set(tmp_path / "source", [CHUNK])
     child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
+    child.wait(limit_s())
     (tmp_path / "local").mkdir()
     left = tmp_path / "local" / f"..origin.json.{socket.gethostname()}.{child.pid}.{uuid.uuid4().hex}.partial"
     left.touch()
