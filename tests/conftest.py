@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -152,18 +152,12 @@ def command(server: ProcessServer) -> Callable[..., subprocess.CompletedProcess]
         name: str, *arguments: object, prefix: Sequence[str] = (), fresh: bool = False, **options
     ) -> subprocess.CompletedProcess:
         options = {"timeout": 300, **options}
-        if not fresh and not prefix and not reads_at_start(options.get("env") or {}):
+        if not fresh and not prefix and not server.differing_at_start(options.get("env") or os.environ):
             return server.run("-m", name, *arguments, **options)
         line = [*prefix, sys.executable, "-m", name, *map(str, arguments)]
         return subprocess.run(line, capture_output=True, text=True, **options)
 
     return run
-
-
-def reads_at_start(env: Mapping[str, str]) -> bool:
-    """Whether an environment differs from that of the tests in what Python reads as it starts."""
-    names = {name for name in {*env, *os.environ} if name.startswith(("PYTHON", "LC_", "LANG"))}
-    return bool(env) and any(env.get(name) not in (os.environ.get(name), str(ROOT)) for name in names)
 
 
 @pytest.fixture(name="photo", scope="session")

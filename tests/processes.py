@@ -1,8 +1,9 @@
 """Python processes that start in milliseconds: a server that has imported what takes seconds forks each of them.
 
 Each is a process of its own, which from then on does what `python ARGUMENTS` does: with its own environment, pipes,
-signals and exit code. If the start of an interpreter is what a test is about, use `subprocess` instead: for what is
-imported, how much memory is needed, an encoding or another variable that Python reads as it starts.
+signals and exit code. If the start or the end of an interpreter is what a test is about, use `subprocess` instead: for
+what is imported, how much memory is needed, what takes modules down, an encoding or another variable that Python reads
+as it starts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = "trainer.run", "trainer.reporting.page", "trainer.models.resnet_cifar", "pytorch_optimizer"
 PACKAGES += tuple(f"matplotlib.backends.backend_{kind}" for kind in ("agg", "pdf", "svg"))
@@ -38,6 +41,7 @@ PACKAGES += (
     "trainer.cli",
     "PIL.Image",
 )
+READ_AT_START = "PYTHON", "LC_", "LANG"  # first letters of the variables
 MAX_REQUEST_BYTES = 2**20
 CLONE_NEWUTS = 0x0400_0000  # of <sched.h>: host names of its own
 
@@ -87,6 +91,12 @@ class Process:
         return self._exit_code
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has been waited for, and its pipes are closed."""
+        streams = self.stdin, self.stdout, self.stderr
+        return self._exit_code is not None and all(stream is None or stream.closed for stream in streams)
+
+    @property
     def returncode(self) -> int | None:
         return self._exit_code
 
@@ -126,7 +136,7 @@ class Process:
 class Ranks:
     """Several of them as one, which has failed if one has."""
 
-    def __init__(self, ranks: list[Process]) -> None:
+    def __init__(self, ranks: Sequence[Process | subprocess.Popen]) -> None:
         self._ranks = ranks
 
     def send_signal(self, number: int) -> None:
@@ -146,15 +156,16 @@ class Ranks:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        said = [rank.communicate(None, deadline and max(0, deadline - time.monotonic())) for rank in self._ranks]
+        said = [rank.communicate(timeout=deadline and max(0, deadline - time.monotonic())) for rank in self._ranks]
         return "".join(out for out, _ in said), "".join(err for _, err in said)
 
 
 class ProcessServer:
     """The server, as its clients see it. Its processes are killed when it is closed."""
 
-    def __init__(self, server: subprocess.Popen, connection: socket.socket) -> None:
+    def __init__(self, server: subprocess.Popen, connection: socket.socket, env: Mapping[str, str]) -> None:
         self.pid, self._server, self._connection = server.pid, server, connection
+        self._environments = env, dict(os.environ)
         self._lock = threading.Lock()
         self._processes: list[Process] = []
 
@@ -166,6 +177,11 @@ class ProcessServer:
         if not answer:
             raise ConnectionError(f"the server of processes has ended, with {self._server.wait()}")
         return int(answer)
+
+    def differing_at_start(self, env: Mapping[str, str]) -> list[str]:
+        """Return the names of variables that Python reads as it starts, with other values than the server's or ours."""
+        names = {name for known in (env, *self._environments) for name in known if name.startswith(READ_AT_START)}
+        return sorted(name for name in names if env.get(name) not in [known.get(name) for known in self._environments])
 
     def start(
         self,
@@ -187,7 +203,13 @@ class ProcessServer:
             host: Host name that it sees, in a namespace of its own; "": the machine's.
             stdin: As in `subprocess.Popen`, and so are `stdout` and `stderr`. Pipes are read as text.
             reports: Whether a training ends with its real report, which takes longer than trainings in tests do.
+
+        Raises:
+            ValueError: A variable that Python reads as it starts has another value than when the server started.
         """
+        env = dict(os.environ if env is None else env)
+        if names := self.differing_at_start(env):
+            raise ValueError(f"a forked process cannot follow other values of {', '.join(names)}: use subprocess")
         words = [os.fspath(word) if isinstance(word, bytes) else str(word) for word in arguments]
         pipes: list[io.TextIOWrapper | None] = []
         with contextlib.ExitStack() as ends:
@@ -210,13 +232,14 @@ class ProcessServer:
                 pipes.append(pipe)
             request = {
                 "arguments": words,
-                "env": dict(os.environ if env is None else env),
+                "env": env,
                 "cwd": os.fspath(cwd or os.getcwd()),
                 "host": host,
                 "reports": reports,
             }
             process = Process(self, words, self.ask(request, files), pipes)
-        self._processes.append(process)
+            with self._lock:
+                self._processes = [*(known for known in self._processes if not known.is_over), process]
         return process
 
     def run(
@@ -253,7 +276,7 @@ def open_server(env: Mapping[str, str], cwd: Path = ROOT, prefix: Sequence[str] 
     command = [*prefix, sys.executable, __file__, str(theirs.fileno())]
     with subprocess.Popen(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
-        server = ProcessServer(process, ours)
+        server = ProcessServer(process, ours, env)
         try:
             yield server
         finally:
@@ -285,7 +308,10 @@ def serve(connection: socket.socket) -> None:
 
 
 def leave(work: Callable[[], None]) -> NoReturn:
-    """Do it and end with the exit code, after what was to be done at the end; taking all modules down takes 0.3 s."""
+    """Do it and end with Python's exit code, after what was to be done at the end.
+
+    All modules are left as they are: taking them down takes 0.3 s.
+    """
     code: object = 0
     is_interrupted = False
     try:
@@ -302,8 +328,13 @@ def leave(work: Callable[[], None]) -> NoReturn:
     threading._shutdown()  # waits for threads, as Python does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        try:
+            if not stream.closed:
+                stream.flush()
+        except OSError as error:
+            code = 120
+            with contextlib.suppress(OSError):
+                print(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}", file=sys.stderr)
     if is_interrupted:  # of which Python dies in the end
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -318,6 +349,7 @@ def skip_report(out: Path) -> Path:
 
 def become(files: list[int], arguments: list[str], env: dict[str, str], cwd: str, host: str, reports: bool) -> None:
     """Do what Python does with these arguments."""
+    np.random.seed()  # or all have the server's numbers; `random` does so by itself
     if not reports:
         import trainer.run
 

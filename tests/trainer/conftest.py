@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from datapipe.packing import PackOptions, pack
-from tests.conftest import clean_environment, reads_at_start
+from tests.conftest import clean_environment
 from tests.ports import free_ports
 from tests.processes import Process, ProcessServer, Ranks, skip_report
 from tests.trainer.runs import setting
@@ -153,16 +153,16 @@ def start(server: ProcessServer, tmp_path: Path, request: pytest.FixtureRequest)
         if torchrun:
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()]
             words, ranks = [*launcher, *words], 1
-        if fresh or prefix or reads_at_start(environment):
-            assert ranks == 1
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "surrogateescape"}
-            command = [*prefix, sys.executable, *words]
-            children.append(subprocess.Popen(command, env=environment, cwd=tmp_path, **streams))
-            return children[-1]
         places = each_rank(ranks, LOCAL_WORLD_SIZE=str(ranks)) if ranks > 1 else [{}]
-        started = [server.start(*words, env=environment | own, cwd=tmp_path, reports=reports) for own in places]
-        children.extend(started)
-        return Ranks(started) if ranks > 1 else started[0]
+        for own in places:
+            if fresh or prefix or server.differing_at_start(environment):
+                streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+                streams |= {"text": True, "errors": "surrogateescape"}
+                command = [*prefix, sys.executable, *words]
+                children.append(subprocess.Popen(command, env=environment | own, cwd=tmp_path, **streams))
+            else:
+                children.append(server.start(*words, env=environment | own, cwd=tmp_path, reports=reports))
+        return Ranks(children[-ranks:]) if ranks > 1 else children[-1]
 
     yield _start
     for child in children:

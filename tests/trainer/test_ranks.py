@@ -9,6 +9,7 @@ import torch
 
 from datapipe.dataset.verify import verify
 from datapipe.packing import PackOptions, pack
+from tests.conftest import clean_environment
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import KFAC, finish, setting, train_losses
 from trainer.checkpoint import load_checkpoint
@@ -38,7 +39,7 @@ def plain_losses(server, packed, recipe_file, tmp_path_factory):
     """Losses of two ranks that send their gradients as they are."""
     run = tmp_path_factory.mktemp("plain") / "run"
     line = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", run, *setting(FIVE_STEPS)]
-    ranks = [server.start(*line, env={**os.environ, **environ}) for environ in each_rank(2)]
+    ranks = [server.start(*line, env=clean_environment(**environ)) for environ in each_rank(2)]
     for code, _, err in map(finish, ranks):
         assert code == 0, err
     return train_losses(run)
