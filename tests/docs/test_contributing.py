@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.processes import ProcessServer
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "CONTRIBUTING.md"
 
@@ -68,8 +70,14 @@ def test_a_loader(extended: Path, sample_dir: Path, tmp_path: Path) -> None:
     run(extended, Path(__file__).parent / "children" / "compares_loaders.py", sample_dir, tmp_path / "packed")
 
 
+def test_a_network_an_optimizer_and_a_recipe(extended: Path, server: ProcessServer) -> None:
+    """They are built; the slow test trains them."""
+    done = server.run(Path(__file__).parent / "children" / "builds_examples.py", extended)
+    assert (done.returncode, done.stdout) == (0, "Sequential AdamW\n"), done.stderr
+
+
 @pytest.mark.slow
-def test_a_network_an_optimizer_and_a_recipe(extended: Path, sample_dir: Path, tmp_path: Path) -> None:
+def test_a_network_an_optimizer_and_a_recipe_train(extended: Path, sample_dir: Path, tmp_path: Path) -> None:
     run(extended, "-m", "datapipe", "pack", sample_dir, tmp_path / "packed")
     assert "fashion-mnist-tiny" in run(extended, "-m", "trainer", "recipes").stdout
     done = run(
