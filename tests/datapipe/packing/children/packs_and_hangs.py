@@ -10,6 +10,7 @@ import threading
 
 from datapipe.cli import main
 from datapipe.images import Buffer
+from datapipe.packing import pipeline
 from datapipe.sources.files import Files
 
 read = Files.read
@@ -24,4 +25,5 @@ def hang(files: Files, i: int, buffer: memoryview) -> Buffer:
 
 if __name__ == "__main__":
     Files.read = hang
+    pipeline.CHUNK_BYTES = 1  # images are written one by one, so that some of the shard is there
     sys.exit(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import sys
 
@@ -18,14 +19,12 @@ EVENTS = "os.rename", "os.remove", "os.rmdir", "os.mkdir"
 
 def signal_at(number: int, at: int) -> None:
     """Print a line for each change, and send the signal before the one with the number `at`."""
-    count = 0
+    numbers = itertools.count()
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
-        nonlocal count
         if event in EVENTS:
-            if count == at:
+            if next(numbers) == at:
                 os.kill(os.getpid(), number)
-            count += 1
             os.write(sys.stdout.fileno(), f"{event} {arguments}\n".encode())
 
     sys.dont_write_bytecode = True  # which would be changes, too
