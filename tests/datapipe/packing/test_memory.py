@@ -45,8 +45,9 @@ def growth(server):
 
 def most_threads(child: subprocess.Popen | Process, out: Path) -> int:
     """The most threads that a pack has had while shards were written: listing has threads of its own."""
-    most = 0
+    most, end = 0, time.monotonic() + limit_s()
     while child.poll() is None:
+        assert time.monotonic() < end, "it does not end"
         with suppress(FileNotFoundError, StopIteration):
             next(out.rglob(".shard-*.partial"))
             most = max(most, len(os.listdir(f"/proc/{child.pid}/task")))
@@ -211,7 +212,7 @@ def test_a_starved_processor_is_not_an_idle_one(tmp_path):
     finally:
         for other in others:
             other.kill()
-            other.wait()
+            other.wait(limit_s())
     assert child.returncode == 0
 
 

@@ -200,19 +200,32 @@ def test_a_complete_data_set_of_another_source_is_not_what_was_asked_for(image_f
 
 @pytest.fixture
 def begin(server):
-    """begin(number, at, *arguments) starts `datapipe pack` that gets a signal before its change `at`; -1: never."""
+    """begin(number, at, *arguments) starts `datapipe pack` that gets a signal before its change `at`; -1: never.
+
+    It is ended with the test.
+    """
+    begun = []
 
     def start(number, at, *arguments, locks="as they are"):
-        return server.start(CHILDREN / "packs_until.py", int(number), at, locks, "pack", *arguments)
+        begun.append(server.start(CHILDREN / "packs_until.py", int(number), at, locks, "pack", *arguments))
+        return begun[-1]
 
-    return start
+    yield start
+    for child in begun:
+        with child:
+            child.kill()
+
+
+def check_ends(child, code):
+    """Wait until it ends, check its exit code, and return what it has printed."""
+    output, errors = child.communicate(timeout=limit_s())
+    assert child.returncode == code, errors
+    return output
 
 
 def changes_of(begin, *arguments):
     """The changes of the disk that an undisturbed pack makes."""
-    child = begin(0, -1, *arguments)
-    output, errors = child.communicate(timeout=limit_s())
-    assert child.returncode == 0, errors
+    output = check_ends(begin(0, -1, *arguments), 0)
     return [line for line in output.splitlines() if line.startswith("os.")]
 
 
@@ -281,7 +294,7 @@ def test_killed_before_any_change_either_is_whole(image_folder, old, tmp_path, b
     assert len(moves) == 5  # each split out, the folder, each split in
     for at in range(len(changes)) if everywhere else sorted({*moves, *range(3, len(changes), 13)}):
         out = shutil.copytree(old, tmp_path / str(at))
-        assert begin(signal.SIGKILL, at, image_folder, out, *options).wait(limit_s()) == -signal.SIGKILL
+        check_ends(begin(signal.SIGKILL, at, image_folder, out, *options), -signal.SIGKILL)
         seeds.append(seed_of(out))
         resume = at % 2 == 1 and (seeds[-1] == 1 or (out / STATE / PLAN).exists())
         pack(image_folder, out, PackOptions(resume=resume, overwrite=not resume, seed=1, workers=1))
@@ -293,7 +306,7 @@ def test_terminated_it_keeps_the_old_and_is_continued(image_folder, old, tmp_pat
     new = shutil.copytree(old, tmp_path / "new")
     at = len(changes_of(begin, image_folder, new, "--overwrite", "--seed", 1)) // 2
     child = begin(signal.SIGTERM, at, image_folder, old, "--overwrite", "--seed", 1)
-    assert child.wait(limit_s()) == 128 + signal.SIGTERM
+    check_ends(child, 128 + signal.SIGTERM)
     assert seed_of(old) == 0
     finished = {path.name: path.stat().st_ino for path in (old / STATE / NEW / "train").glob("shard-*.tar")}
     with pytest.raises(SettingError, match="unfinished pack with another seed: 1, not 2"):
@@ -309,12 +322,12 @@ def test_an_overwrite_that_is_given_up_is_replaced_by_another(image_folder, old,
     changes = changes_of(begin, image_folder, new, "--overwrite", "--seed", 1)
     out = shutil.copytree(new, tmp_path / "copy")
     at = next(i for i, change in enumerate(changes) if change.startswith("os.rename") and f"/{DONE}'" in change)
-    begin(signal.SIGKILL, at, image_folder, out, "--overwrite", "--seed", 2).wait(limit_s())
+    check_ends(begin(signal.SIGKILL, at, image_folder, out, "--overwrite", "--seed", 2), -signal.SIGKILL)
     assert not (out / "train").exists() and seed_of(out) == 1
     with pytest.raises(SourceError):
         pack(tmp_path / "nothing", out, PackOptions(overwrite=True, seed=3))
     assert seed_of(out) == 1
-    begin(signal.SIGKILL, 40, image_folder, out, "--overwrite", "--seed", 3).wait(limit_s())
+    check_ends(begin(signal.SIGKILL, 40, image_folder, out, "--overwrite", "--seed", 3), -signal.SIGKILL)
     assert seed_of(out) == 1 and (out / "train").exists()
 
 
@@ -358,7 +371,7 @@ def test_a_finisher_that_was_killed_is_replaced(image_folder, parts, tmp_path, l
     """Also between the manifests of two splits, and between two steps of their move."""
     for at in finishing_changes[::every]:
         out = shutil.copytree(parts, tmp_path / f"killed-{at}")
-        assert last_task(out, signal.SIGKILL, at).wait(limit_s()) == -signal.SIGKILL
+        check_ends(last_task(out, signal.SIGKILL, at), -signal.SIGKILL)
         index = at // every % 2  # the same task again, or the other
         assert pack(image_folder, out, PackOptions(shard_mib=1, task=Task(index, 2, ""), timeout_s=600))
         assert bytes_of(out) == bytes_of(tmp_path / "whole"), f"killed before change {at}"
@@ -521,7 +534,9 @@ def test_a_plan_is_looked_for_while_another_task_finishes(parts, tmp_path):
     other.start()
     found = lost = 0
     try:
-        while not (found > 100 and lost > 100):  # as long as it takes: the other thread may wait for a core
+        end = time.monotonic() + limit_s()  # the other thread may wait for a core
+        while not (found > 100 and lost > 100):
+            assert time.monotonic() < end, (found, lost)
             if out.load_plan() is None:
                 lost += 1
             else:
