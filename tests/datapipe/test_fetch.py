@@ -80,7 +80,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body[:cut])
         self.server.half_sent.set()
         if self.server.stall:
-            self.server.go_on.wait(60)
+            self.server.go_on.wait(limit_s())
             self.wfile.write(body[cut:])
 
     def log_message(self, *_arguments) -> None:
@@ -159,7 +159,7 @@ def test_who_fetches_what_another_is_fetching_waits_for_it(tmp_path, server):
         second = pool.submit(fetch, "cifar10", tmp_path)
         time.sleep(0.2)  # for it to go on if it does not wait
         server.go_on.set()
-        assert first.result(30) == second.result(30) == [tmp_path / ARCHIVE]
+        assert first.result(limit_s()) == second.result(limit_s()) == [tmp_path / ARCHIVE]
     assert server.asked == [f"/{ARCHIVE}"]
     assert (tmp_path / ARCHIVE).read_bytes() == BODY
 
@@ -282,13 +282,12 @@ def test_an_interrupted_download_leaves_nothing(tmp_path, server, number):
     child = subprocess.Popen([sys.executable, *line], cwd=ROOT, env=clean_environment())
     try:
         assert server.half_sent.wait(limit_s())
-        while not list(tmp_path.iterdir()):  # it has begun to write
-            assert child.poll() is None
+        wait_until(lambda: list(tmp_path.iterdir()), child)  # it has begun to write
         child.send_signal(number)
         assert child.wait(limit_s()) == 128 + number
     finally:
         child.kill()
-        child.wait()
+        child.wait(limit_s())
     assert list(tmp_path.iterdir()) == []
     server.stall = False
     fetch("cifar10", tmp_path)
@@ -326,6 +325,22 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """impatient(path) has apt's time be over soon after a program has written a line to a file."""
+
+    def begin(path: Path) -> None:
+        def communicate_when_written(process: subprocess.Popen, **options) -> tuple[str, str]:
+            wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+            return communicate(process, **options)
+
+        communicate = subprocess.Popen.communicate
+        monkeypatch.setattr(subprocess.Popen, "communicate", communicate_when_written)
+        monkeypatch.setattr(fetching, "APT_S", 0.1)
+
+    return begin
+
+
 BOTH = {"images": "images", "labels": "labels"}
 UNKNOWN = 'echo "E: Unable to locate package the-package" >&2; exit 100'
 HANGS = "sleep 1000 & wait"
@@ -348,10 +363,11 @@ def test_a_package_with_a_changed_file(tmp_path, server, package, caplog):
 
 
 @pytest.mark.parametrize("apt_get", [UNKNOWN, "exit 1", "exit 0", HANGS], ids=["unknown", "fails", "no file", "hangs"])
-def test_the_public_address_when_apt_cannot(tmp_path, server, package, monkeypatch, apt_get):
+def test_the_public_address_when_apt_cannot(tmp_path, server, package, impatient, apt_get):
     """Nothing but the download is asked of apt, whoever asks."""
-    monkeypatch.setattr(fetching, "APT_S", 2 if apt_get == HANGS else limit_s())
     said = package(apt_get)
+    if apt_get == HANGS:
+        impatient(said)
     fetch("fashion-mnist", tmp_path / "raw")
     assert contents(tmp_path / "raw") == BOTH
     assert server.asked == ["/images", "/labels"]
@@ -359,9 +375,9 @@ def test_the_public_address_when_apt_cannot(tmp_path, server, package, monkeypat
     assert call.startswith("apt-get ") and call.endswith(" download the-package")
 
 
-def test_an_apt_that_hangs_is_ended_with_its_children(tmp_path, package, monkeypatch):
-    monkeypatch.setattr(fetching, "APT_S", 2)
+def test_an_apt_that_hangs_is_ended_with_its_children(tmp_path, package, impatient):
     package(f'sleep 1000 & echo $! > "{tmp_path}/child"; wait')
+    impatient(tmp_path / "child")
     fetch("fashion-mnist", tmp_path / "raw")
     child = Path("/proc", (tmp_path / "child").read_text().strip(), "cmdline")
     wait_until(lambda: not child.exists() or not child.read_bytes())  # it is gone, or nobody has waited for it
