@@ -23,13 +23,7 @@ HOST = os.uname().nodename
 
 
 @pytest.fixture
-def rank_timeout() -> int:
-    """How long a rank may do nothing, in seconds: longer than a step takes on this machine now."""
-    return round(limit_s(4))
-
-
-@pytest.fixture
-def ranks(start, packed, recipe_file, port, tmp_path, rank_timeout):
+def ranks(start, packed, recipe_file, port, tmp_path, patience_s):
     """ranks(2) -> processes that train together, each started by itself. `of_last`: arguments of the last.
 
     `what`: what one of them does, as in children/watched.py.
@@ -38,7 +32,7 @@ def ranks(start, packed, recipe_file, port, tmp_path, rank_timeout):
     def _ranks(count: int, *arguments: object, what: str = "", of_last: Sequence[object] = ()) -> list[Process]:
         command = [CHILD, what] if what else ["-m", "trainer"]
         command += ["train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--set", "train.epochs=200"]
-        command += ["--set", "train.batch_size=30", "--rank-timeout", rank_timeout, *arguments]
+        command += ["--set", "train.batch_size=30", "--rank-timeout", patience_s, *arguments]
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         others = [*command], [*command, *of_last]
         return [start(*others[rank == count - 1], env=shared | {"RANK": str(rank)}) for rank in range(count)]
@@ -79,13 +73,13 @@ def test_a_rank_that_dies_or_stops_ends_the_others_in_time(ranks, tmp_path, numb
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_ends_the_run_and_is_named(ranks, rank_timeout):
+def test_a_rank_that_hangs_ends_the_run_and_is_named(ranks, patience_s):
     children = ranks(2, what="hangs")
     said = errors_of(children)
     assert [child.returncode for child in children] == [1, 1], said
     for errors in said:
         assert f"because rank 1 ({HOST}): no progress for" in errors.splitlines()[-1], said
-        assert f"in: forward pass of step 3 (--rank-timeout {rank_timeout})" in errors.splitlines()[-1], said
+        assert f"in: forward pass of step 3 (--rank-timeout {patience_s})" in errors.splitlines()[-1], said
     assert "waiting: rank 1" in said[0]
 
 
@@ -129,7 +123,7 @@ def test_a_second_ctrl_c_ends_what_computes_on(ranks, tmp_path, count):
 
 
 @pytest.mark.ranks
-def test_a_rank_that_hangs_while_it_opens_the_data_set_ends_the_run(ranks, packed, tmp_path, rank_timeout):
+def test_a_rank_that_hangs_while_it_opens_the_data_set_ends_the_run(ranks, packed, tmp_path, patience_s):
     """A FIFO in place of a manifest hangs whoever opens it."""
     data = shutil.copytree(packed, tmp_path / "data")
     (data / "train" / "manifest.json").unlink()
@@ -139,7 +133,7 @@ def test_a_rank_that_hangs_while_it_opens_the_data_set_ends_the_run(ranks, packe
     assert [child.returncode for child in children] == [1, 1], said
     words = f"because rank 1 ({HOST}): no progress for"
     assert all(words in errors.splitlines()[-1] for errors in said), said
-    assert f"in: opening the data set (--rank-timeout {rank_timeout})" in said[0].splitlines()[-1], said
+    assert f"in: opening the data set (--rank-timeout {patience_s})" in said[0].splitlines()[-1], said
     assert "waiting: rank 1" in said[0]
 
 

@@ -29,10 +29,16 @@ REACHED = ("--set", "train.target_accuracy=0.01", "--set", "train.epochs=1")
 def again(start, packed, recipe_file, tmp_path):
     """again("runs", "--seeds", 2, …) -> what starts `trainer repeat` into tmp_path/runs, as `start` does.
 
-    Its trainings are forked. `as_users_do`: they are new interpreters.
+    Its trainings are forked. `as_users_do`: they are new interpreters. `held_at`: the step after which each waits for
+    a signal.
     """
 
-    def _again(name, *arguments, as_users_do=False, **options):
+    def _again(name, *arguments, as_users_do=False, held_at=None, **options):
+        if held_at is not None:
+            options["env"] = {"HELD_AT": str(held_at)}
+        if held_at is not None and as_users_do:
+            shutil.copy(CHILDREN / "held.py", tmp_path / "sitecustomize.py")
+            options["env"]["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
         command = ["-m", "trainer"] if as_users_do else [CHILDREN / "repeat_of_forks.py"]
         command += ["repeat", recipe_file, "--data", packed, "--out", tmp_path / name, "--device", "cpu"]
         return start(*command, *arguments, **options)
@@ -118,7 +124,7 @@ def test_each_seed_once(again, tmp_path, metrics, command):
 )
 def test_stopped_and_continued(again, tmp_path, metrics, number, code):
     """The training saves a checkpoint, and no other seed begins; called again, it continues there."""
-    child = again("runs", "--seeds", 2, "--set", "train.epochs=2")
+    child = again("runs", "--seeds", 2, "--set", "train.epochs=2", held_at=4)
     wait_for_step(child, tmp_path / "runs" / "seed-0", 4)
     child.send_signal(number)
     ended, out, err = finish(child)
@@ -140,7 +146,7 @@ def test_stopped_and_continued(again, tmp_path, metrics, number, code):
 def test_killed_and_continued(again, tmp_path, metrics, as_users_do):
     """A training, whose repeat is gone, saves and ends. One that was killed as well continues from its checkpoint."""
     every = ("--set", "train.checkpoint_every_steps=3", "--set", "train.epochs=2")
-    child = again("runs", "--seeds", 1, *every, as_users_do=as_users_do)
+    child = again("runs", "--seeds", 1, *every, as_users_do=as_users_do, held_at=7)
     wait_for_step(child, tmp_path / "runs" / "seed-0", 7)
     (training,) = map(int, Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split())
     child.kill()
@@ -169,7 +175,7 @@ def test_elements_of_an_array_job(again, tmp_path):
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_are_stopped_and_continued(again, tmp_path, metrics):
-    child = again("runs", "--seeds", 1, "--ranks", 2, as_users_do=True)
+    child = again("runs", "--seeds", 1, "--ranks", 2, as_users_do=True, held_at=4)
     wait_for_step(child, tmp_path / "runs" / "seed-0", 4)
     child.send_signal(signal.SIGUSR1)
     code, _, err = finish(child)

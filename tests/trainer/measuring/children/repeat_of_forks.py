@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests.processes import become, leave
 from trainer.cli import main
@@ -34,6 +36,7 @@ def fork(command: Sequence[str]) -> Training:
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
+        runpy.run_path(str(Path(__file__).with_name("held.py")))
         for number in repeat.SIGNALS:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         files = [os.open(os.devnull, os.O_RDWR), os.dup(2), os.dup(2)]
