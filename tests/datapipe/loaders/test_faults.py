@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -222,13 +223,14 @@ def test_a_read_that_stalls_is_told_of(slow, caplog, monkeypatch):
     assert any(shard in line for line in told) and all(str(slow.path / "data") in line for line in told)
 
 
-def test_a_read_that_hangs_ends_the_job(server, slow):
+def test_a_read_that_hangs_ends_the_job(server, slow, patience_s):
     """A thread in a read that never returns keeps neither the loop nor the process."""
     shard, offset, size, _ = place(slow.backing / "data", 30)
-    slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall=20"])
-    child = server.start(CHILDREN / "loads_forever.py", slow.path / "data", '{"batch_size": 61}')
-    said = read_until("timeout_s=2", child.stderr, child)
-    assert shard in said and "has not answered for 2 s" in said and "error: " in said
+    slow.set(faults=[f"read:*/{shard}:@{offset + size // 2}:stall={2 * patience_s}"])
+    settings = json.dumps({"batch_size": 61, "timeout_s": patience_s})
+    child = server.start(CHILDREN / "loads_forever.py", slow.path / "data", settings)
+    said = read_until(f"timeout_s={patience_s})", child.stderr, child)
+    assert shard in said and "has not answered for" in said and "error: " in said
     slow.calm()  # FUSE keeps a killed process until it is answered
     assert child.wait(limit_s()) == 1
 

@@ -233,7 +233,7 @@ def test_a_wrong_note_loses_no_sample(foreign, tmp_path, noted):
 
 
 def test_a_loader_can_be_taken_into_a_forked_process(foreign):
-    with open_loader(foreign, 4, backend="webdataset", size=16, train=False, timeout_s=20) as loader:
+    with open_loader(foreign, 4, backend="webdataset", size=16, train=False) as loader:
         for _ in range(2):  # the second time, the parent has read, too
             child = os.fork()
             if not child:

@@ -70,8 +70,11 @@ def landed(local: Path) -> int:
     return -1
 
 
-def has_begun(local: Path) -> bool:
-    return len([*local.glob(".*.landed")]) == 4
+def stop_midway(child: Process, local: Path, num_chunks: int = 1) -> None:
+    """Stop a process that stages once all four shards are begun and more than so many chunks have landed."""
+    wait_until(lambda: len([*local.glob(".*.landed")]) == 4 and landed(local) > num_chunks * CHUNK, child)
+    child.send_signal(signal.SIGSTOP)
+    assert find_progress(local).state == "running"
 
 
 def describe(batch: Batch) -> tuple[list[int], list[int], int]:
@@ -87,9 +90,8 @@ def batches(source: Path, cache: Path | None, order: str, epochs: int = 1, **opt
 def test_batches_are_the_same_while_shards_arrive(source, background, tmp_path, reads, order):
     expected = batches(source, None, order, epochs=2)
     reads.clear()
-    child = background("--max-mbps", 8)
-    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
-    child.send_signal(signal.SIGSTOP)
+    child = background("--max-mbps", 3)
+    stop_midway(child, tmp_path / "local", 4)
     with open_loader(source, order=order, cache=tmp_path / "local", **LOADING) as loader:
         got = [list(map(describe, loader))]
         assert reads[str(source)] and reads["partial"] + reads[str(tmp_path / "local")]
@@ -107,9 +109,8 @@ def test_batches_are_the_same_while_shards_arrive(source, background, tmp_path, 
 def test_what_a_loader_reads_in_blocks_is_not_read_again(source, background, tmp_path, reads):
     """The process that stages is stopped: an epoch brings nearly all chunks, and it reads only what is left."""
     total = sum(shard.size_bytes for shard in Manifest.read(source).shards)
-    child = background("--max-mbps", 4)
-    wait_until(lambda: has_begun(tmp_path / "local"), child)
-    child.send_signal(signal.SIGSTOP)
+    child = background("--max-mbps", 1)
+    stop_midway(child, tmp_path / "local")
     before = landed(tmp_path / "local")
     batches(source, tmp_path / "local", "blocks", epochs=2, last="pad")
     assert reads[str(source)] <= 1.4 * total  # of two epochs
@@ -124,9 +125,8 @@ def test_what_a_loader_reads_in_blocks_is_not_read_again(source, background, tmp
 
 def test_what_landed_wrong_is_read_from_the_source(source, background, tmp_path, caplog):
     expected = batches(source, None, "full")
-    child = background("--max-mbps", 4)
-    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
-    child.send_signal(signal.SIGSTOP)
+    child = background("--max-mbps", 1)
+    stop_midway(child, tmp_path / "local")
     for path in [*(tmp_path / "local").glob(".*.partial"), *(tmp_path / "local").glob("*.tar")]:
         with path.open("r+b") as file:
             for at in range(0, path.stat().st_size, 10_000):
@@ -140,8 +140,8 @@ def test_what_landed_wrong_is_read_from_the_source(source, background, tmp_path,
 
 def test_a_copy_that_vanishes_is_not_missed(source, background, tmp_path):
     expected = batches(source, None, "full", epochs=2)
-    child = background("--max-mbps", 4)
-    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
+    child = background("--max-mbps", 1)
+    wait_until(lambda: landed(tmp_path / "local") > CHUNK, child)
     with open_loader(source, cache=tmp_path / "local", **LOADING) as loader:
         got = []
         for _ in range(2):
@@ -154,9 +154,8 @@ def test_a_copy_that_vanishes_is_not_missed(source, background, tmp_path):
 
 
 def test_a_process_that_was_killed_leaves_what_the_next_one_continues(source, background, tmp_path):
-    child = background("--max-mbps", 4)
-    wait_until(lambda: landed(tmp_path / "local") > 4 * CHUNK, child)
-    child.send_signal(signal.SIGSTOP)  # else it may be done before the loader is, which adds to it
+    child = background("--max-mbps", 1)
+    stop_midway(child, tmp_path / "local")  # else it may be done before the loader is, which adds to it
     batches(source, tmp_path / "local", "blocks")
     child.kill()
     child.wait(limit_s())
@@ -233,8 +232,7 @@ def test_files_are_given_back_when_a_shard_is_whole(source, tmp_path):
 def test_another_users_copy_is_read_and_never_written(source, background, tmp_path, as_nobody):
     """Its files may be read; a loader of another user adds nothing."""
     child = background("--max-mbps", 1)
-    wait_until(lambda: has_begun(tmp_path / "local"), child)
-    child.send_signal(signal.SIGSTOP)
+    stop_midway(child, tmp_path / "local")
     let_others_in(tmp_path, source)
     before = landed(tmp_path / "local")
     settings = json.dumps(LOADING | {"order": "blocks"})
@@ -261,7 +259,7 @@ def run(command) -> Callable[..., str]:
 def test_the_command_returns_early_and_the_rest_follows(tmp_path, run):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK, 1000, 2 * CHUNK])
-    line = (source, local, "--background", "--chunk-mib", 1, "--max-mbps", 3, "--json")
+    line = (source, local, "--background", "--chunk-mib", 1, "--max-mbps", 1, "--json")
     begun = json.loads(run(*line))
     assert begun["state"] == "running" and 0 < begun["landed_bytes"] < begun["total_bytes"] == 8 * CHUNK + 1000
     assert not (local / MANIFEST).exists()
@@ -299,7 +297,7 @@ def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path, run):
     run(source, local)
     shutil.rmtree(source)
     make_data_set(source, [6 * CHUNK], seed=1)
-    begun = json.loads(run(source, local, "--background", "--chunk-mib", 1, "--max-mbps", 2, "--json"))
+    begun = json.loads(run(source, local, "--background", "--chunk-mib", 1, "--max-mbps", 1, "--json"))
     assert begun["state"] == "running"
     run("--wait", local)
     assert same_but_log(source, local)

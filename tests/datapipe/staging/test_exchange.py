@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from datapipe.staging.together import PROTOCOL
 from tests.datapipe.staging.data_sets import CHUNK, NUM_IMAGES, chunks_on_their_way, make_data_set, same
 from tests.ports import free_ports
 from tests.processes import Process
-from tests.waiting import limit_s, wait_until
+from tests.waiting import limit_s, read_until, wait_until
 
 pytestmark = [
     pytest.mark.ranks,
@@ -53,7 +54,7 @@ def nodes(begin, port, tmp_path):
         *arguments: object,
         hosts: tuple[int, ...] = (),
         sources: tuple[str, ...] = (),
-        own: tuple[tuple[str, ...], ...] = (),
+        own: Sequence[tuple[str, ...]] = (),
         programs: dict[int, tuple[str, ...]] | None = None,
         port: int = port,
         **settings,
@@ -74,6 +75,11 @@ def nodes(begin, port, tmp_path):
         return children
 
     return begin_nodes
+
+
+def slow_at(which: int, count: int) -> list[tuple[str, ...]]:
+    """Have one node hold up an exchange, which lasts until that node is gone: it reads a chunk in 2 s."""
+    return [("--max-mbps", "0.5") if i == which else () for i in range(count)]
 
 
 def results(children: list[Process], code: int = 0) -> tuple[list[int], list[str]]:
@@ -142,7 +148,7 @@ def test_all_processes_of_all_nodes_hear_of_what_is_wrong_on_one(nodes, tmp_path
 def test_two_jobs_that_stage_to_the_same_nodes(nodes, tmp_path):
     """Each has the lock of one node: none waits for the other's."""
     make_data_set(tmp_path / "source", [5 * CHUNK] * 2)
-    first = nodes(2, "--max-mbps", 1)
+    first = nodes(2, "--max-mbps", 0.5)
     wait_until(lambda: chunks_on_their_way(tmp_path / "local-1"), *first)
     for child in first:
         child.send_signal(signal.SIGSTOP)
@@ -171,7 +177,7 @@ def test_a_process_group_of_the_caller_stays_as_it_is(begin, port, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_node_in_mid_exchange(nodes, tmp_path, number):
     make_data_set(tmp_path / "source", [6 * CHUNK] * 2)
-    children = nodes(2, "--max-mbps", 2)
+    children = nodes(2, own=slow_at(1, 2))
     wait_until(lambda: chunks_on_their_way(tmp_path / "local-1"), *children)
     children[1].send_signal(number)
     assert children[1].wait(limit_s()) == 128 + number
@@ -187,10 +193,10 @@ def test_two_processes_of_a_node_stage_once(nodes, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_waits_for_its_node_does_not_need_process_0(nodes, tmp_path):
+def test_a_process_that_waits_for_its_node_does_not_need_process_0(nodes, tmp_path, patience_s):
     """Which keeps the store by which the others hear that their node is staged."""
     make_data_set(tmp_path / "source", [10 * CHUNK] * 2)
-    children = nodes(3, "--max-mbps", 2, "--timeout", 8, hosts=(0, 1, 1))
+    children = nodes(3, "--timeout", patience_s, hosts=(0, 1, 1), own=slow_at(0, 3))
     wait_until(lambda: chunks_on_their_way(tmp_path / "local-1"), *children)
     children.pop(0).kill()
     _, said = results(children)
@@ -208,11 +214,11 @@ def test_a_process_that_waits_for_its_node_does_not_need_process_0(nodes, tmp_pa
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
-def test_a_node_that_dies_or_stops_is_named_and_not_needed(nodes, tmp_path, which, number):
+def test_a_node_that_dies_or_stops_is_named_and_not_needed(nodes, tmp_path, which, number, patience_s):
     """Process 0 keeps the store at which they meet; it is not needed either."""
     make_data_set(tmp_path / "source", [10 * CHUNK] * 2)
-    limit = 8 if number == signal.SIGSTOP or which == 0 else 60  # a connection of one that was killed breaks at once
-    children = nodes(3, "--max-mbps", 2, "--timeout", limit)
+    breaks_at_once = number == signal.SIGKILL and which != 0
+    children = nodes(3, "--timeout", 6 * patience_s if breaks_at_once else patience_s, own=slow_at(which, 3))
     wait_until(lambda: chunks_on_their_way(tmp_path / "local-2"), *children)
     children[which].send_signal(number)
     rest = [child for i, child in enumerate(children) if i != which]
@@ -231,7 +237,7 @@ def test_a_node_whose_disk_is_full_leaves(nodes, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", local], capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        children = nodes(3, "--max-mbps", 1)
+        children = nodes(3, own=slow_at(1, 3))
         wait_until(lambda: chunks_on_their_way(local), *children)
         with suppress(OSError):  # full sooner, by what has landed meanwhile
             (local / "filler").write_bytes(bytes(free_bytes(local) - CHUNK))
@@ -259,13 +265,13 @@ def test_nodes_with_other_versions_are_refused(nodes, tmp_path):
     assert f"(protocol {PROTOCOL}, and this node {PROTOCOL + 1})" in said[1]
 
 
-def test_a_node_that_does_not_come_is_named(start, port, tmp_path):
+def test_a_node_that_does_not_come_is_named(start, port, tmp_path, patience_s):
     make_data_set(tmp_path / "source", [100])
     env = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"} | {"MASTER_PORT": str(port)}
-    line = tmp_path / "source", tmp_path / "local", "--node", "0/2", "--master", "127.0.0.1", "--timeout", 2
-    child = start(*line, host="node0", env=env)
+    line = tmp_path / "source", tmp_path / "local", "--node", "0/2", "--master", "127.0.0.1"
+    child = start(*line, "--timeout", patience_s // 2, host="node0", env=env)
     errors = child.communicate(timeout=limit_s())[1]
-    assert child.returncode == 1 and "process 1 did not answer for 2 s" in errors, errors
+    assert child.returncode == 1 and f"process 1 did not answer for {patience_s // 2} s" in errors, errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -328,10 +334,10 @@ def test_an_interface_that_is_not_there_is_told_to_all(nodes, tmp_path):
 )
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.slow
-def test_a_node_that_is_lost_before_the_first_round(nodes, tmp_path, which, module, name, moment):
+def test_a_node_that_is_lost_before_the_first_round(nodes, tmp_path, which, module, name, moment, patience_s):
     """While the others wait for its address, to connect, and for what it lacks."""
     make_data_set(tmp_path / "source", SIZES)
-    children = nodes(3, "--timeout", 8, programs={which: ("lost_at", module, name, moment)})
+    children = nodes(3, "--timeout", patience_s, programs={which: ("lost_at", module, name, moment)})
     assert children.pop(which).wait(limit_s()) == -signal.SIGKILL
     read, said = results(children)
     text = f"node {which} (node{which})"
@@ -358,9 +364,15 @@ def caches(big_images, tmp_path) -> list[Path]:
 def test_loaders_wait_for_an_exchange_to_their_cache(nodes, begin, big_images, caches):
     """They copy nothing themselves."""
     source = big_images / "train"
-    children = nodes(2, "--max-mbps", 4)
+    children = nodes(2, "--max-mbps", 2)
     wait_until(lambda: chunks_on_their_way(caches[1]), *children)
+    for child in children:
+        child.send_signal(signal.SIGSTOP)
     loaders = [begin("counts_images", source, cache.parent, host=f"node{i}") for i, cache in enumerate(caches)]
+    for loader in loaders:
+        read_until("waiting for process", loader.stderr, loader)
+    for child in children:
+        child.send_signal(signal.SIGCONT)
     read, said = results(children)
     assert sum(read) == Manifest.read(source).size_bytes, said
     before = [{path: path.stat().st_ino for path in cache.glob("*.tar")} for cache in caches]

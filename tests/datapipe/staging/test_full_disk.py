@@ -51,7 +51,7 @@ def test_a_disk_that_fills_up(disk, tmp_path, start):
     sizes = [6 * CHUNK, 6 * CHUNK, *[5000] * 20]
     manifest = make_data_set(tmp_path / "source", sizes)
     local = disk / "data"
-    child = start(tmp_path / "source", local, "--chunk-mib", 1, "--max-mbps", 3, host="node7")
+    child = start(tmp_path / "source", local, "--chunk-mib", 1, "--max-mbps", 1, host="node7")
     wait_until(lambda: chunks_on_their_way(local) >= 4, child)
     fill(disk / "filler")
     errors = child.communicate(timeout=limit_s())[1]

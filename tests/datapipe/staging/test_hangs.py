@@ -36,13 +36,12 @@ def ended(process: Process) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders, start):
+def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders, start, patience_s):
     """What was copied until then is kept."""
     local, shard = tmp_path / "local", max(hung.glob("*.tar"))
-    code, errors = ended(start(hung, local, "--timeout", "2"))
-    assert code == 1 and re.search(rf"^error: {shard}: a read or write has not been answered for \d s", errors, re.M), (
-        errors
-    )
+    code, errors = ended(start(hung, local, "--timeout", patience_s))
+    said = rf"^error: {shard}: a read or write has not been answered for \d+ s \(timeout_s={patience_s}\)"
+    assert code == 1 and re.search(said, errors, re.M), errors
     assert not (local / "manifest.json").exists() and (local / min(hung.glob("*.tar")).name).exists()
     (staged,) = stage(packed_folders["tar"] / "train", local)
     assert staged.kept_bytes > 0 and verify(local) == []
@@ -68,19 +67,21 @@ def test_the_wait_for_another_process_is_told_of(tmp_path, packed_folders, start
     assert code == 0 and verify(local) == [], errors
 
 
-def test_a_loader_that_stages_first_has_the_same_limit(hung, tmp_path, begin):
-    code, errors = ended(begin("counts_images", hung, tmp_path / "cache", '{"timeout_s": 2}'))
-    assert code == 1 and f"error: {max(hung.glob('*.tar'))}: a read or write" in errors and "timeout_s=2" in errors
+def test_a_loader_that_stages_first_has_the_same_limit(hung, tmp_path, begin, patience_s):
+    code, errors = ended(begin("counts_images", hung, tmp_path / "cache", f'{{"timeout_s": {patience_s}}}'))
+    assert code == 1 and f"error: {max(hung.glob('*.tar'))}: a read or write" in errors, errors
+    assert f"timeout_s={patience_s})" in errors
 
 
-def test_verify_ends_while_a_read_hangs(mounted, packed_folders, begin):
+def test_verify_ends_while_a_read_hangs(mounted, packed_folders, begin, patience_s):
     mounted.calm()
     shutil.copytree(packed_folders["tar"] / "train", mounted.backing / "hung")
     shard = max((mounted.path / "hung").glob("*.tar"))
-    mounted.set(faults=[f"read:*/{shard.name}:1+:stall=30"])
-    process = begin("datapipe", "verify", mounted.path / "hung", "--timeout", 2)
+    mounted.set(faults=[f"read:*/{shard.name}:1+:stall={2 * patience_s}"])
+    process = begin("datapipe", "verify", mounted.path / "hung", "--timeout", patience_s)
     began, said = time.monotonic(), read_until("", process.stderr, process)
-    assert time.monotonic() - began < 25, "it waited for the read"
-    assert said.startswith(f"error: {shard}: a read or write has not been answered for 2 s")
+    assert time.monotonic() - began < 2 * patience_s, "it waited for the read"
+    assert said.startswith(f"error: {shard}: a read or write has not been answered for")
+    assert said.endswith(f"(timeout_s={patience_s})\n")
     mounted.calm()  # FUSE keeps a process that ends until it is answered
     assert ended(process)[0] == 1

@@ -113,8 +113,8 @@ def test_a_lock_that_another_process_has_is_respected(splits, tmp_path):
     stage(splits, local)
     make_data_set(tmp_path / "one", [3000], seed=7)
     LocalCopy.of_content(tmp_path / "one", local, (tmp_path / "one" / MANIFEST).read_bytes()).write_origin((), False)
-    with locked(local, wait=False), pytest.raises(StagingError):
-        stage(splits, local, StageOptions(replace=True, timeout_s=1))
+    with locked(local, wait=False), pytest.raises(StagingError, match="is in the way, and in use"):
+        stage(splits, local, REPLACE)
     assert (local / ORIGIN).exists()
 
 

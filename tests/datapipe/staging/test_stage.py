@@ -143,7 +143,7 @@ def test_stage_killed_before_any_change(tmp_path, server, rest):
 def test_a_signal_ends_it_and_the_next_call_continues(tmp_path, start, number, code):
     make_data_set(tmp_path / "source", [8 * CHUNK])
     line = tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--json"
-    child = start(*line, "--max-mbps", 2)
+    child = start(*line, "--max-mbps", 0.5)
     wait_until(lambda: landed_chunks(tmp_path / "local") >= 2, child)
     child.send_signal(number)
     assert child.wait(limit_s()) == code
@@ -163,7 +163,7 @@ def test_at_most_one_chunk_per_stream_is_copied_twice(tmp_path, start):
     """After a kill, what the folder shows as landed is not read again."""
     size = 12 * CHUNK
     make_data_set(tmp_path / "source", [size])
-    child = start(tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--streams", 3, "--max-mbps", 2)
+    child = start(tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--streams", 3, "--max-mbps", 1)
     wait_until(lambda: landed_chunks(tmp_path / "local") >= 5, child)
     child.kill()
     child.wait(limit_s())
@@ -340,7 +340,7 @@ def test_memory_is_no_disk_where_there_is_too_little_of_it(tmp_path, monkeypatch
 def test_a_source_that_changes_meanwhile_is_named(tmp_path, start):
     source = tmp_path / "source"
     make_data_set(source, [8 * CHUNK])
-    child = start(source, tmp_path / "local", "--chunk-mib", 1, "--max-mbps", 2, "--streams", 1)
+    child = start(source, tmp_path / "local", "--chunk-mib", 1, "--max-mbps", 1, "--streams", 1)
     wait_until(lambda: landed_chunks(tmp_path / "local") >= 1, child)
     flip(source / "shard-000000.tar", 7 * CHUNK)
     errors = child.communicate(timeout=limit_s())[1]
@@ -348,11 +348,11 @@ def test_a_source_that_changes_meanwhile_is_named(tmp_path, start):
     assert not (tmp_path / "local" / "shard-000000.tar").exists()
 
 
-def test_who_waits_for_a_lock_says_for_whom_and_has_a_limit(tmp_path, start):
+def test_who_waits_for_a_lock_says_for_whom_and_has_a_limit(tmp_path, start, patience_s):
     make_data_set(tmp_path / "source", [100])
     (tmp_path / "local").mkdir()
     with locked(tmp_path / "local", wait=False):
-        child = start(tmp_path / "source", tmp_path / "local", "--timeout", 2)
+        child = start(tmp_path / "source", tmp_path / "local", "--timeout", patience_s)
         errors = child.communicate(timeout=limit_s())[1]
     assert child.returncode == 1
     holder = f"process {os.getpid()} ("
@@ -398,12 +398,12 @@ def test_no_link_is_followed(tmp_path, what):
 def test_without_locks_two_processes_do_not_meet(tmp_path, begin):
     """Each has temporary files of its own, and what comes of it is whole."""
     make_data_set(tmp_path / "source", [4 * CHUNK] * 2)
-    line = "without_locks", "stage", tmp_path / "source", tmp_path / "local", "--chunk-mib", 1, "--max-mbps", 8
-    killed = begin(*line)
+    line = "without_locks", "stage", tmp_path / "source", tmp_path / "local", "--chunk-mib", 1
+    killed = begin(*line, "--max-mbps", 0.5)
     wait_until(lambda: [*(tmp_path / "local").glob(".*.partial")], killed)
     killed.kill()
     killed.wait(limit_s())
-    children = [begin(*line) for _ in range(2)]
+    children = [begin(*line, "--max-mbps", 8) for _ in range(2)]
     for child in children:
         errors = child.communicate(timeout=limit_s())[1]
         assert child.returncode == 0 and "cannot be locked" in errors, errors

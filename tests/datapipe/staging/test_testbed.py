@@ -95,9 +95,9 @@ def test_an_interface_that_does_not_lead_to_the_others(on_hosts, shared, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_pulled_cable_stops_nobody(on_hosts, hosts, shared, tmp_path):
+def test_a_pulled_cable_stops_nobody(on_hosts, hosts, shared, tmp_path, patience_s):
     (shared / ".slowfs").write_text(json.dumps({"read_mbps": 4}))
-    children = on_hosts("--timeout", "10")
+    children = on_hosts("--timeout", patience_s)
     wait_until(lambda: chunks_on_their_way(tmp_path / "3") > 1, *children)
     subprocess.run([TESTBED / "netns-hosts.sh", "link", hosts, "node3", "down"], check=True)
     try:

@@ -7,7 +7,7 @@ import sys
 from datapipe.console import run
 from datapipe.loaders import open_loader, threads
 
-settings = {"batch_size": 8, "size": 24, "timeout_s": 2, "threads": 2} | json.loads(sys.argv[2])
+settings = {"batch_size": 8, "size": 24, "threads": 2} | json.loads(sys.argv[2])
 if settings.get("backend") == "webdataset":
     importlib.import_module("webdataset")  # before its seconds count
 threads.TELL_S = 0.5
