@@ -28,9 +28,8 @@ from pathlib import Path
 from benchmarks import corpus
 from benchmarks.measure import ROOT, WORK, command_line, environment, table, write_record
 from datapipe.packing import PackOptions, pack
-from tests.conftest import clean_environment
 from tests.ports import free_ports
-from tests.processes import Process, ProcessServer, open_server
+from tests.processes import Process, ProcessServer, clean_environment, open_server
 from tests.trainer.runs import differing, outcome, setting
 
 RANK_TIMEOUT_S = 5

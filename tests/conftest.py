@@ -15,8 +15,9 @@ import pytest
 from hypothesis import settings
 from PIL import Image
 
-from tests.processes import ROOT, ProcessServer, open_server
+from tests.processes import ProcessServer, clean_environment, open_server
 from tests.summary import Summary
+from tests.waiting import limit_s
 
 # Of this process and its children: threads of several processes on few cores wait for each other far longer than they
 # compute.
@@ -122,23 +123,17 @@ def packed_folders(image_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return {name: root / name for name in formats}
 
 
-# What a launcher tells the processes that it starts, and so the tests if they are in a job.
-OF_LAUNCHERS = "SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"
-OF_LAUNCHERS += "LSB_", "JOB_ID", "SGE_"
-OF_LAUNCHERS += "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-
-
-def clean_environment(**changes: str) -> dict[str, str]:
-    """Return the environment of these tests, without GPUs and what has launched them, and with `changes`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | changes
-
-
 @pytest.fixture(scope="session")
 def server() -> Iterator[ProcessServer]:
     """What starts processes in milliseconds: see `tests.processes`."""
     with open_server(clean_environment()) as server:
         yield server
+
+
+@pytest.fixture
+def patience_s() -> int:
+    """A time-out for the product, in seconds: on this machine now, only what hangs takes longer."""
+    return max(10, round(limit_s(4)))
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,16 @@ PACKAGES += (
 READ_AT_START = "PYTHON", "LC_", "LANG"  # first letters of the variables
 MAX_REQUEST_BYTES = 2**20
 CLONE_NEWUTS = 0x0400_0000  # of <sched.h>: host names of its own
+# What a launcher tells the processes that it starts, and so the tests if they are in a job.
+OF_LAUNCHERS = "SLURM_", "SBATCH_", "PBS_", "OMPI_", "PMI", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_"
+OF_LAUNCHERS += "LSB_", "JOB_ID", "SGE_"
+OF_LAUNCHERS += "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of these tests, without GPUs and what has launched them, and with `changes`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 class Process:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 
 ROOT = Path(__file__).parents[1]
 # Each part (a folder, or a file at a package's root) and the parts it may import, by level: arrows point down. In

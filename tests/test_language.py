@@ -26,10 +26,10 @@ PHRASES = re.compile(
 )
 TEXTS = sorted(
     path
-    for name in WRITTEN
+    for name in (*WRITTEN, "tests")
     for path in (ROOT / name).rglob("*")
     if path.suffix in {".py", ".md", ".sh", ".pbs", ".sbatch", ".toml", ".jinja", ".html"}
-    if not {"work", "_build", "results"} & {*path.relative_to(ROOT).parts}
+    if path != Path(__file__) and not {"work", "_build", "results"} & {*path.relative_to(ROOT).parts}
 )
 MANY = 2  # parameters; a function with more describes each, and what it returns
 # Functions that many files have are described once, where the interface is: the file's folder or the file, the name.

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 
 NUMBERS = "import random, numpy; print(random.random(), numpy.random.random())"
 PRINTS = "import sys; print('words'); sys.exit({code})"

@@ -7,8 +7,9 @@
 
 Each entry of tests/seeded_faults.toml says what stands in a file of the product (`old`), what takes its place (`new`),
 which promise that breaks, and the test, or the file of tests, that finds it. All happens in a copy of the checkout,
-where the tests must first pass without any fault. A fault is found if its test fails, or hangs; a test that is not
-there, or cannot be collected, finds nothing. The exit code is 1 if a fault is not found.
+where the tests must first pass without any fault. A fault is found if its test fails, or hangs, which is said; a test
+that is not there, or cannot be collected, finds nothing. One that is skipped here is counted apart: it needs what this
+machine lacks. The exit code is 1 if a fault is not found.
 
 Whoever mends a defect and tests that adds it to the table.
 """
@@ -26,17 +27,28 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "seeded_faults.toml"
 LIMIT_S = 120.0  # of a test on a quiet machine
 PRELOADED = "pytest", "numpy", "PIL.Image", "pydantic", "torch"  # take longer to load than most tests
-PASSED, FAILED, BROKEN, HANGS = 0, 1, 3, None  # exit codes of pytest, and what stands for one
+PASSED, FAILED, BROKEN, SKIPPED, HANGS = (
+    0,
+    1,
+    3,
+    6,
+    None,
+)  # exit codes of pytest, which has no 6, and what stands for one
+OUTCOMES = {FAILED: "found", HANGS: "hangs", SKIPPED: "skipped"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ def seeded(fault: Fault, checkout: Path, number: int) -> Iterator[None]:
 
 
 def run_tests(tests: list[str], checkout: Path, slow: bool) -> tuple[int | None, str]:
-    """Run tests in a forked process; return pytest's exit code, or HANGS, and what it has printed."""
+    """Run tests in a forked process; return pytest's exit code, SKIPPED or HANGS, and what it has printed."""
     arguments = [*tests, "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *(["--slow"] if slow else [])]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         child = multiprocessing.get_context("fork").Process(target=become_pytest, args=(arguments, checkout, said))
@@ -108,6 +120,16 @@ def run_tests(tests: list[str], checkout: Path, slow: bool) -> tuple[int | None,
         return code, said.read()
 
 
+class Runs:
+    """A plugin that counts the tests that are not skipped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count += report.when == "call" and not report.skipped
+
+
 def become_pytest(arguments: list[str], checkout: Path, said: IO[str]) -> NoReturn:
     """Run pytest at the top of a checkout, and end this process."""
     os.setsid()
@@ -115,9 +137,11 @@ def become_pytest(arguments: list[str], checkout: Path, said: IO[str]) -> NoRetu
         os.dup2(said.fileno(), number)
     os.chdir(checkout)
     os.environ["PYTHONPATH"] = sys.path[0] = str(checkout)
-    code = BROKEN
+    code, runs = BROKEN, Runs()
     try:
-        code = importlib.import_module("pytest").main(arguments)
+        code = importlib.import_module("pytest").main(arguments, [runs])
+        if code == PASSED and not runs.count:
+            code = SKIPPED
         sys.stdout.flush()
     finally:
         os._exit(code)
@@ -129,7 +153,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORD", default="", help="faults with this word in file, promise or test")
     parser.add_argument("--slow", action="store_true", help="also the faults that only tests marked slow find")
     options = parser.parse_args()
-    faults, missed = read_faults(options.only, options.slow), 0
+    faults = read_faults(options.only, options.slow)
     if not faults:
         sys.exit(f"no fault of {TABLE.name} has {options.only!r} in its file, promise or test; some need --slow")
     for name in PRELOADED:
@@ -138,17 +162,18 @@ def main() -> int:
         for slow in {fault.slow for fault in faults}:
             tests = [*dict.fromkeys(fault.test for fault in faults if fault.slow == slow)]
             code, said = run_tests(tests, checkout, slow)
-            if code != PASSED:
+            if code not in (PASSED, SKIPPED):
                 sys.exit(f"a test fails without a fault:\n{said[-3000:]}")
+        outcomes: Counter[str] = Counter()
         for number, fault in enumerate(faults, start=1):
             began = time.monotonic()
             with seeded(fault, checkout, number):
                 code, _ = run_tests([fault.test], checkout, fault.slow)
-            missed += code not in (FAILED, HANGS)
-            word = {FAILED: "found", HANGS: "hangs"}.get(code, "NOT FOUND")
-            print(f"{word:9} {time.monotonic() - began:6.1f} s  {fault.file}: {fault.breaks}", flush=True)
-    print(f"{len(faults)} faults, {missed} not found")
-    return int(missed > 0)
+            outcome = OUTCOMES.get(code, "NOT FOUND")
+            outcomes[outcome] += 1
+            print(f"{outcome:9} {time.monotonic() - began:6.1f} s  {fault.file}: {fault.breaks}", flush=True)
+    print(f"{len(faults)} faults: " + ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
+    return int(outcomes["NOT FOUND"] > 0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from datapipe.loaders import open_loader
 from datapipe.packing import PackOptions
 from datapipe.packing.options import SHARD_MIB
 from datapipe.public_data import DATASETS
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from tests.waiting import limit_s
 
 CHILDREN = Path(__file__).with_name("children")
@@ -49,7 +49,7 @@ CHOICES = {
 
 
 def test_help_has_an_example_and_loads_nothing_heavy():
-    """What takes time to load is not loaded: the clock itself is no matter for a test."""
+    """What takes time to load is not loaded: the clock itself does not matter to a test."""
     line = [sys.executable, CHILDREN / "asks_for_help.py", *COMMANDS]
     done = subprocess.run(line, capture_output=True, text=True, env=clean_environment())
     assert done.returncode == 0, done.stderr
@@ -258,7 +258,7 @@ def test_info_of_an_index_as_large_as_imagenets(command, tmp_path):
 
 
 def test_info_in_an_ascii_locale(command, tmp_path, encoded, photo):
-    """Where nothing makes UTF-8 of it: a × is no reason to fail, nor is a name that cannot be printed."""
+    """Where nothing makes UTF-8 of it: a × is not a reason to fail, nor is a name that cannot be printed."""
     (tmp_path / "raw" / "é").mkdir(parents=True)
     (tmp_path / "raw" / "é" / "0.png").write_bytes(encoded(photo(12, 8, 1), "PNG"))
     out = tmp_path / os.fsdecode(b"out\xe9")

@@ -17,7 +17,7 @@ from datapipe.fsio import mounted_as
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders.device import Driver, dali_extra
 from datapipe.packing import PackOptions, pack
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 
 FILESYSTEM = {"kind": "ext4", "free_bytes": 1, "metadata_per_s": 90_000.0, "direct": True,
               "sequential_mb_per_s": 3000.0, "random_mb_per_s": 2500.0}  # fmt: skip

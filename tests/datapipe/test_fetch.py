@@ -27,7 +27,7 @@ from datapipe import fetch as fetching
 from datapipe.errors import FetchError, SettingError
 from datapipe.fetch import fetch
 from datapipe.public_data import DATASETS, DebianPackage, RemoteDataSet, RemoteFile
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from tests.waiting import limit_s, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_who_fetches_what_another_is_fetching_waits_for_it(tmp_path, server):
         first = pool.submit(fetch, "cifar10", tmp_path)
         assert server.half_sent.wait(limit_s())
         second = pool.submit(fetch, "cifar10", tmp_path)
-        time.sleep(0.2)  # for it to go on if it does not wait
+        time.sleep(0.2)  # for it to continue if it does not wait
         server.go_on.set()
         assert first.result(limit_s()) == second.result(limit_s()) == [tmp_path / ARCHIVE]
     assert server.asked == [f"/{ARCHIVE}"]
@@ -230,7 +230,7 @@ def test_the_message_lists_every_file_still_missing_and_no_other(tmp_path, serve
     wanted = str(caught.value).partition("place by hand")[2]
     assert "a.gz" not in wanted
     assert "b.gz" in wanted and "c.gz" in wanted
-    assert os.listdir(tmp_path) == ["a.gz"]  # it is complete and right: the next run goes on from here
+    assert os.listdir(tmp_path) == ["a.gz"]  # it is complete and right: the next run continues from here
 
 
 def test_a_mirror_replaces_the_address(tmp_path, server, monkeypatch):

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from datapipe.packing import PackOptions, pack
-from tests.conftest import clean_environment
 from tests.ports import free_ports
-from tests.processes import Process, ProcessServer, Ranks, skip_report
+from tests.processes import Process, ProcessServer, Ranks, clean_environment, skip_report
 from tests.trainer.runs import setting
-from tests.waiting import limit_s
 
 NUM_TRAIN, NUM_VAL = 330, 77  # neither divides by a batch size used here
 BATCH_SIZE = 32
@@ -127,12 +125,6 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recipes") / "quarters.toml"
     path.write_text(RECIPE)
     return path
-
-
-@pytest.fixture
-def patience_s() -> int:
-    """A time-out for the product, in seconds: on this machine now, only what hangs takes longer."""
-    return max(10, round(limit_s(4)))
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ def finish(child: Process | Ranks) -> tuple[int | None, str, str]:
     return child.returncode, out, err
 
 
-def wait_for_step(child: Process | Ranks, run: Path, step: int) -> None:
+def wait_for_step(run: Path, step: int, *children: Process | Ranks) -> None:
     """Wait until a training has done a step."""
     path = run / "metrics.jsonl"
-    wait_until(lambda: path.exists() and f'"step": {step},' in path.read_text(), child)
+    wait_until(lambda: path.exists() and f'"step": {step},' in path.read_text(), *children)
 
 
 def train_losses(run: Path) -> list[float]:

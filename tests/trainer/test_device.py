@@ -13,8 +13,7 @@ from datapipe import doctor
 from datapipe.errors import SettingError
 from datapipe.loaders import device
 from datapipe.loaders.device import Driver, explain_unseen_gpus, read_driver
-from tests.conftest import clean_environment
-from tests.processes import open_server
+from tests.processes import clean_environment, open_server
 from trainer.connection import check_own_gpus, choose_device
 
 WITHOUT_CUDA = torch.version.cuda is None

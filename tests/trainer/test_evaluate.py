@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def batches_of(labels, valid, bad=()):
     images, valid = torch.zeros(len(labels), 1, 2, 2), torch.tensor(valid)
-    samples = torch.arange(len(labels)).where(valid, -1)  # padding is no sample
+    samples = torch.arange(len(labels)).where(valid, -1)  # padding is not a sample
     samples[list(bad)] = 99
     return [SimpleNamespace(images=images, labels=torch.tensor(labels), samples=samples, valid=valid)]
 

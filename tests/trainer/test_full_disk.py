@@ -69,7 +69,7 @@ TWO = pytest.param(2, marks=pytest.mark.ranks)
 
 @pytest.mark.parametrize("ranks", [1, TWO])
 def test_a_checkpoint(train, tmp_path, metrics, ranks):
-    """The run goes on as far as it can without a new one; its last one must be written."""
+    """The run continues as far as it can without a new one; its last one must be written."""
     # A checkpoint of this network has 630 kB: there is no room for the second beside the first.
     code, _, err = train("train.batch_size=330", ranks=ranks, size="1m")
     assert code == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from trainer.config.recipe import load_recipe
 from trainer.host_memory import HUGE_PAGES, keep_freed_memory
 from trainer.run import run

@@ -136,7 +136,7 @@ def open_for_reader(fifo) -> int | None:
 @pytest.mark.ranks
 def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
     child = train("run", "train.epochs=1000", ranks=2, torchrun=True)
-    wait_for_step(child, tmp_path / "run", 4)
+    wait_for_step(tmp_path / "run", 4, child)
     child.send_signal(signal.SIGTERM)  # torchrun passes it on to both
     code, _, err = finish(child)
     assert code != 0

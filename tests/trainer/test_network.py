@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
-from tests.trainer.test_watch import wait_for_step
+from tests.trainer.runs import wait_for_step
 from trainer.checkpoint import load_checkpoint
 
 NETWORK = Path(__file__).parents[3] / "shared" / "testbed" / "netns-hosts.sh"
@@ -61,7 +61,7 @@ def set_link(host: str, state: str) -> None:
 def test_a_cut_link_ends_both_ranks_and_the_run_can_be_continued(train, tmp_path, metrics):
     settings = "--rank-timeout", LIMIT_S, "--set", "train.checkpoint_every_steps=5"
     children = train(*settings, "--set", "train.epochs=2000")
-    wait_for_step(tmp_path / "run", 12, children)
+    wait_for_step(tmp_path / "run", 12, *children)
     set_link("node2", "down")
     began = time.monotonic()
     said = [child.communicate(timeout=HANG_S)[1] for child in children]

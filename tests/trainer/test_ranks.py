@@ -9,7 +9,7 @@ import torch
 
 from datapipe.dataset.verify import verify
 from datapipe.packing import PackOptions, pack
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import KFAC, finish, setting, train_losses
 from trainer.checkpoint import load_checkpoint
@@ -112,7 +112,7 @@ def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     written = [line for line in lines if line["event"] == "kfac"]
     assert len(written) >= 5 and all(line["skipped"] == line["fallbacks"] == 0 for line in written)
     assert all(0 < cosine < 0.999 for line in written for cosine in line["cosines"].values())
-    assert len({line["damping"] for line in written}) >= 3  # it adapts, and goes on where it was
+    assert len({line["damping"] for line in written}) >= 3  # it adapts, and continues where it was
     assert [line["world_size"] for line in lines if line["event"] in ("run", "resume")] == [2, 1, 2]
     layers = written[0]["cosines"].keys()  # factors in steps 0, 1, 2, one of 3 to 5, one of 6 to 8; some in step 9
     solved = [name for name in layers if "bn" not in name]

@@ -86,7 +86,7 @@ def test_target_reached(go, tmp_path, metrics, capsys):
 
 
 def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_path, metrics, monkeypatch, capsys):
-    """It goes on by 100 s as the data is staged, and as each split is opened."""
+    """It advances by 100 s as the data is staged, and as each split is opened."""
     real_stage, real_open, slow_s, passed = trainer.run.stage, trainer.loading.open_loader, 100, []
 
     def slow_stage(*arguments):

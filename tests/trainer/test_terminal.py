@@ -6,7 +6,7 @@ from subprocess import DEVNULL
 
 import pytest
 
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from tests.waiting import limit_s
 
 

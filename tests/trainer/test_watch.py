@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import clean_environment
-from tests.processes import Process
+from tests.processes import Process, clean_environment
+from tests.trainer.runs import wait_for_step
 from tests.waiting import limit_s, wait_until
 from trainer.stop import IMPATIENT_AFTER_S
 from trainer.watch import Watch
@@ -40,11 +40,6 @@ def ranks(start, packed, recipe_file, port, tmp_path, patience_s):
     return _ranks
 
 
-def wait_for_step(run: Path, step: int, children: list[Process]) -> None:
-    metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), *children)
-
-
 def errors_of(children: list[Process]) -> list[str]:
     """Return what processes, which end by themselves, have said."""
     return [child.communicate(timeout=limit_s())[1] for child in children]
@@ -62,7 +57,7 @@ def errors_of(children: list[Process]) -> list[str]:
 )
 def test_a_rank_that_dies_or_stops_ends_the_others_in_time(ranks, tmp_path, number, which, words):
     children = ranks(3)
-    wait_for_step(tmp_path / "run", 2, children)
+    wait_for_step(tmp_path / "run", 2, *children)
     children[which].send_signal(number)
     others = [child for child in children if child is not children[which]]
     said = errors_of(others)
@@ -88,7 +83,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(ranks, patience_s):
 def test_a_signal_ends_all_soon_though_a_rank_is_stopped(ranks, tmp_path, stopped):
     """The limit for ranks is not over by then. Where the first rank is stopped, its store is silent, too."""
     children = ranks(3, "--rank-timeout", 100_000)
-    wait_for_step(tmp_path / "run", 2, children)
+    wait_for_step(tmp_path / "run", 2, *children)
     children[stopped].send_signal(signal.SIGSTOP)
     others = [child for child in children if child is not children[stopped]]
     for child in others:

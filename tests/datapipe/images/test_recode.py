@@ -217,7 +217,7 @@ def test_a_turned_image_comes_out_upright(restart, photo, encoded, orientation, 
     found = jpeg.read_header(stored)
     assert not found.exif and found.restart_interval == interval_of(stored, 4)
     whole_blocks = size == (96, 64)
-    # Without a loss up to the inverse transform's rounding, which is not symmetric; else coded anew at quality 90.
+    # Without a loss up to the inverse transform's rounding, which is not symmetric; else coded again at quality 90.
     assert psnr(pixels_of(stored), wanted) > (47 if whole_blocks else 29)
 
 
@@ -247,7 +247,7 @@ def test_without_any_backend_that_is_said_at_once(monkeypatch):
     monkeypatch.setattr(turbojpeg, "lossless", lambda: None)
     with pytest.raises(MissingBackendError, match=r"libturbojpeg.*jpegtran"):
         Recoder(RecodeOptions(restart=8))
-    Recoder(RecodeOptions(restart=8, resize="short=256"))  # which encodes anew
+    Recoder(RecodeOptions(restart=8, resize="short=256"))  # which encodes again
 
 
 def test_the_command_says_what_works_without_any_backend(image_folder, command, tmp_path):

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from datapipe.names import BACKENDS
-from tests.conftest import clean_environment
 from tests.ports import free_ports
-from tests.processes import ProcessServer, Ranks
-from tests.waiting import limit_s
+from tests.processes import ProcessServer, Ranks, clean_environment
 
 # Two backends have tests of their own: one streams, and the other takes images of one size only.
 INDEXED = [name for name in BACKENDS if name not in ("webdataset", "resident")]
@@ -45,12 +43,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 def folder(request: pytest.FixtureRequest, packed_folders: dict[str, Path]) -> Path:
     """A data set of 61 images in three shards."""
     return packed_folders[request.param] / "train"
-
-
-@pytest.fixture
-def patience_s() -> int:
-    """A time-out for the product, in seconds: on this machine now, only what hangs takes longer."""
-    return max(10, round(limit_s(4)))
 
 
 @pytest.fixture

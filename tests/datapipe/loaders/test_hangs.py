@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from datapipe.dataset import DataSet
-from tests.conftest import clean_environment
-from tests.processes import Process, ProcessServer
+from tests.processes import Process, ProcessServer, clean_environment
 from tests.waiting import limit_s, read_until, wait_until
 
 CHILDREN = Path(__file__).parent / "children"

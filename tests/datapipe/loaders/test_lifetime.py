@@ -16,7 +16,7 @@ import torch
 
 from datapipe.errors import DatapipeError
 from datapipe.loaders import open_loader, threaded, threads
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from tests.waiting import limit_s, read_until, wait_until
 
 
@@ -56,7 +56,7 @@ def test_early_break_and_close_leave_nothing_behind(folder, backend, left):
         loader = open_loader(folder, 4, backend=backend, size=200, threads=3)
         for _ in loader:
             break
-        for _ in loader:  # goes on where it stopped
+        for _ in loader:  # continues where it stopped
             break
         assert loader.state_dict()["step"] == 2
         loader.close()

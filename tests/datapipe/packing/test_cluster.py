@@ -26,9 +26,9 @@ from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
 from datapipe.packing import PackOptions, pack
 from datapipe.packing.out_folder import FINISHING, NEW, STATE
-from tests.conftest import clean_environment
 from tests.datapipe.slurm import ROOT, STALL_S, needs_testbed, wait_until
 from tests.ports import free_ports
+from tests.processes import clean_environment
 from tests.waiting import limit_s
 
 NUM_SHARDS = 18  # of 1 MiB: 0 to 15 of train, 16 and 17 of val

@@ -1,5 +1,5 @@
 """Packing on a filesystem that fails, hangs or fills up, as a user does it: a child process, which must say what is
-wrong and where, leave nothing half-finished, and go on afterwards where it was.
+wrong and where, leave nothing half-finished, and continue afterwards where it was.
 
 The filesystem (slowfs) comes from a testbed beside the checkout; without that, all of this is skipped.
 """
@@ -27,8 +27,7 @@ import pytest
 from datapipe.dataset.index import read_keys
 from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.packing.out_folder import NEW, STATE
-from tests.conftest import clean_environment
-from tests.processes import Process
+from tests.processes import Process, clean_environment
 from tests.waiting import limit_s, wait_until
 
 CHILDREN = Path(__file__).with_name("children")

@@ -83,7 +83,7 @@ def test_images_are_decoded_within_the_memory_that_is_allowed(tmp_path, growth, 
 
 @pytest.mark.parametrize("options", [("--store", "raw"), ("--resize", "short=499"), ("--check", "decode")])
 def test_little_memory_changes_no_byte_and_ends(tmp_path, command, options):
-    """What is stored is larger than the budget: threads that hold some must not wait for those that cannot go on."""
+    """What is stored is larger than the budget: threads that hold some must not wait for those that cannot continue."""
     source = pictures(tmp_path / "large", 500, 24)
     outs = tmp_path / "little", tmp_path / "much"
     for out, budget in zip(outs, ("12MB", "4GB"), strict=True):

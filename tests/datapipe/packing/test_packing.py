@@ -259,7 +259,7 @@ def test_an_unfinished_pack_of_another_source_is_not_continued(image_folder, tmp
 
 
 def bad_source(folder, photo, encoded, count=40):
-    """Of `count` images, number 7 is no image, 8 is cut off, and 9 claims to be a bomb of pixels."""
+    """Of `count` images, number 7 is not an image, 8 is cut off, and 9 claims to be a bomb of pixels."""
     whole = encoded(photo(50, 40, 1))
     at = whole.index(b"\xff\xc0") + 5
     bomb = whole[:at] + b"\xff\xff\xff\xff" + whole[at + 4 :]

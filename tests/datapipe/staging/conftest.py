@@ -17,15 +17,8 @@ import pytest
 from datapipe.packing import PackOptions, pack
 from tests.datapipe.staging.data_sets import CHILDREN, NUM_IMAGES
 from tests.processes import Process, ProcessServer
-from tests.waiting import limit_s
 
 IMAGE_BYTES = 50_000
-
-
-@pytest.fixture
-def patience_s() -> int:
-    """A time-out for the product, in seconds: on this machine now, only what hangs takes longer."""
-    return max(10, round(limit_s(4)))
 
 
 @pytest.fixture

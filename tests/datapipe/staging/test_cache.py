@@ -28,10 +28,9 @@ from datapipe.staging.keep import pin, unpin
 from datapipe.staging.lock import BusyError, find_holder
 from datapipe.staging.origin import Origin
 from datapipe.staging.progress import find_progress
-from tests.conftest import clean_environment
 from tests.datapipe.staging.data_sets import CHILDREN, CHUNK, make_data_set, needs_root, same
 from tests.ports import free_ports
-from tests.processes import Process
+from tests.processes import Process, clean_environment
 from tests.waiting import limit_s, read_until
 
 OUTSIDE = clean_environment()  # of any job

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from tests.waiting import limit_s
 from trainer.kfac import EKFAC, KFAC
 from trainer.kfac.usage_checks import num_processes

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import clean_environment
 from tests.ports import free_ports
-from tests.processes import Ranks
+from tests.processes import Ranks, clean_environment
 from tests.trainer.kfac import kfac_child
 from tests.trainer.kfac.kfac_child import QUICK, network, train, ways
 from tests.waiting import limit_s

@@ -125,7 +125,7 @@ def test_each_seed_once(again, tmp_path, metrics, command):
 def test_stopped_and_continued(again, tmp_path, metrics, number, code):
     """The training saves a checkpoint, and no other seed begins; called again, it continues there."""
     child = again("runs", "--seeds", 2, "--set", "train.epochs=2", held_at=4)
-    wait_for_step(child, tmp_path / "runs" / "seed-0", 4)
+    wait_for_step(tmp_path / "runs" / "seed-0", 4, child)
     child.send_signal(number)
     ended, out, err = finish(child)
     assert ended == code, err
@@ -147,7 +147,7 @@ def test_killed_and_continued(again, tmp_path, metrics, as_users_do):
     """A training, whose repeat is gone, saves and ends. One that was killed as well continues from its checkpoint."""
     every = ("--set", "train.checkpoint_every_steps=3", "--set", "train.epochs=2")
     child = again("runs", "--seeds", 1, *every, as_users_do=as_users_do, held_at=7)
-    wait_for_step(child, tmp_path / "runs" / "seed-0", 7)
+    wait_for_step(tmp_path / "runs" / "seed-0", 7, child)
     (training,) = map(int, Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split())
     child.kill()
     if not as_users_do:
@@ -176,7 +176,7 @@ def test_elements_of_an_array_job(again, tmp_path):
 @pytest.mark.ranks
 def test_two_ranks_are_stopped_and_continued(again, tmp_path, metrics):
     child = again("runs", "--seeds", 1, "--ranks", 2, as_users_do=True, held_at=4)
-    wait_for_step(child, tmp_path / "runs" / "seed-0", 4)
+    wait_for_step(tmp_path / "runs" / "seed-0", 4, child)
     child.send_signal(signal.SIGUSR1)
     code, _, err = finish(child)
     assert code == 138, err

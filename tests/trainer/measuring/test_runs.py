@@ -29,7 +29,7 @@ def seed(
 
 @pytest.fixture
 def five(tmp_path):
-    """five("name", factor) -> folder of five runs, whose times are the same but for a factor."""
+    """five("name", factor) -> folder of five runs, whose times differ by a factor only."""
 
     def _five(name: str, factor: float = 1.0, **its):
         for number, time_s in enumerate((100.0, 102.0, 98.0, 101.0, 99.0)):

@@ -1,4 +1,4 @@
-"""Every optimizer of a recipe learns, goes on from a checkpoint with the same bits, and does what its paper says."""
+"""Every optimizer of a recipe learns, continues from a checkpoint with the same bits, and does what its paper says."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from datapipe.errors import SettingError
-from tests.conftest import clean_environment
+from tests.processes import clean_environment
 from tests.trainer.runs import DISTURBED
 from trainer.config.recipe import load_recipe
 from trainer.reporting import page
