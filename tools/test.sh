@@ -4,7 +4,7 @@
 #   bash tools/test.sh                             the default tests: minutes
 #   bash tools/test.sh --slow                      all tests, as CI does
 #   bash tools/test.sh tests/datapipe/sampling     some tests, at once: tools/lint.sh is a step of its own then
-# Files of tests run side by side, one more than processors, as many wait for something; those of given paths do not,
+# Files of tests run side by side, two more than processors, as many wait for something; those of given paths do not,
 # because it takes longer to start: `-n 3` for three at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,4 +32,4 @@ if [[ $some ]]; then
     exec python -m pytest "$@"
 fi
 bash tools/lint.sh
-exec python -m pytest -n $(($(nproc) + 1)) --maxprocesses 4 --dist loadfile "$@"
+exec python -m pytest -n $(($(nproc) + 2)) --maxprocesses 6 --dist loadfile "$@"
