@@ -127,8 +127,9 @@ def test_a_rank_is_told_the_runs_that_it_needs(sizes, share, lanes, ranks, last,
         for run, first, last_step in zip(*needs, strict=True):
             of_run = step[mine & (runs == run)]
             assert not len(of_run) or first <= of_run.min() <= of_run.max() <= last_step
-        if lanes % ranks == 0 and not steps.start:  # whole lanes, from the beginning: nothing that others read, too
-            assert set(needs.runs) == set(runs[mine])
+        if lanes % ranks == 0:  # whole lanes, from the beginning: nothing that others read, too
+            needed = order.needs(number, ranks, range(total)).runs
+            assert set(needed) == set(runs[rank // (batch // ranks) == number])
 
 
 def test_an_order_costs_no_memory_for_each_sample():
