@@ -29,12 +29,12 @@ from PIL import Image
 from benchmarks import corpus
 from benchmarks.measure import column, environment, interleaved, out_folder, process, shown, table, write_record
 from datapipe.formats import shard_format
+from datapipe.formats.tar_listing import list_members
 from datapipe.images import codec, jpeg, lanczos
 from datapipe.images.codec import ImageHeader
 from datapipe.images.recode import RecodeOptions, Recoder
 from datapipe.images.turbojpeg import lossless, turbojpeg
 from datapipe.sources.pickled import read_pickle
-from datapipe.sources.tar_listing import walk
 
 SIZES = {"small": (20_000, 600), "photo": (2_000, 85_000)}  # images, bytes of each
 PIXELS = {"small": (28, 28, 1), "photo": (256, 256, 3)}  # for npy
@@ -178,7 +178,7 @@ def listing_ours(folder: Path, size: str) -> Work:
 
     def read() -> None:
         fd = os.open(path, os.O_RDONLY)
-        walk(fd, str(path))
+        list_members(fd, str(path))
         os.close(fd)
 
     return read

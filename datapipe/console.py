@@ -95,6 +95,15 @@ def format_count(number: int, thing: str, things: str = "") -> str:
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
+def printable(text: str) -> str:
+    """Escape what a terminal would act on in a text that others wrote, such as a file's name.
+
+    >>> printable("a\x1b[2Jb.jpg")
+    'a\\x1b[2Jb.jpg'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 class Progress:
     """The progress of a piece of work: a bar on a terminal, elsewhere a log line every half minute.
 

@@ -26,6 +26,8 @@ KINDS = {
     "csv": "csv",
     "imagefolder": "imagefolder",
 }
+# What labels are that a table or an archive gives (see `sources.labels`).
+LABELS = ("auto", "names", "numbers")
 # How images are checked, stored and compressed (see `recode`).
 CHECKS, STORES, COMPRESSIONS = ("header", "decode"), ("encoded", "raw"), ("lz4", "zstd")
 # How nodes stage (see `staging`).

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Each part (a folder, or a file at a package's root) and the parts it may import, by level: arrows point down. In
 # brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
 GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams", "checks"}
+GROUND |= {"splits"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
     "errors": "",
@@ -32,6 +33,7 @@ DATAPIPE = {
     "console": "errors",
     "streams": "errors",
     "checks": "errors",
+    "splits": "console errors",
     # 1
     "images": "",
     "sampling": "",
@@ -39,11 +41,11 @@ DATAPIPE = {
     "formats": "images",
     "dataset": "images",
     # 3
-    "sources": "images dataset formats.naming",
+    "sources": "images dataset formats.naming formats.tar_listing",
     "staging": "dataset sampling",
     # 4
     "packing": "sources formats images dataset sampling",
-    "loaders": "dataset images sampling formats.naming (staging)",
+    "loaders": "dataset images sampling formats.naming formats.tar_listing (staging)",
     # 5
     "fetch": "",
     "bench": "loaders dataset sampling",

@@ -13,7 +13,7 @@ import typer
 from .. import __version__, console
 from ..cluster import name_task
 from ..errors import SettingError
-from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, ORDERS, STORES
+from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, LABELS, ORDERS, STORES
 from ..public_data import DATASETS
 from ..streams import TIMEOUT_S
 from .parameters import (
@@ -21,10 +21,12 @@ from .parameters import (
     DataSetFolder,
     Finish,
     Format,
+    MaxBad,
     NewFormat,
     Out,
     Overwrite,
     Resume,
+    Split,
     TaskOption,
     Timeout,
     Workers,
@@ -108,10 +110,13 @@ def pack(
         str | None, typer.Option(help="With --store raw: compress the pixels.", **one_of(COMPRESSIONS))
     ] = None,
     check: Annotated[str, typer.Option(help="Read headers only, or decode every image.", **one_of(CHECKS))] = "header",
-    max_bad: Annotated[
-        str, typer.Option(metavar="N|P%", help="Skip up to N (or P%) unreadable images; list them.")
-    ] = "0",
+    max_bad: MaxBad = "0",
     outside: Annotated[bool, typer.Option("--outside", help="Follow links and paths that lead out of SOURCE.")] = False,
+    split: Split = None,
+    labels: Annotated[
+        str, typer.Option(help="Numbers of classes, or names to be numbered.", **one_of(LABELS))
+    ] = "auto",
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse to leave anything in SOURCE out.")] = False,
     shard_mib: Annotated[int, typer.Option(metavar="N", help="Size of a shard to aim at, in MiB.")] = 256,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the shuffle.")] = 0,
     workers: Workers = None,
@@ -143,6 +148,9 @@ def pack(
         resume=resume,
         max_bad=max_bad,
         outside=outside,
+        split=split or (),
+        labels=labels,
+        strict=strict,
         timeout_s=timeout,
         memory=memory,
         recode=recode,

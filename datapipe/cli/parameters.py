@@ -23,6 +23,15 @@ def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
     return {"parser": check, "metavar": metavar or f"<{'|'.join(choices)}>"}
 
 
+MaxBad = Annotated[str, typer.Option(metavar="N|P%", help="Skip up to N (or P%) unreadable images; list them.")]
+Split = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=PATTERN", help="Files or folders of split train or val, e.g. val='holdout-*.tar'; repeatable."
+    ),
+]
+
+
 def folder_named(metavar: str, description: str) -> Any:
     """Describe a parameter that is a folder. One that may not be read is an error of the data, not of the usage."""
     return typer.Argument(metavar=metavar, help=description, parser=_parse_folder)

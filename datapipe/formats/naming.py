@@ -7,6 +7,7 @@ whole number or a name under one of LABEL_FIELDS.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from ..errors import SourceError
@@ -50,9 +51,9 @@ def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
     """
     if "cls" in contents:
         text = contents["cls"].strip()
-        if not text.removeprefix(b"-").isdigit():
+        if not (match := re.fullmatch(rb"(-?[0-9]+)(\.0*)?", text)):
             raise SourceError(f"its .cls holds no whole number, but {text[:20]!r}", path=path, key=key)
-        return text.decode()
+        return match[1].decode()
     if "json" not in contents:
         raise SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
     try:
@@ -61,6 +62,8 @@ def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
         raise SourceError(f"its .json cannot be read: {error}", path=path, key=key) from error
     fields = content if isinstance(content, dict) else {}
     label = next((fields[name] for name in LABEL_FIELDS if name in fields), None)
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
     if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
         message = f"its .json has no whole number or name under any of {', '.join(LABEL_FIELDS)}"
         raise SourceError(message, path=path, key=key)

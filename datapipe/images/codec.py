@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import Buffer, jpeg, pnm
+from . import Buffer, UndecodableError, jpeg, pnm
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_COLOUR_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 1, 6: 3}  # PNG specification 11.2.2, without alpha
@@ -93,7 +93,7 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
         except ValueError as error:
             if strict:
                 if jpeg.read_header(data).components != 4:
-                    raise ValueError(f"cannot be decoded: {error}") from error
+                    raise UndecodableError("cannot be decoded", error) from error
                 _check_cmyk(data)
     elif pnm.encoding_of(data):
         return _in_channels(pnm.decode(data, 3 * MAX_PIXELS), channels)
@@ -158,7 +158,7 @@ def _check_cmyk(data: Buffer) -> None:
     try:
         simplejpeg.decode_jpeg(data, "CMYK", min_factor=8)
     except ValueError as error:
-        raise ValueError(f"cannot be decoded: {error}") from error
+        raise UndecodableError("cannot be decoded", error) from error
 
 
 def _in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
@@ -187,7 +187,7 @@ def _decode_pillow(data: Buffer, channels: int) -> np.ndarray:
                 whole = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             pixels = np.asarray(whole.convert("L" if channels == 1 else "RGB"))
     except (*PILLOW_ERRORS, Image.DecompressionBombError) as e:
-        raise ValueError(f"cannot be decoded: {e}") from e
+        raise UndecodableError("cannot be decoded", e) from e
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
@@ -249,7 +249,7 @@ def _decode_plain_png(data: Buffer, channels: int) -> np.ndarray | None:
             unpacker.decompress(data[41 : 41 + length], size + 1), np.uint8
         )  # never more memory than that
     except zlib.error as error:
-        raise ValueError(f"cannot be decoded: {error}") from error
+        raise UndecodableError("cannot be decoded", error) from error
     if rows.size != size or not unpacker.eof:
         raise ValueError("cannot be decoded: the PNG holds too few or too many pixels")
     rows = rows.reshape(height, -1)

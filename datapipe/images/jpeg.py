@@ -12,6 +12,9 @@ from . import Buffer
 SOI, EOI, SOS, DRI, APP1, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xEE
 # Start of frame: C0 to CF without DHT (C4), JPG (C8) and DAC (CC).
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# What libjpeg-turbo decodes: baseline, extended and progressive, the last two also with arithmetic coding. Not lossless
+# (C3), and nothing differential.
+DECODED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
 SEQUENTIAL, PROGRESSIVE, ARITHMETIC = {0xC0, 0xC1}, {0xC2, 0xC6, 0xCA, 0xCE}, frozenset(range(0xC9, 0xD0))
 NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP14}  # the other segments are skipped
 RST0 = 0xD0
@@ -58,7 +61,7 @@ def is_jpeg(data: Buffer) -> bool:
 
 
 def read_header(data: Buffer) -> JpegHeader:
-    """Read the markers up to the first scan. Raises ValueError unless the bytes are a whole JPEG.
+    """Read the markers up to the first scan. Raises ValueError unless the bytes are a whole JPEG that can be decoded.
 
     Whole means: a frame header, a scan, and an end of image after it. The entropy-coded data in between
     are not looked at.
@@ -94,6 +97,12 @@ def read_header(data: Buffer) -> JpegHeader:
         raise ValueError("truncated JPEG: it ends before its first scan") from None
     if not (width and height and len(sampling) == components > 0):
         raise ValueError("JPEG without a frame header, or with a height of 0")
+    if frame not in DECODED:
+        raise ValueError(
+            f"a JPEG of a kind that no decoder here reads: {'lossless' if frame & 3 == 3 else 'hierarchical'}"
+        )
+    if bits != 8:
+        raise ValueError(f"a JPEG of {bits} bits per sample, which no decoder here reads")
     if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
     kind = components, restart, frame, bits, sampling, interleaved, adobe, exif

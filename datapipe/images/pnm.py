@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 
 from ..errors import MissingBackendError
-from . import Buffer
+from . import Buffer, UndecodableError
 
 MAGIC = {b"P5": "pnm", b"P6": "pnm", b"\x04\x22\x4d\x18": "pnm+lz4", b"\x28\xb5\x2f\xfd": "pnm+zstd"}
 HEAD = re.compile(rb"P([56])\s+(\d{1,5})\s+(\d{1,5})\s+255\s")
@@ -40,7 +40,7 @@ def read_size(data: Buffer, max_bytes: int) -> tuple[int, int, int]:
     try:
         head = data if encoding == "pnm" else _unpack(data, encoding, HEAD_BYTES)
     except _errors(encoding) as error:
-        raise ValueError(f"cannot be unpacked: {error}") from error
+        raise UndecodableError("cannot be unpacked", error) from error
     width, height, channels, start = _parse(head)
     size = start + width * height * channels
     if encoding == "pnm" and len(data) != size:
@@ -62,7 +62,7 @@ def decode(data: Buffer, max_bytes: int) -> np.ndarray:
         try:
             data = _unpack(data, encoding, expected)
         except _errors(encoding) as error:
-            raise ValueError(f"cannot be unpacked: {error}") from error
+            raise UndecodableError("cannot be unpacked", error) from error
     start = _parse(data)[3]
     if len(data) != start + width * height * channels:
         raise ValueError("cannot be unpacked: it holds too few or too many pixels")

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DatapipeError, MissingBackendError
-from . import Buffer, jpeg
+from . import Buffer, UndecodableError, jpeg
 from .codec import decode, encode_jpeg
 
 # (image, restart interval in MCUs, EXIF orientation to undo) -> baseline JPEG without metadata, with the same pixels.
@@ -63,9 +63,10 @@ class _Handle:
             raise MemoryError("tj3Init failed")
 
     def __call__(self, function: str, *arguments: object) -> None:
-        """Call a function of the library on this instance. Raises ValueError with the library's message."""
+        """Call a function of the library on this instance. Raises UndecodableError with the library's message."""
         if getattr(self.library, function)(self.pointer, *arguments):
-            raise ValueError(self.library.tj3GetErrorStr(self.pointer).decode(errors="replace"))
+            message = self.library.tj3GetErrorStr(self.pointer).decode(errors="replace")
+            raise UndecodableError("refused by libturbojpeg", message)
 
     def __del__(self) -> None:
         if self.pointer:

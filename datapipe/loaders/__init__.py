@@ -6,15 +6,17 @@ import importlib
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..checks import check_name
-from ..dataset.manifest import MANIFEST
+from ..dataset.manifest import MANIFEST, SPLITS
 from ..errors import SettingError
 from ..names import BACKENDS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
+from ..splits import TEST
 from .base import Batch, Loader
 from .device import normalise
 from .options import LoaderOptions
@@ -27,6 +29,7 @@ def open_loader(
     batch_size: int,
     *,
     backend: str = "cpu",
+    split: str | None = None,
     train: bool = LoaderOptions.train,
     size: int = LoaderOptions.size,
     seed: int = LoaderOptions.seed,
@@ -56,6 +59,8 @@ def open_loader(
         backend: "cpu"; "dali", NVIDIA's DALI, which decodes on `device`; "webdataset", which streams tar shards
             (see datapipe/loaders/webdataset.py), has neither `order` nor `io`, and tries no read again; or "resident",
             which keeps small images of one size on `device`, decoded, and has neither `order` nor `io`.
+        split: "train", "val" or "test", in a folder that has several: packed data sets, or tar shards whose names say
+            it (see datapipe/splits.py). None: the folder has one.
         train: Whether to train, or to evaluate.
         size: Width and height of the images in pixels, from 1.
         seed: Of the order, the crops and the flips, from 0.
@@ -105,7 +110,15 @@ def open_loader(
         retries=retries,
         timeout_s=timeout_s,
     )
-    local: Path | None = None
+    if split not in (None, *SPLITS, TEST):
+        raise SettingError(f"split: {split!r} is not one of {', '.join((*SPLITS, TEST))}")
+    own: dict[str, Any] = {}  # settings of this backend alone
+    if split is not None and os.path.isdir(Path(path) / split):
+        path = Path(path) / split
+    elif split is not None and backend == "webdataset":
+        own["split"] = split
+    elif split is not None:
+        raise SettingError(f"split: {split!r} is not in {path}")
     with ExitStack() as holds:
         if cache is not None:
             if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
@@ -115,8 +128,9 @@ def open_loader(
 
             staging = StageOptions(timeout_s=options.timeout_s)
             folder, is_whole = stage_or_join(Path(path), Path(cache), staging, holds, joins=backend != "webdataset")
-            path, local = (folder, None) if is_whole else (path, folder)
+            path = folder if is_whole else path
+            own |= {} if is_whole else {"local": folder}
         make_loader = importlib.import_module(f".{backend}", __name__).make_loader
-        loader: Loader = make_loader(path, options, device, **({"local": local} if local else {}))
+        loader: Loader = make_loader(path, options, device, **own)
         loader.holds = holds.pop_all()
     return loader

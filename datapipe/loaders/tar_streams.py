@@ -22,8 +22,18 @@ import torch
 import xxhash
 
 from ..dataset.manifest import MANIFEST, Manifest
-from ..errors import DatapipeError, DecodeError, ManifestError, MissingBackendError, SettingError, ShardReadError
-from ..formats.naming import IMAGES, LABELS, read_label
+from ..errors import (
+    DatapipeError,
+    DecodeError,
+    ManifestError,
+    MissingBackendError,
+    SettingError,
+    ShardReadError,
+    SourceError,
+)
+from ..formats.naming import IMAGES, LABELS, read_label, split_name
+from ..formats.tar_listing import list_members
+from ..splits import AmbiguousSplitError, SplitRule
 from .base import DataDescription, Place
 from .options import LoaderOptions
 from .threads import call_in_time
@@ -115,13 +125,23 @@ def _descendants(process: int) -> list[int]:
     return [process, *(each for child in children for each in _descendants(int(child)))]
 
 
-def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], DataDescription]:
-    """List the shards at `path`, count their samples, and describe their images as far as that is known.
+def describe(path: str, split: str | None, options: LoaderOptions) -> tuple[list[Shard], list[int], DataDescription]:
+    """List the shards at a path, count their samples, and describe their images as far as that is known.
 
-    Raises ManifestError, SettingError.
+    Args:
+        path: A folder, or URLs.
+        split: Which shards of a folder to take, if it has those of several splits.
+        options: The loader's.
+
+    Returns:
+        The shards, the number of samples of each, and what is known of all.
+
+    Raises:
+        ManifestError: There are no shards, or no samples.
+        SettingError: Which shards are meant is not clear, or they are not tar files.
     """
     _import_webdataset()
-    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path)
+    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, split)
     if manifest is not None:
         counts = [shard.num_samples for shard in manifest.shards]
         width, height = manifest.width, manifest.height
@@ -142,19 +162,43 @@ def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int],
     return shards, counts, DataDescription(sum(counts), None, 3, None, None, None, _checksum(shards, counts))
 
 
-def _list_shards(path: str) -> tuple[list[Shard], Manifest | None]:
+def _list_shards(path: str, split: str | None) -> tuple[list[Shard], Manifest | None]:
+    if split is not None and not os.path.isdir(path):
+        raise SettingError(f"split: {split!r} has no meaning for what is not a folder; leave it out")
     if not os.path.isdir(path):  # a Path would raise where a command is longer than a name may be
         import braceexpand
 
         return [url for part in path.split("::") if part for url in braceexpand.braceexpand(part)], None
     folder = Path(path)
     if not (folder / MANIFEST).exists():
-        return sorted(file for file in folder.iterdir() if file.suffix == SUFFIX), None
+        return [folder / name for name in _of_split(folder, split)], None
     manifest = Manifest.read(folder)
+    if split not in (None, manifest.split):
+        raise SettingError(f"split: {split!r} is not in {folder}, which holds split {manifest.split}")
     stored = "raw pixels" if manifest.recode.get("store") == "raw" else f"{manifest.format} shards"
     if stored != "tar shards":
         raise SettingError(f"backend: 'webdataset' reads image files in tar shards, and {folder} holds {stored}")
     return [folder / shard.name for shard in manifest.shards], manifest
+
+
+def _of_split(folder: Path, split: str | None) -> list[str]:
+    """List the tar shards of a split, or of the only one. Raises SettingError."""
+    entries = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    names = [name for name in entries if name.lower().endswith(SUFFIX)]
+    for name in entries:
+        if names and name not in names and SUFFIX in name.lower():
+            logger.warning("%s: is not read: it is not named as a tar shard", folder / name)
+    try:
+        names_of = SplitRule().divide(names, folder) if names else {}
+    except AmbiguousSplitError as error:
+        which = f"give those that you mean, such as {folder}/shard-{{000..009}}.tar"
+        raise SettingError(f"path: {folder}: {error.why}; {which}") from error
+    if split is None and len(names_of) > 1:
+        which = ", ".join(f"{name} (such as {of_name[0]})" for name, of_name in names_of.items())
+        raise SettingError(f"path: {folder} holds shards of {which}: choose one, as split={next(iter(names_of))!r}")
+    if split is not None and split not in names_of:
+        raise SettingError(f"split: {split!r} is not in {folder}, which has {', '.join(names_of) or 'no tar shards'}")
+    return names_of[split] if split else next(iter(names_of.values()), [])
 
 
 def _checksum(shards: list[Shard], counts: list[int]) -> str:
@@ -190,18 +234,39 @@ def _count(shard: Shard, timeout_s: float) -> int:
         return known
     logger.info("counting the samples of %s, once", shard)
     streams: list[BinaryIO] = []
-    samples, count = read_samples(shard, streams), 0
+    samples, count, keys = read_samples(shard, streams), 0, set[str]()
     try:
-        while more := call_in_time(timeout_s, shard, "counting its samples", _count_some, samples):
-            count += more
+        while more := call_in_time(timeout_s, shard, "counting its samples", _some_keys, samples):
+            count += len(more)
+            keys.update(more)
     except BaseException:
         end_commands(streams)
         raise
+    if isinstance(shard, Path):
+        skipped = call_in_time(timeout_s, shard, "listing its members", _keys_beside, shard, keys)
+        if skipped:
+            logger.warning(
+                "%s: %s of its samples are not read, such as %s: they lie behind an end mark, or are links, which the "
+                "webdataset library skips; `datapipe pack` reads them",
+                shard, f"{len(skipped):,}", skipped[0],
+            )  # fmt: skip
     return count
 
 
-def _count_some(samples: Iterator[Sample]) -> int:
-    return sum(1 for _ in islice(samples, COUNTED))
+def _some_keys(samples: Iterator[Sample]) -> list[str]:
+    return [sample.key for sample in islice(samples, COUNTED)]
+
+
+def _keys_beside(shard: Path, keys: set[str]) -> list[str]:
+    """List the keys of samples that a shard holds, except those that were read of it."""
+    try:
+        with shard.open("rb") as file:
+            archive = list_members(file.fileno(), str(shard))
+    except (OSError, SourceError) as error:  # of what follows an end mark, since what precedes it was read
+        raise ShardReadError(f"cannot be listed: {error}", **locate(shard)) from error
+    named = (split_name(member.name) for member in archive.members)
+    known = {key.removeprefix("./") for key in keys}
+    return list(dict.fromkeys(key for key, extension in named if extension in IMAGES and key not in known))
 
 
 def _read_count(shard: Shard) -> int | None:

@@ -42,10 +42,12 @@ class ShardPart(NamedTuple):
     take: int  # samples, behind those
 
 
-def make_loader(path: str, options: LoaderOptions, device: torch.device | str | int | None) -> Loader:
-    """Open the shards at `path`, and make a loader that delivers to `device`."""
+def make_loader(
+    path: str, options: LoaderOptions, device: torch.device | str | int | None, split: str | None = None
+) -> Loader:
+    """Open the shards at `path`, those of a split if there are several, and make a loader that delivers to `device`."""
     options.refuse_other_than("backend: 'webdataset'", order="full", io="cached")
-    shards, counts, data = describe(str(path), options)
+    shards, counts, data = describe(str(path), split, options)
     return WebDatasetLoader(shards, counts, data, options, resolve_device(device))
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..dataset.manifest import MANIFEST, STATE, Manifest, find_data_sets
+from ..dataset.manifest import MANIFEST, SPLITS, STATE, Manifest, find_data_sets
 from ..errors import SettingError, SourceError
 from ..fsio import checksum
 from ..names import CONVERTED
-from ..sources import SPLITS, open_source
+from ..sources import open_source
 from ..sources.packed import load as open_packed
 from .job import PackJob, PackResult
 from .options import SHARD_MIB, PackOptions
@@ -119,7 +119,11 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
         "outside": options.outside,
         "check": options.recode.check,
     }
-    list_source = partial(open_source, source_path, options.kind, options.outside)
+    for name, value in (("split", list(options.split)), ("labels", options.labels)):
+        if value not in ([], "auto"):  # as in plans of earlier versions
+            source_settings[name] = value
+    split, labels, strict = options.split, options.labels, options.strict
+    list_source = partial(open_source, source_path, options.kind, options.outside, split, labels, strict)
     return PackJob(OutFolder(out, source_path), options, source_settings, list_source)
 
 
@@ -146,5 +150,5 @@ def _conversion_job(folder: Path, out: Path, options: PackOptions) -> PackJob:
 
 def _find_packed(folder: Path) -> Path | None:
     """Find a data set that is, or lies in, `folder`, by its manifest. Not every class folder is looked into."""
-    folders = folder, *(folder / split for split in dict.fromkeys(SPLITS.values()))
+    folders = folder, *(folder / split for split in SPLITS)
     return next((folder for folder in folders if (folder / MANIFEST).exists()), None)

@@ -16,6 +16,7 @@ from ..dataset.index import write_index, write_keys
 from ..dataset.manifest import INDEX, KEYS, QUARANTINE, Manifest
 from ..errors import SourceError
 from ..fsio import atomic_write, sync_folder
+from ..sources import place_in_source
 from ..sources.packed import quarantined
 from .journal import PackedShard
 from .out_folder import OutFolder
@@ -88,7 +89,8 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
         bad = {bad.number for bad in shard.bad}
         keys += [split.keys[i] for place, i in enumerate(which.tolist()) if place not in bad]
         for b in shard.bad:
-            lines.append(json.dumps({"path": b.path, "key": split.keys[which[b.number]], "reason": b.reason}))
+            path = place_in_source(split.samples, b.path)
+            lines.append(json.dumps({"path": path, "key": split.keys[which[b.number]], "reason": b.reason}))
     shards = [shard for shard in packed if shard.info]
     for number, shard in enumerate(shards):
         shard.records["shard"] = number

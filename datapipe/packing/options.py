@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from ..cluster import Task
 from ..errors import SettingError
 from ..images.recode import RecodeOptions
 from ..memory import allowed_bytes, parse_bytes
-from ..names import FORMATS, KINDS
+from ..names import FORMATS, KINDS, LABELS
+from ..splits import SplitRule
 from ..streams import TIMEOUT_S
 
 SHARD_MIB = 256
@@ -35,6 +37,9 @@ class PackOptions:
         resume: Be content when OUT is complete already. An unfinished pack is continued in any case.
         max_bad: Unreadable samples that are left out and listed: a number such as 3, or "0.1%" of all samples.
         outside: Follow links and paths that lead out of the source.
+        split: What belongs to which split, such as ["val=holdout-*.tar"]; none: what names say (see `splits`).
+        labels: What labels in tables and archives are, one of `names.LABELS` (see `sources.labels`).
+        strict: Refuse a source of which something would be left out.
         timeout_s: A read or write that takes longer, in seconds, is an error.
         memory: For images in all threads together, such as "8GiB", at least "1MiB"; None: half of what the machine or
             the control group has.
@@ -51,6 +56,9 @@ class PackOptions:
     resume: bool = False
     max_bad: str | int = "0"
     outside: bool = False
+    split: Sequence[str] = ()
+    labels: str = "auto"
+    strict: bool = False
     timeout_s: float = TIMEOUT_S
     memory: str | None = None
     recode: RecodeOptions = field(default_factory=RecodeOptions)
@@ -59,13 +67,18 @@ class PackOptions:
     def __post_init__(self) -> None:
         check_name("format", self.format, FORMATS)
         check_name("kind", self.kind, ("auto", *KINDS))
+        check_name("labels", self.labels, LABELS)
+        if isinstance(self.split, str):
+            raise SettingError(f"split: {self.split!r} is a text; allowed: a list of them")
+        object.__setattr__(self, "split", tuple(self.split))
+        SplitRule.parse(self.split)
         object.__setattr__(self, "seed", checked_int("seed", self.seed, 0))  # numpy's integers become Python's
         if self.workers is not None:
             object.__setattr__(self, "workers", checked_int("workers", self.workers, 1))
         if self.shard_mib is not None and not (is_number(self.shard_mib) and 0 < self.shard_mib < math.inf):
             raise SettingError(f"shard_mib: {self.shard_mib!r} is out of range; allowed: numbers above 0")
         check_seconds("timeout_s", self.timeout_s)
-        for name in ("overwrite", "resume", "outside"):
+        for name in ("overwrite", "resume", "outside", "strict"):
             check_bool(name, getattr(self, name))
         for name, kind in (("recode", RecodeOptions), ("task", Task)):
             if not isinstance(getattr(self, name), kind):

@@ -25,10 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, STATE, Manifest
+from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, SPLITS, STATE, Manifest
 from ..errors import ManifestError, SettingError
 from ..fsio import atomic_write, boot_id, locked, make_folder, sync_folder
-from ..sources import SPLITS
 from .journal import Journal
 from .options import begin_again
 from .plan import Plan, SplitPlan
@@ -39,7 +38,7 @@ NEW = Path(MOVING_IN).name  # in STATE, then in DONE
 FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
 # What packing makes below OUT, and may remove. `.nfs…` is what NFS calls a file that is removed while it is open.
-SPLIT = rf"({'|'.join(dict.fromkeys(SPLITS.values()))})"
+SPLIT = rf"({'|'.join(SPLITS)})"
 OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # nested if an earlier one could not be removed
 OUR_FOLDERS = re.compile(rf"{SPLIT}|{OURS}(/({SPLIT}|(new|old)(/{SPLIT})?|manifest-\w+))?")
 OUR_FILES = re.compile(
@@ -59,7 +58,7 @@ class OutFolder:
 
     def __init__(self, folder: Path, source: Path) -> None:
         self.folder, self.state, self.old = folder, folder / STATE, folder / MOVED_OUT
-        self.splits = [folder / split for split in dict.fromkeys(SPLITS.values())]
+        self.splits = [folder / split for split in SPLITS]
         place = folder.resolve()
         if place.is_relative_to(source.resolve()):
             raise SettingError(f"OUT: {folder} lies in {source}, which would be packed into itself; choose another")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..console import printable
 from ..dataset.index import sample_checksum
 from ..errors import DatapipeError, SourceError
 from ..images import Buffer
@@ -223,27 +224,29 @@ class PackPipeline:
                 reason = f"cannot be packed: {error or 'there is not enough memory for it; allow less with --memory'}"
                 raise SourceError(reason, path=samples.where(sample), shard=shard.name) from error
             except ValueError as error:
-                chunk.images.append(self._bad(task, i, sample, str(error), error))
+                chunk.images.append(self._bad(task, i, sample, getattr(error, "reason", str(error)), error))
             except OSError as error:
                 if error.errno not in BAD_FILE:
                     message = f"cannot be read: {error.strerror or error}"
                     raise SourceError(message, path=samples.where(sample), shard=shard.name) from error
-                chunk.images.append(self._bad(task, i, sample, error.strerror or str(error), error))
+                chunk.images.append(
+                    self._bad(task, i, sample, f"cannot be read ({errno.errorcode[error.errno]})", error)
+                )
             else:
                 hold = 0 if stored is image else len(stored)
                 chunk.images.append(Good(sample, stored, header, len(image), converted, sample_checksum(stored)))
             chunk.end_claim(hold)
 
     def _bad(self, task: ShardTask, i: int, sample: int, reason: str, error: Exception) -> BadSample:
-        """Count and log a bad sample. Raises SourceError when there are too many."""
-        path = task.samples.where(sample)
+        """Count and log a bad sample; `reason` is recorded, so in our own words. Raises SourceError for too many."""
+        path, details = task.samples.where(sample), getattr(error, "strerror", None) or error
         with self._lock:
             self._num_bad += 1
             number = self._num_bad
         if number > self._max_bad:
             allowed = f"; that is number {number}, and --max-bad allows {self._max_bad}" if self._max_bad else ""
-            raise SourceError(f"cannot be packed: {reason}{allowed}", path=path, shard=task.path.name) from error
-        logger.warning("%s is left out: %s", path, reason)
+            raise SourceError(f"cannot be packed: {details}{allowed}", path=path, shard=task.path.name) from error
+        logger.warning("%s is left out: %s", printable(path), details)
         return BadSample(i, path, reason)
 
     def _write_ready(self, me: int, queue: ShardQueue) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ..dataset.manifest import SPLITS
 from ..errors import ManifestError
 from ..fsio import UNREADABLE, atomic_write
-from ..sources import SPLITS, Samples, samples_class, samples_name
+from ..sources import Samples, samples_class, samples_name
 from .options import begin_again
 from .plan import Plan, SplitPlan
 
@@ -93,7 +94,7 @@ def _load_split(content: Mapping[str, np.ndarray], number: int, head: dict[str, 
         raise _OtherVersion from error
     keys, order = _unpack_strings(content[f"{number}.keys"]), content[f"{number}.order"]
     split, counts = head["split"], head["counts"]
-    if split not in SPLITS.values():  # it becomes the name of a folder
+    if split not in SPLITS:  # it becomes the name of a folder
         raise ValueError(f"{split!r} is not a split")
     if not len(samples) == len(keys) == len(order) == sum(counts) or order.min() < 0 or order.max() >= len(keys):
         raise ValueError("its keys, its order and its samples do not belong together")

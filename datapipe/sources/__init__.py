@@ -3,12 +3,14 @@
 A source module has
 
     detect(path)               Return the kind of data set at a path, or None, from names alone.
-    load(path, kind, outside)  List a data set: return a Source. `outside`: follow links and paths that lead out of it.
+    load(path, kind, listing)  List a data set: return a Source. `listing`: what the user says, and what is left out.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +19,15 @@ from typing import Protocol
 
 import numpy as np
 
+from ..console import format_count
 from ..errors import SettingError, SourceError
 from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
+from ..splits import SplitRule
+from .listing import Listing
+
+logger = logging.getLogger(__name__)
 
 MODULES = tuple(dict.fromkeys(KINDS.values()))  # in the order in which `auto` asks them
 # The classes of samples, module and name, by what saved plans call them: nothing is imported by a name from a file.
@@ -31,8 +38,7 @@ SAMPLES = {
     "pixels": ("", "Pixels"),
     "packed": ("packed", "PackedSamples"),
 }
-# A split by the name of its folder, or what the data set's authors call it.
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val", "t10k": "val"}
+NAMED = 5  # classes that a message names
 
 
 class Samples(Protocol):
@@ -124,20 +130,30 @@ def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
     return Pixels(origin, [f"{i:05d}" for i in range(len(labels))], labels.astype(np.uint32), pixels)
 
 
-def open_source(path: Path, kind: str = "auto", outside: bool = False) -> Source:
+def open_source(
+    path: Path,
+    kind: str = "auto",
+    outside: bool = False,
+    splits: Sequence[str] = (),
+    labels: str = "auto",
+    strict: bool = False,
+) -> Source:
     """List the samples of a raw data set.
 
     Args:
         path: A folder or a file.
         kind: One of `names.KINDS`, or "auto" to look.
         outside: Follow links and paths that lead out of `path`; else they are refused.
+        splits: What belongs to which split, such as "val=holdout-*.tar"; none: what the names say (see `splits`).
+        labels: What labels in tables and archives are, one of `names.LABELS` (see `labels.number_labels`).
+        strict: Refuse to leave anything out.
 
     Returns:
         The samples by split, and the classes.
 
     Raises:
-        SourceError: There is nothing of this kind, or it cannot be read.
-        SettingError: The kind does not exist.
+        SourceError: There is nothing of this kind, it cannot be read, or can be read in two ways.
+        SettingError: The kind does not exist, or `splits` do not fit what is there.
     """
     path = Path(path).absolute()  # a saved plan may be read from another working directory
     if kind != "auto" and kind not in KINDS:
@@ -148,11 +164,46 @@ def open_source(path: Path, kind: str = "auto", outside: bool = False) -> Source
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:
         module = _module(KINDS[kind])
-    source = module.load(path, kind, outside)
+    listing = Listing(outside, SplitRule.parse(splits), labels)
+    source = module.load(path, kind, listing)
     for name, samples in source.splits.items():
         if not len(samples):
             raise SourceError(f"split {name} holds no images", path=path)
+    _check_classes(path, source)
+    listing.report(path, strict)
     return source
+
+
+def _check_classes(path: Path, source: Source) -> None:
+    """Warn of classes without images. Raises SourceError for classes that val has and train lacks."""
+    present = {split: np.unique(samples.labels) for split, samples in source.splits.items()}
+    for split, labels in present.items():
+        if empty := sorted(set(range(len(source.classes))) - set(labels.tolist())):
+            logger.warning(
+                "%s: %s of %s %s no images in %s%s: %s",
+                path, format_count(len(empty), "class", "classes"), f"{len(source.classes):,}",
+                "has" if len(empty) == 1 else "have", split,
+                ", which is most of them" if 2 * len(empty) > len(source.classes) else "", _named(source, empty),
+            )  # fmt: skip
+    lacking = np.setdiff1d(present["val"], present["train"]).tolist() if len(present) > 1 else []
+    if lacking:
+        has = "has" if len(lacking) == 1 else "have"
+        raise SourceError(
+            f"{format_count(len(lacking), 'class', 'classes')} of val {has} no images in train: "
+            f"{_named(source, lacking)}; are both of the same data set?",
+            path=path,
+        )
+
+
+def _named(source: Source, labels: list[int]) -> str:
+    return ", ".join(source.classes[label] for label in labels[:NAMED]) + ", …" * (len(labels) > NAMED)
+
+
+def place_in_source(samples: Samples, where: str) -> str:
+    """Return what a sample's `where` says without the folders above the split's data, which differ between machines."""
+    files = [samples.origin] if isinstance(samples, Pixels) else getattr(samples, "files", [])
+    root = getattr(samples, "root", None) or os.path.commonpath([os.path.dirname(file) for file in files] or ["/"])
+    return where.removeprefix(root.rstrip("/") + "/")
 
 
 def samples_class(name: str) -> type:

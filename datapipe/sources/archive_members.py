@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..formats.tar_listing import Member
 from ..images import Buffer
 from .paths import FLAGS, Descriptors, own_memory, read_at
-from .tar_listing import Member
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import SourceError
 from . import Source, numbered
+from .listing import Listing
 from .pickled import Array, read_pickle
 from .unpacked import members, read_file
 
@@ -44,7 +45,8 @@ def _has(names: Set[str], layout: _Layout) -> bool:
     return meta in names and bool(names & {*train, *test})
 
 
-def load(path: Path, kind: str, outside: bool) -> Source:
+def load(path: Path, kind: str, listing: Listing) -> Source:
+    listing.refuse_options(kind)
     layouts = {version: layout for (name, version), layout in LAYOUTS.items() if name == kind}
     content = _Archive(path).read({name for train, test, meta in layouts.values() for name in (*train, *test, meta)})
     version = next((version for version, layout in layouts.items() if _has(content.keys(), layout)), None)

@@ -11,16 +11,19 @@ import math
 import os
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import SourceError
 from ..memory import allowed_bytes
-from . import SPLITS, Samples, Source, numbered
+from . import Pixels, Source, numbered
+from .labels import number_labels
+from .listing import Listing, is_hidden
 from .paths import opened
 
-IMAGES = re.compile(r"(.+)-images[-.]idx3-ubyte(\.gz)?")
+IMAGES = re.compile(r".+-images[-.]idx3-ubyte(\.gz)?")
 UNSIGNED_BYTE = 0x08
 MAX_GZIP_RATIO = 1032  # deflate: 258 bytes for 2 bits
 
@@ -29,29 +32,30 @@ def detect(path: Path) -> str | None:
     return "idx" if path.is_dir() and _image_files(path) else None
 
 
-def load(path: Path, kind: str, outside: bool) -> Source:
-    files = _image_files(path) if path.is_dir() else {}
+def load(path: Path, kind: str, listing: Listing) -> Source:
+    files = _image_files(path) if path.is_dir() else []
     if not files:
         raise SourceError("holds no *-images-idx3-ubyte[.gz]", path=path)
-    splits: dict[str, Samples] = {}
-    for split, images_path in files.items():
+    pixels: dict[str, Pixels] = {}
+    for split, names in listing.divide(files, path).items():
+        if len(names) > 1:
+            raise SourceError(f"holds several files of images for {split}, {' and '.join(names)}: say which is, as "
+                              f"--split {split}={names[0]}, for each split", path=path)  # fmt: skip
+        images_path = path / names[0]
         labels_path = _find_labels(images_path)
         images, labels = _read(images_path, 3), _read(labels_path, 1)
         if len(images) != len(labels):
             raise SourceError(f"holds {len(labels)} labels for {len(images)} images", path=labels_path)
-        splits[split] = numbered(str(images_path), labels, images)
-    num_classes = 1 + max(int(samples.labels.max(initial=0)) for samples in splits.values())
-    return Source(kind, [str(label) for label in range(num_classes)], splits)
+        pixels[split] = numbered(str(images_path), labels, images)
+    texts = {split: list(map(str, samples.labels.tolist())) for split, samples in pixels.items()}
+    classes, numbers = number_labels(path, texts, listing.labels)
+    return Source(kind, classes, {split: replace(samples, labels=numbers[split]) for split, samples in pixels.items()})
 
 
-def _image_files(folder: Path) -> dict[str, Path]:
-    """Find the file of images of each split."""
-    files: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):  # the plain file before the gzipped one
-        match = IMAGES.fullmatch(path.name)
-        if match and (split := SPLITS.get(match[1])):
-            files.setdefault(split, path)
-    return files
+def _image_files(folder: Path) -> list[str]:
+    """Find the files of images; of a plain and a gzipped one, the plain one."""
+    names = sorted(name for name in os.listdir(folder) if IMAGES.fullmatch(name) and not is_hidden(name))
+    return [name for name in names if name.removesuffix(".gz") == name or name.removesuffix(".gz") not in names]
 
 
 def _find_labels(images_path: Path) -> Path:

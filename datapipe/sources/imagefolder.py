@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from ..console import format_count
 from ..errors import SourceError
 from ..fsio import side_by_side
-from . import SPLITS, Source
+from ..splits import SPLIT_OF, is_split_name, split_words
+from . import Source
+from .class_folders import doubt_root
 from .files import Files
-from .paths import follow, opened, real_path, refused
-from .splits import EXTENSIONS, is_hidden, is_image, pick_splits
+from .labels import SAME_LOOK, alike, number_labels, out_of_order
+from .listing import EXTENSIONS, HIDDEN, LeftOut, Listing, is_folder, is_hidden, is_image
+from .paths import follow, is_inside, opened, real_path, real_path_of, refused
 
 logger = logging.getLogger(__name__)
 
@@ -28,35 +32,74 @@ def detect(path: Path) -> str:
     return "imagefolder"
 
 
-def load(path: Path, kind: str, outside: bool) -> Source:
+def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
         raise SourceError(f"is not a folder, and not an archive that datapipe knows; {LAYOUT}", path=path)
-    bounds = None if outside else str(path)
-    trees = {split: ClassTree.scan(root, bounds) for split, root in _split_roots(path).items()}
-    classes = (trees["train"] if "train" in trees else next(iter(trees.values()))).names()
-    return Source(kind, classes, {split: tree.samples(classes) for split, tree in trees.items()})
+    trees = {split: _scan(path, roots, listing) for split, roots in _split_roots(path, listing).items()}
+    first = trees["train"] if "train" in trees else next(iter(trees.values()))
+    if listing.labels == "numbers":
+        names = sorted({name for tree in trees.values() for name in tree.classes})
+        classes, numbers = number_labels(path, {"": names}, "numbers")
+        label_of = dict(zip(names, numbers[""].tolist(), strict=True))
+    else:
+        classes = first.names()
+        label_of = {name: label for label, name in enumerate(classes)}
+        if listing.labels == "auto" and (moved := out_of_order(classes)):
+            message = "%s: class folders are numbered, and taken in the order of their texts: %s has label %d; "
+            message += "--labels numbers takes the numbers, --labels names this order without a warning"
+            logger.warning(message, path, moved, label_of[moved])
+    return Source(kind, classes, {split: tree.samples(label_of, listing.left_out) for split, tree in trees.items()})
 
 
-def _split_roots(path: Path) -> dict[str, Path]:
-    """Find the folder that holds each split's class folders."""
-    entries = [entry for entry in os.scandir(path) if not is_hidden(entry.name) and not is_image(entry.name)]
-    if not entries:
-        raise SourceError(f"holds no class folders; {LAYOUT}", path=path)
-    splits = [entry.name for entry in entries if entry.name in SPLITS and entry.is_dir()]
-    others = sorted(entry.name for entry in entries if splits and entry.name not in splits and entry.is_dir())
-    if not splits:
-        return {"train": path}
-    if others:
-        # A class may also be called "train"; then it holds images, not classes.
-        if not any(_holds_folders(path / name) for name in splits):
-            return {"train": path}
-        raise SourceError(f"holds {', '.join(sorted(splits))} beside {', '.join(others)}; {LAYOUT}", path=path)
-    return {split: path / name for split, name in pick_splits(path, splits).items()}
+def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
+    """Find the folders that hold each split's class folders: one each, unless the user names more."""
+    entries = [entry for entry in os.scandir(path) if not is_hidden(entry.name)]
+    folders = sorted(entry.name for entry in entries if not is_image(entry.name) and is_folder(entry))
+    if patterns := listing.rule.patterns:
+        chosen = {
+            name for _, pattern in patterns for name in glob.glob(pattern, root_dir=path) if (path / name).is_dir()
+        }
+        others = {name for name in folders if not any(inside.split("/")[0] in (name, ".") for inside in chosen)}
+        divided = listing.divide(sorted(chosen | others), path)
+        return {split: [path / name for name in names] for split, names in divided.items()}
+    if not folders:
+        more = f"; if it is a class folder itself, give {path.parent}" if any(is_image(e.name) for e in entries) else ""
+        raise SourceError(f"holds no class folders{more}; {LAYOUT}", path=path)
+    naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
+    only = [name for name in naming if is_split_name(name)]
+    all_name_splits = len(naming) == len(folders) > 0 and len(set().union(*naming.values())) > 1
+    # A class may also be called "train", or "test tube": then it lies beside others, and holds images, not classes.
+    if not (
+        all_name_splits or len(only) == len(folders) > 0 or len(only) > 1
+        or any(_holds_folders(path / name) for name in naming)
+    ):  # fmt: skip
+        listing.rule.check_own_name(path)
+        return {"train": [path]}
+    for entry in entries:
+        if entry.name not in folders:
+            listing.left_out.add(str(path / entry.name), "beside the folders of splits")
+    divided = listing.divide(folders, path)
+    for split, names in divided.items():
+        if len(names) > 1:
+            raise SourceError(
+                f"holds {len(names)} folders for {split}: {', '.join(names[:5])}; say with --split train=FOLDER and "
+                "--split val=FOLDER what to take (both options may be given several times)",
+                path=path,
+            )
+    return {split: [path / names[0]] for split, names in divided.items()}
+
+
+def _scan(path: Path, roots: list[Path], listing: Listing) -> ClassTree:
+    """List the class folders of a split."""
+    trees = [ClassTree.scan(root, None if listing.outside else str(path), listing.left_out) for root in roots]
+    for tree in trees:
+        tree.check_root(is_chosen=bool(listing.rule.patterns))
+    return trees[0] if len(trees) == 1 else ClassTree.merged(path, trees)
 
 
 def _holds_folders(path: Path) -> bool:
     with os.scandir(path) as entries:
-        return any(not is_image(entry.name) and entry.is_dir() for entry in entries)
+        return any(not is_image(entry.name) and not is_hidden(entry.name) and is_folder(entry) for entry in entries)
 
 
 @dataclass(frozen=True)
@@ -65,6 +108,8 @@ class _Class:
 
     folders: list[tuple[str, list[str]]] = field(default_factory=list)  # path from the root, names of the images
     others: list[str] = field(default_factory=list)  # paths of files that are not images
+    hidden: list[str] = field(default_factory=list)  # paths of folders and images that are hidden
+    circles: list[str] = field(default_factory=list)  # paths of links to a folder that they lie in
 
 
 @dataclass(frozen=True)
@@ -79,98 +124,177 @@ class ClassTree:
     classes: dict[str, _Class]
 
     @classmethod
-    def scan(cls, root: Path, bounds: str | None) -> ClassTree:
-        """List each folder once. Raises SourceError, also for links that lead out of `bounds`.
+    def scan(cls, root: Path, bounds: str | None, left_out: LeftOut) -> ClassTree:
+        """List each folder once.
 
         A name alone decides what is an image: on filesystems that list no types, to ask takes a request per file.
+
+        Args:
+            root: The folder of the class folders.
+            bounds: The folder that links must not leave; None: they may lead anywhere.
+            left_out: Where other entries are counted.
+
+        Returns:
+            The class folders.
+
+        Raises:
+            SourceError: There are none, or links lead out of `bounds`.
         """
         with opened(str(root), bounds) as fd:
             with refused(str(root)):
-                names = sorted(entry.name for entry in os.scandir(fd) if not is_hidden(entry.name))
+                entries = sorted(os.scandir(fd), key=lambda entry: entry.name)
+            names = [entry.name for entry in entries if not is_hidden(entry.name)]
             if image := next(filter(is_image, names), None):
-                raise SourceError(f"lies beside the class folders, not in one; {LAYOUT}", path=root / image)
+                message = f"lies beside the class folders, not in one; {LAYOUT}"
+                if not any(is_folder(entry) for entry in entries if entry.name in set(names)):
+                    message += f"; if {root.name} is a class folder itself, give {root.parent}"
+                raise SourceError(message, path=root / image)
             listed = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
+            for entry in entries:
+                if is_hidden(entry.name) and (is_image(entry.name) or entry.is_dir(follow_symlinks=False)):
+                    left_out.add(str(root / entry.name), HIDDEN)
         classes = {name: content for name, content in zip(names, listed, strict=True) if content is not None}
+        for name in names:
+            if name not in classes:
+                left_out.add(str(root / name), "beside the class folders")
         if not classes:
             raise SourceError(f"holds no class folders; {LAYOUT}", path=root)
+        if pair := alike(classes):
+            raise SourceError(f"holds two class folders that {SAME_LOOK}: {pair[0]!a}, {pair[1]!a}", path=root)
         return cls(root, bounds, classes)
+
+    @classmethod
+    def merged(cls, source: Path, trees: list[ClassTree]) -> ClassTree:
+        """Join trees below a source; class folders of one name become one class."""
+        classes: dict[str, _Class] = {}
+        for tree in trees:
+            above = os.path.relpath(tree.root, source)
+            for name, content in tree.classes.items():
+                joined = classes.setdefault(name, _Class())
+                joined.folders.extend((f"{above}/{folder}", images) for folder, images in content.folders)
+                for kind in ("others", "hidden", "circles"):
+                    getattr(joined, kind).extend(f"{above}/{path}" for path in getattr(content, kind))
+        return cls(source, trees[0].bounds, dict(sorted(classes.items())))
 
     def names(self) -> list[str]:
         """Return the names of the classes."""
         return list(self.classes)
 
-    def samples(self, classes: list[str]) -> Files:
-        """Return the samples by class, folder and name. Raises SourceError for a class that is not in `classes`."""
-        unknown = sorted(self.classes.keys() - set(classes))
-        if unknown:
+    def check_root(self, is_chosen: bool = False) -> None:
+        """Raise SourceError if the root does not look like the folder of class folders; warn if the user chose it."""
+        doubt = doubt_root(
+            [(path, len(images)) for content in self.classes.values() for path, images in content.folders]
+        )
+        if doubt is None:
+            return
+        if is_chosen or doubt.is_slight:
+            logger.warning("%s: is taken for the folder of class folders, and %s", self.root, doubt.why)
+            return
+        advice = f"if the class folders are in {self.root / doubt.likely}, give that; " if doubt.likely else ""
+        raise SourceError(
+            f"does not look like the folder of class folders: {doubt.why}; {advice}if it is right as it is, type "
+            f"--split train=. (or =FOLDER, the folder that holds the class folders); {LAYOUT}",
+            path=self.root,
+        )
+
+    def samples(self, label_of: Mapping[str, int], left_out: LeftOut) -> Files:
+        """Return the samples by class, folder and name. Raises SourceError for a class folder without a label."""
+        if unknown := sorted(self.classes.keys() - label_of.keys()):
             message = f"class folders that the train split does not have: {', '.join(unknown[:5])}"
+            if pair := alike([*unknown, *label_of]):
+                message += f"; {pair[0]!a} and {pair[1]!a} {SAME_LOOK}"
             raise SourceError(message, path=self.root)
         folders: list[str] = []
         files: list[str] = []
         labels: list[int] = []  # of each folder
         counts: list[int] = []
-        for label, name in enumerate(classes):
-            of_class = self.classes.get(name, _Class()).folders
-            if not any(images for _, images in of_class):
-                logger.warning("%s: no images of class %s", self.root, name)
-            for folder, images in of_class:
+        for name in sorted(self.classes, key=label_of.__getitem__):
+            for folder, images in self.classes[name].folders:
                 folders.append(folder)
-                labels.append(label)
+                labels.append(label_of[name])
                 counts.append(len(images))
                 files += images
-        self._warn_of_others(len(files))
+        self._count_others(len(files), left_out)
         number = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
         return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
 
-    def _warn_of_others(self, num_images: int) -> None:
-        others = [path for content in self.classes.values() for path in content.others]
-        if others:
-            logger.warning(
-                "%s: left out %s not named %s, the first: %s%s",
-                self.root, format_count(len(others), "file"), ", ".join(EXTENSIONS), others[0],
-                "; these are most of its files: is it the right folder?" if len(others) > num_images else "",
-            )  # fmt: skip
+    def _count_others(self, num_images: int, left_out: LeftOut) -> None:
+        not_named = f"not named {', '.join(EXTENSIONS)}"
+        for content in self.classes.values():
+            for reason, paths in (
+                (not_named, content.others),
+                (HIDDEN, content.hidden),
+                ("a link to a folder that it lies in", content.circles),
+            ):
+                if paths:
+                    left_out.add(f"{self.root}/{min(paths)}", reason, len(paths))
+        if sum(len(content.others) for content in self.classes.values()) > num_images:
+            logger.warning("%s: most of its files are %s: is it the right folder?", self.root, not_named)
 
 
 def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Class | None:
     """List a class folder; None if it is not a folder."""
     with refused(str(root / name)):
+        real_bounds = bounds and real_path(bounds)
         try:
             fd = os.open(name, LIST_FLAGS, dir_fd=root_fd)
         except NotADirectoryError:  # a file, or a link
             if not os.path.isdir(real_path(name, root_fd)):
                 return None
-            fd = os.open(follow(name, bounds and real_path(bounds), root_fd), LIST_FLAGS)
+            fd = os.open(follow(name, real_bounds, root_fd), LIST_FLAGS)
         content = _Class()
-        _list_folder(fd, name, content)
+        _list_folder([fd], name, real_bounds, content)
     return content
 
 
-def _list_folder(fd: int, folder: str, content: _Class) -> None:
-    """Add what lies in and below a folder, given open, to `content`, and close it.
+def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: _Class) -> None:
+    """Add what lies in and below a folder to `content`, and close it.
 
-    Folders below are opened relative to it, which takes one look-up instead of one per part of the path. A class folder
-    may be a link, and so may a file; links to folders below are not followed, as they may form a circle. Raises
-    ValueError for folders that lie too deep, since a descriptor of each folder above stays open.
+    Folders below are opened relative to it, which takes one look-up instead of one per part of the path. Links to
+    folders are followed, unless they lead to one that they lie in.
+
+    Args:
+        fds: The folder, given open, behind those that it lies in.
+        folder: Its path from the root.
+        real_bounds: The folder that links must not leave; None: links may lead anywhere.
+        content: What is added to.
+
+    Raises:
+        ValueError: Folders lie too deep, since a descriptor of each folder above stays open; or a link leads out.
     """
-    images, folders = [], []
+    fd = fds[-1]
+    images: list[str] = []
+    folders: list[str] = []
+    links: list[str] = []
     try:
-        if folder.count("/") > MAX_DEPTH:
+        if len(fds) > MAX_DEPTH:
             raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
         with os.scandir(fd) as entries:
             for entry in entries:
                 name = entry.name
                 if is_hidden(name):
-                    continue
-                if is_image(name):
+                    if is_image(name) or entry.is_dir(follow_symlinks=False):
+                        content.hidden.append(f"{folder}/{name}")
+                elif is_image(name):
                     images.append(name)
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(name)
+                elif entry.is_symlink() and is_folder(entry):
+                    links.append(name)
                 else:
                     content.others.append(f"{folder}/{name}")
         if images:
             content.folders.append((folder, sorted(images)))
-        for name in sorted(folders):
-            _list_folder(os.open(name, LIST_FLAGS, dir_fd=fd), f"{folder}/{name}", content)
+        for name in sorted(folders + links):
+            path = f"{folder}/{name}"
+            if name in links:
+                real = follow(name, real_bounds, fd)
+                if any(is_inside(real_path_of(above), real) for above in fds):
+                    content.circles.append(path)
+                    continue
+                inside = os.open(real, LIST_FLAGS)
+            else:
+                inside = os.open(name, LIST_FLAGS, dir_fd=fd)
+            _list_folder([*fds, inside], path, real_bounds, content)
     finally:
         os.close(fd)

@@ -20,12 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import MissingBackendError, SourceError
+from ..formats.tar_listing import Member, list_members
+from ..splits import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
 from .archive_members import ArchiveMembers, ListedArchive, join
 from .imagefolder import ClassTree
+from .listing import LeftOut, Listing, is_hidden, is_image, is_in_hidden
 from .paths import opened
-from .splits import is_image
-from .tar_listing import Member, list_members, warn_of_others
 from .unpacked import members, read_file
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -45,27 +46,45 @@ def detect(path: Path) -> str | None:
     return "imagenet" if names & {TRAIN, VAL} or ("train" in names and _class_tars(path / "train")) else None
 
 
-def load(path: Path, kind: str, outside: bool) -> Source:
+def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
         raise SourceError("is not a folder; give the one that holds the archives of ImageNet", path=path)
-    bounds = None if outside else str(path)
+    listing.refuse_options(kind)
+    bounds = None if listing.outside else str(path)
     splits: dict[str, Samples] = {}
-    classes, train = _train(path, bounds)
+    names = set(os.listdir(path))
+    _check_names(path, names, listing.left_out)
+    classes, train = _train(path, bounds, listing.left_out)
     if train is not None:
         splits["train"] = train
-    names = set(os.listdir(path))
     devkit = next((path / name for name in DEVKITS if name in names), None)
     if VAL in names and devkit:
-        classes, splits["val"] = _val(path, devkit, classes, bounds)
+        classes, splits["val"] = _val(path, devkit, classes, bounds, listing.left_out)
     elif "val" in names:
-        tree = ClassTree.scan(path / "val", bounds)
+        tree = ClassTree.scan(path / "val", bounds, listing.left_out)
+        tree.check_root()
         classes = classes or tree.names()
-        splits["val"] = tree.samples(classes)
+        splits["val"] = tree.samples({name: label for label, name in enumerate(classes)}, listing.left_out)
     elif VAL in names:
         raise SourceError(f"holds {VAL} without its labels: {' or '.join(DEVKITS)} is missing", path=path)
     if not splits:
         raise SourceError(f"holds neither {TRAIN} nor {VAL}, nor train/ or val/", path=path)
     return Source(kind, classes, splits)
+
+
+def _check_names(path: Path, names: set[str], left_out: LeftOut) -> None:
+    """Count what is called as a split and is not read. Raises SourceError if it may be a split that is meant."""
+    for name in sorted(names - {TRAIN, VAL, "train", "val", *DEVKITS}):
+        if is_hidden(name) or not split_words(name):
+            continue
+        if is_split_name(name) and SPLIT_OF[split_words(name)[-1]] != "test" and (path / name).is_dir():
+            raise SourceError(
+                f"is not read: ImageNet's folders are called train and val; rename {name}", path=path / name
+            )
+        left_out.add(str(path / name), "called as a split, and not ImageNet's name for it")
+    for folder, archive in (("train", TRAIN), ("val", VAL)):
+        if {folder, archive} <= names:
+            left_out.add(str(path / folder), f"beside {archive}, which is read instead")
 
 
 def _class_tars(folder: Path) -> list[str]:
@@ -87,54 +106,59 @@ class _ClassTar(NamedTuple):
     end: int | None = None  # None: where the file ends
 
 
-def _train(path: Path, bounds: str | None) -> tuple[list[str], Samples | None]:
+def _train(path: Path, bounds: str | None, left_out: LeftOut) -> tuple[list[str], Samples | None]:
     """List the train split: the classes, and the samples; None if there is no such split."""
     folder = path / "train"
     if (path / TRAIN).exists():
         files = [str(path / TRAIN)]
-        tars = _classes_in(files[0], bounds)
+        tars = _classes_in(files[0], bounds, left_out)
     elif names := _class_tars(folder) if folder.is_dir() else []:
         files = [str(folder / name) for name in names]
         tars = [_ClassTar(name.removesuffix(".tar"), number) for number, name in enumerate(names)]
+        for name in sorted(set(os.listdir(folder)) - set(names)):
+            left_out.add(str(folder / name), "beside the class tars")
     elif folder.is_dir():
-        tree = ClassTree.scan(folder, bounds)
-        return tree.names(), tree.samples(tree.names())
+        tree = ClassTree.scan(folder, bounds, left_out)
+        tree.check_root()
+        return tree.names(), tree.samples({name: label for label, name in enumerate(tree.names())}, left_out)
     else:
         return [], None
-    return [tar.wnid for tar in tars], _images_in(path, files, tars, bounds)
+    return [tar.wnid for tar in tars], _images_in(files, tars, bounds, left_out)
 
 
-def _classes_in(path: str, bounds: str | None) -> list[_ClassTar]:
+def _classes_in(path: str, bounds: str | None, left_out: LeftOut) -> list[_ClassTar]:
     """List the class tars in the train archive, by class."""
     with opened(path, bounds) as fd:
         archive = list_members(fd, path)
     tars: dict[str, _ClassTar] = {}
     for member in archive.members:
         if not (match := CLASS_TAR.fullmatch(_name(member))):
+            left_out.add(f"{path}: {member.name}", "not named as a class's tar")
             continue
         if match[1] in tars:
             raise SourceError(f"holds {match[0]} twice", path=path)
         tars[match[1]] = _ClassTar(match[1], 0, member.offset, member.offset + member.size)
     if not tars:
         raise SourceError("holds no class tars, such as n01440764.tar", path=path)
-    warn_of_others(path, archive.num_others, len(archive.members) - len(tars), "named as a class's tar")
+    left_out.add_members(path, archive.others)
     return [tars[wnid] for wnid in sorted(tars)]
 
 
-def _images_in(path: Path, files: list[str], tars: list[_ClassTar], bounds: str | None) -> ArchiveMembers:
+def _images_in(files: list[str], tars: list[_ClassTar], bounds: str | None, left_out: LeftOut) -> ArchiveMembers:
     """List the images of all class tars, each in its class."""
 
-    def list_class(tar: _ClassTar) -> tuple[ListedArchive, int, int]:
+    def list_class(tar: _ClassTar) -> ListedArchive:
+        where = f"{files[tar.file]}: {tar.wnid}.tar"
         with opened(files[tar.file], bounds) as fd:
-            archive = list_members(fd, f"{files[tar.file]}: {tar.wnid}.tar", tar.begin, tar.end)
-        images = [member for member in archive.members if is_image(member.name)]
-        names = [f"{tar.wnid}/{_stem(member)}" for member in images]
-        listed = ListedArchive.from_members(tar.file, names, images)
-        return listed, archive.num_others, len(archive.members) - len(images)
+            archive = list_members(fd, where, tar.begin, tar.end)
+        left_out.add_members(where, archive.others)
+        images = [member for member in archive.members if is_image(member.name) and not is_in_hidden(member.name)]
+        for member in set(archive.members) - set(images):
+            left_out.add(f"{where}: {member.name}", "not an image")
+        return ListedArchive.from_members(tar.file, [f"{tar.wnid}/{_stem(member)}" for member in images], images)
 
     with ThreadPoolExecutor(LISTERS) as pool:
-        listed, others, left_out = zip(*pool.map(list_class, tars), strict=True)
-    warn_of_others(path, sum(others), sum(left_out), "images")
+        listed = list(pool.map(list_class, tars))
     counts = [len(archive.names) for archive in listed]
     return join(files, listed, np.repeat(np.arange(len(tars), dtype=np.uint32), counts))
 
@@ -157,14 +181,20 @@ class _Devkit(NamedTuple):
     classes: list[str]
 
 
-def _val(path: Path, devkit: Path, classes: list[str], bounds: str | None) -> tuple[list[str], ArchiveMembers]:
+def _val(
+    path: Path, devkit: Path, classes: list[str], bounds: str | None, left_out: LeftOut
+) -> tuple[list[str], ArchiveMembers]:
     """List the val archive: the classes (the devkit's, if there is no train split), and the samples."""
     known, file = _read_devkit(devkit, bounds), str(path / VAL)
     with opened(file, bounds) as fd:
         archive = list_members(fd, file)
-    matches = [(member, VAL_NAME.fullmatch(_name(member))) for member in archive.members]
+    matches = [
+        (member, None if is_in_hidden(member.name) else VAL_NAME.fullmatch(_name(member))) for member in archive.members
+    ]
     images = [member for member, match in matches if match]
-    warn_of_others(file, archive.num_others, len(archive.members) - len(images), "named as val images")
+    left_out.add_members(file, archive.others)
+    for member in set(archive.members) - set(images):
+        left_out.add(f"{file}: {member.name}", "not named as a val image")
     numbers = [int(match[1]) for _, match in matches if match]
     if images and not 1 <= min(numbers) <= max(numbers) <= len(known.wnids):
         raise SourceError(f"does not fit its devkit, which has labels for {len(known.wnids)} images", path=file)

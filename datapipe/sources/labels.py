@@ -2,40 +2,132 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from ..console import format_count
 from ..errors import SourceError
 
-NUMBER = re.compile(r"-?[0-9]{1,4000}")  # as many digits as int() takes
+NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
+MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
+SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
+NAMED = 3  # labels that a message gives
 
 
-def number_labels(path: Path, labels: dict[str, list[str]]) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Number the classes: return their names, and each split's labels as uint32[N]. Raises SourceError.
+def number_labels(
+    path: Path, labels: Mapping[str, Sequence[str]], how: str = "auto"
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Number the classes.
 
-    If all labels are whole numbers, the classes are "0" to the largest. Else labels are names, in alphabetical order.
+    Args:
+        path: The source, for messages.
+        labels: The label of each sample as it is written, by split.
+        how: "numbers": labels are whole numbers, and the classes are "0" to the largest. "names": each label that
+            occurs is a class, in the order of the numbers or else of the alphabet. "auto": numbers if all are.
+
+    Returns:
+        The names of the classes, and each split's labels as uint32[N].
+
+    Raises:
+        SourceError: Labels cannot be classes, or can be read in two ways.
     """
     distinct: set[str] = set().union(*labels.values())
-    if all(map(NUMBER.fullmatch, distinct)):
-        values = {label: int(label) for label in distinct}
-        classes = numbered_classes(path, values.values())
+    numbers = {label: int(match[1]) for label in distinct if (match := NUMBER.fullmatch(label))}
+    names = sorted(distinct - numbers.keys())
+    if pair := alike(names):
+        raise SourceError(f"holds two labels that {SAME_LOOK}: {pair[0]!a}, {pair[1]!a}", path=path)
+    if names and how == "numbers":
+        raise SourceError(f"holds labels that are not whole numbers: {_some(names)}", path=path)
+    if how == "auto":
+        _check_one_kind(path, sorted(numbers, key=numbers.__getitem__), names)
+    texts = {label: str(numbers.get(label, label)) for label in distinct}  # of 3 and 3.0: 3
+    if names or how == "names":
+        classes = sorted(set(texts.values()), key=None if names else int)
     else:
-        classes = sorted(distinct)
-        values = {label: number for number, label in enumerate(classes)}
-    numbers = {
-        split: np.fromiter(map(values.__getitem__, column), np.uint32, len(column)) for split, column in labels.items()
+        classes = numbered_classes(path, numbers.values(), how)
+    place = {name: label for label, name in enumerate(classes)}
+    number_of = {label: place[text] for label, text in texts.items()}
+    return classes, {
+        split: np.fromiter(map(number_of.__getitem__, column), np.uint32, len(column))
+        for split, column in labels.items()
     }
-    return classes, numbers
 
 
-def numbered_classes(path: Path, numbers: Collection[int]) -> list[str]:
-    """Name the classes 0 to the largest of `numbers`. Raises SourceError for numbers that cannot be classes."""
+def _check_one_kind(path: Path, numbers: Sequence[str], names: Sequence[str]) -> None:
+    """Raise SourceError unless labels are all whole numbers, or all names."""
+    odd = [name for name in names if name.lower() in MISSING or _is_fraction(name)]
+    if odd or (names and numbers):
+        what = f"mixes labels that are numbers ({_some(numbers)}) with names ({_some(names)})"
+        if odd:
+            what = f"holds labels that are neither whole numbers nor names: {_some(odd)}"
+        raise SourceError(f"{what}: mend it, or take all as names with --labels names", path=path)
+
+
+def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:
+    """Name the classes 0 to the largest of some numbers.
+
+    Args:
+        path: The source, for messages.
+        numbers: The labels.
+        how: "auto" or "numbers", as for `number_labels`.
+
+    Returns:
+        The names.
+
+    Raises:
+        SourceError: A number cannot be a class; or, with "auto", most classes would have no image.
+    """
     low, high = min(numbers, default=0), max(numbers, default=-1)
     if low < 0 or high >= MAX_CLASSES:
         wrong = low if low < 0 else high
-        raise SourceError(f"holds the label {wrong}; allowed: 0 to {MAX_CLASSES - 1}", path=path)
+        raise SourceError(
+            f"holds the label {wrong}; allowed: 0 to {MAX_CLASSES - 1}, or with --labels names any", path=path
+        )
+    occurring = len(set(numbers))
+    if how == "auto" and 2 * occurring < high + 1:
+        raise SourceError(
+            f"holds only {format_count(occurring, 'number')} of those from 0 to {high} as labels: number the classes "
+            "that occur with --labels names (the manifest says which is which), or keep them, and "
+            f"{format_count(high + 1 - occurring, 'class', 'classes')} without images, with --labels numbers",
+            path=path,
+        )
     return [str(number) for number in range(high + 1)]
+
+
+def _some(labels: Sequence[str]) -> str:
+    return ", ".join(f"{label:.40}" for label in labels[:NAMED]) + ", …" * (len(labels) > NAMED)
+
+
+def _is_fraction(label: str) -> bool:
+    try:
+        return math.isfinite(float(label))  # "inf" may be a name
+    except ValueError:
+        return False
+
+
+def alike(names: Iterable[str]) -> tuple[str, str] | None:
+    """Find two names that only Unicode's normal form tells apart, as files from macOS and from Linux may have."""
+    by_form: dict[str, str] = {}
+    for name in names:
+        other = by_form.setdefault(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            return other, name
+    return None
+
+
+def out_of_order(names: Sequence[str]) -> str | None:
+    """Return the first whole number in a list of them that is not in its numerical place; None: all are, or are not.
+
+    >>> out_of_order(["0", "1", "10", "2"]), out_of_order(["07", "08", "10"])
+    ('10', None)
+    """
+    if not all(map(NUMBER.fullmatch, names)):
+        return None
+    in_order = sorted(names, key=lambda name: int(name.partition(".")[0]))
+    return next((name for name, other in zip(names, in_order, strict=True) if name != other), None)

@@ -21,33 +21,43 @@ import numpy as np
 from ..errors import MissingBackendError, SourceError
 from ..images import Buffer
 from . import Source
-from .labels import number_labels
+from .labels import NUMBER, number_labels
+from .large_files import has_large_files, large_files
+from .listing import Listing
 from .paths import check_inside
-from .splits import large_files, pick_splits
 
 if TYPE_CHECKING:
     import pyarrow
 
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
+SPLITS = ("split", "subset", "partition")
 LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
 KEPT_BYTES = 256 << 20  # of row groups, beside the one that was read last
 
 
 def detect(path: Path) -> str | None:
-    return "parquet" if large_files(path, (".parquet",), below=("data",), alone=True) else None
+    return "parquet" if has_large_files(path, (".parquet",), below=("data",)) else None
 
 
-def load(path: Path, kind: str, outside: bool) -> Source:
+def load(path: Path, kind: str, listing: Listing) -> Source:
     _import_parquet(path)
-    bounds = None if outside or not path.is_dir() else str(path)
-    files_by_name = large_files(path, (".parquet",), below=("data",))
-    if not files_by_name:
+    bounds = None if listing.outside or not path.is_dir() else str(path)
+    files = large_files(path, listing, (".parquet",), below=("data",))
+    if not files:
         raise SourceError("holds no .parquet files, neither itself nor in data, train and val", path=path)
-    files = {split: files_by_name[name] for split, name in pick_splits(path, files_by_name).items()}
     with ThreadPoolExecutor(LISTERS) as pool:
         tables = {split: list(pool.map(lambda file: _list(file, bounds), paths)) for split, paths in files.items()}
-    classes, labels = _classes(path, tables)
+    for table in (table for of_split in tables.values() for table in of_split):
+        for column in table.others:
+            listing.left_out.add(f"{table.path}: {column}", "a column that may hold images or labels, too")
+        if table.split_column and not listing.rule.patterns:
+            raise SourceError(
+                f"has a column {table.split_column}, and rows are not divided by it: write a file for each split, or "
+                "say with --split train=PATTERN and --split val=PATTERN what the files are",
+                path=table.path,
+            )
+    classes, labels = _classes(path, tables, listing.labels)
     splits = {split: _join(files[split], listed, labels[split]) for split, listed in tables.items()}
     return Source(kind, classes, splits)
 
@@ -72,6 +82,8 @@ class _Table(NamedTuple):
     names: list[str]  # of the classes; empty if the file has none
     num_rows: list[int]  # of each row group
     num_bytes: list[int]  # of its images
+    others: list[str]  # columns that may hold images or labels, too
+    split_column: str | None
 
 
 def _list(path: str, bounds: str | None) -> _Table:
@@ -91,7 +103,10 @@ def _list(path: str, bounds: str | None) -> _Table:
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     num_bytes = [group.column(leaf).total_uncompressed_size for group in groups]
     texts = [str(value) for value in labels.to_pylist()]
-    return _Table(path, column, texts, _class_names(schema, label), [group.num_rows for group in groups], num_bytes)
+    others = [name for name in (*IMAGES, *LABELS) if name in schema.names and name not in (column.split(".")[0], label)]
+    split_column = next((name for name in schema.names if name in SPLITS and name not in (column, label)), None)
+    num_rows = [group.num_rows for group in groups]
+    return _Table(path, column, texts, _class_names(schema, label), num_rows, num_bytes, others, split_column)
 
 
 def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str]:
@@ -110,7 +125,7 @@ def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str]:
         raise SourceError(f"column {image} holds no encoded images, but {schema.field(image).type}", path=path)
     kind = schema.field(label).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_string(kind) or types.is_large_string(kind)):
         raise SourceError(f"column {label} holds no whole numbers or names, but {kind}", path=path)
     return column, label
 
@@ -125,11 +140,13 @@ def _class_names(schema: pyarrow.Schema, label: str) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _classes(path: Path, tables: dict[str, list[_Table]]) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Return the classes, and the labels of each split. Raises SourceError."""
+def _classes(path: Path, tables: dict[str, list[_Table]], how: str) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return the classes, and the labels of each split. Raises SourceError. `how`: see `number_labels`."""
     texts = {split: [text for table in of_split for text in table.labels] for split, of_split in tables.items()}
-    classes, labels = number_labels(path, texts)
     first, *others = (table for of_split in tables.values() for table in of_split)
+    if first.names and how == "auto" and all(map(NUMBER.fullmatch, set().union(*texts.values()))):
+        how = "numbers"  # of the names that the file gives: classes without images are meant
+    classes, labels = number_labels(path, texts, how)
     if differing := next((table for table in others if table.names != first.names), None):
         raise SourceError(f"names other classes than {first.path}", path=differing.path)
     if first.names and classes == [str(number) for number in range(len(classes))]:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Set
 from typing import IO, cast
 
 from ..errors import SourceError
+from ..formats.tar_listing import MAX_HEADER_BYTES
 from .paths import opened
-from .tar_listing import MAX_HEADER_BYTES
 
 MAGIC: dict[bytes, Callable[[io.BufferedReader], io.BufferedIOBase]] = {
     b"\x1f\x8b": gzip.open,

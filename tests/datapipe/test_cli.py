@@ -38,6 +38,7 @@ CHOICES = {
     ("pack", "--store"): names.STORES,
     ("pack", "--compress"): names.COMPRESSIONS,
     ("pack", "--check"): names.CHECKS,
+    ("pack", "--labels"): names.LABELS,
     ("convert", "--format"): names.CONVERTED,
     ("stage", "--mode"): names.STAGE_MODES,
     ("stage", "--transport"): names.TRANSPORTS,
@@ -82,7 +83,16 @@ def test_a_name_that_no_registry_has_is_refused_with_those_that_are_allowed(name
 SPELT = {"timeout_s": "timeout"}  # how the command says an option, where it is not by the same name
 # Options of the library that the command computes, or that another part of it sets.
 NOT_ASKED_FOR = {"recode", "headerless", "channels"}
-NOT_CONVERTED = {"kind", "seed", "max_bad", "outside", "memory"}  # the source's own, or without a meaning
+NOT_CONVERTED = {
+    "kind",
+    "seed",
+    "max_bad",
+    "outside",
+    "memory",
+    "split",
+    "labels",
+    "strict",
+}  # the source's own, or without a meaning
 
 
 def defaults(kind):
@@ -96,10 +106,11 @@ def shown_defaults(command, names):
 
 def test_pack_has_every_option_of_the_library_with_its_default():
     expected = defaults(PackOptions) | defaults(RecodeOptions)
+    del expected["split"]  # none: None here
     del expected["task"]  # a factory's; None here: as the launcher says
     expected["shard_mib"] = SHARD_MIB  # which the library takes for None
     assert shown_defaults(cli.pack, expected) == expected
-    assert shown_defaults(cli.pack, ["task"]) == {"task": None}
+    assert shown_defaults(cli.pack, ["task", "split"]) == {"task": None, "split": None}
 
 
 def test_convert_has_every_option_that_a_conversion_uses():

@@ -17,7 +17,7 @@ OPTIONS = {field.name: field for field in fields(LoaderOptions)}
 
 def test_open_loader_has_the_options():
     assert PARAMETERS.keys() - OPTIONS.keys() == {
-        "path", "backend", "cache", "device"  # which decide what is opened, and where
+        "path", "backend", "split", "cache", "device"  # which decide what is opened, and where
     }  # fmt: skip
     assert OPTIONS.keys() <= PARAMETERS.keys()
     assert PARAMETERS["augment"].default is None and OPTIONS["augment"].default_factory is Augment
@@ -36,7 +36,7 @@ def test_a_docstring_describes_each_setting():
 def test_a_recipe_has_the_settings_and_their_defaults():
     """But those that follow from the run: who it runs on, which split it reads, and the recipe's [train]."""
     data = Data.model_fields
-    elsewhere = {"path", "batch_size", "train", "seed", "rank", "world_size", "device", "last", "augment"}
+    elsewhere = {"path", "split", "batch_size", "train", "seed", "rank", "world_size", "device", "last", "augment"}
     assert PARAMETERS.keys() - elsewhere <= data.keys()
     for name in PARAMETERS.keys() - elsewhere - {"size"}:
         assert data[name].default in (None, PARAMETERS[name].default), name  # None leaves it to `open_loader`

@@ -315,6 +315,111 @@ def test_settings_without_a_meaning_are_refused(tmp_path, photo, encoded, settin
         open_loader(tmp_path, 1, backend="webdataset", **settings)
 
 
+def labels_of(path, **settings):
+    """The labels of the valid samples, in order."""
+    (batches,) = epochs(path, batch_size=2, train=False, **settings)
+    return [label for batch in batches for label in batch.labels[batch.valid].tolist()]
+
+
+@pytest.fixture
+def shard(tmp_path, photo, encoded):
+    """shard(name, *labels): writes one, below the test's folder."""
+    image = encoded(photo(20, 20, 1))
+
+    def write(name, *labels):
+        path = tmp_path / "shards" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _tar(path, {f"{label}.{kind}": image if kind == "jpg" else label.encode() for label in map(str, labels)
+                    for kind in ("jpg", "cls")})  # fmt: skip
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "expected"),
+    [
+        (
+            ["imagenet-train-0.tar", "imagenet-val-0.tar", "imagenet-testing-0.tar"],
+            None,
+            "test .*: choose one, as split=.train",
+        ),
+        (["imagenet-train-0.tar", "imagenet-val-0.tar", "imagenet-testing-0.tar"], "train", [0]),
+        (["imagenet-train-0.tar", "imagenet-val-0.tar", "imagenet-testing-0.tar"], "val", [1]),
+        (["imagenet-train-0.tar", "imagenet-val-0.tar", "imagenet-testing-0.tar"], "test", [2]),
+        (["TRAIN-0.tar", "Dev-0.TAR", "TRAIN-1.TAR"], "train", [0, 2]),
+        (["train-0.tar", "1.tar"], None, "train-0.tar names a split, and 1.tar does not; give those that you mean"),
+        (["train-0.tar", "eval-0.tar", "valid-0.tar"], "train", "both eval .* and valid"),
+        (["imagenettrain-0.tar", "imagenetval-0.tar"], None, "names a split, and imagenetval-0.tar does not"),
+        (["train-0.tar", "train-1.tar"], None, [0, 1]),
+        (["val-0.tar"], None, [0]),
+        (["val-0.tar"], "train", "split: 'train' is not in .*shards, which has val"),
+        (["0.tar", "._1.tar"], None, [0]),
+        (["0.tar"], "vall", "split: 'vall' is not one of train, val, test"),
+        (["train/0.tar", "val/0.tar"], "val", [1]),
+    ],
+)
+def test_shards_of_one_split_are_read(shard, names, split, expected):
+    for label, name in enumerate(names):
+        folder = shard(name, label).parents[name.count("/")]
+    if isinstance(expected, str):
+        with pytest.raises(SettingError, match=expected):
+            labels_of(folder, split=split)
+    else:
+        assert labels_of(folder, split=split) == expected
+
+
+def test_a_split_of_what_has_none(shard, packed_folders):
+    path = shard("0.tar", 0)
+    with pytest.raises(SettingError, match="split: 'val' has no meaning for what is not a folder"):
+        labels_of(path, split="val")
+    for backend in ("cpu", "webdataset"):
+        with open_loader(packed_folders["tar"], 4, split="val", backend=backend) as loader:
+            assert loader.num_samples == 10
+        with pytest.raises(SettingError, match="split: 'val' is not in"):
+            open_loader(packed_folders["tar"] / "train", 4, split="val", backend=backend)
+    with pytest.raises(ManifestError, match="the folder holds splits: choose one of train, val"):
+        open_loader(packed_folders["tar"], 4)
+
+
+def test_samples_that_the_library_skips_are_told(shard, caplog):
+    path = shard("0.tar", 0)
+    more = shard("more", 1, 2)
+    assert labels_of(path.parent) == [0] and not caplog.records
+    path.write_bytes(path.read_bytes() + more.read_bytes())
+    assert labels_of(path.parent) == [0]
+    assert "0.tar: 2 of its samples are not read, such as 1: they lie behind an end mark, or are links" in caplog.text
+    path.write_bytes(more.read_bytes() + b"no archive" * 99)
+    with pytest.raises(
+        ShardReadError, match=r"0\.tar: cannot be listed: .*what follows its end mark is not an archive"
+    ):
+        labels_of(path.parent)
+
+
+def test_links_that_the_library_skips_are_told(shard, caplog):
+    path = shard("0.tar", 0)
+    with tarfile.open(path, "a") as archive:
+        for name, target, kind in (("./5.jpg", "0.jpg", tarfile.LNKTYPE), ("x/6.jpg", "../0.jpg", tarfile.SYMTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            archive.addfile(info)
+    assert labels_of(path.parent) == [0]
+    assert "2 of its samples are not read, such as 5:" in caplog.text
+
+
+def test_what_is_not_named_as_a_shard_is_told(shard, caplog):
+    for name in ("0.tar", "1.tar.gz", "2.tar.part", "notes.txt"):
+        folder = shard(name, 0).parent
+    assert labels_of(folder) == [0]
+    told = [record.getMessage() for record in caplog.records if "not named as a tar shard" in record.msg]
+    assert [text.split(":")[0].rpartition("/")[2] for text in told] == ["1.tar.gz", "2.tar.part"]
+
+
+def test_a_label_that_a_table_wrote(tmp_path, photo, encoded):
+    _tar(tmp_path / "0.tar", {"a.jpg": encoded(photo(20, 20, 1)), "a.cls": b"3.0\n"})
+    assert labels_of(tmp_path) == [3]
+
+
 @pytest.mark.ranks
 def test_seven_shards_on_three_ranks_do_not_hang(start_ranks, foreign):
     ranks = start_ranks(3, Path(__file__).parent / "children" / "trains_from_a_stream.py", foreign)

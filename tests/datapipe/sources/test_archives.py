@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from datapipe.errors import MissingBackendError, SourceError
-from datapipe.sources import open_source, tar_listing
-from datapipe.sources.tar_listing import list_members
+from datapipe.formats import tar_listing
+from datapipe.formats.tar_listing import list_members
+from datapipe.sources import open_source
 
 RANDOM = np.random.default_rng(0)
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -101,25 +102,28 @@ def test_members_are_where_tarfile_finds_them(tmp_path, counted, format, name, p
     for found in archive.members:
         assert whole[found.offset : found.offset + found.size] == truth[found.name]
         assert found.content == (truth[found.name] if found.name.startswith("5") else None)
-    assert archive.num_others == 0
+    assert not archive.others
     assert bool(counted) == (format not in plain)
 
 
-def test_what_is_no_regular_file_is_counted(tmp_path, counted):
+def test_what_is_no_regular_file_is_named(tmp_path, counted):
     kinds = [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
     others = [(member(f"{i}.jpg", type=kind, linkname="/etc/passwd"), b"") for i, kind in enumerate(kinds)]
+    link = "link that leads to no file of the archive"
     for rest in ([], [("long" * 50 + ".jpg", b"z")]):  # with tarfile, too
         files = [("../../b.jpg", b"b"), ("/c.jpg", b"c"), *rest]
         (tmp_path / "x.tar").write_bytes(tar([("a.jpg", b"a"), *others, *files]))
         archive = listed(tmp_path / "x.tar")
-        assert archive.num_others == 5 and bool(counted) == bool(rest)
+        named = [("device", "2.jpg"), ("device", "3.jpg"), ("pipe", "4.jpg"), (link, "0.jpg"), (link, "1.jpg")]
+        assert archive.others == named and bool(counted) == bool(rest)
         assert [member.name for member in archive.members][:3] == ["a.jpg", "../../b.jpg", "/c.jpg"]
 
 
 def test_sparse_files_are_not_taken_for_images(tmp_path):
     sparse(tmp_path)
     archive = listed(tmp_path / "x.tar")
-    assert [member.name for member in archive.members] == ["a.jpg"] and archive.num_others == 1
+    assert [member.name for member in archive.members] == ["a.jpg"]
+    assert archive.others == [("sparse file", "sparse.jpg")]
 
 
 @pytest.mark.parametrize("format", ["gnu", "pax"])
@@ -157,6 +161,65 @@ def test_a_size_that_lies_is_refused(tmp_path, size, type):
     header[148:156] = b"%06o\0 " % sum(header)
     with pytest.raises(SourceError, match="corrupt or truncated"):
         listed_size(tmp_path, bytes(header) + b"x" * 2048 + bytes(1024))
+
+
+def behind(*archives):
+    """Archives one behind the other, each with its end mark, as `cat` joins them."""
+    return b"".join(tar(members) for members in archives)
+
+
+LONG = "long" * 50
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (behind([("a.jpg", b"a")], [("b.jpg", b"b")]), ["a.jpg", "b.jpg"]),
+        (behind([("a.jpg", b"a")], [], [], [("b.jpg", b"b"), ("c.jpg", b"c" * 9999)]), ["a.jpg", "b.jpg", "c.jpg"]),
+        (behind([(LONG, b"a")], [("b.jpg", b"b")], [(LONG + "2", b"c")]), [LONG, "b.jpg", LONG + "2"]),
+        (behind([("a.jpg", b"a")], [(LONG, b"b")]), ["a.jpg", LONG]),
+        (tar([("a.jpg", b"a")])[:1024] + bytes(512) + tar([("b.jpg", b"b")]), ["a.jpg", "b.jpg"]),
+        (tar([("a.jpg", b"a")]) + bytes(1 << 20) + tar([("b.jpg", b"b")]), ["a.jpg", "b.jpg"]),
+        (tar([("a.jpg", b"a")]) + bytes(1 << 20), ["a.jpg"]),
+    ],
+)  # fmt: skip
+def test_what_lies_behind_an_end_mark_is_listed(tmp_path, data, names):
+    (tmp_path / "x.tar").write_bytes(data)
+    members = listed(tmp_path / "x.tar").members
+    assert [member.name for member in members] == names
+    with tarfile.open(tmp_path / "x.tar", ignore_zeros=True) as archive:
+        truth = [archive.extractfile(info).read() for info in archive]
+    assert [data[member.offset : member.offset + member.size] for member in members] == truth
+
+
+@pytest.mark.parametrize("tail", [b"x", b"no archive" * 99, bytes(700) + b"\x01", tar([("b.jpg", b"b" * 999)])[:1024]])
+@pytest.mark.parametrize("name", ["a.jpg", LONG])
+def test_what_lies_behind_an_end_mark_and_is_no_archive_is_refused(tmp_path, tail, name):
+    with pytest.raises(SourceError, match="corrupt or truncated tar archive"):
+        listed_size(tmp_path, tar([(name, b"a")]) + tail)
+
+
+@pytest.mark.parametrize("rest", [[], [(LONG, b"")]])
+def test_links_stand_for_what_they_lead_to(tmp_path, rest):
+    """Whether they come before or behind it; hard links lead from the top, symbolic ones from their folder."""
+
+    def link(name, target, kind):
+        return member(name, type=kind, linkname=target), b""
+
+    members = [
+        link("early.jpg", "d/a.jpg", tarfile.SYMTYPE), ("./d/a.jpg", b"abc"), link("d/b.jpg", "a.jpg", tarfile.SYMTYPE),
+        link("d/c.jpg", "./d/a.jpg", tarfile.LNKTYPE), link("e/d.jpg", "../d/b.jpg", tarfile.SYMTYPE),
+        link("lost.jpg", "a.jpg", tarfile.LNKTYPE), link("one", "two", tarfile.SYMTYPE),
+        link("two", "one", tarfile.SYMTYPE), link("up.jpg", "../../etc/passwd", tarfile.SYMTYPE), *rest,
+    ]  # fmt: skip
+    data = tar(members)
+    (tmp_path / "x.tar").write_bytes(data)
+    archive = listed(tmp_path / "x.tar")
+    content = {
+        member.name: data[member.offset : member.offset + member.size] for member in archive.members if member.size
+    }
+    assert content == dict.fromkeys(("early.jpg", "./d/a.jpg", "d/b.jpg", "d/c.jpg", "e/d.jpg"), b"abc")
+    assert [name for _, name in archive.others] == ["lost.jpg", "one", "two", "up.jpg"]
 
 
 # --- ImageNet ---------------------------------------------------------------------------------------
@@ -290,7 +353,11 @@ def test_what_is_no_image_in_imagenet_is_left_out_aloud(tmp_path, caplog):
     (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(tar([("./n00000001.tar", inner), ("notes.txt", b""), link]))
     samples = open_source(tmp_path).splits["train"]
     assert content(samples) == {"n00000001/n1_1": b"1", "n00000001/up": b"up"}
-    for text in ("1 member that is not a file: links", "1 file in archives, not images", "not named as a class's tar"):
+    for text in (
+        "2 entries (link that leads to no file",
+        "1 entry (not an image)",
+        "1 entry (not named as a class's tar)",
+    ):
         assert text in caplog.text
 
 
@@ -386,7 +453,7 @@ def shards(root, names, label="cls", count=5):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         with webdataset.TarWriter(str(root / name)) as writer:
             for i in range(count):
-                key, image, value = f"part{number}/{i:04d}", jpegs(1)[0], int(RANDOM.integers(0, 9))
+                key, image, value = f"part{number}/{i:04d}", jpegs(1)[0], (number + i) % count
                 extension = ("jpg", "jpeg", "png")[i % 3]
                 content = str(value) if label == "cls" else {"label": value, "caption": "x"}
                 writer.write({"__key__": key, extension: image, label: content, "txt": "caption"})
@@ -399,8 +466,8 @@ def shards(root, names, label="cls", count=5):
     ("train", "val"),
     [
         (["imagenet-train-000000.tar", "imagenet-train-000001.tar"], ["imagenet-val-000000.tar"]),
-        (["000000.tar", "000001.tar"], ["validation_000000.tar"]),
-        (["train/a.tar", "train/b.tar"], ["test/val.tar"]),
+        (["Training_0.tar", "Training_1.tar"], ["Validation_0.tar"]),
+        (["train/a.tar", "train/b.tar"], ["test/c.tar"]),
     ],
 )
 def test_webdataset(tmp_path, caplog, label, train, val):
@@ -414,7 +481,7 @@ def test_webdataset(tmp_path, caplog, label, train, val):
         expected = {key: pair for name in names for key, pair in truth[name].items()}
         assert content(samples) == {key: image for key, (image, _) in expected.items()}
         assert samples.labels.tolist() == [expected[key][1] for key in samples.names]
-    assert "left out 10 files in archives, not named .jpg" in caplog.text  # the captions
+    assert f"left out {5 * len(truth)} entries (not named .jpg" in caplog.text  # the captions
 
 
 def test_webdataset_as_the_library_reads_it(tmp_path):
@@ -439,10 +506,10 @@ def test_shards_of_the_library_need_no_tarfile(tmp_path, counted):
 
 def test_webdataset_of_ours(tmp_path):
     """What `datapipe pack` writes, without the manifest that makes it a data set."""
-    members = [("a/1.jpg", b"image 1"), ("a/1.cls", b"3"), ("b-2.jpg", b"image 2"), ("b-2.cls", b"0")]
+    members = [("a/1.jpg", b"image 1"), ("a/1.cls", b"2"), ("b-2.jpg", b"image 2"), ("b-2.cls", b"0")]
     (tmp_path / "shard-000000.tar").write_bytes(tar(members, tarfile.USTAR_FORMAT))
     source = open_source(tmp_path)
-    assert source.kind == "webdataset" and source.classes == ["0", "1", "2", "3"]
+    assert source.kind == "webdataset" and source.classes == ["0", "1", "2"]
     assert content(source.splits["train"]) == {"a/1": b"image 1", "b-2": b"image 2"}
 
 
@@ -454,7 +521,9 @@ def test_names_as_labels_and_cls_before_json(tmp_path):
         *[("d.jpg", b"d"), ("d.json", json.dumps({"class_id": 7, "cls": 8}).encode()), ("d.seg.png", b"")],
     ]
     (tmp_path / "x.tar").write_bytes(tar(members))
-    source = open_source(tmp_path)
+    with pytest.raises(SourceError, match=r"mixes labels that are numbers \(3, 8\) with names \(cat, zebra\)"):
+        open_source(tmp_path)
+    source = open_source(tmp_path, labels="names")
     assert source.classes == ["3", "8", "cat", "zebra"]
     assert source.splits["train"].labels.tolist() == [3, 2, 0, 1]
     assert source.splits["train"].names == ["a", "b", "c", "d"]
@@ -492,7 +561,8 @@ def test_links_in_shards_are_left_out_aloud(tmp_path, caplog):
     link = (member("b.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd"), b"")
     (tmp_path / "x.tar").write_bytes(tar([("a.jpg", b"a"), ("a.cls", b"0"), link, (".hidden.jpg", b"")]))
     assert content(open_source(tmp_path).splits["train"]) == {"a": b"a"}
-    assert "left out 1 member that is not a file: links" in caplog.text and "left out 1 file in archives" in caplog.text
+    assert "left out 1 entry (link that leads to no file of the archive): " in caplog.text
+    assert "left out 1 entry (hidden, or a system's): " in caplog.text and ".hidden.jpg" in caplog.text
 
 
 def test_a_cut_shard_is_named(tmp_path):
@@ -519,3 +589,91 @@ def test_a_folder_of_shards_that_is_a_link(tmp_path):
     with pytest.raises(SourceError, match=r"train/a\.tar: is a link that leads out of the source; --outside"):
         open_source(tmp_path / "raw")
     assert len(open_source(tmp_path / "raw", outside=True).splits["train"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["x-{train}-0", "x-{val}-0"], {"train": 1, "val": 1}),
+        (["train-0", "testing-0"], {"train": 1, "val": 1}),
+        (["TRAIN-0", "Eval-0", "holdout-0"], {"train": 1, "val": 1}),
+        (["imagenet-train-0", "imagenet-val-0", "other-0"], "names a split, and other-0.tar does not"),
+        (["train/0", "val/0", "extra/0"], "names a split, and extra/0.tar does not"),
+        (["train/0", "1"], "names a split, and 1.tar does not"),
+        (["imagenettrain-0", "imagenetval-0"], "imagenettrain-0.tar names a split, and imagenetval-0.tar does not"),
+        (["train-val-0", "val-0"], "has train and val in it"),
+        (["a-0", "b-0"], {"train": 2}),
+    ],
+)
+def test_shards_of_splits(tmp_path, files, expected):
+    for number, name in enumerate(files):
+        path = tmp_path / f"{name}.tar"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(tar([(f"{number}.jpg", b"x"), (f"{number}.cls", b"0")]))
+    if isinstance(expected, str):
+        with pytest.raises(SourceError, match=expected):
+            open_source(tmp_path)
+        return
+    assert {split: len(samples) for split, samples in open_source(tmp_path).splits.items()} == expected
+
+
+SAMPLE = [("a.jpg", b"a"), ("a.cls", b"0")]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "names"),
+    [
+        (tar([*SAMPLE, ("a.txt", b"x"), ("b.webp", b"x")]), "not named .jpg, .jpeg, .png, .cls, .json", ["a"]),
+        (tar([*SAMPLE, ("._a.jpg", b"x"), ("__MACOSX/._a.jpg", b""), ("@eaDir/b.jpg", b"")]), "hidden, or", ["a"]),
+        (tar([*SAMPLE, (member("b.jpg", type=tarfile.SYMTYPE, linkname="c"), b"")]), "link that leads to no", ["a"]),
+        (tar([*SAMPLE, (member("b.jpg", type=tarfile.FIFOTYPE), b"")]), "pipe", ["a"]),
+        (tar([*SAMPLE, (member("b.jpg", type=b"V"), b"")]), "member of unknown type", ["a"]),
+        (behind(SAMPLE, [("b.jpg", b"b"), ("b.cls", b"0")]), None, ["a", "b"]),
+        (tar([*SAMPLE, (member("b.jpg", type=b"1", linkname="a.jpg"), b""), ("b.cls", b"0.0")]), None, ["a", "b"]),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_shard_is_missing_without_a_word(tmp_path, caplog, data, reason, names):
+    (tmp_path / "x.tar").write_bytes(data)
+    assert open_source(tmp_path).splits["train"].names == names
+    if reason is None:
+        assert not caplog.records and open_source(tmp_path, strict=True)
+        return
+    assert f"({reason}" in caplog.text
+    with pytest.raises(SourceError, match=rf"--strict: .*\({reason}.*x\.tar: "):
+        open_source(tmp_path, strict=True)
+
+
+def test_what_lies_beside_shards_is_counted(tmp_path, caplog):
+    (tmp_path / "train").mkdir()
+    for path in ("train/0.tar", "train/1.TAR"):
+        (tmp_path / path).write_bytes(tar([(f"{path[6]}.jpg", b"x"), (f"{path[6]}.cls", b"0")]))
+    for path in ("train/2.tar.part", "train/3.jpg", "train/0.idx", "notes.md", "old.zip"):
+        (tmp_path / path).write_bytes(b"")
+    (tmp_path / "train" / "deeper").mkdir()
+    assert len(open_source(tmp_path, "webdataset").splits["train"]) == 2
+    assert "left out 4 entries (beside the .tar files), the first:" in caplog.text and "old.zip" in caplog.text
+
+
+def test_two_labels_of_a_sample(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar([*SAMPLE, ("a.cls", b"1")]))
+    with pytest.raises(SourceError, match=r"x\.tar, key a: has two \.cls"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["valid", "train_set", "Train", "validation"])
+def test_a_split_of_imagenet_that_is_not_read(tmp_path, name):
+    put_train(tmp_path)
+    (tmp_path / name / "n01440764").mkdir(parents=True)
+    with pytest.raises(SourceError, match=f"{name}: is not read: ImageNet's folders are called train and val; rename"):
+        open_source(tmp_path)
+
+
+def test_what_lies_beside_imagenets_archives_is_counted(tmp_path, caplog):
+    put_train(tmp_path)
+    for name in ("ILSVRC2012_img_test.tar", "ILSVRC2012_img_train_t3.tar"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "train").mkdir()
+    open_source(tmp_path)
+    assert "left out 3 entries (called as a split, and not ImageNet's name for it), the first:" in caplog.text
+    assert "left out 1 entry (beside ILSVRC2012_img_train.tar, which is read instead)" in caplog.text

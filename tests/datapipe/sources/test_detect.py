@@ -7,7 +7,6 @@ import pytest
 
 from datapipe.errors import SourceError
 from datapipe.sources import MODULES, open_source
-from datapipe.sources.splits import pick_splits, split_in
 
 WNID = "n01440764"
 LAYOUTS = {
@@ -107,34 +106,3 @@ def test_a_kind_that_is_told_is_looked_for_beside_folders_too(tmp_path, kind):
 def test_a_kind_that_is_not_there(tmp_path, kind):
     with pytest.raises(SourceError, match="holds n"):
         open_source(tmp_path, kind)
-
-
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [
-        ("imagenet-train-000001.tar", "train"),
-        ("VAL_0001.tar", "val"),
-        ("validation-00000-of-00014-e6ac.parquet", "validation"),
-        ("test12.tar", "test"),
-        ("latest-000001.tar", None),
-        ("trained.tar", None),
-        ("000001.tar", None),
-    ],
-)
-def test_splits_by_name(name, split):
-    assert split_in(name) == split
-
-
-@pytest.mark.parametrize(
-    ("names", "picked", "left_out"),
-    [
-        (["train"], {"train": "train"}, []),
-        (["test", "train"], {"train": "train", "val": "test"}, []),
-        (["test", "validation", "train"], {"train": "train", "val": "validation"}, ["test"]),
-        (["test", "valid", "val", "t10k"], {"val": "t10k"}, ["test", "valid", "val"]),
-        ([], {}, []),
-    ],
-)
-def test_one_of_several_val_splits_is_taken(tmp_path, caplog, names, picked, left_out):
-    assert pick_splits(tmp_path, names) == picked
-    assert sorted(record.args[0].name for record in caplog.records) == sorted(left_out)

@@ -76,8 +76,8 @@ SAYS = {
 def cifar(folder: Path, **spoilt: bytes) -> Path:
     """CIFAR-10 in Python's version; `spoilt`: contents by name, instead of good ones."""
     folder.mkdir()
-    rows = {"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]}
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+    for number, name in enumerate((*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")):
+        rows = {"data": np.zeros((2, 3072), np.uint8), "labels": [2 * number % 10, 2 * number % 10 + 1]}
         (folder / name).write_bytes(spoilt.get(name) or pickle.dumps(rows, protocol=2))
     names = pickle.dumps({"label_names": list("abcdefghij")}, protocol=2)
     (folder / "batches.meta").write_bytes(spoilt.get("meta") or names)

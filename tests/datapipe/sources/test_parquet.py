@@ -30,7 +30,7 @@ def hugging_face(names):
 def write(path, count=10, names=NAMES, rows=4, labels=None, images=None, kind=STRUCT, columns=("image", "label")):
     """A file of row groups of `rows` rows; returns what is in it."""
     images = images or [RANDOM.bytes(int(size)) for size in RANDOM.integers(0, 3000, count)]
-    labels = RANDOM.integers(0, 4, len(images)).tolist() if labels is None else labels
+    labels = (np.arange(len(images)) % 4).tolist() if labels is None else labels
     if kind == STRUCT:
         stored = [image if image is None else {"bytes": image, "path": "../x.jpg"} for image in images]
     else:
@@ -60,7 +60,7 @@ def test_hugging_faces_layout(tmp_path, caplog, folder, names):
     (tmp_path / "README.md").write_bytes(b"")
     source = open_source(tmp_path)
     assert source.kind == "parquet" and source.classes == (NAMES if names else ["0", "1", "2", "3"])
-    assert "test: left out, validation is taken as the val split" in caplog.text
+    assert "2 entries (of a test split, and " in caplog.text and "validation-00000" in caplog.text
     for split, name in (("train", "train"), ("val", "validation")):
         samples = source.splits[split]
         assert content(samples) == [image for images, _ in truth[name] for image in images]
@@ -76,18 +76,18 @@ def test_hugging_faces_layout(tmp_path, caplog, folder, names):
 def test_other_columns(tmp_path, kind, columns):
     images = [b"one", b"two", b""]
     stored = [{"bytes": image} for image in images] if pa.types.is_struct(kind) else images
-    write(tmp_path / "x.parquet", images=stored, kind=kind, columns=columns, labels=[5, 0, 5], names=None)
+    write(tmp_path / "x.parquet", images=stored, kind=kind, columns=columns, labels=[2, 0, 2], names=None)
     source = open_source(tmp_path / "x.parquet")
     assert content(source.splits["train"]) == images
-    assert source.classes == [str(i) for i in range(6)] and source.splits["train"].labels.tolist() == [5, 0, 5]
+    assert source.classes == ["0", "1", "2"] and source.splits["train"].labels.tolist() == [2, 0, 2]
 
 
 def test_names_as_labels(tmp_path):
-    labels = pa.array(["cat", "bee", "cat"]).dictionary_encode()
+    labels = pa.array(["cat", "bee", "ant"]).dictionary_encode()
     write(tmp_path / "train-0.parquet", images=[b"1", b"2", b"3"], labels=labels, names=None)
     write(tmp_path / "val-0.parquet", images=[b"4"], labels=["ant"], names=None)
     source = open_source(tmp_path)
-    assert source.classes == ["ant", "bee", "cat"] and source.splits["train"].labels.tolist() == [2, 1, 2]
+    assert source.classes == ["ant", "bee", "cat"] and source.splits["train"].labels.tolist() == [2, 1, 0]
 
 
 def test_classes_that_no_sample_has(tmp_path):
@@ -97,7 +97,7 @@ def test_classes_that_no_sample_has(tmp_path):
 
 @pytest.mark.parametrize("metadata", [b"{", b"[]", b'{"info": {"features": {"label": {"names": 3}}}}'])
 def test_metadata_that_names_no_classes(tmp_path, metadata):
-    table = pa.table({"image": [b"1"], "label": [2]}).replace_schema_metadata({b"huggingface": metadata})
+    table = pa.table({"image": [b"1", b"2"], "label": [2, 0]}).replace_schema_metadata({b"huggingface": metadata})
     pq.write_table(table, tmp_path / "x.parquet")
     assert open_source(tmp_path).classes == ["0", "1", "2"]
 
@@ -196,7 +196,7 @@ def test_null_images_are_found_when_read(tmp_path):
     [
         ({"image": [b"1", b"2"], "label": [0, None]}, r"x\.parquet: row 1 has no label"),
         ({"image": [b"1"], "label": [-1]}, "holds the label -1"),
-        ({"image": [b"1"], "label": [0.5]}, "column label holds no whole numbers or names, but double"),
+        ({"image": [b"1"], "label": [0.5]}, "labels that are neither whole numbers nor names: 0.5"),
         ({"image": [b"1"], "label": [True]}, "column label holds no whole numbers or names, but bool"),
         ({"image": ["x.jpg"], "label": [0]}, "column image holds no encoded images, but string"),
         ({"image": [{"path": "x.jpg"}], "label": [0]}, "column image holds no encoded images, but struct"),
@@ -247,3 +247,65 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(MissingBackendError, match=r"pip install '\.\[parquet\]'"):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["train-0.parquet", "validation-0.parquet", "test-0.parquet"], {"train": 1, "val": 1}),
+        (["default/train-0.parquet"], None),  # of a configuration of several: give its folder
+        (["train/0000.parquet", "val/0000.parquet"], {"train": 1, "val": 1}),
+        (["data/train-0.parquet", "sample.parquet"], "names a split, and sample.parquet does not"),
+        (["data/0.parquet", "sample.parquet"], {"train": 2}),
+        (["train-0.parquet", "extra-0.parquet"], "names a split, and extra-0.parquet does not"),
+        (["Training-0.parquet", "Testing-0.parquet"], {"train": 1, "val": 1}),
+    ],
+)
+def test_files_of_splits(tmp_path, files, expected):
+    for file in files:
+        write(tmp_path / file, images=[b"1"], labels=[0], names=None)
+    if isinstance(expected, dict):
+        assert {split: len(samples) for split, samples in open_source(tmp_path).splits.items()} == expected
+    else:
+        with pytest.raises(SourceError, match=expected or "holds no images"):
+            open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0.0, 1.0, 2.0], None),
+        ([0.0, float("nan"), 2.0], "neither whole numbers nor names: nan"),
+        (["0", "1", "cat"], "mixes labels that are numbers"),
+        ([7, 7, 9], "only 2 numbers of those from 0 to 9"),
+        ([-1, -1, -1], "holds the label -1"),
+        ([[0], [1], [2]], "column label holds no whole numbers or names, but list"),
+    ],
+)
+def test_labels_of_all_kinds(tmp_path, labels, message):
+    write(tmp_path / "x.parquet", images=[b"1", b"2", b"3"], labels=labels, names=None)
+    if message is None:
+        assert open_source(tmp_path).splits["train"].labels.tolist() == [0, 1, 2]
+        return
+    with pytest.raises(SourceError, match=message):
+        open_source(tmp_path)
+
+
+def test_classes_that_val_has_and_train_lacks(tmp_path):
+    write(tmp_path / "train-0.parquet", images=[b"1", b"2"], labels=[0, 1])
+    write(tmp_path / "validation-0.parquet", images=[b"1", b"2"], labels=[0, 2])
+    with pytest.raises(SourceError, match="1 class of val has no images in train: shark"):
+        open_source(tmp_path)
+
+
+def test_columns_that_may_be_meant(tmp_path, caplog):
+    content = {"image": [b"1", b"2"], "label": [0, 1], "class": ["a", "b"], "img": [b"3", b"4"]}
+    pq.write_table(pa.table(content), tmp_path / "x.parquet")
+    assert content["image"] == [read(open_source(tmp_path).splits["train"], i) for i in range(2)]
+    assert "2 entries (a column that may hold images or labels, too), the first:" in caplog.text
+    with pytest.raises(SourceError, match=r"--strict: .*x\.parquet: class"):
+        open_source(tmp_path, strict=True)
+    pq.write_table(pa.table({"image": [b"1"], "label": [0], "split": ["val"]}), tmp_path / "x.parquet")
+    with pytest.raises(SourceError, match="has a column split, and rows are not divided by it"):
+        open_source(tmp_path)
+    assert list(open_source(tmp_path, splits=["val=."]).splits) == ["val"]

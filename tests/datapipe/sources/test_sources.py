@@ -30,11 +30,6 @@ def pixels_of(samples):
 # --- CIFAR -------------------------------------------------------------------------------------------
 
 
-def cifar_rows(count, classes):
-    rows = RANDOM.integers(0, 256, (count, 3072), dtype=np.uint8)
-    return rows, RANDOM.integers(0, classes, count)
-
-
 def cifar_files(kind, version):
     """The files of a small CIFAR: name -> bytes, and the truth: split -> (images, labels)."""
     classes = 10 if kind == "cifar10" else 100
@@ -44,15 +39,16 @@ def cifar_files(kind, version):
     for split, names in (("train", train), ("val", test)):
         parts = []
         for name in names:
-            rows, labels = cifar_rows(7, classes)
+            rows = RANDOM.integers(0, 256, (20, 3072), dtype=np.uint8)
+            labels = np.arange(20) * 3 % classes  # no class of val that train lacks
             parts.append((rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels))
             if version == "python":
                 field = "labels" if kind == "cifar10" else "fine_labels"
-                content = {"data": rows, field: labels.tolist(), "filenames": ["x.png"] * 7}
+                content = {"data": rows, field: labels.tolist(), "filenames": ["x.png"] * 20}
                 files[name] = pickle.dumps(content, protocol=2)
             else:
                 columns = [labels[:, None].astype(np.uint8), rows]
-                columns = columns if kind == "cifar10" else [np.zeros((7, 1), np.uint8), *columns]
+                columns = columns if kind == "cifar10" else [np.zeros((20, 1), np.uint8), *columns]
                 files[f"{name}.bin"] = np.concatenate(columns, axis=1).tobytes()
         truth[split] = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
     names = [f"class {i}".replace(" ", "_") for i in range(classes)]
@@ -199,7 +195,7 @@ def idx_folder(folder, gzipped=True):
     truth = {}
     folder.mkdir()
     for prefix, split, count in (("train", "train", 12), ("t10k", "val", 5)):
-        images, labels = RANDOM.integers(0, 256, (count, 9, 8)), RANDOM.integers(0, 4, count)
+        images, labels = RANDOM.integers(0, 256, (count, 9, 8)), np.arange(count) % 4
         truth[split] = images, labels
         for name, array in ((f"{prefix}-images-idx3-ubyte", images), (f"{prefix}-labels-idx1-ubyte", labels)):
             data = idx(array)
@@ -221,6 +217,41 @@ def test_real_sample(sample_dir):
     source = open_source(sample_dir)
     assert {split: len(samples) for split, samples in source.splits.items()} == {"train": 2400, "val": 600}
     assert np.bincount(source.splits["train"].labels).tolist() == [240] * 10
+
+
+def put_idx(folder, prefix, labels):
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(np.zeros((len(labels), 4, 4))))
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(np.array(labels)))
+
+
+def test_idx_files_of_emnist(tmp_path, caplog):
+    for name in ("balanced", "letters"):
+        for split in ("train", "test"):
+            put_idx(tmp_path, f"emnist-{name}-{split}", [1, 2, 3] if name == "letters" else [0, 1])
+    with pytest.raises(SourceError, match=r"several files of images for train, emnist-balanced-train-.*--split train="):
+        open_source(tmp_path)
+    chosen = [f"{split}=emnist-letters-{word}-*" for split, word in (("train", "train"), ("val", "test"))]
+    source = open_source(tmp_path, splits=chosen)
+    assert source.classes == ["0", "1", "2", "3"] and source.splits["val"].labels.tolist() == [1, 2, 3]
+    assert "1 class of 4 has no images in train: 0" in caplog.text
+    assert open_source(tmp_path, splits=chosen, labels="names").classes == ["1", "2", "3"]
+
+
+def test_idx_of_classes_that_train_lacks(tmp_path):
+    put_idx(tmp_path, "train", [0, 1])
+    put_idx(tmp_path, "t10k", [0, 2])
+    with pytest.raises(SourceError, match="1 class of val has no images in train: 2"):
+        open_source(tmp_path)
+    put_idx(tmp_path, "other", [0, 1])
+    with pytest.raises(SourceError, match="names a split, and other-images-idx3-ubyte does not"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"splits": ["train=."]}, {"labels": "names"}])
+def test_what_cifar_has_no_use_for_is_refused(tmp_path, options):
+    path = put(cifar_files("cifar10", "python")[0], tmp_path / "cifar", False)
+    with pytest.raises(SettingError, match="cifar10 has its own; leave --"):
+        open_source(path, **options)
 
 
 @pytest.mark.parametrize("cut", [3, 10, 100, -1])
@@ -297,16 +328,17 @@ def test_classes_are_in_order_however_many_threads_list_them(tmp_path, monkeypat
 def test_val_wins_over_test(tmp_path, caplog):
     source = open_source(tree(tmp_path / "raw", "train/a/1.jpg", "test/a/2.jpg", "val/a/3.jpg"))
     assert paths_of(source.splits["val"]) == ["a/3.jpg"]
-    assert "test: left out" in caplog.text
+    assert "1 entry (of a test split, and val is taken for val): test" in caplog.text
 
 
 def test_other_files_are_left_out_aloud(tmp_path, caplog):
     open_source(tree(tmp_path / "raw", "a/1.jpg", "a/notes.txt"))
-    assert "left out 1 file not named" in caplog.text and "a/notes.txt" in caplog.text
+    assert "left out 1 entry (not named .jpg" in caplog.text and "a/notes.txt" in caplog.text
     assert "most of its files" not in caplog.text
     (tmp_path / "raw" / "a" / "more.txt").touch()
     open_source(tmp_path / "raw")
-    assert "left out 2 files" in caplog.text and "most of its files: is it the right folder?" in caplog.text
+    assert "left out 2 entries (not named .jpg" in caplog.text
+    assert "most of its files are not named .jpg, .jpeg, .png: is it the right folder?" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -317,7 +349,7 @@ def test_other_files_are_left_out_aloud(tmp_path, caplog):
         (["readme.txt"], "no class folders"),
         (["a/1.jpg", "2.jpg"], "2.jpg: lies beside the class folders"),
         (["train/1.jpg", "train/2.jpg"], "lies beside the class folders"),
-        (["train/a/1.jpg", "others/a/1.jpg"], "holds train beside others"),
+        (["train/a/1.jpg", "others/a/1.jpg"], "train names a split, and others does not"),
         (["train/a/1.jpg", "val/z/1.jpg"], "class folders that the train split does not have: z"),
         (["a/readme.txt"], "holds no images"),
         (["train/a/1.jpg", "val/a/readme.txt"], "split val holds no images"),

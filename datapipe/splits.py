@@ -1,0 +1,197 @@
+"""Which split a name speaks of: one rule for folders, files, shards and columns, whoever reads them.
+
+A name speaks of a split if a word of it is one of WORDS, in any case, whatever numbers stand around it: `Train2017`,
+`2021_valid`, `imagenet-validation-000001.tar`, `testset`. If one name of a data set does, each must.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .console import format_count
+from .errors import SettingError, SourceError
+
+TRAIN, VAL, TEST = "train", "val", "test"
+WORDS = {
+    TRAIN: ("train", "training", "trn"),
+    VAL: ("val", "valid", "validation", "minival", "eval", "evaluation", "dev"),
+    TEST: ("test", "testing", "tst", "holdout"),
+}
+SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
+KINDS = "sets?|splits?|data|images?|imgs?|pictures|photos|jpe?g|png|shards?|folder"  # what a split may be a split of
+WORD = re.compile(rf"({'|'.join(sorted(SPLIT_OF, key=len, reverse=True))})({KINDS})?")
+GLUED = re.compile("(?i)(?<![a-z])train[a-z]|[a-z]train(?![a-z])")  # as in imagenettrain.tar, beside another name
+PART = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a name in camel case
+# What is written as one word, or as several.
+SPELT = {"h[oe]ld[-_ ]?out": "-holdout-", "t10k": "-test-", "train[-_ ]?val(?![a-z])": "-train-val-"}
+NAMED = 3  # names that a message gives
+
+
+def _words(name: str) -> list[str]:
+    """List the words of a name, lower case, without their numbers."""
+    for spelling, words_of_it in SPELT.items():
+        name = re.sub(spelling, words_of_it, name, flags=re.IGNORECASE)
+    words = []
+    for run in re.findall("[A-Za-z]+", name):
+        words += [run] if WORD.fullmatch(run.lower()) else PART.findall(run)
+    return [word.lower() for word in words]
+
+
+def split_words(name: str) -> list[str]:
+    """List the words of a name that speak of a split, lower case and in their order.
+
+    >>> split_words("ILSVRC2012_img_val.tar"), split_words("MyTrainImages/valid-1.tar"), split_words("latest.tar")
+    (['val'], ['train', 'valid'], [])
+    """
+    return [match[1] for word in _words(name) if (match := WORD.fullmatch(word))]
+
+
+def is_split_name(name: str) -> bool:
+    """Whether a name says nothing but a split: `val`, `Train2017`, `test_images`; not `bullet_train`."""
+    others = [word for word in _words(name) if not WORD.fullmatch(word) and not re.fullmatch(KINDS, word)]
+    return bool(split_words(name)) and not others
+
+
+class AmbiguousSplitError(SourceError):
+    """What belongs to which split can be read in two ways: `why`, and what to type."""
+
+    def __init__(self, source: Path, why: str, advice: str) -> None:
+        super().__init__(f"{why}: {advice}", path=source)
+        self.why = why
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How splits are told apart: by their words, or by patterns that the user gives.
+
+    Attributes:
+        patterns: Pairs of a split, "train" or "val", and a pattern of the shell's of names or paths below the source.
+    """
+
+    patterns: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> SplitRule:
+        """Parse texts such as "val=holdout-*.tar". Raises SettingError."""
+        patterns = []
+        for text in texts:
+            split, equals, pattern = text.partition("=") if isinstance(text, str) else ("", "", "")
+            if split not in (TRAIN, VAL) or not equals or not pattern:
+                raise SettingError(f"split: {text!r} is not train=PATTERN or val=PATTERN, such as val='holdout-*.tar'")
+            patterns.append((split, pattern.removeprefix("./").rstrip("/") or "."))
+        return cls(tuple(patterns))
+
+    def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
+        """Divide the parts of a data set, which are files or folders, by split.
+
+        Args:
+            names: Their paths below the source.
+            source: The data set, for its own name and for messages.
+
+        Returns:
+            The names of each split that there is: "train", "val", "test". All are train's if none speaks of a split.
+
+        Raises:
+            AmbiguousSplitError: It can be read in two ways.
+            SettingError: The patterns do not fit the names.
+        """
+        if self.patterns:
+            return self._divide_by_pattern(names, source)
+        words = dict(zip(names, _differing([split_words(name) for name in names]), strict=True))
+        speaking = [name for name in names if words[name] or GLUED.search(name)]
+        if not speaking or (len(speaking) == len(names) and not any(words.values())):
+            return {TRAIN: list(names)} if names else {}
+        without = [name for name in names if not words[name]]
+        if silent := [name for name in without if name not in speaking] or without:
+            first = next(name for name in speaking if name not in silent)
+            why = f"{first} names a split, and {_list(silent)} {'do' if len(silent) > 1 else 'does'} not"
+            raise AmbiguousSplitError(source, why, _advice(first, silent[0], [*words[first], TRAIN][0]))
+        splits: dict[str, list[str]] = {}
+        synonyms: dict[str, str] = {}
+        for name in names:
+            chosen = {SPLIT_OF[word] for word in words[name]}
+            if len(chosen) > 1:
+                why = f"the name of {name} has {' and '.join(dict.fromkeys(words[name]))} in it"
+                advice = f"say which it is, as --split train={shlex.quote(name)} or --split val={shlex.quote(name)}"
+                raise AmbiguousSplitError(source, why, advice)
+            (split,), word = chosen, words[name][-1]
+            if synonyms.setdefault(split, word) != word:
+                why = f"holds both {synonyms[split]} ({splits[split][0]}) and {word} ({name}), which mean the same"
+                advice = "say with --split train=PATTERN and --split val=PATTERN what to take; the rest is left out"
+                raise AmbiguousSplitError(source, why, advice)
+            splits.setdefault(split, []).append(name)
+        return {split: splits[split] for split in (TRAIN, VAL, TEST) if split in splits}
+
+    def _divide_by_pattern(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
+        splits: dict[str, list[str]] = {}
+        unused = {pattern for _, pattern in self.patterns}
+        for name in names:
+            hits = [(split, pattern) for split, pattern in self.patterns if matches(name, pattern)]
+            unused -= {pattern for _, pattern in hits}
+            if len({split for split, _ in hits}) > 1:
+                raise SettingError(f"split: {name} in {source} is named by {hits[0][1]!r} and by {hits[1][1]!r}")
+            if hits:
+                splits.setdefault(hits[0][0], []).append(name)
+        if unused:
+            there = f"there is {_list(names)}" if names else "there is nothing that could be divided"
+            raise SettingError(f"split: {min(unused)!r} names nothing in {source}; {there}")
+        return {split: splits[split] for split in (TRAIN, VAL) if split in splits}
+
+    def check_own_name(self, source: Path) -> None:
+        """Raise AmbiguousSplitError for a source called `imagenet-val`, say, if nothing in it speaks of a split.
+
+        `my-test` may be a trial, so words for a test split count only if the name says nothing else.
+        """
+        splits = {SPLIT_OF[word] for word in split_words(source.name)}
+        if splits != {VAL} and not (splits == {TEST} and is_split_name(source.name)):
+            return
+        why = f"is called {source.name}, and nothing in it names a split"
+        advice = "type --split val=. if its images are for validation, or --split train=. if they are for training"
+        raise AmbiguousSplitError(source, why, advice)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a path below the source, its last part or a folder above it; "." names all."""
+    if pattern == ".":
+        return True
+    parts = name.split("/")
+    above = ("/".join(parts[: count + 1]) for count in range(len(parts)))
+    return any(fnmatch.fnmatchcase(text, pattern) for text in (*above, parts[-1]))
+
+
+def _differing(words: list[list[str]]) -> list[list[str]]:
+    """Leave out what all names begin or end with, as in `test-images-train` and `test-images-val`, if more remains."""
+    shortest = min(map(len, words), default=0)
+    if len({tuple(SPLIT_OF[word] for word in of_name) for of_name in words}) < 2 or not shortest:
+        return words
+    first = next((i for i in range(shortest) if len({of_name[i] for of_name in words}) > 1), shortest)
+    cut = [of_name[first:] for of_name in words]
+    shortest = min(map(len, cut))
+    last = next((i for i in range(shortest) if len({of_name[-1 - i] for of_name in cut}) > 1), shortest)
+    cut = [of_name[: len(of_name) - last] for of_name in cut]
+    return cut if all(cut) else words
+
+
+def _pattern(name: str, word: str) -> str:
+    """Return a pattern of names like this one: `*val*` of `imagenet-val-000.tar`."""
+    at = name.lower().rfind(word)
+    return f"*{name[at : at + len(word)]}*" if at >= 0 else name
+
+
+def _advice(speaking: str, silent: str, word: str) -> str:
+    split = SPLIT_OF[word].replace(TEST, VAL)
+    other = VAL if split == TRAIN else TRAIN
+    return (
+        f"if they are {other} type --split {split}={shlex.quote(_pattern(speaking, word))} "
+        f"--split {other}={shlex.quote(silent)} (patterns, any number of them); what no --split names is left out"
+    )
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {format_count(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

@@ -1,0 +1,214 @@
+"""Folders of images as people have them: each is read rightly, or refused with what to type."""
+
+import logging
+
+import pytest
+
+from datapipe.errors import SourceError
+from datapipe.sources import open_source
+
+
+def put(root, *patterns):
+    """Write files; `{a,b}` in a pattern stands for each of the texts, as in a shell."""
+    for pattern in patterns:
+        before, brace, rest = pattern.partition("{")
+        if brace:
+            texts, _, after = rest.partition("}")
+            put(root, *(f"{before}{text}{after}" for text in texts.split(",")))
+        else:
+            (root / pattern).parent.mkdir(parents=True, exist_ok=True)
+            (root / pattern).write_bytes(pattern.encode())
+    return root
+
+
+def labelled(source):
+    """Which files there are of each class, by split."""
+    return {
+        split: [f"{source.classes[label]}: {samples.names[i]}" for i, label in enumerate(samples.labels.tolist())]
+        for split, samples in source.splits.items()
+    }
+
+
+CAT_AND_DOG = ["cat: cat/1", "dog: dog/1"]
+# Layouts that are read: their files, options, and what is read.
+READ = {
+    "class folders": (["{cat,dog}/1.jpg"], [], {"train": CAT_AND_DOG}),
+    "tiny-imagenet's train": (["{n01,n02}/images/1.JPEG", "n01/n01_boxes.txt"], [],
+                              {"train": ["n01: n01/images/1", "n02: n02/images/1"]}),
+    "splits in other cases": (["{Train,Test}/{cat,dog}/1.jpg"], [], {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
+    "splits by other words": (["{training,eval,holdout}/{cat,dog}/1.jpg"], [],
+                              {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
+    "iNaturalist 2021": (["{2021_train,2021_valid}/{cat,dog}/1.jpg"], [], {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
+    "words for kinds of files": (["{train_images,testset}/{cat,dog}/1.jpg"], [],
+                                 {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
+    "a class called train": (["{train,bus}/1.jpg"], [], {"train": ["bus: bus/1", "train: train/1"]}),
+    "classes that speak of a split": (["{train_x,test_tube,a}/1.jpg"], [],
+                                      {"train": ["a: a/1", "test_tube: test_tube/1", "train_x: train_x/1"]}),
+    "class called validation, beside others": (["{cat,dog,validation}/1.jpg"], [],
+                                               {"train": [*CAT_AND_DOG, "validation: validation/1"]}),
+    "a few folders in class folders": (["cat/{1,2,3}.jpg", "cat/more/4.jpg", "dog/1.jpg"], [],
+                                       {"train": [*(f"cat: cat/{i}" for i in (1, 2, 3, "more/4")), "dog: dog/1"]}),
+    "junk of systems": (["{cat,dog}/1.jpg", "__MACOSX/cat/._1.jpg", "@eaDir/cat/1.jpg", "cat/@eaDir/1.jpg/2.jpg",
+                         "cat/@__thumb/1.jpg", ".Trashes/1/1.jpg", "#recycle/cat/1.jpg", "$RECYCLE.BIN/a/1.jpg",
+                         "cat/._1.jpg", "cat/Thumbs.db", "cat/.DS_Store", "dog/.ipynb_checkpoints/1.jpg",
+                         "lost+found/1/1.jpg", "@Recycle/cat/1.jpg"], [], {"train": CAT_AND_DOG}),
+    "split by hand": (["{fold0,fold1,fold2}/{cat,dog}/1.jpg"], ["train=fold[12]", "val=fold0"],
+                      {"train": [f"{c}: fold{i}/{c}/1" for c in ("cat", "dog") for i in (1, 2)],
+                       "val": CAT_AND_DOG}),
+    "below others by hand": (["Data/CLS/{train,val}/{cat,dog}/1.jpg"], ["train=Data/CLS/train", "val=Data/*/val"],
+                             {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
+    "a root that looks wrong, by hand": (["{a,b}/{x,y}/1.jpg"], ["train=."],
+                                         {"train": [f"{c}: {c}/{d}/1" for c in "ab" for d in "xy"]}),
+    "only a test split": (["test/{cat,dog}/1.jpg"], [], {"val": CAT_AND_DOG}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_layout_that_is_read(tmp_path, name):
+    files, splits, expected = READ[name]
+    assert labelled(open_source(put(tmp_path / "raw", *files), splits=splits)) == expected
+
+
+# Layouts that are refused: their files, and what is said.
+REFUSED = {
+    # Too high.
+    "ImageNet from Kaggle": (["ILSVRC/Data/CLS-LOC/{train,val}/{n01,n02}/1.JPEG", "ILSVRC/Annotations/1.xml"],
+                             "CLS-LOC/train names a split.* are in /.*/raw/ILSVRC/Data/CLS-LOC, give that"),
+    "a folder around all": (["wrapper/{cat,dog}/1.jpg"], "would be the only class; .* are in /.*/raw/wrapper, give"),
+    "two folders around all": (["a/b/{cat,dog}/1.jpg", "readme.md"], "a would be the only class.*/raw/a/b, give that"),
+    "a wrapper, and junk of macOS": (["wrapper/{cat,dog}/1.jpg", "__MACOSX/wrapper/cat/._1.jpg"], "the only class"),
+    "a wrapper, and a folder without images": (["wrapper/{cat,dog}/1.jpg", "docs/1.txt"], "wrapper would be the only"),
+    "tiny-imagenet in a folder": (["tiny-imagenet-200/{train,val}/{n01,n02}/images/1.JPEG"],
+                                  "names a split.*/raw/tiny-imagenet-200, give that"),
+    "class first": (["{cat,dog}/{train,val}/1.jpg"], "cat/train names a split, below what would be a class"),
+    "class first, and most images beside": (["{cat,dog}/{1,2,3,4}.jpg", "dog/Test/1.jpg"], "dog/Test names a split"),
+    "k folds": (["{fold_0,fold_1}/{cat,dog}/1.jpg"], "fold_0/cat, fold_0/dog would be one class, fold_0"),
+    "k folds of splits": (["{0,1}/{train,val}/{cat,dog}/1.jpg"], "0/train names a split"),
+    "domains": (["{photo,sketch}/{cat,dog}/1.jpg"], "photo/cat, photo/dog would be one class, photo"),
+    "iNaturalist 2018": (["{Aves,Fungi}/{11,12}/1.jpg"], "Aves/11, Aves/12 would be one class, Aves"),
+    "Places365": (["data_256/{a,b}/{airfield,alley}/1.jpg"], "data_256 would be the only class"),
+    "Places365's letters": (["a/{airfield,alley}/1.jpg", "b/{bakery,bar}/indoor/1.jpg"],
+                            "a/airfield, a/alley would be one class, a"),
+    "images and masks": (["{cat,dog}/{images,masks}/1.png"], "cat/images, cat/masks would be one class"),
+    "a folder around all, with an image": (["wrapper/{cat,dog}/{1,2}.jpg", "wrapper/cover.jpg"],
+                                           "wrapper/cat, wrapper/dog would be one class, wrapper"),
+    # Too low.
+    "a class folder": (["1.jpg", "2.jpg"], r"holds no class folders; if it is a class folder itself, give /"),
+    "tiny-imagenet's val": (["images/val_{0,1}.JPEG", "val_annotations.txt"], "images would be a class"),
+    "Oxford pets": (["images/{a,b}_1.jpg", "annotations/trimaps/a_1.png"], "images would be a class"),
+    "Pascal VOC": (["JPEGImages/{1,2,3}.jpg", "SegmentationClass/1.png"], "JPEGImages would be a class"),
+    "Oxford flowers": (["jpg/image_0000{1,2}.jpg", "imagelabels.mat"], "jpg would be a class"),
+    "flat splits": (["{train,test}/{1,2}.jpg"], "lies beside the class folders, not in one"),
+    "ImageNet with a flat val": (["train/{n01,n02}/1.JPEG", "val/ILSVRC2012_val_00000001.JPEG"], "lies beside the"),
+    # Splits.
+    "an unknown word": (["{train,validierung}/{cat,dog}/1.jpg"], "train names a split, and validierung does not"),
+    "a known word that is not train": (["{images,validation}/{cat,dog}/1.jpg"], "validation names a split, and im"),
+    "extra images": (["{train,test,extra}/{cat,dog}/1.jpg"], "and extra does not: if they are"),
+    "COCO": (["{train2017,val2017}/1.jpg", "annotations/1.json"], "names a split, and annotations does not"),
+    "a small train split": (["{train,train_mini,val}/{cat,dog}/1.jpg"], "holds 2 folders for train: train, train_mini"),
+    "synonyms": (["{train,val,validation}/{cat,dog}/1.jpg"], "holds both val .* and validation"),
+    "train and val in one name": (["train_val2018/{Aves,Fungi}/1.jpg"], "has train and val in it"),
+    "CycleGAN": (["{trainA,trainB,testA,testB}/1.jpg"], "holds 2 folders for train: trainA, trainB"),
+    "a split without a class's folder": (["train/{cat,dog}/1.jpg", "val/{cat,cow}/1.jpg"], "does not have: cow"),
+    "a split without a class's images": (["train/cat/1.jpg", "train/dog/1.txt", "val/{cat,dog}/1.jpg"],
+                                         "1 class of val has no images in train: dog"),
+    "an empty split": (["train/{cat,dog}/1.jpg", "val/{cat,dog}/1.webp"], "split val holds no images"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layout_that_is_refused(tmp_path, name):
+    files, message = REFUSED[name]
+    with pytest.raises(SourceError, match=message):
+        open_source(put(tmp_path / "raw", *files))
+
+
+@pytest.mark.parametrize("name", ["val", "imagenet-val", "test"])
+def test_class_folders_in_a_folder_that_is_called_as_a_split(tmp_path, name):
+    root = put(tmp_path / name, "{cat,dog}/1.jpg")
+    with pytest.raises(SourceError, match=r"nothing in it names a split: type --split val=\. if"):
+        open_source(root)
+    for split in ("train", "val"):
+        assert labelled(open_source(root, splits=[f"{split}=."])) == {split: CAT_AND_DOG}
+
+
+LEFT_OUT = [
+    (["cat/1.webp"], r"1 entry \(not named .jpg, .jpeg, .png\): /.*/cat/1.webp"),
+    (["cat/{1,2}.txt", "dog/1.csv"], r"3 entries \(not named .*\), the first: /.*/cat/1.txt"),
+    (
+        ["cat/._1.jpg", "@eaDir/1.jpg", "dog/@eaDir/1.jpg"],
+        r"3 entries \(hidden, or a system's\), the first: /.*/@eaDir",
+    ),
+    (["labels.csv", "old.zip"], r"2 entries \(beside the class folders\), the first: /.*/labels.csv"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), LEFT_OUT)
+def test_what_is_left_out_is_counted_and_named(tmp_path, caplog, files, message):
+    root = put(tmp_path / "raw", "{cat,dog}/1.jpg", *files)
+    assert labelled(open_source(root)) == {"train": CAT_AND_DOG}
+    line = next(record.getMessage() for record in caplog.records if "left out" in record.msg)
+    with pytest.raises(SourceError, match=f"--strict: something of it would be left out: {message}$"):
+        open_source(root, strict=True)
+    assert line == f"{root}: left out {line.partition('left out ')[2]}" and "left out" in line
+
+
+def test_what_lies_beside_splits_is_counted(tmp_path, caplog):
+    open_source(put(tmp_path / "raw", "{train,val,test}/{cat,dog}/1.jpg", "cover.jpg", "LOC_val.csv"))
+    assert "left out 2 entries (beside the folders of splits), the first:" in caplog.text
+    assert "left out 1 entry (of a test split, and val is taken for val): test" in caplog.text
+
+
+def test_names_of_files_reach_no_terminal_raw(tmp_path, caplog):
+    open_source(put(tmp_path / "raw", "cat/1.jpg", "cat/\x1b[2J.txt"))
+    assert r"\x1b[2J.txt" in caplog.text and "\x1b" not in caplog.text
+
+
+def test_links_within_the_source_are_followed(tmp_path, caplog):
+    root = put(tmp_path / "raw", ".pool/{2,3}.jpg", "cat/1.jpg", "dog/{3,4,5}.jpg", "dog/1.jpg", "dog/deep/2.jpg")
+    (root / "cat" / "day1").symlink_to("../.pool")
+    (root / "cat" / "one").symlink_to("day1")
+    assert labelled(open_source(root))["train"] == [
+        *(f"cat: cat/{name}" for name in ("1", "day1/2", "day1/3", "one/2", "one/3")),
+        *(f"dog: dog/{name}" for name in ("1", "3", "4", "5", "deep/2")),
+    ]  # fmt: skip
+    for place, target in (("dog/deep/up", ".."), ("dog/deep/here", "."), ("dog/all", "../../raw")):
+        (root / place).symlink_to(target)
+    assert len(open_source(root).splits["train"]) == 10
+    assert "left out 3 entries (a link to a folder that it lies in), the first:" in caplog.text
+    (root / "cat" / "out").symlink_to(tmp_path)
+    with pytest.raises(SourceError, match="cat: is a link that leads out of the source"):
+        open_source(root)
+
+
+@pytest.mark.parametrize("num_days", [1, 2])
+def test_a_class_of_links_alone(tmp_path, caplog, num_days):
+    root = put(tmp_path / "raw", "{cat,dog}/1.jpg", ".pool/{2,3,4}.jpg", ".more/5.jpg")
+    for target in ("pool", "more")[:num_days]:
+        (root / "cat" / target).symlink_to(f"../.{target}")
+    assert len(open_source(root).splits["train"]) == (5 if num_days == 1 else 6)
+    assert ("cat/more, cat/pool would be one class, cat" in caplog.text) == (num_days == 2)
+
+
+def test_class_folders_that_are_numbers(tmp_path, caplog):
+    root = put(tmp_path / "raw", "{0,1,2,3,4,5,6,7,8,9,10}/1.jpg")
+    source = open_source(root)
+    assert source.classes[:4] == ["0", "1", "10", "2"] and "the order of their texts: 10 has label 2" in caplog.text
+    caplog.clear()
+    assert open_source(root, labels="names").classes == source.classes
+    by_number = open_source(root, labels="numbers")
+    assert by_number.classes == [str(i) for i in range(11)] and not caplog.records
+    assert labelled(by_number)["train"] == [f"{i}: {i}/1" for i in range(11)]
+    assert by_number.splits["train"].labels.tolist() == [*range(11)]
+    put(root, "cat/1.jpg")
+    with pytest.raises(SourceError, match="not whole numbers: cat"):
+        open_source(root, labels="numbers")
+    padded = open_source(put(tmp_path / "padded", "{08,09,10}/1.jpg"))
+    assert padded.classes == ["08", "09", "10"] and not caplog.records
+
+
+def test_classes_without_images_are_counted(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    open_source(put(tmp_path / "raw", "train/{a,b,c,d}/1.jpg", "train/{e,f}/1.txt", "val/a/1.jpg"))
+    assert "2 classes of 6 have no images in train: e, f" in caplog.text
+    assert "5 classes of 6 have no images in val, which is most of them: b, c, d, e, f" in caplog.text

@@ -1,0 +1,153 @@
+"""Which split a name speaks of, and how the parts of a data set are divided."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from datapipe.errors import SettingError
+from datapipe.splits import AmbiguousSplitError, SplitRule, is_split_name, split_words
+
+SOURCE = Path("/raw/data")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *[(word, [word]) for word in ("train", "training", "trn", "val", "valid", "validation", "eval", "evaluation")],
+        *[(word, [word]) for word in ("dev", "test", "testing", "tst", "holdout", "minival")],
+        *[("Train", ["train"]), ("VALIDATION", ["validation"]), ("tEsT", ["test"])],
+        *[("train2017", ["train"]), ("2021_valid", ["valid"]), ("val_256", ["val"]), ("train-0000-of-0294", ["train"])],
+        *[("ILSVRC2012_img_val.tar", ["val"]), ("t10k-images-idx3-ubyte.gz", ["test"]), ("Hold-Out", ["holdout"])],
+        *[("trainset", ["train"]), ("testImages", ["test"]), ("MyTrainImages", ["train"]), ("TestingSet", ["testing"])],
+        *[("trainA", ["train"]), ("held_out_3", ["holdout"]), ("emnist-letters-test-images-idx3-ubyte", ["test"])],
+        *[("trainval", ["train", "val"]), ("train_val2018", ["train", "val"]), ("test/val.tar", ["test", "val"])],
+        *[(name, []) for name in ("latest-000001.tar", "trained.tar", "contest", "000001.tar", "retrain", "valley")],
+        *[(name, []) for name in ("device", "devkit", "interval", "Evaluator", "strain", "attest", "festival", "")],
+    ],
+)  # fmt: skip
+def test_words_of_a_name(name, words):
+    assert split_words(name) == words
+
+
+@pytest.mark.parametrize(
+    "name", ["val", "Train2017", "test_images", "2021_valid", "train-data", "ValSet", "train_val2018"]
+)
+def test_names_that_say_nothing_else(name):
+    assert is_split_name(name)
+
+
+@pytest.mark.parametrize("name", ["bullet_train", "test_tube", "imagenet-val", "trainA", "cat", "latest", "train_mini"])
+def test_names_that_say_more(name):
+    assert not is_split_name(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], {}),
+        (["0.tar", "1.tar"], {"train": 2}),
+        (["shard-{000..009}.tar"], {"train": 1}),
+        (["train-0.tar", "train-1.tar", "val-0.tar"], {"train": 2, "val": 1}),
+        (["Training/0.tar", "Validation/0.tar", "Testing/0.tar"], {"train": 1, "val": 1, "test": 1}),
+        (["x_dev.csv", "x_train.csv"], {"train": 1, "val": 1}),
+        (["imagenet-holdout-0.tar", "imagenet-train-0.tar"], {"train": 1, "test": 1}),
+        (["eval-0.tar"], {"val": 1}),
+        (["t10k-images-idx3-ubyte", "train-images-idx3-ubyte"], {"train": 1, "test": 1}),
+        # Of several words the one that differs.
+        (["test-images-train-0.tar", "test-images-val-0.tar"], {"train": 1, "val": 1}),
+        (["my_test/train.csv", "my_test/val.csv"], {"train": 1, "val": 1}),
+        (["train/eval-run-0.tar", "val/eval-run-0.tar"], {"train": 1, "val": 1}),
+        (["train/train-0.tar", "val/val-0.tar"], {"train": 1, "val": 1}),
+        (["imagenettrain-0.tar", "imagenettrain-1.tar"], {"train": 2}),
+    ],
+)
+def test_parts_are_divided(names, expected):
+    divided = SplitRule().divide(names, SOURCE)
+    assert {split: len(of_split) for split, of_split in divided.items()} == expected
+    assert sorted(name for of_split in divided.values() for name in of_split) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.tar", "val-0.tar"], "val-0.tar names a split, and a.tar does not: if they are train type"),
+        (["extra.tar", "more.tar", "train.tar"], "train.tar names a split, and extra.tar, more.tar do not: if they"),
+        (["train-0.tar", "validierung-0.tar"], "and validierung-0.tar does not"),
+        (["imagenettrain-0.tar", "imagenetval-0.tar"], "imagenettrain-0.tar names a split, and imagenetval-0"),
+        (["imagenettrain-0.tar", "val-0.tar"], "val-0.tar names a split, and imagenettrain-0.tar does not"),
+        (["trainval.csv", "val.csv"], "the name of trainval.csv has train and val in it"),
+        (["trainval-0.tar"], "has train and val in it: say which it is, as --split train=trainval-0.tar or"),
+        (["train-test-0.tar", "val-0.tar"], "the name of train-test-0.tar has train and test in it"),
+        (["test/val.tar", "train/a.tar"], "the name of test/val.tar has test and val in it"),
+        (["train.csv", "training.csv"], "holds both train .* and training .*, which mean the same"),
+        (["train.csv", "val.csv", "validation.csv"], "both val .* and validation"),
+        (["dev.csv", "eval.csv", "train.csv"], "both dev .* and eval"),
+    ],
+)  # fmt: skip
+def test_what_can_be_read_in_two_ways_is_refused(names, message):
+    for order in (names, names[::-1]):
+        with pytest.raises(AmbiguousSplitError, match="/raw/data: "):
+            SplitRule().divide(order, SOURCE)
+    with pytest.raises(AmbiguousSplitError, match=message):
+        SplitRule().divide(names, SOURCE)
+
+
+def test_what_a_refusal_says_to_type_divides():
+    """The command of the message, taken as it stands, is understood, and divides as it says."""
+    names = ["holdout-0.tar", "it's.tar", "plain.tar"]
+    with pytest.raises(AmbiguousSplitError) as caught:
+        SplitRule().divide(names, SOURCE)
+    words = shlex.split(str(caught.value).partition(" type ")[2].partition(" (")[0])
+    assert words == ["--split", "val=*holdout*", "--split", "train=it's.tar"]
+    divided = SplitRule.parse([*words[1::2], "train=plain.tar"]).divide(names, SOURCE)
+    assert divided == {"train": ["it's.tar", "plain.tar"], "val": ["holdout-0.tar"]}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["train=*.tar"], {"train": ["a/0.tar", "a/1.tar", "b/val-0.tar"]}),
+        (["train=."], {"train": ["a/0.tar", "a/1.tar", "b/val-0.tar"]}),
+        (["train=a"], {"train": ["a/0.tar", "a/1.tar"]}),
+        (["train=a/", "val=./b"], {"train": ["a/0.tar", "a/1.tar"], "val": ["b/val-0.tar"]}),
+        (["val=a/1.tar", "train=a/0.tar"], {"train": ["a/0.tar"], "val": ["a/1.tar"]}),
+        (["val=[01].tar"], {"val": ["a/0.tar", "a/1.tar"]}),
+    ],
+)
+def test_patterns_divide_whatever_names_say(patterns, expected):
+    assert SplitRule.parse(patterns).divide(["a/0.tar", "a/1.tar", "b/val-0.tar"], SOURCE) == expected
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["train=a.tar", "val=*.tar"], "split: a.tar in /raw/data is named by 'a.tar' and by '\\*.tar'"),
+        (["train=c.tar"], "split: 'c.tar' names nothing in /raw/data; there is a.tar, b.tar"),
+        (["train=a.tar", "val=A.tar"], "'A.tar' names nothing"),
+    ],
+)
+def test_patterns_that_do_not_fit(patterns, message):
+    with pytest.raises(SettingError, match=message):
+        SplitRule.parse(patterns).divide(["a.tar", "b.tar"], SOURCE)
+
+
+@pytest.mark.parametrize("text", ["train", "test=x", "Train=x", "=x", "train=", "", 3, "training=x"])
+def test_what_is_no_pattern(text):
+    with pytest.raises(SettingError, match=r"split: .* is not train=PATTERN or val=PATTERN"):
+        SplitRule.parse([text])
+
+
+@pytest.mark.parametrize(
+    "name", ["val", "Validation", "imagenet-val", "2021_valid", "test", "val2017", "dev", "my-eval-set"]
+)
+def test_a_source_that_is_called_as_a_split_needs_to_be_told(name):
+    with pytest.raises(AmbiguousSplitError, match=f"is called {name}, and nothing in it .* --split val=. if"):
+        SplitRule().check_own_name(Path("/raw") / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "imagenet", "imagenet-train", "my-test", "test_of_val0", "contest", "valley"]
+)
+def test_other_sources_are_training_images(name):
+    SplitRule().check_own_name(Path("/raw") / name)
