@@ -31,21 +31,11 @@ UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zlib.error,
 PROBED = 4  # items that are timed, to find out whether the filesystem has a high latency
 AT_ONCE = 32  # requests at a time to a filesystem that has
 # Kinds in /proc/mounts that are shared over a network, and slow at opening files.
-NETWORK_FILESYSTEMS = (
-    "lustre",
-    "gpfs",
-    "nfs",
-    "nfs4",
-    "beegfs",
-    "ceph",
-    "wekafs",
-    "panfs",
-    "cifs",
-    "smb3",
-    "9p",
-    "glusterfs",
-)
-_warned: set[Path] = set()  # folders that cannot be locked, for which a warning has been logged
+NETWORK_FILESYSTEMS: tuple[str, ...] = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs")
+NETWORK_FILESYSTEMS += ("smb3", "9p", "glusterfs")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_warned: set[Path] = set()  # what cannot be locked or read, for which a warning has been logged
+_locks: set[int] = set()  # descriptors of this process's locks
 BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
 
 
@@ -95,7 +85,7 @@ def atomic_write(path: Path, alone: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def locked(folder: Path, wait: bool, shared: bool = False, may_vanish: bool = False) -> Iterator[bool]:
-    """Lock a folder. The kernel unlocks it when the process ends, in whatever way.
+    """Lock a folder. The kernel unlocks it when the process ends, in whatever way; its children do not keep it.
 
     Args:
         folder: must exist.
@@ -110,7 +100,7 @@ def locked(folder: Path, wait: bool, shared: bool = False, may_vanish: bool = Fa
         BlockingIOError: another process has locked it, and `wait` is False.
         FileNotFoundError: it was removed, and `may_vanish`.
     """
-    fd, is_locked = os.open(folder, os.O_RDONLY), True
+    fd, is_locked = open_lock(folder, os.O_RDONLY), True
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
@@ -129,7 +119,30 @@ def locked(folder: Path, wait: bool, shared: bool = False, may_vanish: bool = Fa
             raise FileNotFoundError(errno.ENOENT, "was removed, and made again, meanwhile", str(folder))
         yield is_locked
     finally:
+        close_lock(fd)
+
+
+def open_lock(path: Path, flags: int) -> int:
+    """Open what is to be locked. No child that is forked gets it: a lock lasts until all have closed its file."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    _locks.add(fd)
+    return fd
+
+
+def close_lock(fd: int) -> None:
+    """Close what `open_lock` has opened; in a child that was forked meanwhile, it is closed already."""
+    if fd in _locks:
+        _locks.remove(fd)
         os.close(fd)
+
+
+def _close_locks() -> None:
+    for fd in list(_locks):
+        with suppress(OSError):
+            close_lock(fd)
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def lock_holder(path: Path, shared: bool = False) -> str:
@@ -157,8 +170,17 @@ def lock_holders(path: Path, shared: bool = False) -> list[int]:
 
 
 def boot_id() -> str:
-    """Return what tells this host's present life from its earlier ones, and from other hosts' (random(4))."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Return what tells this host's present life from its earlier ones, and from other hosts' (random(4)).
+
+    "" where the system does not show it, as in a container whose /proc has process numbers alone.
+    """
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError as error:
+        if BOOT_ID not in _warned:
+            _warned.add(BOOT_ID)
+            logger.warning("%s: hosts are told apart by their names alone", error)
+        return ""
 
 
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from . import clock
 from .errors import DatapipeError
 
 Item = TypeVar("Item")
@@ -62,14 +63,14 @@ def work_on_files(
     answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
     for number in range(len(items)):
         upcoming.put(number)
-    doing: dict[int, tuple[float, Path]] = {}  # by thread: when it last moved, and the file it is at
+    doing: dict[int, tuple[float, Path]] = {}  # by thread: when it last moved (`clock`), and the file it is at
     ending = threading.Event()
 
     def run(thread: int) -> None:
         def moved(path: Path | None = None) -> None:
             if ending.is_set():
                 raise _Ended
-            doing[thread] = time.monotonic(), path or doing[thread][1]
+            doing[thread] = clock.now(), path or doing[thread][1]
 
         while not ending.is_set():
             try:
@@ -139,9 +140,9 @@ def apart(function: Callable[[], Result]) -> Result:
 
 def _answer(answers: queue.SimpleQueue[Done], doing: dict[int, tuple[float, Path]], limit_s: float) -> Done:
     """Wait for the next answer of a thread. Raises DatapipeError."""
-    warned = time.monotonic()
+    warned = clock.now()
     while True:
-        now = time.monotonic()
+        now = clock.now()
         for since, path in list(doing.values()):
             if now - since > limit_s:
                 message = f"a read or write has not been answered for {now - since:.0f} s (timeout_s={limit_s:g})"

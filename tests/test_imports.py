@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 # brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
 GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams", "checks"}
 GROUND |= {"splits"}
+GROUND |= {"clock", "process_id"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
     "errors": "",
@@ -32,6 +33,8 @@ DATAPIPE = {
     "cluster": "errors",
     "console": "errors",
     "streams": "errors",
+    "clock": "",
+    "process_id": "fsio",
     "checks": "errors",
     "splits": "console errors",
     # 1
@@ -56,7 +59,7 @@ DATAPIPE = {
 }
 RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loading", "local_checkpoints"]
 RUNNING += ["loop", "objective", "precise_bn", "precision", "profile", "record", "recovery", "rehearsal", "resume"]
-RUNNING += ["run", "state", "stop", "watch"]
+RUNNING += ["owner", "run", "state", "stop", "watch"]
 BELOW = (
     "errors config ema host_memory kfac losses mixing models optim reporting time_limit "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ class Child(Protocol):
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
     def communicate(self, *, timeout: float | None) -> tuple[str, str]: ...
+    def send_signal(self, number: int) -> None: ...
 
 
 def limit_s(seconds: float = LIMIT_S) -> float:
@@ -74,3 +76,13 @@ def read_until(text: str, pipe: TextIO, child: Child) -> str:
         child.kill()  # which ends the reader, too
         raise AssertionError(f"{text!r} was not printed in time: {lines}")
     raise AssertionError(f"{text!r} was not printed: {lines}, {child.communicate(timeout=limit_s())}")
+
+
+def suspend(children: Iterable[Child], seconds: float) -> None:
+    """Stop processes for some time and continue them, as a scheduler does with a job."""
+    children, end = [*children], time.monotonic() + seconds
+    for child in children:
+        child.send_signal(signal.SIGSTOP)
+    wait_until(lambda: time.monotonic() > end)
+    for child in children:
+        child.send_signal(signal.SIGCONT)

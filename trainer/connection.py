@@ -22,6 +22,7 @@ import torch.distributed as dist
 # down, where a thread that frees a tensor aborts a process that has finished its work.
 import torch.distributed.nn
 
+from datapipe import clock
 from datapipe.cluster import Placement, rank_placement
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.loaders.device import explain_unseen_gpus
@@ -36,8 +37,7 @@ from .watch import RANK_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-# Longer than a checkpoint takes on a loaded filesystem; the watch notices sooner that a rank does nothing.
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)  # for torch to connect the ranks
 START_S = 300.0  # how long to wait for the other ranks at the start
 REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -212,6 +212,7 @@ def _meet(crew: Crew, place: Placement, device: str) -> World:
         dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
+    dist.distributed_c10d._set_pg_timeout(clock.OUTLASTS_ALL)  # from here on, the watch ends what hangs
     cores = share_cores(crew.gather_from_local_ranks("cores", sorted(os.sched_getaffinity(0))), local_rank)
     return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts), *cores)
 

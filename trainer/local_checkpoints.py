@@ -7,12 +7,12 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datapipe import clock
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder, named
 
@@ -156,13 +156,13 @@ class LocalCheckpoints:
                 if not names:
                     self._thread = None
                     return
-            began = time.monotonic()
+            began = clock.now()
             try:
                 self._copy(names)
                 error = None
             except Exception as failure:  # whatever it is, the run has no newer checkpoint
                 error = failure if isinstance(failure, OSError) else OSError(f"{type(failure).__name__}: {failure}")
-            self.longest_copy_s = max(self.longest_copy_s, time.monotonic() - began)
+            self.longest_copy_s = max(self.longest_copy_s, clock.now() - began)
             with self._lock:
                 self._error, self._failed = error, names if error else set()
 

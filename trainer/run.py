@@ -16,7 +16,7 @@ import torch
 from datapipe.checks import check_apart
 from datapipe.cluster import rank_placement
 from datapipe.errors import SettingError
-from datapipe.fsio import locked, make_folder
+from datapipe.fsio import make_folder
 from datapipe.staging import StageOptions, stage
 
 from .checkpoint import NAME as CHECKPOINT
@@ -31,6 +31,7 @@ from .job import Job, open_job
 from .local_checkpoints import local_folder, open_local
 from .loop import train
 from .optim.schedules import OneCycleSchedule
+from .owner import own
 from .precision import choose_precision
 from .record import describe_ranks, write_end, write_report, write_start
 from .rehearsal import rehearse
@@ -194,13 +195,13 @@ def _read_end(out: Path, status: str, recipe: Recipe) -> dict[str, Any] | None:
 def _open_run(recipe: Recipe, out: Path, options: RunOptions, world: World, stack: ExitStack) -> dict[str, Any] | None:
     """Return the checkpoint to continue from, None to begin. Only the first rank reads it: folders may lag on others.
 
-    Locks `out` until `stack` closes, and before the checkpoint is read: it might be outdated by the time the data set
+    Owns `out` until `stack` closes, and before the checkpoint is read: it might be outdated by the time the data set
     is open.
     """
     checkpoint = None
     with together(world):
         if world.is_main:
-            _lock(out, stack)
+            _take(out, world, stack)
             begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
             if begun and not options.resume:
                 raise SettingError(f"--out {out}: holds a run; use --resume to continue it, or another folder")
@@ -211,18 +212,15 @@ def _open_run(recipe: Recipe, out: Path, options: RunOptions, world: World, stac
     return broadcast(world, checkpoint)
 
 
-def _lock(out: Path, stack: ExitStack) -> None:
-    """Make the folder of the run and lock it. If it is new and still empty when `stack` closes, it is removed."""
+def _take(out: Path, world: World, stack: ExitStack) -> None:
+    """Make the folder of the run and own it. If it is new and still empty when `stack` closes, it is removed."""
     if out.exists() and not out.is_dir():
         raise SettingError(f"--out {out}: is a file; it must be a folder, or not exist yet")
     is_new = not out.exists()
     make_folder(out)
-    try:
-        stack.enter_context(locked(out, wait=False))
-    except BlockingIOError as error:
-        raise SettingError(f"--out {out}: another process trains there; use another folder") from error
     if is_new:
         stack.callback(_remove_if_empty, out)
+    stack.enter_context(own(out, rank_placement(os.environ).job, world.watch.end))
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from datapipe import clock
 from datapipe.errors import SettingError
 
 from .distributed import World
@@ -153,7 +154,7 @@ class StopSignal:
         return "time" if self.number == TIME_IS_OVER else signal.Signals(self.number).name
 
     def _look_at_clock(self) -> None:
-        now = time.monotonic()
+        now = clock.now()
         if self._called_at:
             self._longest_s = max(self._longest_s, now - self._called_at)
         self._called_at = now

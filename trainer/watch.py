@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
+from datapipe import clock
 from datapipe.staging.crew import BEAT_S, Crew
 from datapipe.staging.store import CrewError
 
@@ -43,7 +44,7 @@ class Watch:
     """What this rank is doing; and, while it runs, whether all ranks do something."""
 
     def __init__(self) -> None:
-        self._doing: tuple[int, str, bool, float] = 0, "starting", True, time.monotonic()
+        self._doing: tuple[int, str, bool, float] = 0, "starting", True, clock.now()
         self._section, self._spent_s = -1, [0.0] * len(SECTIONS)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -61,7 +62,7 @@ class Watch:
             section: of SECTIONS, where it needs no other rank; -1: it may wait for others.
         """
         number, _, was_long, since = self._doing
-        now = time.monotonic()
+        now = clock.now()
         if self._section >= 0 and not was_long:
             self._spent_s[self._section] += now - since
         self._doing, self._section = (number + 1, what, is_long, now), section
@@ -86,12 +87,12 @@ class Watch:
             timeout_s: How long one may do nothing, in seconds.
         """
         self._crew, self._rank, self._world_size, self._timeout_s = crew, rank, world_size, timeout_s
-        self._heard_all = time.monotonic()  # when all ranks last seemed to live
+        self._heard_all = clock.now()  # when all ranks last seemed to live
         self._changed: dict[int, tuple[Any, float]] = {}  # by rank: the last beat, and when it came
         self._blamed: list[int] = []
         self._left: dict[int, float] = {}  # by rank: when it was seen that it had left
-        self._compared: tuple[float, dict[int, list[float]]] = time.monotonic(), {}
-        self._said, self._patience_s = time.monotonic(), min(SAY_S, timeout_s / 2)
+        self._compared: tuple[float, dict[int, list[float]]] = clock.now(), {}
+        self._said, self._patience_s = clock.now(), min(SAY_S, timeout_s / 2)
         crew.describe = self._describe
         self._thread = threading.Thread(target=self._run, name="trainer-watch", daemon=True)
         self._thread.start()
@@ -104,9 +105,9 @@ class Watch:
 
     def find_silent(self) -> str:
         """Return in words which rank has said nothing for long; "" where none has."""
-        if self._crew is None or time.monotonic() - self._heard_all < SILENT_S:
+        if self._crew is None or clock.now() - self._heard_all < SILENT_S:
             return ""
-        now = time.monotonic()
+        now = clock.now()
         silent = [rank for rank, (_, changed) in [*self._changed.items()] if now - changed > SILENT_S] or [0]
         return f"{self._crew.names(silent[:NAMED])} has given no sign of life for {now - self._heard_all:.0f} s"
 
@@ -127,7 +128,7 @@ class Watch:
 
     def _describe(self) -> list[Any]:
         number, what, is_long, since = self._doing
-        return [number, what, is_long, time.monotonic() - since, [*self._spent_s]]
+        return [number, what, is_long, clock.now() - since, [*self._spent_s]]
 
     def _run(self) -> None:
         assert self._crew is not None
@@ -146,7 +147,7 @@ class Watch:
         `_blamed` are then the ranks at fault.
         """
         ranks = [rank for rank in (range(self._world_size) if self._rank == 0 else (0,)) if rank != self._rank]
-        now = time.monotonic()
+        now = clock.now()
         for rank, beat in crew.read_beats(ranks).items():
             if rank not in self._changed or self._changed[rank][0] != beat:
                 self._changed[rank] = beat, now
@@ -169,7 +170,7 @@ class Watch:
         doing = {rank: self._changed[rank][0][1] for rank in ranks if self._changed[rank][0]} | {0: self._describe()}
         if any(beat is None for beat in doing.values()):
             return ""
-        if time.monotonic() - self._compared[0] > COMPARE_S and not any(beat[2] for beat in doing.values()):
+        if clock.now() - self._compared[0] > COMPARE_S and not any(beat[2] for beat in doing.values()):
             self._compare_speed(crew, {rank: beat[4] for rank, beat in doing.items()})
         last = min(doing.values())[0]  # the others wait for those that are behind
         behind = [rank for rank, beat in doing.items() if beat[0] == last]
@@ -185,7 +186,7 @@ class Watch:
     def _compare_speed(self, crew: Crew, spent_s: dict[int, list[float]]) -> None:
         """Log which rank is slower than most, and at what. `spent_s`: by rank, the seconds in each of SECTIONS."""
         begun, before = self._compared
-        self._compared = time.monotonic(), spent_s
+        self._compared = clock.now(), spent_s
         if before.keys() != spent_s.keys():
             return
         took_s = {
@@ -206,8 +207,8 @@ class Watch:
         if seconds > limit_s:
             times = f"{LONG_FACTOR} times " if limit_s > self._timeout_s else ""
             return f"{message} ({times}--rank-timeout {self._timeout_s:g})"
-        if time.monotonic() - self._said > self._patience_s:
-            self._said = time.monotonic()
+        if clock.now() - self._said > self._patience_s:
+            self._said = clock.now()
             logger.warning("waiting: %s", message)
         return ""
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from .. import clock
 from ..errors import StagingError
 from ..fsio import open_plain
 
@@ -76,12 +77,12 @@ class BlockSlots:
             if self.is_writable:
                 for slot in np.flatnonzero(self._tags["block"] == BUSY).tolist():
                     _write_tag(tags, slot, FREE)
-        deadline = time.monotonic() + MOMENT_S
+        deadline = clock.now() + MOMENT_S
         while True:  # until another process has freed its own; some filesystems have no locks
             try:
                 fcntl.flock(slots.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() < deadline:
+                if clock.now() < deadline:
                     time.sleep(MOMENT_S / 20)
                     continue
             except OSError:

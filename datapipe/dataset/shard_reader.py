@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import clock
 from ..checks import check_name, checked_int
 from ..errors import ShardReadError
 from ..names import IOS, Io
@@ -28,7 +29,7 @@ SPARE_FILES = 256  # descriptors for everything else
 class Read(NamedTuple):
     """A read that is under way."""
 
-    since: float  # time.monotonic()
+    since: float  # clock.now()
     path: Path
     offset: int
     problem: str  # why it is about to be repeated; empty while it has not failed
@@ -77,7 +78,7 @@ class ShardReader:
         Raises:
             ShardReadError: the bytes cannot be read; names path and offset.
         """
-        thread, since, under_way, opened = threading.get_ident(), time.monotonic(), self._under_way, self._shards[shard]
+        thread, since, under_way, opened = threading.get_ident(), clock.now(), self._under_way, self._shards[shard]
         under_way[thread] = since, shard, offset, ""
         failed = 0
         try:

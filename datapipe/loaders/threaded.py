@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from .. import clock
 from ..dataset import DataSet
 from ..dataset.shard_files import room_for
 from ..dataset.shard_reader import SLACK
@@ -149,7 +150,7 @@ class ThreadedLoader(PrefetchLoader[SlotsT]):
         place: Place = {"path": read.path.parent, "shard": read.path.name}
         if read.problem:
             return place, f"; {read.problem}; it is being tried again"
-        return place, f"; a read at {read.offset} has not answered for {time.monotonic() - read.since:.0f} s"
+        return place, f"; a read at {read.offset} has not answered for {clock.now() - read.since:.0f} s"
 
     def _interrupt(self) -> None:
         self.data_set.reader.close()

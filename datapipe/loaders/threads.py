@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from .. import clock
 from ..errors import DatapipeError
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.5  # for what a thread is doing when it is to end
+LOOK_S = 1.0  # how often to see whether the time is over: if the process is stopped meanwhile, that is late
 TELL_S = 10.0  # how often it is reported what somebody waits for
 
 R = TypeVar("R")
@@ -38,15 +40,18 @@ def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], 
     Raises:
         Exception: What the future's task or `report` has raised.
     """
-    began = time.monotonic()
+    began = told = clock.now()
     while True:
-        left = began + limit_s - time.monotonic()
+        left = began + limit_s - clock.now()
         try:
-            return future.result(max(0.0, min(TELL_S, left)))
+            return future.result(max(0.0, min(LOOK_S, TELL_S, left)))
         except NotYet:
             if future.done():  # meanwhile, or the task itself raised a TimeoutError
                 return future.result()
-            report(time.monotonic() - began, left <= 0)
+            now = clock.now()
+            if left <= 0 or now - told >= TELL_S:
+                told = now
+                report(now - began, left <= 0)
 
 
 def call_in_time(limit_s: float, path: Path | str, doing: str, function: Callable[..., R], *arguments: object) -> R:

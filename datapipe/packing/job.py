@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..console import Progress
 from ..dataset.manifest import SPLITS, Manifest
 from ..errors import DatapipeError, ManifestError, SettingError
@@ -101,7 +102,7 @@ class PackJob:
         """
         out, task = self.out, self.options.task
         make_folder(out.folder)
-        deadline = time.monotonic() + self.options.timeout_s
+        deadline = clock.now() + self.options.timeout_s
         checked = task.index > 0  # task 0 alone lists a source of millions of files and compares it with the plan
         while True:
             with locked(out.folder, wait=True, shared=True):  # waits for a process that holds it alone
@@ -125,7 +126,7 @@ class PackJob:
                     self._load_or_make_plan()
                     checked = True
                     continue
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 message = f"no task has planned for {self.options.timeout_s:.0f} s (--timeout): is task 0 running?"
                 raise DatapipeError(message, path=out.folder)
             time.sleep(WAIT_S)
@@ -133,19 +134,18 @@ class PackJob:
     def _finish_if_last(self, plan: Plan) -> PackResult:
         """Finish if all shards are there. Wait for another task that is finishing, unless it dies or hangs."""
         out, patience_s, logged = self.out, self.options.timeout_s, ""
-        missing = out.missing_shards(plan)
-        if missing:
+        if missing := out.missing_shards(plan):
             result = PackResult()
             result.num_missing = len(missing)
             return result
-        deadline = time.monotonic() + patience_s
+        deadline = clock.now() + patience_s
         while True:
             with contextlib.ExitStack() as turn:
                 try:
                     is_mine, other = turn.enter_context(locked(out.state, wait=False)), out.find_finisher(patience_s)
                 except BlockingIOError:
                     is_mine, other = False, out.find_finisher(patience_s) or "another task"
-                if is_mine or not other or time.monotonic() > deadline:  # two at once do no harm
+                if is_mine or not other or clock.now() > deadline:  # two at once do no harm
                     return self._complete(plan)
             if other != logged:
                 logger.info("all is packed; waiting for %s, which writes the manifests", other)

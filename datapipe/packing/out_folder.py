@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,8 @@ from typing import Any
 
 from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, SPLITS, STATE, Manifest
 from ..errors import ManifestError, SettingError
-from ..fsio import atomic_write, boot_id, locked, make_folder, sync_folder
+from ..fsio import atomic_write, locked, make_folder, sync_folder
+from ..process_id import ProcessId
 from .journal import Journal
 from .options import begin_again
 from .plan import Plan, SplitPlan
@@ -122,7 +122,7 @@ class OutFolder:
         """Leave a note for other tasks that this one is writing the manifests."""
         note = self.state / FINISHING
         with atomic_write(note, alone=False) as file:
-            file.write(json.dumps(_this_process()).encode())
+            file.write(json.dumps(vars(ProcessId.here())).encode())
         try:
             yield
         finally:
@@ -135,14 +135,11 @@ class OutFolder:
         """
         note = self.state / FINISHING
         try:
-            began, process = note.stat().st_mtime, json.loads(note.read_bytes())
-            host, boot, number, started = process["host"], process["boot"], int(process["pid"]), process["started"]
+            began, process = note.stat().st_mtime, ProcessId.read(json.loads(note.read_bytes()))
         except (OSError, ValueError, KeyError, TypeError):
             return ""
-        here = _this_process(number)
-        if host == here["host"] and (boot, started) != (here["boot"], here["started"]):
-            return ""
-        return f"process {number} on {host}" if time.time() - began < patience_s else ""
+        has_ended = process.find_state() == "ended" or time.time() - began >= patience_s
+        return "" if has_ended else f"process {process.pid} on {process.host}"
 
     def missing_shards(self, plan: Plan) -> list[int]:
         """Return the numbers of the unfinished shards, counted over all splits."""
@@ -261,13 +258,3 @@ def _move_all(origin: Path, to: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             (origin / name).rename(to / name)
     sync_folder(to)
-
-
-def _this_process(number: int | None = None) -> dict[str, Any]:
-    """Identify a process on this host (None: this one), also among later processes with the same number."""
-    number = os.getpid() if number is None else number
-    started = ""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()  # proc(5)
-        started = fields[19] if fields[0] not in "ZX" else ""  # a zombie or dead process has ended
-    return {"host": socket.gethostname(), "boot": boot_id(), "pid": number, "started": started}

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import clock
 from ..console import printable
 from ..dataset.index import sample_checksum
 from ..errors import DatapipeError, SourceError
@@ -164,14 +165,13 @@ class PackPipeline:
             thread.start()
 
     def _look_for_hangs(self) -> None:
-        now = time.monotonic()
+        now = clock.now()
         oldest = min((access for access in self._accesses if access), key=lambda access: access[0], default=None)
         if oldest and now - oldest[0] > self._timeout_s:
             since, shard, samples, sample = oldest
             what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
-            raise DatapipeError(
-                f"{what} has not answered for {now - since:.0f} s (--timeout)", path=path, shard=shard.name
-            )
+            message = f"{what} has not answered for {now - since:.0f} s (--timeout)"
+            raise DatapipeError(message, path=path, shard=shard.name)
 
     # --- in the threads ---
 
@@ -203,7 +203,7 @@ class PackPipeline:
         for sample in numbers:
             if self._stop.is_set():
                 raise Stopped
-            self._accesses[me] = (time.monotonic(), shard, samples, sample)
+            self._accesses[me] = (clock.now(), shard, samples, sample)
             try:
                 data = samples.read(sample, memory[at:])
                 if isinstance(data, memoryview):
@@ -272,7 +272,7 @@ class PackPipeline:
             self._accesses[me] = None
 
     def _begin_write(self, me: int, shard: Shard) -> None:
-        self._accesses[me] = (time.monotonic(), shard.task.path, None, -1)
+        self._accesses[me] = (clock.now(), shard.task.path, None, -1)
 
 
 def _abandon(shards: Sequence[Shard], close: bool) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .. import clock
 from ..cluster import Placement
 from ..fsio import boot_id
 from .network import find_address, find_unreachable
@@ -94,11 +95,11 @@ class Crew:
         self._ask(lambda: self._store.set(f"{name}/{mine}", json.dumps(value)))
         keys = {rank: f"{name}/{rank}" for rank in ranks}
         beats: dict[int, str] = {}
-        said, pause, alive = time.monotonic(), FIRST_LOOK_S, dict.fromkeys(keys, time.monotonic())
+        said, pause, alive = clock.now(), FIRST_LOOK_S, dict.fromkeys(keys, clock.now())
         while not self._ask(lambda: self._store.check([*keys.values()])):
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
-            now = time.monotonic()
+            now = clock.now()
             has_left = self._ask(lambda: self._store.check(["left"]))  # the store is not kept for long then
             if not has_left and now - said < min(SAY_S, self.timeout_s / 2):
                 continue
@@ -172,7 +173,8 @@ class Crew:
         """Call a function that asks the store, which may hang with the process that keeps it.
 
         Args:
-            question: is called once, in a thread.
+            question: is called in a thread; again, if it failed while this process was stopped for a while, since the
+                store has time limits of its own, by a clock that goes on.
             limit_s: how long it may take, in seconds; None: as long as another node may not answer.
 
         Returns:
@@ -184,14 +186,19 @@ class Crew:
         answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def ask() -> None:
-            try:
-                answers.put((question(), None))
-            except (RuntimeError, CrewError) as error:
-                answers.put((None, error))
+            while True:
+                lost_s = clock.lost_s()
+                try:
+                    answers.put((question(), None))
+                except (RuntimeError, CrewError) as error:
+                    if clock.lost_s() > lost_s:
+                        continue
+                    answers.put((None, error))
+                return
 
         threading.Thread(target=ask, name="datapipe-ask", daemon=True).start()
         try:
-            answer, error = answers.get(timeout=limit_s or self.timeout_s)
+            answer, error = clock.get(answers, limit_s or self.timeout_s)
         except queue.Empty:
             error = RuntimeError("no answer")
         if error is not None:
@@ -261,8 +268,8 @@ class Crew:
             self._store.set(f"bye/{self._placement.rank}", "")
             others = {*range(self._placement.world_size)}.difference(self.missing)
             keys = [f"bye/{rank}" for rank in others if self.index < 0 or self._store.check([f"beat/{rank}"])]
-            deadline = time.monotonic() + PARTING_S
-            while self._placement.rank == 0 and not self._store.check(keys) and time.monotonic() < deadline:
+            deadline = clock.now() + PARTING_S
+            while self._placement.rank == 0 and not self._store.check(keys) and clock.now() < deadline:
                 time.sleep(LOOK_S)
 
         with suppress(CrewError):

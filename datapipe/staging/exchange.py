@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from .. import clock
 from ..console import Progress
 from ..errors import StagingError
 from ..streams import Moved, work_on_files
@@ -143,9 +144,9 @@ class _Exchange:
 
     def _wait_for_writers(self) -> None:
         """Wait until no thread is at work on this node's files. Raises StagingError when one hangs."""
-        deadline = time.monotonic() + self._options.timeout_s
+        deadline = clock.now() + self._options.timeout_s
         while self._num_writing:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise StagingError("a write does not end", path=self._files[0].landing.target.parent)
             time.sleep(LOOK_S)
 

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import clock
 from ..cluster import job_end
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
@@ -84,7 +85,7 @@ def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
         EvictedError: it was removed meanwhile.
         BusyError: another process has its manifest for itself, and does not end.
     """
-    path, deadline = folder / MANIFEST, time.monotonic() + patience_s
+    path, deadline = folder / MANIFEST, clock.now() + patience_s
     while True:
         try:
             copy = HeldCopy(folder, fd := os.open(path, READ))
@@ -94,7 +95,7 @@ def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
         except FileNotFoundError as error:
             raise EvictedError("was removed meanwhile, to make room", path=folder) from error
         except BlockingIOError as error:  # who removes it holds it for a moment
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 holder = lock_holder(path) or "another process"
                 raise BusyError(f"{holder} has had it for itself for {patience_s:g} s", path=path) from error
             time.sleep(LOOK_S)

@@ -279,7 +279,7 @@ class LocalCopy:
     def _read_checked(self) -> States:
         try:
             checked = json.loads(read_plain(self.target / CHECKED))
-            return dict(checked["files"]) if checked["boot"] == boot_id() else {}
+            return dict(checked["files"]) if checked["boot"] and checked["boot"] == boot_id() else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from .. import clock
 from ..errors import StagingError
 from ..fsio import lock_holder, lock_holders, locked, make_folder, open_plain
 
@@ -40,7 +41,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
         BusyError: another process holds it, and `waits` is False, or that process does nothing.
         FileNotFoundError: the folder is removed again and again, or cannot be made.
     """
-    begun, said, state = time.monotonic(), float("-inf"), _state_of(folder)
+    begun, said, state = clock.now(), float("-inf"), _state_of(folder)
     deadline = begun + patience_s
     with ExitStack() as stack:
         while True:
@@ -49,7 +50,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 is_locked = stack.enter_context(locked(folder, wait=False, may_vanish=True))
                 break
             except FileNotFoundError:  # removed at this moment
-                if time.monotonic() > deadline:
+                if clock.now() > deadline:
                     raise
                 time.sleep(LOOK_S)
                 continue
@@ -57,12 +58,12 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 holder = "another process"
                 with suppress(FileNotFoundError):
                     holder = lock_holder(folder) or holder
-            if not waits and time.monotonic() < begun + LOOK_S / 2:  # of who only looks
+            if not waits and clock.now() < begun + LOOK_S / 2:  # of who only looks
                 time.sleep(MOMENT_S / 20)
                 continue
             if not waits:
                 raise BusyError(f"{holder} is staging to it", path=folder)
-            now = time.monotonic()
+            now = clock.now()
             if state != (state := _state_of(folder)):
                 deadline = now + patience_s
             if now > deadline:
@@ -100,9 +101,9 @@ def hold_unused(path: Path) -> Iterator[None]:
         with suppress(OSError):
             fd, _ = open_plain(path)
             stack.callback(os.close, fd)
-            deadline = time.monotonic() + MOMENT_S
+            deadline = clock.now() + MOMENT_S
             while not _lock_now(fd):
-                if time.monotonic() > deadline:
+                if clock.now() > deadline:
                     holder = lock_holder(path, shared=True) or "another process"
                     message = f"is in use by {holder}: wait until that ends, or choose another folder"
                     raise StagingError(message, path=path.parent)

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+from .. import clock
 from ..cluster import Placement
 from ..errors import SettingError
 from .crew import Crew
@@ -70,10 +71,10 @@ class MpiGroup:
             CrewError: a node has left; names it.
         """
         request = self._nodes.Iallgather(mine.numpy(), everyones.numpy())
-        begun = looked = time.monotonic()
+        begun = looked = clock.now()
         while not request.Test():
             time.sleep(POLL_S)
-            if (now := time.monotonic()) - looked < LOOK_S:
+            if (now := clock.now()) - looked < LOOK_S:
                 continue
             looked = now
             if self._crew.find_left(self._crew.leaders):

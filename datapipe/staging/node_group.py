@@ -5,14 +5,18 @@ A training's group is not used.
 
 from __future__ import annotations
 
+import ctypes
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from .. import clock
 from .crew import LISTEN_S, Crew
 from .store import CrewError
 
+POLL_S = 1e-3  # between looks whether all have come
 CONNECTS = 5  # how often gloo tries to connect, each time for as long as it may take
 
 
@@ -29,7 +33,7 @@ class NodeGroup:
     """
 
     def __init__(self, crew: Crew, interface: str | None, timeout_s: float) -> None:
-        self._crew = crew
+        self._crew, self._timeout_s = crew, timeout_s
         address = crew.find_address(interface)
         # torch's stubs lack these; it makes its own groups of them in the same way.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -39,7 +43,7 @@ class NodeGroup:
             group = dist.ProcessGroupGloo(crew.open_store("gloo"), crew.index, len(crew), options)
         except RuntimeError as error:
             raise CrewError(f"{crew.explain(error)}; this node's address is {address}") from error
-        group._set_default_timeout(timedelta(seconds=timeout_s))
+        group._set_default_timeout(clock.OUTLASTS_ALL)
         self._group = group
 
     def exchange(self, mine: torch.Tensor, everyones: torch.Tensor) -> None:
@@ -54,6 +58,14 @@ class NodeGroup:
         """
         try:
             # As dist.all_gather_into_tensor does: the list of allgather() would be copied from memory of its own.
-            self._group._allgather_base(everyones.view(-1), mine).wait()  # type: ignore[attr-defined]
-        except RuntimeError as error:
+            work = self._group._allgather_base(everyones.view(-1), mine)  # type: ignore[attr-defined]
+            begun = clock.now()
+            while not work.is_completed():
+                if clock.now() - begun > self._timeout_s:
+                    # gloo would wait for its threads when it is destroyed, and these wait for the other node.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    raise TimeoutError(f"nothing came for {self._timeout_s:g} s (timeout_s)")
+                time.sleep(POLL_S)
+            work.wait()
+        except (RuntimeError, TimeoutError) as error:
             raise CrewError(self._crew.explain(error)) from error

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import clock
 from ..dataset.arriving import LANDED
 from ..dataset.block_slots import BlockSlots
 from ..dataset.manifest import MANIFEST
@@ -143,10 +144,10 @@ def wait_until_whole(local: Path, timeout_s: float = TIMEOUT_S) -> StageProgress
     Raises:
         StagingError: nobody stages there, or does nothing.
     """
-    said = changed = time.monotonic()
+    said = changed = clock.now()
     state: object = None
     while (progress := find_progress(local)).state == "running":
-        now = time.monotonic()
+        now = clock.now()
         if state != (state := [progress.landed_bytes, [path.stat().st_mtime_ns for path in (local, *_splits(local))]]):
             changed = now
         if now - changed > timeout_s:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .. import clock
 from ..cluster import Placement
 from ..errors import DatapipeError, StagingError
 from ..streams import in_time
@@ -60,13 +61,13 @@ def _wait_for(place: tuple[str, int], timeout_s: float) -> None:
 
     Raises CrewError.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.now() + timeout_s
     while True:
         try:
-            socket.create_connection(place, timeout=max(LOOK_S, deadline - time.monotonic())).close()
+            socket.create_connection(place, timeout=max(LOOK_S, deadline - clock.now())).close()
             return
         except OSError as error:
-            if time.monotonic() > deadline - LOOK_S:
+            if clock.now() > deadline - LOOK_S:
                 what = f"process 0 does not answer within {timeout_s:g} s (timeout_s): {error.strerror or error}"
                 raise CrewError(f"{place[0]}:{place[1]}: {what}") from error
             time.sleep(LOOK_S)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from datapipe import streams
+from datapipe import clock, streams
 from tests.waiting import limit_s
 
 
 def test_a_thread_that_has_no_file_left_is_not_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock stands still until the first thread has ended, and then advances by more than a read may take."""
     now = [0.0]
-    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(clock, "now", lambda: now[0])
     both_work, may_go_on, has_moved, workers = threading.Event(), threading.Event(), threading.Event(), []
 
     def work(name: str, moved: Callable[[], None]) -> str:

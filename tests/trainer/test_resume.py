@@ -10,11 +10,11 @@ import torch
 
 import trainer.reporting.page
 from datapipe.errors import SettingError
-from datapipe.fsio import locked
 from datapipe.packing import PackOptions, pack
 from tests.trainer.runs import damage, finish, weights_at
 from trainer.checkpoint import load_checkpoint
 from trainer.errors import CheckpointError
+from trainer.owner import own
 from trainer.reporting import plots
 
 
@@ -209,5 +209,5 @@ def test_a_training_that_waits_for_its_data_keeps_others_out(go, train, packed, 
 
 def test_two_trainings_in_one_folder_are_refused(go, tmp_path):
     (tmp_path / "run").mkdir()
-    with locked(tmp_path / "run", wait=False), pytest.raises(SettingError, match="another process trains there"):
+    with own(tmp_path / "run", "", print), pytest.raises(SettingError, match="another process trains there"):
         go()

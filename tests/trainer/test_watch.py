@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from datapipe import clock
+from datapipe.staging.crew import BEAT_S
 from tests.processes import Process, clean_environment
 from tests.trainer.runs import wait_for_step
-from tests.waiting import limit_s, wait_until
+from tests.waiting import limit_s, suspend, wait_until
 from trainer.stop import IMPATIENT_AFTER_S
 from trainer.watch import Watch
 
@@ -65,6 +67,20 @@ def test_a_rank_that_dies_or_stops_ends_the_others_in_time(ranks, tmp_path, numb
     assert all(words.format(host=HOST) in errors.splitlines()[-1] for errors in said), said
     assert not any("Traceback" in errors for errors in said), said
     assert (tmp_path / "run" / "failed-hosts").read_text() == f"{HOST}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_that_are_suspended_for_longer_than_one_may_do_nothing_train_on(ranks, tmp_path, patience_s):
+    """By a scheduler, which stops all processes of a job. The watch looks several times after that."""
+    children = ranks(2)
+    for _ in range(2):
+        wait_for_step(tmp_path / "run", 2, *children)
+        suspend(children, 2 * patience_s)
+        looked = time.monotonic() + 5 * BEAT_S
+        wait_until(lambda looked=looked: time.monotonic() > looked, *children)
+    last = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").stat().st_size > last, *children)
 
 
 @pytest.mark.ranks
@@ -168,7 +184,7 @@ def test_a_flipped_bit_is_found_and_its_rank_named(ranks, count):
 def test_a_rank_that_takes_longer_than_most_is_named(caplog, monkeypatch):
     """By a tenth of the time. Seconds count for what a rank does without the others, and is not long at any rate."""
     now = 100.0
-    monkeypatch.setattr("trainer.watch.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(clock, "now", lambda: now)
     watch = Watch()
     for what, section, seconds in (("a batch", 0, 1.0), ("forward", 1, 3.0), ("the others", -1, 6.0)):
         watch.doing(what, section=section)
@@ -214,7 +230,7 @@ def judged(monkeypatch):
     long; a rank not in it is silent.
     """
     now, crew, watch = [0.0], FakeCrew(), Watch()
-    monkeypatch.setattr("trainer.watch.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(clock, "now", lambda: now[0])
     monkeypatch.setattr(Watch, "_run", lambda _: None)
     watch._doing = 0, "starting", True, 0.0
     watch.start(crew, rank=0, world_size=3, timeout_s=60.0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
 
@@ -60,11 +61,12 @@ class Communicator:
         self._row: dist.ProcessGroup | None = None
         self._column: dist.ProcessGroup | None = None
         if self.world_size > 1:
-            self._all = self._row = self._column = dist.new_group()
+            timeout = _timeout_of_default_group()
+            self._all = self._row = self._column = dist.new_group(timeout=timeout)
             if min(grid) > 1:  # every rank takes part in making every group
                 firsts = range(0, self.world_size, grid.num_columns)
-                rows = [dist.new_group(grid.grad_receivers(first)) for first in firsts]
-                columns = [dist.new_group(grid.grad_workers(column)) for column in range(grid.num_columns)]
+                rows = [dist.new_group(grid.grad_receivers(first), timeout) for first in firsts]
+                columns = [dist.new_group(grid.grad_workers(column), timeout) for column in range(grid.num_columns)]
                 self._row, self._column = rows[self.rank // grid.num_columns], columns[self.column]
 
     def start_reducing(self, messages: Sequence[Message], owner: int | None, is_used: bool) -> None:
@@ -172,6 +174,15 @@ def raise_on_all_ranks() -> Iterator[None]:
 def num_ranks() -> int:
     """Return the number of ranks: 1 where torch.distributed is not in use."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _timeout_of_default_group() -> timedelta | None:
+    """Return how long collectives of the default process group may take; None where its backend does not tell."""
+    group = dist.group.WORLD
+    assert group is not None
+    with suppress(AttributeError, RuntimeError):
+        return group._get_backend(group._device_types[0]).options._timeout
+    return None
 
 
 def _gather(value: object) -> list[Any]:

@@ -19,7 +19,7 @@ import pytest
 
 from datapipe.dataset import DataSet
 from tests.processes import Process, ProcessServer, clean_environment
-from tests.waiting import limit_s, read_until, wait_until
+from tests.waiting import limit_s, read_until, suspend, wait_until
 
 CHILDREN = Path(__file__).parent / "children"
 SETTINGS = [("cached", "full"), ("cached", "blocks"), ("mmap", "full"), ("direct", "blocks")]
@@ -126,6 +126,17 @@ def test_a_stream_that_hangs_ends_the_job(child, copied, tmp_path, way, counted,
     assert code == 1 and f"error: {told}" in errors and f"timeout_s={patience_s})" in errors, errors
     commands = (file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists())
     assert not any(seconds.encode() in command for command in commands), "the command was left behind"
+
+
+@pytest.mark.slow
+def test_a_stop_for_longer_than_a_batch_may_take_ends_nothing(child, copied):
+    """A scheduler suspends the job while it waits for batches; each may take 2 s."""
+    process = child(copied)
+    for _ in range(3):
+        assert process.stdout.readline()
+        suspend([process], 6)
+    count = sum(bool(process.stdout.readline()) for _ in range(1000))
+    assert count == 1000 and process.poll() is None
 
 
 def test_a_fork_does_not_inherit_a_shard_that_hangs(server, copied, tmp_path):

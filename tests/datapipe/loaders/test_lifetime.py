@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from datapipe import clock
 from datapipe.errors import DatapipeError
 from datapipe.loaders import open_loader, threaded, threads
 from tests.processes import clean_environment
@@ -33,6 +34,7 @@ def open_files():
 def left() -> Iterator[Callable[[], tuple[int, ...]]]:
     """left() -> how many threads, open files, loaders and files of shared memory there are."""
     gc.collect()
+    clock.now()  # whose thread stays
     gc.freeze()  # what is there already is not looked through at each collection
 
     def left() -> tuple[int, ...]:

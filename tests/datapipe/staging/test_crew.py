@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from datapipe import clock
 from datapipe.cluster import Placement
 from datapipe.staging import crew as crew_module
 from datapipe.staging.crew import Crew
@@ -41,7 +42,8 @@ def test_a_silent_process_is_named_and_one_that_lives_is_waited_for(crew, store,
         if now[0] >= 300:
             store.set("subject/2", json.dumps("of 2"))
 
-    monkeypatch.setattr(crew_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(clock, "now", lambda: now[0])
+    monkeypatch.setattr(crew_module, "time", SimpleNamespace(sleep=sleep))
     store.set("beat/1", json.dumps([7, None]))
     with pytest.raises(CrewError, match=r"^process 1 did not answer for 100 s \(timeout_s\)$"):
         crew.gather_from_ranks("subject", "of 0")

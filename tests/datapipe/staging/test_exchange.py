@@ -24,7 +24,7 @@ from datapipe.staging.together import PROTOCOL
 from tests.datapipe.staging.data_sets import CHUNK, NUM_IMAGES, chunks_on_their_way, make_data_set, same
 from tests.ports import free_ports
 from tests.processes import Process
-from tests.waiting import limit_s, read_until, wait_until
+from tests.waiting import limit_s, read_until, suspend, wait_until
 
 pytestmark = [
     pytest.mark.ranks,
@@ -227,6 +227,16 @@ def test_a_node_that_dies_or_stops_is_named_and_not_needed(nodes, tmp_path, whic
     assert all(text in errors for errors in said), said
     for i in {0, 1, 2} - {which}:
         assert same(tmp_path / "source", tmp_path / f"local-{i}")
+
+
+@pytest.mark.slow
+def test_nodes_that_are_suspended_for_longer_than_one_may_be_silent_continue_together(nodes, tmp_path, patience_s):
+    make_data_set(tmp_path / "source", SIZES * 2)
+    children = nodes(2, "--max-mbps", 2, "--timeout", patience_s)
+    wait_until(lambda: chunks_on_their_way(tmp_path / "local-1"), *children)
+    suspend(children, 1.5 * patience_s)
+    read, said = results(children)
+    assert sum(read) == sum(SIZES * 2), said
 
 
 def test_a_node_whose_disk_is_full_leaves(nodes, tmp_path):

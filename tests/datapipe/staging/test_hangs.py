@@ -17,8 +17,9 @@ import pytest
 from datapipe.dataset.verify import verify
 from datapipe.fsio import locked
 from datapipe.staging import stage
+from tests.datapipe.staging.data_sets import CHUNK, chunks_on_their_way, make_data_set, same
 from tests.processes import Process
-from tests.waiting import limit_s, read_until, wait_until
+from tests.waiting import limit_s, read_until, suspend, wait_until
 
 
 @pytest.fixture
@@ -45,6 +46,19 @@ def test_a_shard_that_hangs_ends_it(hung, tmp_path, packed_folders, start, patie
     assert not (local / "manifest.json").exists() and (local / min(hung.glob("*.tar")).name).exists()
     (staged,) = stage(packed_folders["tar"] / "train", local)
     assert staged.kept_bytes > 0 and verify(local) == []
+
+
+@pytest.mark.slow
+def test_a_stop_for_longer_than_a_read_may_take_ends_nothing(tmp_path, start, patience_s):
+    """A scheduler suspends the job. It waits then for its turn, for the sake of --max-mbps, with a chunk in hand."""
+    make_data_set(tmp_path / "source", [12 * CHUNK] * 2)
+    local = tmp_path / "local"
+    process = start(tmp_path / "source", local, "--chunk-mib", "1", "--max-mbps", "2", "--timeout", patience_s)
+    wait_until(lambda: chunks_on_their_way(local), process)
+    suspend([process], 1.5 * patience_s)
+    code, errors = ended(process)
+    assert code == 0, errors
+    assert same(tmp_path / "source", local)
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "terminated\n"), (signal.SIGINT, "interrupted\n")])
