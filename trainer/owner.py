@@ -96,9 +96,7 @@ def own(run: Path, job: str, lose: Callable[[str], object]) -> Iterator[None]:
     finally:
         if os.getpid() == me.process.pid:
             ended.set()
-            with suppress(OSError, _Lost):
-                _check(path, content)
-                path.unlink()
+            _remove(path, content)
             close_lock(fd)
 
 
@@ -122,7 +120,6 @@ def _take(path: Path, content: bytes) -> int:
             if _is_same(path, fd):
                 _write(path, fd, content)
                 if not is_new and not is_locked:
-                    time.sleep(CONFIRM_S)
                     _confirm(path, content)
                 return fd
         except BaseException:
@@ -194,10 +191,21 @@ def _read(path: Path) -> tuple[bytes, int]:
 
 
 def _write(path: Path, fd: int, content: bytes) -> None:
-    with named(path):
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, content, 0)
-        os.fsync(fd)
+    try:
+        with named(path):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, content, 0)
+            os.fsync(fd)
+    except BaseException:
+        _remove(path, content)
+        raise
+
+
+def _remove(path: Path, content: bytes) -> None:
+    """Remove a note, unless it is another process's by now."""
+    with suppress(OSError, _Lost):
+        _check(path, content)
+        path.unlink()
 
 
 def _check(path: Path, content: bytes) -> None:
@@ -211,10 +219,15 @@ def _check(path: Path, content: bytes) -> None:
 
 
 def _confirm(path: Path, content: bytes) -> None:
+    """Raise SettingError where another process has taken over the run at the same time."""
     try:
+        time.sleep(CONFIRM_S)
         _check(path, content)
     except _Lost:
         raise _refusal(path) from None
+    except BaseException:  # such as a signal
+        _remove(path, content)
+        raise
 
 
 def _beat(path: Path, content: bytes, ended: threading.Event, lose: Callable[[str], object]) -> None:

@@ -4,12 +4,57 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from datapipe import clock
+from datapipe import clock, streams
 from datapipe.clock import MOST_S, RunningClock
-from tests.waiting import wait_until
+from datapipe.errors import DatapipeError
+from datapipe.loaders import threads
+from tests.waiting import limit_s, wait_until
+
+ROOT = Path(__file__).parents[2]
+# Where `time.monotonic` is meant: it limits no wait for others, or only its own threads' end, or counts for people.
+BY_MONOTONIC = {
+    *("datapipe/clock.py", "datapipe/console.py", "datapipe/streams.py", "datapipe/loaders/threads.py"),
+    *("datapipe/packing/pipeline.py", "datapipe/staging/source_files.py", "datapipe/staging/local_copy.py"),
+    *("datapipe/dataset/arriving.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_reader.py"),
+    *("trainer/stop.py", "trainer/loop.py", "trainer/resume.py", "trainer/state.py", "trainer/measuring/repeat.py"),
+}
+
+
+@pytest.fixture
+def suspends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object] | None], None]:
+    """suspends(function): at the third look at the clock, an hour has passed; `function` is called at the twentieth.
+
+    Else each look takes half a second.
+    """
+
+    def suspends(function: Callable[[], object] | None) -> None:
+        looks, now = count(1), [0.0]
+
+        def read() -> float:
+            number = next(looks)
+            now[0] += 3600.0 if number == 3 else 0.5
+            if number == 20 and function is not None:
+                function()
+            return now[0]
+
+        running = RunningClock(lambda: 0.0)
+        running._read = read
+        monkeypatch.setattr(clock, "now", running.now)
+        monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=read))
+        monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=read))
+        monkeypatch.setattr(streams, "LOOK_S", 0.001)
+        monkeypatch.setattr(threads, "LOOK_S", 0.001)
+
+    return suspends
 
 
 def test_a_stop_counts_for_a_second_and_what_else_passes_counts_as_it_is() -> None:
@@ -64,3 +109,37 @@ def test_what_comes_while_the_process_is_stopped_is_waited_for(monkeypatch: pyte
     monkeypatch.setattr(clock, "now", iter([0.0, 0.0, 5.0]).__next__)
     with pytest.raises(queue.Empty):
         clock.get(items, 5.0)
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "hangs"])
+def test_a_read_is_not_late_for_the_hour_in_which_its_process_was_stopped(suspends: Callable, comes: bool) -> None:
+    """And one that hangs is found in its time."""
+    answered = threading.Event()
+    suspends(answered.set if comes else None)
+    if comes:
+        assert streams.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
+        return
+    with pytest.raises(DatapipeError, match="has not been answered for 10"):
+        streams.in_time(lambda: answered.wait(limit_s()), Path("shard"), 100.0)
+    answered.set()
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "hangs"])
+def test_a_batch_is_not_late_for_the_hour_in_which_its_process_was_stopped(suspends: Callable, comes: bool) -> None:
+    batch: Future[str] = Future()
+    suspends((lambda: batch.set_result("full")) if comes else None)
+
+    def report(waited_s: float, is_over: bool) -> None:
+        if is_over:
+            raise TimeoutError(f"{waited_s:.0f}")
+
+    if comes:
+        assert threads.wait_for(batch, 100.0, report) == "full"
+        return
+    with pytest.raises(TimeoutError, match=r"^10\d$"):
+        threads.wait_for(batch, 100.0, report)
+
+
+def test_who_waits_for_others_goes_by_this_clock() -> None:
+    paths = [path for package in ("datapipe", "trainer") for path in (ROOT / package).rglob("*.py")]
+    assert {path.relative_to(ROOT).as_posix() for path in paths if "time.monotonic" in path.read_text()} == BY_MONOTONIC

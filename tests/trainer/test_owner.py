@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ import pytest
 
 from datapipe import clock
 from datapipe.errors import SettingError
-from tests.waiting import wait_until
+from tests.processes import ProcessServer
+from tests.waiting import limit_s, wait_until
 from trainer import owner
 from trainer.owner import DEAD_S, NAME, own
 
+CHILD = Path(__file__).parent / "children" / "without_locks.py"
 ELSEWHERE = {"host": "elsewhere", "boot": "1", "namespace": "pid:[1]", "pid": 7, "started": "1"}
 
 
@@ -163,3 +166,29 @@ def test_an_owner_that_was_cut_off_learns_that_the_run_is_not_its_own(
         left = [*tmp_path.iterdir()]
     assert reasons[0].startswith(reason.format(run=tmp_path))
     assert [*tmp_path.iterdir()] == left  # what another process has written is its own
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give processes host names of their own")
+def test_a_run_that_was_taken_over_from_a_suspended_owner_is_trained_once(
+    server: ProcessServer, packed: Path, recipe_file: Path, tmp_path: Path
+) -> None:
+    """Where there are no locks. While the first gives signs of life, another one is refused."""
+    run = tmp_path / "run"
+    words = ["train", recipe_file, "--data", packed, "--out", run, "--device", "cpu", "--resume"]
+    words += ["--set", "train.checkpoint_every_steps=5", "--set"]
+    first = server.start(CHILD, *words, "train.epochs=1000", host="node0")
+    wait_until((run / "checkpoint.pt").exists, first)
+    refused = server.run(CHILD, *words, "train.epochs=1000", host="node1")
+    assert refused.returncode == 2 and f"another process trains there: process {first.pid} on node0" in refused.stderr
+    first.send_signal(signal.SIGSTOP)
+    second = server.start(CHILD, *words, "train.epochs=1000", host="node1")
+    wait_until(lambda: str(second.pid) in (run / NAME).read_text(), second)
+    first.send_signal(signal.SIGCONT)
+    errors = first.communicate(timeout=limit_s())[1]
+    assert first.returncode == 1
+    assert f"error: the run ends, because process {second.pid} on node1 has taken over {run}" in errors, errors
+    second.terminate()
+    said = second.communicate(timeout=limit_s())
+    assert second.returncode == 128 + signal.SIGTERM, said
+    assert not (run / NAME).exists()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datapipe import clock
 from datapipe.errors import SettingError
 from trainer.distributed import World
 from trainer.run import RunOptions
@@ -70,3 +73,12 @@ def test_who_has_time_for_a_single_step_is_told(caplog, ends_at, left):
     assert [record.getMessage().partition(" s are left")[0] for record in caplog.records] == (
         [] if left is None else [str(left)]
     )
+
+
+def test_a_suspension_is_not_the_length_of_a_step(monkeypatch):
+    """Twice that of the longest one is kept for the end: a run would stop at once that has hours left."""
+    stop, running = StopSignal(World(), ends_at=time.time() + 3600), clock.RunningClock(lambda: 0.0)
+    running._read = iter([0.0, 0.5, 3600.0, 3600.5]).__next__
+    monkeypatch.setattr(clock, "now", running.now)
+    monkeypatch.setattr("trainer.stop.time", SimpleNamespace(monotonic=running._read, time=time.time))
+    assert not any(stop.agreed() for _ in range(4)) and stop._longest_s <= 1

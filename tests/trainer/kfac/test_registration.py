@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 from tests.trainer.kfac.networks import EVERY_STEP, batch, small
 from trainer.kfac import KFAC
+from trainer.kfac.communication import _timeout_of_default_group
 
 
 def test_all_layers_are_found_and_the_others_named_once(caplog):
@@ -130,6 +133,16 @@ def test_sharded_parameters_are_refused(tmp_path):
         model(torch.randn(4, 3)).square().sum().backward()
         with pytest.raises(ValueError, match=r"0: its parameters are sharded \(FSDP\).*use DDP"):
             preconditioner.step()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_groups_of_collectives_have_the_time_limit_of_the_default_one(tmp_path):
+    """Which the trainer sets so that it outlasts a job's suspension; torch's own for new groups is shorter."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(days=365))
+        assert _timeout_of_default_group() == timedelta(days=365)
     finally:
         torch.distributed.destroy_process_group()
 
