@@ -18,7 +18,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 TICK_S = 0.25  # how often a thread looks at the clock
-OUTLASTS_ALL = timedelta(days=365)  # for limits that others keep, by a clock that goes on while this process is stopped
+OUTLASTS_ALL = timedelta(days=365)  # for the limits of libraries: their clocks run on while the process is stopped
 MOST_S = 1.0  # that count between two looks: after more than this, the process has not run in between
 
 

@@ -12,6 +12,7 @@ file every few seconds, and sees then whether the run is still its own.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -81,6 +82,9 @@ def own(run: Path, job: str, lose: Callable[[str], object]) -> Iterator[None]:
         lose: Called with a reason, by another thread, where the run is another process's meanwhile: this one was cut
             off, or suspended, and counted as dead.
 
+    Yields:
+        Nothing: the run is owned.
+
     Raises:
         SettingError: Another process trains there, or has just taken over the run; names it.
         OSError: The note cannot be written.
@@ -118,7 +122,7 @@ def _take(path: Path, content: bytes) -> int:
             if not is_new:
                 _wait_for_end(path)
             if _is_same(path, fd):
-                _write(path, fd, content)
+                _write(path, fd, content, is_locked)
                 if not is_new and not is_locked:
                     _confirm(path, content)
                 return fd
@@ -190,13 +194,17 @@ def _read(path: Path) -> tuple[bytes, int]:
         return file.read(MAX_BYTES), os.fstat(file.fileno()).st_mtime_ns
 
 
-def _write(path: Path, fd: int, content: bytes) -> None:
+def _write(path: Path, fd: int, content: bytes, is_locked: bool) -> None:
+    """Write a note. Where the disk is full, an empty one will do, if it is locked: a complete run needs no room."""
     try:
         with named(path):
             os.ftruncate(fd, 0)
             os.pwrite(fd, content, 0)
             os.fsync(fd)
-    except BaseException:
+    except BaseException as error:
+        if is_locked and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            os.ftruncate(fd, 0)
+            return
         _remove(path, content)
         raise
 
@@ -211,11 +219,11 @@ def _remove(path: Path, content: bytes) -> None:
 def _check(path: Path, content: bytes) -> None:
     """Raise _Lost where a note is not this process's any more, and OSError where that cannot be known."""
     try:
-        found, _ = _read(path)
+        text, _ = _read(path)
     except FileNotFoundError:
         raise _Lost(f"{path} is gone: another process has taken over the run, or the file was removed") from None
-    if found not in (content, b""):  # empty: it is just being written
-        raise _Lost(f"{Owner.read(found) or 'another process'} has taken over {path.parent}")
+    if text not in (content, b""):  # empty: the disk is full, or another process is just writing it
+        raise _Lost(f"{Owner.read(text) or 'another process'} has taken over {path.parent}")
 
 
 def _confirm(path: Path, content: bytes) -> None:

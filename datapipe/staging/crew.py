@@ -173,8 +173,8 @@ class Crew:
         """Call a function that asks the store, which may hang with the process that keeps it.
 
         Args:
-            question: is called in a thread; again, if it failed while this process was stopped for a while, since the
-                store has time limits of its own, by a clock that goes on.
+            question: is called in a thread; again, if it failed while this process was stopped for a while: the
+                store has time limits of its own, and its clock runs on.
             limit_s: how long it may take, in seconds; None: as long as another node may not answer.
 
         Returns:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,8 +162,9 @@ def test_an_owner_that_was_cut_off_learns_that_the_run_is_not_its_own(
     with own(tmp_path, "4711", reasons.append):
         touched = (tmp_path / NAME).stat().st_mtime_ns
         wait_until(lambda: (tmp_path / NAME).stat().st_mtime_ns > touched)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "trainer-owner")
         change(tmp_path)
-        wait_until(lambda: reasons)
+        thread.join(limit_s())
         left = [*tmp_path.iterdir()]
     assert reasons[0].startswith(reason.format(run=tmp_path))
     assert [*tmp_path.iterdir()] == left  # what another process has written is its own
