@@ -137,12 +137,6 @@ def patience_s() -> int:
 
 
 @pytest.fixture(scope="session")
-def patience_s() -> int:
-    """A time-out for the product, in seconds: on this machine now, only what hangs takes longer."""
-    return max(10, round(limit_s(4)))
-
-
-@pytest.fixture(scope="session")
 def command(server: ProcessServer) -> Callable[..., subprocess.CompletedProcess]:
     """command("datapipe" or "trainer", …, env={}) -> what the command has printed, and its exit code.
 
