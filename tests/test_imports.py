@@ -32,7 +32,7 @@ DATAPIPE = {
     "memory": "errors",
     "cluster": "errors",
     "console": "errors",
-    "streams": "errors",
+    "streams": "clock errors",
     "clock": "",
     "process_id": "fsio",
     "checks": "errors",

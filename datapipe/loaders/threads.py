@@ -40,7 +40,7 @@ def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], 
     Raises:
         Exception: What the future's task or `report` has raised.
     """
-    began = told = clock.now()
+    began = reported = clock.now()
     while True:
         left = began + limit_s - clock.now()
         try:
@@ -49,8 +49,8 @@ def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], 
             if future.done():  # meanwhile, or the task itself raised a TimeoutError
                 return future.result()
             now = clock.now()
-            if left <= 0 or now - told >= TELL_S:
-                told = now
+            if left <= 0 or now - reported >= TELL_S:
+                reported = now
                 report(now - began, left <= 0)
 
 

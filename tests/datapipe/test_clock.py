@@ -1,4 +1,4 @@
-"""The clock of time limits stands still while its process is stopped, and else goes on."""
+"""The clock of time limits stands still while its process is stopped, and only then."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def test_validation_images_of_other_classes(go, tmp_path):
             for i in range(4):
                 Image.fromarray(np.full((16, 16), i, np.uint8)).save(tmp_path / "raw" / split / name / f"{i}.png")
     for split in ("train", "val"):
-        pack(tmp_path / "raw" / split, tmp_path / split, PackOptions(workers=1))
+        pack(tmp_path / "raw" / split, tmp_path / split, PackOptions(workers=1, split=[f"{split}=."]))
         shutil.copytree(*find_data_sets(tmp_path / split), tmp_path / "packed" / split)
     words = "class 1 is 'dog' in the training set and 'emu' in the validation set"
     for backend in ("cpu", "webdataset"):
