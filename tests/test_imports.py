@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Each part (a folder, or a file at a package's root) and the parts it may import, by level: arrows point down. In
 # brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
 GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams", "checks"}
-GROUND |= {"splits"}
-GROUND |= {"clock", "process_id"}
+GROUND |= {"splits", "clock", "process_id"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
     "errors": "",
@@ -32,8 +31,8 @@ DATAPIPE = {
     "memory": "errors",
     "cluster": "errors",
     "console": "errors",
-    "streams": "clock errors",
     "clock": "",
+    "streams": "clock errors",
     "process_id": "fsio",
     "checks": "errors",
     "splits": "console errors",
