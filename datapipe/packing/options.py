@@ -37,7 +37,7 @@ class PackOptions:
         resume: Be content when OUT is complete already. An unfinished pack is continued in any case.
         max_bad: Unreadable samples that are left out and listed: a number such as 3, or "0.1%" of all samples.
         outside: Follow links and paths that lead out of the source.
-        split: What belongs to which split, such as ["val=holdout-*.tar"]; none: what names say (see `splits`).
+        split: Splits and patterns of their names, such as "val=holdout"; none: what names say (see `splits`).
         labels: What labels in tables and archives are, one of `names.LABELS` (see `sources.labels`).
         strict: Refuse a source of which something would be left out.
         timeout_s: A read or write that takes longer, in seconds, is an error.
