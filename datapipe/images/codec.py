@@ -180,8 +180,8 @@ def _decode_pillow(data: Buffer, channels: int) -> np.ndarray:
     from PIL import Image
 
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as image:
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_header has the bound
+        # Pillow warns of many pixels, which read_header has bounded, and of damaged EXIF data, which nothing here uses.
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
             whole: Image.Image = image
             if image.mode.startswith("I"):  # 16-bit grey: convert() would clip it to white
                 whole = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -147,6 +147,18 @@ def test_a_spoiled_jpeg_never_breaks_out(photo, encoded, draws):
             decode(spoiled, 3)
 
 
+def test_damaged_exif_data_bring_no_warning(photo):
+    """Of an image that is damaged, so that Pillow has a look at it: a tag is larger than the file."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.fromarray(photo(40, 30, 1)).convert("CMYK").save(buffer, "JPEG", exif=exif)
+    whole = buffer.getvalue()
+    at = whole.index(b"MM\0*") + 8 + 2 + 4  # the number of the first tag's values
+    spoiled = whole[:at] + b"\0\0\xff\xff" + whole[at + 4 : -100] + b"\xff\xd9"
+    assert decode(spoiled, 3).shape == (30, 40, 3)
+
+
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: memoryview(bytearray(data))])
 def test_any_buffer_will_do(photo, encoded, kind):
     for data in (encoded(photo(61, 43, 1)), encode_png(photo(61, 43, 2)), pnm.encode(photo(61, 43, 3))):
