@@ -137,7 +137,7 @@ def describe(path: str, split: str | None, options: LoaderOptions) -> tuple[list
         The shards, the number of samples of each, and what is known of all.
 
     Raises:
-        ManifestError: There are no shards, or no samples.
+        ManifestError: The shards or their samples are missing.
         SettingError: Which shards are meant is not clear, or they are not tar files.
     """
     _import_webdataset()

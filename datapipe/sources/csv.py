@@ -208,7 +208,7 @@ def _lines(table: Path, file: BinaryIO) -> Iterator[str]:
 
 
 def _columns(header: list[str]) -> tuple[int, int, int | None, list[str]]:
-    """Return the columns of path, label and split (None: there is no such column), and others that may be the first.
+    """Return the columns of path, label and split (None: there is no such column), and other candidates for the first.
 
     Raises ValueError.
     """

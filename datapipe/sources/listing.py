@@ -97,7 +97,7 @@ class Listing:
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
-        """Divide names by split, "train" and "val": see `SplitRule`. A test split is val if there is no other."""
+        """Divide names by split, "train" and "val": see `SplitRule`. Without a val split, a test split is val."""
         if not self.rule.patterns and not any(map(split_words, names)):
             self.rule.check_own_name(source)
         splits = self.rule.divide(names, source)

@@ -175,7 +175,7 @@ def test_an_owner_that_was_cut_off_learns_that_the_run_is_not_its_own(
 def test_a_run_that_was_taken_over_from_a_suspended_owner_is_trained_once(
     server: ProcessServer, packed: Path, recipe_file: Path, tmp_path: Path
 ) -> None:
-    """Where there are no locks. While the first gives signs of life, another one is refused."""
+    """Without locks, a second owner is refused while the first gives signs of life."""
     run = tmp_path / "run"
     words = ["train", recipe_file, "--data", packed, "--out", run, "--device", "cpu", "--resume"]
     words += ["--set", "train.checkpoint_every_steps=5", "--set"]

@@ -411,8 +411,8 @@ def test_what_is_not_named_as_a_shard_is_told(shard, caplog):
     for name in ("0.tar", "1.tar.gz", "2.tar.part", "notes.txt"):
         folder = shard(name, 0).parent
     assert labels_of(folder) == [0]
-    told = [record.getMessage() for record in caplog.records if "not named as a tar shard" in record.msg]
-    assert [text.split(":")[0].rpartition("/")[2] for text in told] == ["1.tar.gz", "2.tar.part"]
+    messages = [record.getMessage() for record in caplog.records if "not named as a tar shard" in record.msg]
+    assert [text.split(":")[0].rpartition("/")[2] for text in messages] == ["1.tar.gz", "2.tar.part"]
 
 
 def test_a_label_that_a_table_wrote(tmp_path, photo, encoded):

@@ -168,13 +168,13 @@ def test_the_formula_counts_every_byte(trained, alone, among, ranks):
         memory, sent = ([found[name][what]] if ranks == 1 else found[name][what] for what in ("memory", "bytes"))
         settings |= {"factor_update_steps": 1, "inv_update_steps": 1}
         settings |= {"grad_worker_fraction": fractions[name.split()[-1]]}
-        wanted = costs(module, ranks, KFACSettings(solver=solver, **settings))
-        assert max(rank["factors"] for rank in memory) == size * wanted.factor_bytes
-        assert max(rank["solutions"] for rank in memory) == size * wanted.solution_bytes
+        expected = costs(module, ranks, KFACSettings(solver=solver, **settings))
+        assert max(rank["factors"] for rank in memory) == size * expected.factor_bytes
+        assert max(rank["solutions"] for rank in memory) == size * expected.solution_bytes
         mean = {kind: sum(rank[kind] for rank in sent) / ranks / size for kind in sent[0]}
-        assert mean["factors"] == pytest.approx(wanted.factors_sent)
-        assert mean["solutions"] == pytest.approx(wanted.solutions_sent)
-        assert mean["gradients"] == pytest.approx(wanted.gradients_sent)
+        assert mean["factors"] == pytest.approx(expected.factors_sent)
+        assert mean["solutions"] == pytest.approx(expected.solutions_sent)
+        assert mean["gradients"] == pytest.approx(expected.gradients_sent)
     if ranks > 1:
         reduced = costs(module, ranks, KFACSettings(grad_worker_fraction=1 / ranks), reduce_to_owners=True).reduced
         assert all(of["reduced"] == 2 * reduced for of in found["eigen owners"]["bytes"])
