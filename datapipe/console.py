@@ -8,21 +8,25 @@ import logging
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 from .errors import DatapipeError, SettingError, ShardCorruptError
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
+OURS = "datapipe", "trainer"  # whose log messages are a single line each
 
 
 def run(command: Callable[[], object], name: str = "", is_informing: bool = True) -> int:
     """Run a command line.
 
     SIGTERM unwinds the stack as Ctrl-C does, so that no file is left half-written under its final name. Characters
-    that the terminal's encoding does not have (× in ASCII, a file's name that is not UTF-8) are printed escaped.
+    that the terminal's encoding does not have (× in ASCII, a file's name that is not UTF-8) are printed escaped. So are
+    those that a terminal would act on, in log lines, errors and tracebacks, which may quote what others wrote.
 
     Args:
         command: What to run.
@@ -35,12 +39,10 @@ def run(command: Callable[[], object], name: str = "", is_informing: bool = True
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    logging.basicConfig(
-        level=logging.INFO if is_informing else logging.WARNING,
-        format=f"%(asctime)s {name and f'{name} '}%(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(f"%(asctime)s {name and f'{name} '}%(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO if is_informing else logging.WARNING, handlers=[handler])
+    sys.excepthook = _print_exception
     signal.signal(signal.SIGTERM, _terminate)
     try:
         command()
@@ -69,8 +71,14 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"error: {error}{_advice(error)}", file=sys.stderr)
+    escape = printable_lines if getattr(error, "has_lines", False) else printable
+    print(f"error: {escape(str(error))}{_advice(error)}", file=sys.stderr)
     return code
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Take the place of `sys.excepthook`: a traceback ends with a message, which may quote what others wrote."""
+    print(printable_lines("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
 
 
 def _advice(error: Exception) -> str:
@@ -104,6 +112,33 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """Do what `printable` does, and keep line breaks: for a text of several lines, whose parts have none of their own.
+
+    >>> printable_lines("a\x1b[2J\nb")
+    'a\\x1b[2J\nb'
+    """
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def print_lines(*lines: object) -> None:
+    """Print lines, escaped by `printable`: each may name files, folders or classes that others have named."""
+    for line in lines:
+        print(printable(str(line)), flush=True)
+
+
+class _Formatter(logging.Formatter):
+    """A log's lines, escaped: nothing in a file's name acts on a terminal, or begins a line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        escape = printable if record.name.partition(".")[0] in OURS else printable_lines
+        record.message = escape(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return printable_lines(super().formatException(ei))
+
+
 class Progress:
     """The progress of a piece of work: a bar on a terminal, elsewhere a log line every half minute.
 
@@ -115,7 +150,7 @@ class Progress:
     """
 
     def __init__(self, what: str, total: int, unit: str = "images", is_shown: bool = True) -> None:
-        self.what, self.total, self.unit, self._is_shown = what, total, unit, is_shown
+        self.what, self.total, self.unit, self._is_shown = printable(what), total, unit, is_shown
         self.done = 0
         self._started = self._logged = time.monotonic()
         self._bar = None
@@ -124,14 +159,14 @@ class Progress:
             from rich.console import Console
 
             self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
+                progress.TextColumn("{task.description}", markup=False),  # a name in brackets is a name
                 progress.BarColumn(),
                 progress.TextColumn("{task.fields[rate]}"),
                 progress.TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task = self._bar.add_task(what, total=total, rate="")
+            self._task = self._bar.add_task(self.what, total=total, rate="")
 
     def __enter__(self) -> Progress:
         if self._bar:

@@ -28,6 +28,8 @@ class DatapipeError(Exception):
         key: of the sample, if known.
     """
 
+    has_lines = False  # whether the message is several lines, which a command prints as such
+
     def __init__(
         self,
         message: str,
@@ -62,6 +64,8 @@ class SourceError(DatapipeError):
 
 class FetchError(DatapipeError):
     """A data set could not be downloaded, or is not the expected one."""
+
+    has_lines = True
 
 
 class ManifestError(DatapipeError):
@@ -101,6 +105,8 @@ class MissingBackendError(DatapipeError):
 
 class SettingError(ValueError):
     """A setting is out of its range; the message names it, its value and what is allowed."""
+
+    has_lines = False  # as in DatapipeError
 
 
 def how_to_install(extra: str) -> str:

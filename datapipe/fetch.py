@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-from .console import Progress
+from .console import Progress, printable
 from .errors import FetchError, SettingError
 from .fsio import atomic_write, locked, make_folder
 from .public_data import DATASETS, DebianPackage, RemoteFile
@@ -116,7 +116,7 @@ def _from_address(url: str, file: RemoteFile, folder: Path, still_missing: list[
             for each in still_missing
         )
         raise FetchError(
-            f"{error} (fetching {url}).\nWithout a network here, place by hand and run again:{to_place}"
+            f"{printable(f'{error} (fetching {url}).')}\nWithout a network here, place by hand and run again:{to_place}"
         ) from error
 
 

@@ -60,3 +60,51 @@ def test_a_command_says_what_to_do(error, advice, capsys, monkeypatch):
 
     assert console.run(fail) == 1
     assert capsys.readouterr().err == f"error: {error}{'; ' * bool(advice)}{advice}\n"
+
+
+EVIL = "caf\xe9\x1b[2J\nerror: all is well.jpg"
+SHOWN = r"café\x1b[2J\nerror: all is well.jpg"
+
+
+def test_what_others_have_named_is_escaped_in_logs_errors_and_tracebacks(server, tmp_path):
+    """In a process of its own, since pytest has its own handlers of logs."""
+    (tmp_path / EVIL).touch()
+    code = """
+import logging, sys
+from datapipe import console
+from datapipe.errors import DatapipeError, SettingError
+
+def command():
+    name = sys.argv[1]
+    logging.getLogger("datapipe.a").warning("%s is left out", name)
+    logging.getLogger("another").warning("two\\nlines: %s", name)
+    try:
+        open(name)
+    except OSError as error:
+        logging.getLogger("trainer.b").warning("logged", exc_info=error)
+    console.print_lines(name)
+    if sys.argv[2] == "value":
+        raise ValueError(name)
+    raise {"data": DatapipeError, "setting": SettingError}[sys.argv[2]](name)
+
+sys.exit(console.run(command))
+"""
+    for kind in ("data", "setting", "value"):
+        done = server.run("-c", code, EVIL, kind, cwd=tmp_path / "..")
+        assert "\x1b" not in done.stdout + done.stderr and done.stdout == f"{SHOWN}\n", done
+        lines = done.stderr.splitlines()
+        assert f"WARNING {SHOWN} is left out" in lines[0] and lines[1].endswith("WARNING two"), lines
+        if kind == "value":
+            assert lines[-2].endswith(r"ValueError: café\x1b[2J"), lines
+        else:
+            assert lines[-1] == f"error: {SHOWN}", lines
+
+
+def test_a_message_of_several_lines_keeps_them(capsys, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def fail():
+        raise datapipe.errors.FetchError("no \x1bnetwork\n  place it by hand")
+
+    assert console.run(fail) == 1
+    assert capsys.readouterr().err == "error: no \\x1bnetwork\n  place it by hand\n"

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from datapipe.checks import check_apart, checked_int
 from datapipe.cluster import rank_placement
+from datapipe.console import printable
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 from datapipe.staging import StageOptions, stage
@@ -277,4 +278,5 @@ def _show(figures: Figures, shares: tuple[dict[str, float], ...], world: World, 
         numbers = f"{its['data']:16.0%}  {its['compute']:9.0%}  {its['communication']:13.0%}  {its['host']:4.0%}"
         text.append(f"{name:{width}}  {numbers}")
     first, *rest = lines
-    return "\n".join([*text, "", first[0].upper() + first[1:] + ".", *(f"- {line}" for line in rest), "", str(path)])
+    text += ["", first[0].upper() + first[1:] + ".", *(f"- {line}" for line in rest), "", str(path)]
+    return "\n".join(map(printable, text))

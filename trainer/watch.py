@@ -17,6 +17,7 @@ from statistics import median_low
 from typing import Any
 
 from datapipe import clock
+from datapipe.console import printable
 from datapipe.staging.crew import BEAT_S, Crew
 from datapipe.staging.store import CrewError
 
@@ -217,7 +218,9 @@ class Watch:
         _, what, _, seconds, _ = self._describe()
         who = "" if self._crew is None else f"rank {self._rank}: "
         line = f"error: {who}the run ends, because {reason}. {'This rank: ' if who else 'It was: '}{what}, for"
-        os.write(2, f"{line} {seconds:.0f} s\n".encode())  # not by logging, whose lock a thread that hangs may hold
+        os.write(
+            2, f"{printable(line)} {seconds:.0f} s\n".encode()
+        )  # not by logging, whose lock a thread that hangs may hold
         if self._crew is not None and self._rank == 0:
             try:
                 self._crew.announce(VERDICT, reason)

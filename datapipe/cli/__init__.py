@@ -12,6 +12,7 @@ import typer
 
 from .. import __version__, console
 from ..cluster import name_task
+from ..console import print_lines
 from ..errors import SettingError
 from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, LABELS, ORDERS, STORES
 from ..public_data import DATASETS
@@ -82,8 +83,7 @@ def fetch(
     """Get a public data set's files, checked against their sha256 sums."""
     from ..fetch import fetch
 
-    for path in fetch(name, folder):
-        print(path)
+    print_lines(*fetch(name, folder))
 
 
 @app.command(epilog="Example:  datapipe pack raw/imagenet packed/imagenet --resize short=256 --restart 8")
@@ -210,8 +210,7 @@ def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
         print(json.dumps(splits))
         return
     for row in splits:
-        print(format_summary(row))
-        print(f"  {format_details(row)}")
+        print_lines(format_summary(row), f"  {format_details(row)}")
 
 
 @app.command(epilog="Example:  datapipe verify --deep /local/imagenet")
@@ -233,7 +232,7 @@ def verify(
         print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in results.items()}))
     for path, problems in results.items():
         for line in () if as_json else problems or ("good",):
-            print(f"{path}: {line}")
+            print_lines(f"{path}: {line}")
     if any(results.values()):
         raise typer.Exit(1)
 
@@ -270,7 +269,7 @@ def bench(
 
     settings: dict[str, Any] = {"crop": crop, "order": order, "io": io, "device": device, "threads": threads}
     result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
-    print(json.dumps(result) if as_json else "\n".join(format_result(result)))
+    print_lines(*([json.dumps(result)] if as_json else format_result(result)))
 
 
 @app.command(epilog="Example:  datapipe doctor /shared/packed/imagenet --nodes 16")
@@ -297,4 +296,4 @@ def doctor(
     count = num_nodes(os.environ) if nodes is None else nodes
     master = placement(os.environ).master if count > 1 and network_mbps is None else ""
     result = doctor(folder, local, count, network_mbps, master)
-    print(json.dumps(result) if as_json else "\n".join(describe(result)))
+    print_lines(*([json.dumps(result)] if as_json else describe(result)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import typer
 
-from ..console import format_count
+from ..console import format_count, print_lines, printable
 from ..errors import SettingError
 from ..memory import parse_bytes
 
@@ -96,7 +97,7 @@ def _tell_progress(local: Path, timeout_s: float | None, as_json: bool) -> None:
     from ..staging.progress import find_progress, wait_until_whole
 
     progress = find_progress(local) if timeout_s is None else wait_until_whole(local, timeout_s)
-    print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
+    print_lines(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
 
 
 def _list(cache: Path, as_json: bool) -> None:
@@ -109,7 +110,8 @@ def _list(cache: Path, as_json: bool) -> None:
     table = [("folder", "source", "size", "last used", "state")]
     for row in rows:
         used, size = _format_time(row["last_used"]), f"{row['size_bytes'] / 2**20:,.1f} MiB"
-        table.append((row["folder"], row["source"], size, used, "; ".join(_states(row)) or "unused"))
+        state = "; ".join(_states(row)) or "unused"
+        table.append((printable(row["folder"]), printable(row["source"]), size, used, printable(state)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
@@ -144,12 +146,15 @@ def _clean(cache: Path, free: int, timeout_s: float, as_json: bool) -> None:
         print(json.dumps({"leases": [*map(str, done.leases)], "removed": rows, "free_bytes": done.free_bytes}))
     else:
         for path in done.leases:
-            print(f"removed {path}: the job has ended")
+            print_lines(f"removed {path}: the job has ended")
         for copy, why in done.removed:
-            print(f"removed {copy.folder}, {copy.size_bytes / 2**20:,.1f} MiB: {why}")
-        print(f"{cache}: {format_count(len(done.removed), 'copy', 'copies')} removed, {done.free_bytes:,} bytes free")
+            print_lines(f"removed {copy.folder}, {copy.size_bytes / 2**20:,.1f} MiB: {why}")
+        print_lines(
+            f"{cache}: {format_count(len(done.removed), 'copy', 'copies')} removed, {done.free_bytes:,} bytes free"
+        )
     if done.free_bytes < free:
-        typer.echo(f"{cache}: {free:,} bytes were to be free; the other copies are in use, kept or pinned", err=True)
+        message = f"{cache}: {free:,} bytes were to be free; the other copies are in use, kept or pinned"
+        print(printable(message), file=sys.stderr)
         raise typer.Exit(1)
 
 

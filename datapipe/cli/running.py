@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..console import format_count
+from ..console import format_count, print_lines, printable
 
 if TYPE_CHECKING:
     from ..packing import PackOptions, PackResult
@@ -41,7 +41,7 @@ def pack_and_print(
         manifests = pack(source, out, options)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
         if (out / STATE).exists() and not options.overwrite:
-            print(f"{out} is unfinished; the same command continues", file=sys.stderr)
+            print(printable(f"{out} is unfinished; the same command continues"), file=sys.stderr)
         raise
     seconds = time.perf_counter() - started
     if as_json:
@@ -49,8 +49,7 @@ def pack_and_print(
         row = {"seconds": seconds, "missing_shards": manifests.num_missing, "splits": splits}
         print(json.dumps({"complete": bool(splits), **row}))
     elif manifests:
-        for line in format_packed(out, manifests, seconds, is_recoded):
-            print(line)
+        print_lines(*format_packed(out, manifests, seconds, is_recoded))
     else:
         done = f"task {options.task.index} of {options.task.count} is done"
         print(f"{done}; other tasks have {format_count(manifests.num_missing, 'shard')} to write")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..console import print_lines
 from ..memory import parse_bytes
 from ..names import STAGE_MODES, TRANSPORTS
 from ..streams import TIMEOUT_S, in_time
@@ -126,7 +127,7 @@ def stage(
         logger.warning("srun ends a step's processes with its command: this one stays; put & behind srun's line")
     elif background and (process := _background(folder, local, options)):
         progress = process.wait_for_first()
-        print(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
+        print_lines(json.dumps(progress.as_row()) if as_json else f"{local}: {progress}")
         return
     started = time.perf_counter()
     results = staging.stage(folder, local, options)
@@ -134,8 +135,7 @@ def stage(
         rows = [{**vars(result), "folder": str(result.folder)} for result in results]
         print(json.dumps({"seconds": time.perf_counter() - started, "data_sets": rows}))
         return
-    for result in results:
-        print(format_staged(result))
+    print_lines(*map(format_staged, results))
 
 
 def _background(folder: Path, local: Path, options: StageOptions) -> Background | None:

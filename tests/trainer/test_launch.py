@@ -103,6 +103,18 @@ def test_what_makes_no_sense_is_refused(change, word):
         Launch(**EXAMPLE | change)
 
 
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\udce9"])
+@pytest.mark.parametrize("name", ["recipe", "data", "out", "stage", "local_checkpoints", "path", "changes", "options"])
+def test_control_characters_are_refused_wherever_they_stand(name, character):
+    """Each of these texts is in a script, and some in a comment, where a line break would begin a command."""
+    text = f"--a{character}touch here"
+    kinds = {"recipe": text, "changes": ("train.epochs=1", text), "options": (text,)}
+    with pytest.raises(SettingError, match=r"has the control character \\.*allowed:") as caught:
+        Launch(**EXAMPLE | {name: kinds.get(name, Path("/x", text))})
+    assert character not in str(caught.value)
+    Launch(**EXAMPLE | {"data": Path("/données/日本 x"), "stage": None})
+
+
 @given(st.integers(1, 12), st.integers(0, 9))
 def test_as_many_ranks_as_share_a_batch(nodes, gpus):
     launch = Launch(**EXAMPLE | {"nodes": nodes, "gpus_per_node": gpus, "changes": ("train.batch_size=120",)})

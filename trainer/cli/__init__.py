@@ -159,7 +159,7 @@ def launch(
         tuple(option or ()),
         Path(sys.executable).parent,
     )
-    print(plan.write(overwrite), flush=True)
+    console.print_lines(plan.write(overwrite))
     if submit:
         raise typer.Exit(plan.submit())
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from datapipe.console import print_lines
+
 from .parameters import Changes, Stage
 
 
@@ -35,11 +37,11 @@ def report(
     if watch:
         from ..reporting.watching import watch_report
 
-        print(watch_report(runs, out or runs[0]))
+        print_lines(watch_report(runs, out or runs[0]))
         return
     from ..reporting.page import write_report
 
-    print(write_report(runs, out or runs[0]))
+    print_lines(write_report(runs, out or runs[0]))
 
 
 def repeat(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from datapipe.console import printable
+
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
@@ -22,6 +24,7 @@ def explain(error: ValidationError, recipe: type[BaseModel]) -> str:
     findings = [finding for finding in findings if finding["loc"] not in inner]
     lines = [_line(finding, recipe) for finding in findings]
     lines = [*dict.fromkeys(lines), *dict.fromkeys(_how_to_change_kind(findings, recipe))]
+    lines = [*map(printable, lines)]
     return "; ".join(lines) if len(findings) == 1 else "\n  ".join(["the recipe has errors:", *lines])
 
 

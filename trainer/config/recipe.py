@@ -149,7 +149,9 @@ def parse(table: dict[str, Any]) -> Recipe:
         # Read as JSON, arrays may become tuples and whole numbers floats; strictness forbids all else.
         return Recipe.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise SettingError(explain(error, Recipe)) from error
+        problem = SettingError(explain(error, Recipe))
+        problem.has_lines = True
+        raise problem from error
 
 
 def _apply(table: dict[str, Any], change: str) -> None:

@@ -13,7 +13,7 @@ import jinja2
 
 from datapipe.checks import check_apart, check_name, checked_int
 from datapipe.cluster import parse_time_limit
-from datapipe.console import format_count
+from datapipe.console import format_count, printable
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 
@@ -23,6 +23,8 @@ from ..time_limit import parse_limit
 
 SCHEDULERS = "slurm", "pbs", "mpi", "local"
 MAX_RESTARTS = 20
+# What a shell, a scheduler or an editor would act on, or hide; also what reverses text, and bytes that are not UTF-8.
+CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "local": "bash"}
 
 
@@ -62,6 +64,7 @@ class Launch:
     path: Path | None = None
 
     def __post_init__(self) -> None:
+        self._check_characters()
         check_name("--scheduler", self.scheduler, SCHEDULERS)
         checked_int("--nodes", self.nodes, 1)
         checked_int("--gpus-per-node", self.gpus_per_node, 0)
@@ -80,7 +83,7 @@ class Launch:
             name = "--option" if self.options else "--max-restarts"
             raise SettingError(f"{name}: has no meaning with --scheduler {self.scheduler}")
         for option in self.options:
-            if "\n" in option or not option.startswith("-"):
+            if not option.startswith("-"):
                 raise SettingError(f"--option {option!r}: begins with a hyphen, such as --option=--account=abc")
 
         check_apart("--out", self.out, "--data", self.data)
@@ -90,6 +93,18 @@ class Launch:
         if self.local_checkpoints is not None:
             check_apart("--local-checkpoints", self.local_checkpoints, "--out", self.out)
             check_apart("--local-checkpoints", self.local_checkpoints, "--data", self.data)
+
+    def _check_characters(self) -> None:
+        """Raise SettingError for a text with control characters: a line break in a comment would begin a command."""
+        texts = [("RECIPE", self.recipe), ("--data", self.data), ("--out", self.out), ("--stage", self.stage)]
+        texts += [("--time", self.time), ("--local-checkpoints", self.local_checkpoints), ("PATH", self.path)]
+        texts += [("--set", change) for change in self.changes] + [("--option", option) for option in self.options]
+        for name, text in texts:
+            if text is not None and (character := CONTROL.search(str(text))):
+                raise SettingError(
+                    f"{name} {printable(str(text))}: has the control character {printable(character[0])}, which no "
+                    "script may contain; allowed: a text, or a path, without it"
+                )
 
     @property
     def script(self) -> Path:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from datapipe.console import format_count
+from datapipe.console import format_count, printable
 
 from ..reporting.formatting import DASH, format_figure
 from .runs import Group, check_comparable, differences
@@ -146,7 +146,7 @@ def _text(a: Group, b: Group, rows: list[Comparison]) -> str:
     ]
     verdicts = [f"{row.figure.partition(',')[0]}: {row.verdict}." for row in rows]
     notes = [f"Note: {note}." for note in comparison_notes(a, b)]
-    return "\n".join([*heads, "", table, "", *verdicts, *notes])
+    return "\n".join([*map(printable, heads), "", table, "", *map(printable, [*verdicts, *notes])])
 
 
 def _values(a: Group, b: Group, rows: list[Comparison]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from datapipe.console import format_count
+from datapipe.console import format_count, printable
 
 from ..reporting.formatting import DASH, format_figure
 from .runs import Group, Outcome, differences
@@ -30,8 +30,8 @@ COLUMNS = {
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return text in columns, the first aligned to the left, the others to the right."""
-    lines = [header, *rows]
+    """Return text in columns, the first aligned to the left, the others to the right; `printable` escapes it."""
+    lines = [[*map(printable, line)] for line in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, len(line)))]).rstrip()
@@ -56,7 +56,7 @@ def format_group(group: Group) -> str:
         sample = describe(group.values(key))
         lines.append([name, _counted(group, key, sample), *_format_sample(sample, form)])
     means = format_table(["figure", "of the runs", "mean", "std", "95 % interval"], lines)
-    return "\n".join([runs, "", means, *(f"Note: {note}." for note in group_notes(group))])
+    return "\n".join([runs, "", means, *(printable(f"Note: {note}.") for note in group_notes(group))])
 
 
 def _counted(group: Group, key: str, sample: Sample) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from datapipe.console import printable
+
 from .runlog import DATA_BOUND_SHARE, START_SECTIONS
 
 
@@ -46,4 +48,4 @@ def summary(end: dict[str, Any], target: float | None, report: Path | None, run:
         stopped_by = end["stopped_by"]
         reason = "since the time is nearly over" if stopped_by == "time" else f"by {stopped_by}"
         lines.append(f"interrupted {reason}; a checkpoint is saved, and --resume continues {run}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -17,6 +17,7 @@ import pytest
 import typer
 
 from datapipe.cli import app
+from datapipe.cli.cache import care_for_cache
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import SettingError, StagingError
 from datapipe.fsio import boot_id, lock_holders, locked
@@ -116,6 +117,16 @@ def test_another_user_who_may_only_read_uses_a_copy(public, held):
     child.kill()
     child.wait(limit_s())
     assert run_out_of_room(cache) == []
+
+
+def test_what_a_copy_says_of_itself_is_escaped(tmp_path, capsys):
+    """Any user can write a copy's origin, and list what another has written."""
+    (tmp_path / "cache" / "x\x9b1m").mkdir(parents=True)
+    origin = {"source": "/é\x1b]0;owned\x07\nfolder", "manifest": "00", "files": ["a"]}
+    (tmp_path / "cache" / "x\x9b1m" / ".origin.json").write_text(json.dumps(origin))
+    care_for_cache("list_cache", {"list_cache": tmp_path / "cache", "as_json": False})
+    said = capsys.readouterr().out
+    assert r"x\x9b1m  /é\x1b]0;owned\x07\nfolder  " in said and len(said.splitlines()) == 2, said
 
 
 @needs_root
