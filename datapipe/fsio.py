@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
 import zipfile
@@ -36,6 +35,7 @@ NETWORK_FILESYSTEMS += ("smb3", "9p", "glusterfs")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[Path] = set()  # what cannot be locked or read, for which a warning has been logged
 _locks: set[int] = set()  # descriptors of this process's locks
+OWN_MODE = 0o755  # what only this user writes to, and others may read
 BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
 
 
@@ -77,9 +77,17 @@ def atomic_path(path: Path, alone: bool = True) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_write(path: Path, alone: bool = True) -> Iterator[BinaryIO]:
-    """Do what `atomic_path` does, and yield the temporary file opened for binary writing."""
+def atomic_write(path: Path, alone: bool = True, is_own: bool = False) -> Iterator[BinaryIO]:
+    """Do what `atomic_path` does, and yield the temporary file opened for binary writing.
+
+    Args:
+        path: See `atomic_path`.
+        alone: See `atomic_path`.
+        is_own: Whether other users may not write to it, whatever the umask; else it would not be believed.
+    """
     with atomic_path(path, alone) as partial, open(partial, "wb") as file:
+        if is_own:
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & OWN_MODE)
         yield file
 
 
@@ -209,36 +217,6 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-def open_plain(path: Path) -> tuple[int, bool]:
-    """Open a plain file, not a link, which another user could have planted.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        Its descriptor, and whether it can be written to, and this user made it.
-
-    Raises:
-        OSError: there is none.
-    """
-    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        fd, is_writable = os.open(path, os.O_RDWR | flags), True
-    except OSError:
-        fd, is_writable = os.open(path, os.O_RDONLY | flags), False
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise OSError(0, "is not a plain file")
-    return fd, is_writable and info.st_uid == os.geteuid() and info.st_nlink == 1
-
-
-def read_plain(path: Path) -> bytes:
-    """Read a plain file, not a link, which another user could have planted. Raises OSError where there is none."""
-    with os.fdopen(open_plain(path)[0], "rb") as file:
-        return file.read()
-
-
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut."""
     fd = os.open(folder, os.O_RDONLY)
@@ -248,13 +226,18 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, so that they survive a power cut; one that exists is not changed."""
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder, and those above it, so that they survive a power cut; one that exists is not changed.
+
+    Args:
+        path: Of the folder.
+        mode: Of each that is made, less what the umask takes away.
+    """
     if path.is_dir():
         return
-    make_folder(path.parent)
+    make_folder(path.parent, mode)
     try:
-        path.mkdir()
+        path.mkdir(mode)
     except FileExistsError:  # another process has made it, and may have removed it by now
         if os.path.lexists(path) and not path.is_dir():
             raise

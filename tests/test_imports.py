@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 # brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
 GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams", "checks"}
 GROUND |= {"splits", "clock", "process_id"}
+GROUND |= {"splits", "clock", "process_id", "foreign"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
     "errors": "",
@@ -29,6 +30,7 @@ DATAPIPE = {
     "names": "",
     "public_data": "",
     "memory": "errors",
+    "foreign": "errors",
     "cluster": "errors",
     "console": "errors",
     "clock": "",

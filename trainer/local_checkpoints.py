@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from datapipe import clock
-from datapipe.errors import SettingError
+from datapipe.errors import SettingError, StagingError
+from datapipe.foreign import check_file, check_folder
 from datapipe.fsio import atomic_write, make_folder, named
 
 from .checkpoint import BEST, keep_as, move_earlier, save_checkpoint
@@ -23,6 +24,7 @@ from .reporting.runlog import NAME as METRICS
 logger = logging.getLogger(__name__)
 
 COPY_BYTES = 1 << 20
+PRIVATE_MODE = 0o700  # of the folders that are made for checkpoints: no other user reads or writes there
 
 
 def local_folder(root: Path, run: Path) -> Path | None:
@@ -30,16 +32,39 @@ def local_folder(root: Path, run: Path) -> Path | None:
 
     Its name comes from the run's path and the first line of its metrics, which tells when it began: another run in the
     same folder has another name.
+
+    Args:
+        root: Folder on this node's own disk.
+        run: Folder of the run.
+
+    Raises:
+        SettingError: `root` lies in `run`; or other users could have put a checkpoint there, or could change one.
     """
     if root.resolve().is_relative_to(run.resolve()):
         raise SettingError(f"--local-checkpoints {root}: lies in --out; use a folder on the node's own disk")
+    with _naming_option(root):
+        check_folder(root)
     try:
         with open(run / METRICS, "rb") as file:
             first_line = file.readline()
     except FileNotFoundError:
         return None
     digest = hashlib.blake2b(first_line + os.fsencode(run.resolve()), digest_size=8)
-    return root / f"trainer-{digest.hexdigest()}"
+    folder = root / f"trainer-{digest.hexdigest()}"
+    with _naming_option(root):
+        check_folder(folder)
+        for name in (CHECKPOINT, BEST):
+            check_file(folder / name)
+    return folder
+
+
+@contextmanager
+def _naming_option(root: Path) -> Iterator[None]:
+    """Raise SettingError in place of StagingError."""
+    try:
+        yield
+    except StagingError as error:
+        raise SettingError(f"--local-checkpoints {root}: {error}") from error
 
 
 @contextmanager
@@ -58,7 +83,7 @@ def open_local(root: Path, run: Path, keep: int, checkpoint: dict[str, Any] | No
         The checkpoints; in the end their copies are waited for.
 
     Raises:
-        SettingError: `root` lies in `run`.
+        SettingError: As `local_folder`.
     """
     folder = local_folder(root, run)
     assert folder is not None
@@ -103,11 +128,12 @@ class LocalCheckpoints:
             Whether it is on this disk. If not, nothing is being copied any more.
         """
         try:
-            make_folder(self.folder)
+            make_folder(self.folder, PRIVATE_MODE)
+            check_folder(self.folder)  # in a folder such as /tmp, another user may have made it first
             save_checkpoint(self.folder / CHECKPOINT, content)
             if is_best:
                 keep_as(self.folder / CHECKPOINT, self.folder / BEST)
-        except OSError as error:
+        except (OSError, StagingError) as error:
             logger.warning("no checkpoint on this node's disk: %s; it is written to %s at once", error, self._run)
             self._wait()
             return False

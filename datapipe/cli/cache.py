@@ -130,7 +130,7 @@ def _states(row: Mapping[str, Any]) -> list[str]:
 
 
 def _me() -> str:
-    from ..staging.keep import user_name
+    from ..foreign import user_name
 
     return user_name(os.geteuid())
 

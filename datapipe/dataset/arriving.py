@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..fsio import open_plain
+from ..foreign import open_plain
 from .manifest import FileInfo
 
 logger = logging.getLogger(__name__)

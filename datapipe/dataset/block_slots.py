@@ -24,7 +24,7 @@ import xxhash
 
 from .. import clock
 from ..errors import StagingError
-from ..fsio import open_plain
+from ..foreign import open_plain
 
 logger = logging.getLogger(__name__)
 

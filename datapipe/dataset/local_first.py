@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ShardReadError
-from ..fsio import open_plain
+from ..foreign import open_plain
 from ..names import Io
 from .arriving import LOOK_S, ArrivingShard
 from .manifest import MANIFEST, Manifest

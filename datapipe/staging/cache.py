@@ -22,9 +22,10 @@ from ..dataset.arriving import KINDS
 from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, Manifest
 from ..errors import DatapipeError
+from ..foreign import read_note
 from ..fsio import free_bytes
 from ..streams import TIMEOUT_S, in_time
-from .keep import KEEP, Keep, is_pinned, keeps_in, read_note
+from .keep import KEEP, Keep, is_pinned, keeps_in
 from .local_copy import CHECKED, compute_digest
 from .origin import ORIGIN
 from .progress import LOG

@@ -12,10 +12,11 @@ from typing import Any
 from ..dataset.block_slots import SLOTS
 from ..dataset.manifest import MANIFEST, read_content
 from ..errors import DatapipeError, ManifestError, StagingError
+from ..foreign import user_name
 from ..fsio import free_bytes, lock_holders
 from ..streams import TIMEOUT_S, in_time
 from .cache import CachedCopy, claim, evict, find_copies, remove, subfolders
-from .keep import keeps_in, user_name
+from .keep import keeps_in
 from .local_copy import compute_digest
 
 logger = logging.getLogger(__name__)

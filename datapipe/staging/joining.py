@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from ..dataset.manifest import MANIFEST, read_content
 from ..errors import DatapipeError, SettingError, StagingError
+from ..foreign import check_folder
 from ..streams import in_time
 from .cache import remove_earlier
 from .copy import stage_copies
@@ -42,7 +42,8 @@ def stage_or_join(
         copy = next((copy for copy in copies if copy.is_named()), copies[-1])
         if copy.has_slots() and not joins:
             raise SettingError(f"cache: {copy.target} has room for a part only; this needs the whole data set")
-        if is_trusted(copy.target) and (copy.has_slots() or (joins and copy.may_be_used())):
+        check_folder(copy.target)  # a part is not checked as a whole: only the samples' short checksums are compared
+        if copy.has_slots() or (joins and copy.may_be_used()):
             copy.touch()
             return copy.target, False
         is_own = copy.target.parent == cache
@@ -51,14 +52,6 @@ def stage_or_join(
         if staged.copied_bytes and is_own:
             remove_earlier(source, copy.target, content)
     return copy.target, True
-
-
-def is_trusted(folder: Path) -> bool:
-    """Return whether a folder is this user's or root's: of a part, only the samples' short checksums are compared."""
-    try:
-        return folder.stat().st_uid in (0, os.geteuid())
-    except OSError:
-        return False
 
 
 @contextmanager

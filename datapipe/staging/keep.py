@@ -11,13 +11,12 @@ nobody to hold a lock, so two files do the same, in the copy's folder or above i
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import os
-import pwd
 import re
 import socket
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -28,17 +27,16 @@ from .. import clock
 from ..cluster import job_end
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
-from ..fsio import atomic_write, boot_id, lock_holder, make_folder
+from ..foreign import READ, find_problem, read_own, user_name
+from ..fsio import OWN_MODE, atomic_write, boot_id, lock_holder, make_folder
 from .lock import BusyError
 from .origin import ORIGIN
 
 logger = logging.getLogger(__name__)
 
 PINNED, KEEP = ".pinned", re.compile(r"\.keep-.+\.json")
-READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # no link is followed, and a pipe does not block
 KEEP_S = 24 * 3600.0  # how long a copy is kept for a job of which nobody tells when it ends
 LOOK_S = 0.05  # between looks at a lock that another process holds
-MAX_BYTES = 64 << 20  # a larger file of another user is not a note of ours
 
 
 class EvictedError(StagingError):
@@ -127,11 +125,14 @@ class Keep:
 
     @classmethod
     def read(cls, path: Path) -> Keep | None:
-        """Read a note; None where it cannot be read, or is not a note of ours."""
+        """Read a note; None where it cannot be read, or neither root nor the folder's owner has written it."""
         try:
-            fields = json.loads(read_note(path))
+            fields = json.loads(read_own(path, os.stat(path.parent).st_uid))
             job, host, boot = (str(fields[name]) for name in ("job", "host", "boot"))
             return cls(path, job, host, boot, int(fields["pid"]), float(fields["until"]))
+        except StagingError as error:
+            _warn_once(str(error))
+            return None
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
@@ -155,10 +156,10 @@ def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> None:
     fields = {"job": job, "host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "until": end}
     for _ in range(100):
         with suppress(FileNotFoundError):  # another process removes the empty folder at this moment
-            make_folder(local)
+            make_folder(local, OWN_MODE)
             try:
                 if os.stat(local).st_uid == os.geteuid():
-                    with atomic_write(local / f".keep-{quote(job)}.json", alone=False) as file:
+                    with atomic_write(local / f".keep-{quote(job)}.json", alone=False, is_own=True) as file:
                         file.write(json.dumps(fields).encode())
             except FileNotFoundError:
                 raise
@@ -185,7 +186,7 @@ def pin(local: Path) -> None:
     _check_own(local)
     if not any(local.glob(ORIGIN)) and not any(local.glob(f"*/{ORIGIN}")):
         raise StagingError("is not a copy, and holds none", path=local)
-    with atomic_write(local / PINNED, alone=False):
+    with atomic_write(local / PINNED, alone=False, is_own=True):
         pass
 
 
@@ -199,33 +200,18 @@ def unpin(local: Path) -> None:
 
 
 def is_pinned(folder: Path) -> bool:
-    """Return whether a folder has been pinned."""
-    return os.path.lexists(folder / PINNED)
+    """Return whether a folder has been pinned, by its owner or by root."""
+    with suppress(OSError):
+        problem = find_problem(os.lstat(folder / PINNED), os.stat(folder).st_uid)
+        if problem:
+            _warn_once(f"{folder / PINNED}: {problem}, so it is not believed: remove it")
+        return not problem
+    return False
 
 
-def user_name(uid: int) -> str:
-    """Return a user's name; the number where the node knows none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def read_note(path: Path, dir_fd: int | None = None) -> bytes:
-    """Read a small file. Raises OSError for a link, and for what is not a plain file.
-
-    Args:
-        path: of the file.
-        dir_fd: the folder that it is relative to, if any.
-
-    Returns:
-        Its content, up to MAX_BYTES for a file that is not this user's.
-    """
-    with open(os.open(path, READ, dir_fd=dir_fd), "rb") as file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(f"{path} is not a plain file")
-        return file.read(-1 if info.st_uid == os.geteuid() else MAX_BYTES)
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _check_own(local: Path) -> None:

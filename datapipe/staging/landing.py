@@ -7,7 +7,6 @@ and nothing of another process's is continued.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from ..dataset.arriving import LANDED, PARTIAL, map_head, temporary_path
 from ..dataset.manifest import FileInfo
-from ..errors import StagingError
+from ..foreign import READ, open_own
 from ..fsio import checksum, named
 from ..streams import Moved
 
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 # A longer write gets larger pieces of memory for the page cache, which a virtual machine may first have to be given.
 WRITE_BYTES = 256 << 10
-OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a link is not ours
 
 
 class WrongBytes(ValueError):
@@ -207,35 +205,8 @@ def is_of_dead_process(path: Path) -> bool:
     return bool(match and f".{socket.gethostname()}." in path.name and not Path("/proc", match[1]).exists())
 
 
-def open_own(path: Path, flags: int = 0) -> int:
-    """Open a file of this user's for reading and writing, and make it if it is not there.
-
-    Args:
-        path: of the file.
-        flags: more of them, of open(2).
-
-    Returns:
-        Its descriptor.
-
-    Raises:
-        StagingError: it is another user's, who could change it, or not a plain file.
-        OSError: it cannot be opened.
-    """
-    try:
-        fd = os.open(path, OPEN | flags, 0o644)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a link: remove it, or choose another folder", str(path)) from error
-        raise
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_nlink != 1:
-        os.close(fd)
-        raise StagingError("is not a file that this user has made; remove it, or choose another folder", path=path)
-    return fd
-
-
 def _read_own(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = os.open(path, READ)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)
         return file.read() if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() else b""

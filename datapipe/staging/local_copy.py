@@ -22,7 +22,8 @@ from pathlib import Path
 from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, FileInfo, Manifest, read_content
 from ..errors import ManifestError, StagingError
-from ..fsio import atomic_write, boot_id, checksum, read_plain, sync_folder
+from ..foreign import read_own
+from ..fsio import atomic_write, boot_id, checksum, sync_folder
 from ..streams import Moved, work_on_files
 from .lock import find_holder
 from .origin import ORIGIN, Origin
@@ -266,20 +267,23 @@ class LocalCopy:
             if (self.target / MANIFEST).exists():
                 logger.warning("%s is damaged: writing it again", self.target / MANIFEST)
             sync_folder(self.target)
-            with atomic_write(self.target / MANIFEST, alone=False) as file:
+            with atomic_write(self.target / MANIFEST, alone=False, is_own=True) as file:
                 file.write(self.content)
         if is_ours and not self._is_complete():
             with suppress(OSError):  # it may be read-only
                 self.write_origin(states, is_complete=True)
         states |= present
         if states != self._read_checked():
-            with suppress(OSError), atomic_write(self.target / CHECKED, alone=False) as file:  # it may be read-only
-                file.write(json.dumps({"boot": boot_id(), "files": states}).encode())
+            with suppress(OSError), atomic_write(self.target / CHECKED, alone=False, is_own=True) as file:
+                file.write(json.dumps({"boot": boot_id(), "files": states}).encode())  # unless it is read-only
 
     def _read_checked(self) -> States:
         try:
-            checked = json.loads(read_plain(self.target / CHECKED))
+            checked = json.loads(read_own(self.target / CHECKED))
             return dict(checked["files"]) if checked["boot"] and checked["boot"] == boot_id() else {}
+        except StagingError as error:
+            logger.warning("%s; until then all files are checked each time", error)
+            return {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 

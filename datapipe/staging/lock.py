@@ -12,7 +12,8 @@ from pathlib import Path
 
 from .. import clock
 from ..errors import StagingError
-from ..fsio import lock_holder, lock_holders, locked, make_folder, open_plain
+from ..foreign import open_plain
+from ..fsio import OWN_MODE, lock_holder, lock_holders, locked, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
     with ExitStack() as stack:
         while True:
             try:
-                make_folder(folder)
+                make_folder(folder, OWN_MODE)
                 is_locked = stack.enter_context(locked(folder, wait=False, may_vanish=True))
                 break
             except FileNotFoundError:  # removed at this moment

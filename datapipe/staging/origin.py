@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..dataset.arriving import PARTIAL, temporary_path
 from ..errors import StagingError
-from ..fsio import named, read_plain
+from ..foreign import read_own
+from ..fsio import named
 from .landing import make_own_name
 
 ORIGIN = ".origin.json"
@@ -46,9 +47,9 @@ class Origin:
 
     @classmethod
     def read(cls, folder: Path) -> Origin:
-        """Read what a copy says. Raises StagingError where that is not readable."""
+        """Read what a copy says. Raises StagingError where that is not readable, or others can have written it."""
         try:
-            return cls(**json.loads(read_plain(folder / ORIGIN)))
+            return cls(**json.loads(read_own(folder / ORIGIN)))
         except (OSError, ValueError, TypeError) as error:
             raise StagingError(f"cannot be read: {error}", path=folder / ORIGIN) from error
 
@@ -63,7 +64,7 @@ class Origin:
         partial = temporary_path(path, PARTIAL, make_own_name())  # which `sweep` finds where there are no locks
         try:
             with named(partial):
-                with open(partial, "xb") as file:
+                with open(partial, "xb", opener=_open_own) as file:
                     file.write(json.dumps(asdict(self)).encode())
                     file.flush()
                     os.fsync(file.fileno())
@@ -71,3 +72,7 @@ class Origin:
         except OSError:
             partial.unlink(missing_ok=True)  # of a full disk
             raise
+
+
+def _open_own(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o644)  # so that it is believed, whatever the umask

@@ -20,9 +20,9 @@ from ..dataset.arriving import LANDED
 from ..dataset.block_slots import BlockSlots
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
-from ..fsio import make_folder, read_plain
+from ..foreign import open_own, read_plain
+from ..fsio import OWN_MODE, make_folder
 from ..streams import TIMEOUT_S
-from .landing import open_own
 from .lock import find_holder
 from .origin import ORIGIN, Origin
 
@@ -173,7 +173,7 @@ def continue_in_background(local: Path) -> Background | None:
     """
     before = _count_landed(local)
     try:
-        make_folder(local)
+        make_folder(local, OWN_MODE)
         log = open_own(local / LOG, os.O_APPEND)
     except (OSError, StagingError) as error:
         if not isinstance(error, StagingError) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):

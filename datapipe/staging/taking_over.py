@@ -13,9 +13,10 @@ from ..dataset.arriving import KINDS, temporary_path
 from ..dataset.block_slots import SLOTS, TAGS
 from ..dataset.manifest import MANIFEST, Manifest, read_content
 from ..errors import ManifestError, SettingError, StagingError
+from ..foreign import check_folder, user_name
 from ..fsio import free_bytes, sync_folder
 from .cache import CachedCopy, claim, remove_claimed
-from .keep import is_pinned, user_name
+from .keep import is_pinned
 from .landing import is_of_dead_process
 from .local_copy import LocalCopy
 from .lock import hold_unused
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(source: Path, local: Path) -> None:
-    """Raise SettingError where nothing can be staged to a folder.
+    """Raise SettingError where nothing can be staged to a folder, StagingError where others could change the copy.
 
     Args:
         source: the folder that the data sets are in.
@@ -38,6 +39,7 @@ def check_place(source: Path, local: Path) -> None:
         raise SettingError(f"LOCAL: {source} lies in {local}, which would become a copy of it; choose another")
     if local.is_file():
         raise SettingError(f"LOCAL: {local} is a file; allowed: a folder, or a new name")
+    check_folder(local)
 
 
 def check_places(source: Path, local: Path, copies: list[LocalCopy]) -> None:

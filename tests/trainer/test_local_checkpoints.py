@@ -1,6 +1,7 @@
 """Checkpoints on a node's own disk, copied to the run's folder while training continues."""
 
 import errno
+import os
 import shutil
 import signal
 import threading
@@ -10,6 +11,7 @@ import torch
 
 import trainer.local_checkpoints
 import trainer.loop
+from tests.datapipe.staging.data_sets import needs_root
 from tests.waiting import limit_s
 from trainer.checkpoint import list_checkpoints, load_checkpoint
 from trainer.cli import main
@@ -172,6 +174,32 @@ def test_a_copy_that_failed_once_is_made_up_for(monkeypatch, tmp_path):
 def test_a_folder_in_the_run_is_refused(go, tmp_path, capsys):
     assert go("run", "--local-checkpoints", tmp_path / "run" / "local") == 2
     assert "lies in --out" in capsys.readouterr().err
+
+
+@needs_root
+@pytest.mark.parametrize("planted", ["the folder", "the file", "a link", "the folder above", "a mode"])
+def test_what_another_user_has_planted_is_refused(go, left, tmp_path, capsys, planted):
+    """Nothing is taken from it, and nothing is removed; the run itself can be continued without."""
+    local, folder = tmp_path / "local", left.parent
+    local.chmod(0o1777)
+    if planted == "a link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+        os.chown(folder, 65534, 65534, follow_symlinks=False)
+    elif planted == "a mode":
+        folder.chmod(0o777)
+    else:
+        os.chown({"the folder": folder, "the file": left, "the folder above": local}[planted], 65534, 65534)
+    assert go("run", *EVERY, "--resume", "--local-checkpoints", local) == 2
+    errors = capsys.readouterr().err
+    assert f"error: --local-checkpoints {local}: {local}" in errors and ("nobody's" in errors or "0777" in errors), (
+        errors
+    )
+    assert left.exists()
+
+
+def test_other_users_cannot_read_or_write_there(go, left, tmp_path):
+    assert left.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_that_of_another_run_in_the_same_folder_is_not_taken(go, left, tmp_path, metrics):

@@ -132,9 +132,8 @@ def test_what_a_copy_says_of_itself_is_escaped(tmp_path, capsys):
 @needs_root
 def test_another_users_copy_is_read_and_never_removed(public, as_nobody):
     source, cache = public / "source" / "val", public / "cache"
-    cache.mkdir()
-    cache.chmod(0o777)  # not that of a shared TMPDIR, which alone would protect it
     copy = stage_once(source, cache)
+    cache.chmod(0o777)  # not that of a shared TMPDIR, which alone would protect it
     done = as_nobody("datapipe", "stage", "--clean", cache, "--free", "1000TB")
     assert done.returncode == 1 and "0 copies removed" in done.stdout, done.stderr
     for option in ("--pin", "--unpin"):
