@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tests.waiting import limit_s
 # Of this process and its children: threads of several processes on few cores wait for each other far longer than they
 # compute.
 os.environ["OMP_NUM_THREADS"] = "1"
+_state = tempfile.TemporaryDirectory(prefix="state-")  # in place of the user's own, where processes share a secret
+os.environ["XDG_STATE_HOME"] = _state.name
 os.environ["OMP_WAIT_POLICY"] = "passive"  # where a test asks for more: threads that wait compute nothing
 
 settings.register_profile("shared machine", deadline=None)  # a first call may be slow, and says nothing of the code

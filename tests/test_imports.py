@@ -90,7 +90,7 @@ TRAINER = {
     "__main__": "cli",
     "__init__": "",
 }
-TORCH_IN_STAGING = ["crew", "exchange", "meeting", "mpi", "node_group", "store"]
+TORCH_IN_STAGING = ["crew", "exchange", "mpi", "node_group", "secret", "store"]
 # Optional or heavy packages, and the only files that may import them.
 PACKAGES = {
     "torch": ["datapipe/loaders/", *(f"datapipe/staging/{name}.py" for name in TORCH_IN_STAGING), "trainer/"],

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from datapipe.loaders.device import explain_unseen_gpus
 from datapipe.staging.crew import Crew
 from datapipe.staging.meeting import open_crew
 from datapipe.staging.network import interface_addresses
+from datapipe.staging.secret import choose_file
 from datapipe.staging.store import CrewError
 
 from .distributed import World
@@ -44,7 +46,7 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 DEVICES = "auto", "cpu", "cuda"
 _connections: list[Placement] = []  # of this process: at most one; it stays when the connections have ended
-_refusals: list[str] = []  # why this process did not connect: at most one
+_refusals: list[tuple[str, Path]] = []  # why this process did not connect, and the folder of its run: at most one
 
 
 def choose_device(device: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
@@ -135,7 +137,9 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def connected(place: Placement, device: str = "auto", rank_timeout_s: float = RANK_TIMEOUT_S) -> Iterator[World]:
+def connected(
+    place: Placement, device: str = "auto", rank_timeout_s: float = RANK_TIMEOUT_S, run: Path | None = None
+) -> Iterator[World]:
     """Connect the ranks for as long as the block runs. Alone, there is nothing to do.
 
     When the block fails, the ranks stay connected: under NCCL, closing the connections waits for the other ranks, which
@@ -147,6 +151,7 @@ def connected(place: Placement, device: str = "auto", rank_timeout_s: float = RA
         place: Which rank this process is.
         device: auto, cpu or cuda; see `choose_device`.
         rank_timeout_s: How long a rank may do nothing, in seconds; see `Watch`.
+        run: Folder of the run, in which the ranks share a secret until they have met; None: the user's own is used.
 
     Yields:
         This process's place among the ranks.
@@ -165,7 +170,9 @@ def connected(place: Placement, device: str = "auto", rank_timeout_s: float = RA
     _connections.append(place)
     with ExitStack() as stack:
         with ended_by_signals():
-            crew = stack.enter_context(open_crew(replace(place, port=place.train_port), START_S, "rank"))
+            secret, own_place = choose_file(run), replace(place, port=place.train_port)
+            with _removing(secret if place.rank == 0 else None, run):
+                crew = stack.enter_context(open_crew(own_place, START_S, "rank", secret=secret))
             world = _meet(crew, place, device)
         crew.timeout_s = rank_timeout_s
         world.watch.start(crew, world.rank, world.world_size, rank_timeout_s)
@@ -181,6 +188,18 @@ def connected(place: Placement, device: str = "auto", rank_timeout_s: float = RA
             raise
         gc.collect()  # cycles that refer to DDP
         dist.destroy_process_group()
+
+
+@contextmanager
+def _removing(secret: Path | None, run: Path | None) -> Iterator[None]:
+    """Remove a run's secret after the block, in which all ranks have read it, and the folder if that is empty then."""
+    try:
+        yield
+    finally:
+        if run is not None and secret is not None and secret.parent == run:
+            with suppress(OSError):
+                secret.unlink()
+                run.rmdir()
 
 
 def _meet(crew: Crew, place: Placement, device: str) -> World:
@@ -232,20 +251,25 @@ def _choose_interface(crew: Crew) -> None:
 
 
 @contextmanager
-def telling_others() -> Iterator[None]:
-    """Let `leave` tell the other ranks if the block fails before this one is connected: they would wait for it."""
+def telling_others(run: Path) -> Iterator[None]:
+    """Let `leave` tell the other ranks if the block fails before this one is connected: they would wait for it.
+
+    Args:
+        run: Folder of the run, see `connected`.
+    """
     try:
         yield
     except (DatapipeError, SettingError, OSError) as error:
-        _refusals.append(str(error))
+        _refusals.append((str(error), run))
         raise
 
 
-def _refuse(place: Placement, reason: str) -> None:
+def _refuse(place: Placement, reason: str, run: Path) -> None:
     """Tell the other ranks that this one does not come, as far as they do within moments."""
     if place.world_size > 1 and place.master:
         port = replace(place, port=place.train_port)
-        with suppress(CrewError, SettingError), open_crew(port, REFUSE_S, "rank", refusal=reason):
+        secret = choose_file(run)
+        with suppress(CrewError, SettingError), open_crew(port, REFUSE_S, "rank", refusal=reason, secret=secret):
             pass
 
 
@@ -262,7 +286,7 @@ def leave(code: int, error: BaseException | None = None) -> None:
     """
     if not _connections and _refusals:
         with suppress(SettingError):  # without a place there are no others
-            _refuse(rank_placement(os.environ), _refusals[0])
+            _refuse(rank_placement(os.environ), *_refusals[0])
     if not _connections:
         return
     if error is not None and not isinstance(error, SystemExit):

@@ -7,7 +7,10 @@ the next collective operation, so that none waits for a rank that has ended.
 from __future__ import annotations
 
 import inspect
+import io
+import json
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.errors import DatapipeError, SettingError
+from datapipe.staging.store import gather_bytes
 
 from .errors import TrainingError
 from .watch import Watch
@@ -127,27 +131,53 @@ def broadcast(world: World, value: T) -> T:
     """Return the first rank's `value` on all ranks."""
     if world.world_size == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+    data = _pack(value) if world.is_main else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, 0)
+    if not world.is_main:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, 0)
+    return value if world.is_main else _unpack(data)
 
 
 def gather(world: World, value: T) -> list[T] | None:
     """Return each rank's value on the first rank, None on the others."""
     if world.world_size == 1:
         return [value]
-    values: list | None = [None] * world.world_size if world.is_main else None
-    dist.gather_object(value, values)
-    return values
+    data = _pack(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    room = max(int(size) for size in sizes)
+    padded = torch.zeros(room, dtype=torch.uint8)
+    padded[: len(data)] = data
+    if not world.is_main:
+        dist.gather(padded)
+        return None
+    everyones = [torch.empty_like(padded) for _ in sizes]
+    dist.gather(padded, everyones)
+    return [_unpack(its[: int(size)]) for its, size in zip(everyones, sizes, strict=True)]
 
 
 def gather_everywhere(world: World, value: T) -> list[T]:
-    """Return each rank's value, on all ranks."""
+    """Return each rank's value, on all ranks: what JSON can hold, so tuples become lists."""
     if world.world_size == 1:
         return [value]
-    values: list[Any] = [None] * world.world_size
-    dist.all_gather_object(values, value)
-    return values
+    return [json.loads(its) for its in gather_bytes(json.dumps(value).encode())]
+
+
+def _pack(value: object) -> Tensor:
+    """Return as uint8[n] what checkpoints may hold: tensors, numbers, text, and lists, tuples and dicts of them."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def _unpack(data: Tensor) -> Any:
+    """Return what `_pack` was given. Runs no code that another process may have sent."""
+    try:
+        return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TrainingError("another rank has sent what no rank sends: is a stranger connected?") from error
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def profile(
         stage(data, local, StageOptions(placement=place))
         data = local
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=NEVER)})
-    with connected(place, device) as world, ExitStack() as stack:
+    with connected(place, device, run=out) as world, ExitStack() as stack:
         set_threads(world)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -191,7 +191,10 @@ def _record(job: Job, steps: int) -> list[Any] | None:
     spans = recorder.spans()
     offset_us = _clock_offset_us(job.world)
     spans = [Span(row, name, begin - offset_us, end - offset_us) for row, name, begin, end in spans]
-    return gather(job.world, (spans, _shares(recorder, spans), recorder.timed_s / steps, _memory_share(job.world)))
+    plain = [tuple(span) for span in spans]
+    mine = plain, _shares(recorder, spans), recorder.timed_s / steps, _memory_share(job.world)
+    everyones = gather(job.world, mine)
+    return everyones and [([Span._make(span) for span in its], *others) for its, *others in everyones]
 
 
 def _train(job: Job, recorder: Recorder) -> None:

@@ -111,7 +111,7 @@ def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions(
     if options.local is not None:
         with clock.section("staging"):
             stage(data, options.local, StageOptions(placement=place))
-    with connected(place, options.device, options.rank_timeout_s) as world:
+    with connected(place, options.device, options.rank_timeout_s, out) as world:
         set_threads(world)
         if world.device.type == "cpu":
             keep_freed_memory()

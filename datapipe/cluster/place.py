@@ -26,6 +26,7 @@ class Placement:
         has_store: whether the launcher keeps a store of torch's at that port.
         launcher: what said so, for messages; empty where nothing did.
         job: the scheduler's number of the job, or else the launcher's own name of it; "" without one.
+        has_own_port: whether other jobs have another port: the job has a name, or the user has set the port.
     """
 
     rank: int = 0
@@ -35,6 +36,15 @@ class Placement:
     has_store: bool = False
     launcher: str = ""
     job: str = ""
+    has_own_port: bool = True
+
+    def find_port_problem(self) -> str:
+        """Say what to do where processes of other jobs would meet at the same port; "" elsewhere."""
+        if self.world_size == 1 or self.has_own_port:
+            return ""
+        message = f"MASTER_PORT: is not set, and {self.launcher} does not tell a name of the job, so that processes of"
+        example = "export MASTER_PORT=29417"
+        return f"{message} other jobs would meet at the same port: set it for all processes of this one, as {example}"
 
     @property
     def train_port(self) -> int:
@@ -78,7 +88,8 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
     address = master or environ.get("MASTER_ADDR") or _first_host(environ, is_step)
     if not address and is_on_one_host(environ, place.launcher):
         address = "localhost"
-    return replace(place, master=address, port=port, has_store=has_store)
+    has_own_port = bool(place.job) or "MASTER_PORT" in environ
+    return replace(place, master=address, port=port, has_store=has_store, has_own_port=has_own_port)
 
 
 def _port(*job: str) -> int:

@@ -37,6 +37,8 @@ def rank_placement(environ: Mapping[str, str]) -> Placement:
         raise SettingError(problem)
     if place.world_size > 1 and not place.master:
         raise SettingError(f"MASTER_ADDR: {place.launcher} does not tell the host of rank 0; set it, on all nodes")
+    if problem := place.find_port_problem():
+        raise SettingError(problem)
     return place
 
 

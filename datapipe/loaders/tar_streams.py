@@ -38,6 +38,7 @@ from .base import DataDescription, Place
 from .options import LoaderOptions
 from .threads import call_in_time
 
+RAISED = {kind.__name__: kind for kind in (DecodeError, ManifestError, ShardReadError)}  # by ranks that count
 logger = logging.getLogger(__name__)
 
 COUNTED = 100  # samples counted at a time: that takes less than `timeout_s`, where the whole shard may not
@@ -219,12 +220,15 @@ def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
         counts = {i: _count(shards[i], options.timeout_s) for i in mine}
     except DatapipeError as caught:  # all ranks take part in what follows, or those that do would wait forever
         error = caught
-    gathered: list = [None] * options.world_size
-    distributed.all_gather_object(gathered, (counts, error))
-    for its_counts, failure in gathered:
+    from ..staging.store import gather_bytes
+
+    where = error and [type(error).__name__, error.message, error.path and str(error.path), error.shard, error.key]
+    for its in gather_bytes(json.dumps([[*counts.items()], where]).encode()):
+        its_counts, failure = json.loads(its)
         if failure is not None:
-            raise failure
-        counts |= its_counts
+            kind, message, path, shard, key = failure
+            raise RAISED.get(kind, DatapipeError)(message, path=path, shard=shard, key=key)
+        counts |= dict(its_counts)
     return [counts[i] for i in range(len(shards))]
 
 

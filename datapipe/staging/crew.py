@@ -1,6 +1,7 @@
 """The processes that stage or train together: who they are, what each knows, what has become of one that is silent.
 
-They meet at a key-value store (torch's TCPStore), which process 0 keeps, or torchrun. Small things go through it.
+They meet at a key-value store (torch's TCPStore), which process 0 keeps, or torchrun. Small things go through it, as
+JSON, and signed: see `secret`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from .. import clock
 from ..cluster import Placement
 from ..fsio import boot_id
 from .network import find_address, find_unreachable
+from .secret import SignedStore, StrangerError
 from .store import CrewError, LeftError, connect_store
 
 Answer = TypeVar("Answer")
+KeyValues = dist.Store | SignedStore
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0  # how often a process says that it lives
@@ -51,7 +54,7 @@ class Crew:
     """
 
     def __init__(
-        self, noun: str, prefix: str, stores: tuple[dist.Store, dist.Store], placement: Placement, timeout_s: float
+        self, noun: str, prefix: str, stores: tuple[KeyValues, KeyValues], placement: Placement, timeout_s: float
     ) -> None:
         self._store, self._beats = stores
         self._noun, self._prefix, self._placement, self.timeout_s = noun, prefix, placement, timeout_s
@@ -201,6 +204,8 @@ class Crew:
             answer, error = clock.get(answers, limit_s or self.timeout_s)
         except queue.Empty:
             error = RuntimeError("no answer")
+        if isinstance(error, StrangerError):
+            raise error
         if error is not None:
             name = self.names([0]) if self.hosts_of_ranks else f"node 0 ({self.hosts[0]})"
             raise CrewError(f"{name} does not answer") from error

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import itertools
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch.distributed as dist
+from pathlib import Path
 
 from ..cluster import Placement
 from ..errors import SettingError
 from .crew import Crew
+from .secret import SignedStore, choose_file, read_secret
 from .store import CrewError, connect_store
 
 _numbers = itertools.count()  # of crews in this process, whose keys differ
 
 
 @contextmanager
-def open_crew(placement: Placement, timeout_s: float, noun: str = "node", refusal: str = "") -> Iterator[Crew]:
+def open_crew(
+    placement: Placement, timeout_s: float, noun: str = "node", refusal: str = "", secret: Path | None = None
+) -> Iterator[Crew]:
     """Meet the other processes of a job, and part from them at the end.
 
     Args:
@@ -26,22 +31,29 @@ def open_crew(placement: Placement, timeout_s: float, noun: str = "node", refusa
         timeout_s: how long another may give no sign of life, in seconds.
         noun: "node", where one process of each matters, or "rank", where all do.
         refusal: why this process comes only to tell the others that it leaves; "" if it stays.
+        secret: File of the secret that they share; None: see `secret.choose_file`.
 
     Yields:
         The processes.
 
     Raises:
-        SettingError: process 0 cannot be found.
+        SettingError: process 0 cannot be found, or other jobs would meet at the same port.
         CrewError: not all processes came; or the refusal.
     """
     if not placement.master:
         message = f"the host of process 0 is needed, which {placement.launcher or 'the environment'} does not tell"
         raise SettingError(f"mode: {message}: give --master HOST, or set MASTER_ADDR")
+    if problem := placement.find_port_problem():
+        raise SettingError(f"{problem}; or stage with --mode copy" if noun == "node" else problem)
+    path = secret or choose_file()
+    shared = secrets.token_bytes() if placement.world_size == 1 else read_secret(path, not refusal, timeout_s)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its workers
     prefix = f"{noun}/{placement.job}/{placement.world_size}/{restart}/{next(_numbers)}"
     store, beats = (connect_store(placement, is_first, timeout_s) for is_first in (True, False))
-    stores = dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, beats)
-    crew = Crew(noun, prefix, stores, placement, timeout_s)
+    place = f"{placement.master}:{placement.port}, with the secret in {path},"
+    stores = SignedStore(store, prefix, shared, place), SignedStore(beats, prefix, shared, place)
+    token = hmac.new(shared, prefix.encode(), hashlib.sha256).hexdigest()  # torch's own keys are not to be guessed
+    crew = Crew(noun, f"{prefix}/{token}", stores, placement, timeout_s)
     try:
         if refusal:
             raise CrewError(refusal)

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from .. import clock
@@ -54,6 +55,28 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float) -> dis
     except DatapipeError as error:
         what = f"what listens there is not process 0, or does not answer within {timeout_s:g} s (timeout_s)"
         raise CrewError(f"{name}: {what}") from error
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Return what each rank of torch's default group gives, on all ranks; they must call this together.
+
+    Nothing is unpickled, as by `all_gather_object`, whose answers may run code.
+
+    Args:
+        data: This rank's, not empty.
+
+    Returns:
+        Those of all, by rank.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    count, own = dist.get_world_size(), torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(count)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    everyones = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(everyones, padded)
+    return [bytes(its[: int(size)].cpu().numpy()) for its, size in zip(everyones, sizes, strict=True)]
 
 
 def _wait_for(place: tuple[str, int], timeout_s: float) -> None:

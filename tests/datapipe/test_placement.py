@@ -84,6 +84,7 @@ def test_all_processes_of_a_job_have_one_port_and_other_jobs_another():
 
 
 PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "7000"}  # as Kubernetes sets them
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
 ON_ONE_HOST = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 
 
@@ -93,8 +94,9 @@ ON_ONE_HOST = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
         ({}, (0, 1, "", "")),
         (PLAIN, (1, 2, "n0", "torchrun")),
         (SLURM, (2, 4, "gpu03", "Slurm job step")),
-        (ON_ONE_HOST, (1, 2, "localhost", "Open MPI")),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, (1, 2, "localhost", "MPICH/PMI")),
+        (ON_ONE_HOST | {"PMIX_NAMESPACE": "9"}, (1, 2, "localhost", "Open MPI")),
+        (MPICH | {"MASTER_PORT": "7000"}, (1, 2, "localhost", "MPICH/PMI")),
+        (MPICH | {"PMI_JOBID": "a"}, (1, 2, "localhost", "MPICH/PMI")),
         (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},
          (0, 1, "gpu03", "Slurm job step")),  # srun -n1, on one of the job's nodes
     ],
@@ -118,6 +120,9 @@ def test_training_and_staging_have_ports_of_their_own():
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR: Open MPI does not tell the host of rank 0"),
         ({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, "this job has 2 nodes"),
         (OPENPBS, "this is node 1 of a job"),
+        (MPICH, "MASTER_PORT: is not set, and MPICH/PMI does not tell a name of the job.*export MASTER_PORT="),
+        (ON_ONE_HOST, "MASTER_PORT: is not set, and Open MPI does not"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}, "MASTER_PORT: is not set"),
     ],
 )
 def test_nobody_trains_alone_by_mistake(environ, words):

@@ -13,6 +13,8 @@ from tests.processes import clean_environment
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import KFAC, finish, setting, train_losses
 from trainer.checkpoint import load_checkpoint
+from trainer.distributed import _pack, _unpack
+from trainer.errors import TrainingError
 
 CHILDREN = Path(__file__).parent / "children"
 FIVE_STEPS = ["train.epochs=1", "train.batch_size=64"]
@@ -53,6 +55,35 @@ def test_parts_of_a_batch_are_as_good_as_ranks(losses, method):
     two = losses("two", "train.accumulation_steps=2", *changes)
     assert one == pytest.approx(two, rel=2e-2)
     assert losses("static", "train.accumulation_steps=2", "train.static_graph=true", *changes) == two
+
+
+class Evil:
+    """What runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("unpickled"),)
+
+
+def test_what_a_stranger_sends_runs_no_code(tmp_path, monkeypatch):
+    """Tensors travel as checkpoints do."""
+    monkeypatch.chdir(tmp_path)
+    tensors = {"a": [torch.arange(3), (1, None, "é")]}
+    assert str(_unpack(_pack(tensors))) == str(tensors)
+    with pytest.raises(TrainingError, match="another rank has sent what no rank sends"):
+        _unpack(_pack(Evil()))
+    assert not Path("unpickled").exists()
+
+
+@pytest.mark.slow
+def test_a_stranger_in_place_of_a_rank_is_refused(server, packed, recipe_file, tmp_path):
+    """The stranger cannot read the folder of the run, where the secret is; of the run nothing is left."""
+    ranks = []
+    for name, environ in zip(("run", "another"), each_rank(2), strict=True):
+        line = ["-m", "trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / name]
+        ranks.append(server.start(*line, env={**os.environ, **environ}))
+    (code, _, errors), (_, _, other) = map(finish, ranks)
+    assert code == 1 and "was not written by a process of this job" in errors + other, errors + other
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_graph_that_is_said_to_be_static_learns_the_same(losses, plain_losses):

@@ -99,7 +99,7 @@ def train(
     from ..connection import telling_others
     from ..run import RunOptions, run
 
-    with telling_others():
+    with telling_others(out):
         checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
         options = RunOptions(resume, device, stage, rank_timeout, signals, ends_at, local_checkpoints, log or ())
         code = run(checked, data, out, options)
@@ -186,7 +186,7 @@ def profile(
     from ..connection import telling_others
     from ..profile import profile as profile_steps
 
-    with telling_others():
+    with telling_others(out):
         text = profile_steps(load_recipe(recipe, changes or []), data, out, steps, device, stage)
     if text is not None:
         print(text, flush=True)

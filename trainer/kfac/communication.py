@@ -6,6 +6,7 @@ nothing is sent. See assignment.py for rows, columns and owners.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -186,17 +187,24 @@ def _timeout_of_default_group() -> timedelta | None:
 
 
 def _gather(value: object) -> list[Any]:
-    """Return the values of all ranks."""
+    """Return the values of all ranks, which JSON can hold."""
     if num_ranks() == 1:
         return [value]
-    values = [None] * num_ranks()
-    dist.all_gather_object(values, value)
-    return values
+    # As all_gather_object does, which would unpickle what others send: that may run code.
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks())]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device))
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    everyones = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyones, padded)
+    return [json.loads(bytes(its[: int(size)].cpu().numpy())) for its, size in zip(everyones, sizes, strict=True)]
 
 
 def require_same(values: Mapping[str, object]) -> None:
     """Raise ValueError on every rank where the values are not the same on all ranks."""
-    by_rank = _gather(dict(values))
+    by_rank = _gather({name: str(value) for name, value in values.items()})
     for rank, others in enumerate(by_rank):
         for name in by_rank[0] | others:
             first, other = by_rank[0].get(name), others.get(name)

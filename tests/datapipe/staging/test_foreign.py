@@ -43,15 +43,11 @@ def test_a_folder_and_all_above_it(tmp_path, name):
         if is_good:
             check_folder(folder)
         else:
-            with pytest.raises(
-                StagingError, match=rf"^{top}: can be changed.*mode 0{mode:o}.*chmod go-w {top}"
-            ):
+            with pytest.raises(StagingError, match=rf"^{top}: can be changed.*mode 0{mode:o}.*chmod go-w {top}"):
                 check_folder(folder)
     top.chmod(0o755)
     os.chown(top, NOBODY, NOBODY)
-    with pytest.raises(
-        StagingError, match=rf"^{top}: is user nobody's, who could.*choose a folder of your own"
-    ):
+    with pytest.raises(StagingError, match=rf"^{top}: is user nobody's, who could.*choose a folder of your own"):
         check_folder(folder)
 
 

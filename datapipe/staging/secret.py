@@ -1,0 +1,140 @@
+"""The secret that the processes of a job share, so that they believe each other and nobody else.
+
+Whoever reaches the port of a store may write to it. So each value has a tag (HMAC-SHA-256 of its name and itself) that
+only a process can make which can read a file of mode 600, on a filesystem that all nodes share. The secret itself is
+never sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..foreign import READ
+from ..fsio import make_folder
+from .store import CrewError
+
+VARIABLE = "DATAPIPE_SECRET_FILE"
+NUM_DIGITS = 64  # of a secret, and of a tag
+WRITE_S = 10.0  # how long the process that makes the file may take to write to it
+LOOK_S = 0.05
+REMEDY = f"set {VARIABLE} to a file, which need not exist yet, in a folder of yours that all nodes share"
+
+
+class StrangerError(CrewError):
+    """A value in the store is not of a process of this job."""
+
+
+def choose_file(run: Path | None = None) -> Path:
+    """Return where the secret is: what the environment says, or in the folder of a run, or in the user's home."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    if run is not None:
+        return run / ".secret"
+    state = os.environ.get("XDG_STATE_HOME")
+    return Path(state or Path.home() / ".local" / "state", "datapipe", "secret")
+
+
+def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) -> bytes:
+    """Read the secret. The first process makes the file, which no other user can read.
+
+    Args:
+        path: Of the file.
+        makes_it: Whether to make it if it is not there; else it is waited for.
+        patience_s: How long to wait for the process that makes it, in seconds.
+
+    Returns:
+        The secret, as hexadecimal digits.
+
+    Raises:
+        CrewError: It cannot be made or read, or other users could have read or written it.
+    """
+    deadline = time.monotonic() + patience_s
+    try:
+        if makes_it:
+            _make(path)
+        while True:
+            secret = _read(path)
+            if len(secret) == NUM_DIGITS:
+                return secret
+            if time.monotonic() > deadline:
+                raise CrewError("holds no whole secret: remove it", path=path)
+            time.sleep(LOOK_S)
+    except OSError as error:
+        what = "is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
+        raise CrewError(f"{what}: the processes of a job share a secret in it; {REMEDY}", path=path) from error
+
+
+def _make(path: Path) -> None:
+    make_folder(path.parent)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(fd, "wb") as file:
+        file.write(secrets.token_hex(NUM_DIGITS // 2).encode())
+
+
+def _read(path: Path) -> bytes:
+    """Read what is there of the secret; b"" before there is a file."""
+    try:
+        fd = os.open(path, READ)
+    except FileNotFoundError:
+        return b""
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise CrewError(f"is not a file of mode 600 of this user's: remove it, or {REMEDY}", path=path)
+        return file.read(NUM_DIGITS + 1)
+
+
+class SignedStore:
+    """A key-value store of torch's, of which only what processes with the secret have written is read.
+
+    Args:
+        store: The store.
+        prefix: Of its keys, which is signed as well.
+        secret: Shared by the processes.
+        place: Where the store and the secret are, for messages.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, secret: bytes, place: str) -> None:
+        self._store, self._prefix, self._secret, self._place = dist.PrefixStore(prefix, store), prefix, secret, place
+
+    def _sign(self, key: str, value: bytes) -> bytes:
+        name = f"{self._prefix}/{key}".encode()
+        content = len(name).to_bytes(8, "little") + name + value
+        return hmac.new(self._secret, content, hashlib.sha256).hexdigest().encode()
+
+    def set(self, key: str, value: str) -> None:
+        data = value.encode()
+        self._store.set(key, (self._sign(key, data) + data).decode())
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        """Return a value. Raises StrangerError where no process with the secret has written it."""
+        return self._open(key, self._store.get(key))
+
+    def multi_get(self, keys: list[str]) -> Sequence[bytes]:
+        """Do what `get` does, for several keys."""
+        return [self._open(key, value) for key, value in zip(keys, self._store.multi_get(keys), strict=True)]
+
+    def _open(self, key: str, value: bytes) -> bytes:
+        tag, data = value[:NUM_DIGITS], value[NUM_DIGITS:]
+        if not hmac.compare_digest(tag, self._sign(key, data)):
+            raise StrangerError(
+                f"{key!r} at {self._place} was not written by a process of this job: a stranger has connected "
+                f"(then set another MASTER_PORT), or a node sees another file there: {REMEDY}"
+            )
+        return data
