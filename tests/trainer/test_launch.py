@@ -224,7 +224,7 @@ def test_a_pbs_job_submits_itself_again_if_its_time_was_over(tmp_path, writes, b
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     changes = {"data": make_data(tmp_path), "out": tmp_path / "run", "nodes": 1, "path": tmp_path}
-    launch = Launch(**EXAMPLE | changes, scheduler="pbs")
+    launch = Launch(**EXAMPLE | changes | {"stage": tmp_path / "local" / "data"}, scheduler="pbs")
     launch.write()
     if before:
         subprocess.run(["sh", "-c", line.format(before)], check=True)
