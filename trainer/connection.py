@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=30)  # for torch to connect the ranks
 START_S = 300.0  # how long to wait for the other ranks at the start
 REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 DEVICES = "auto", "cpu", "cuda"
@@ -224,6 +225,7 @@ def _meet(crew: Crew, place: Placement, device: str) -> World:
         torch.cuda.set_device(chosen)
     if len(crew) > 1:
         _choose_interface(crew)
+    _leave_errors_to_watch(os.environ)
     # gloo for numbers on the CPU, so that agreeing on something never waits for the GPU.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     store = crew.open_store("group")
@@ -234,6 +236,15 @@ def _meet(crew: Crew, place: Placement, device: str) -> World:
     dist.distributed_c10d._set_pg_timeout(clock.OUTLASTS_ALL)  # from here on, the watch ends what hangs
     cores = share_cores(crew.gather_from_local_ranks("cores", sorted(os.sched_getaffinity(0))), local_rank)
     return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts), *cores)
+
+
+def _leave_errors_to_watch(environ: MutableMapping[str, str]) -> None:
+    """Let NCCL end no process when another one is gone, which it does without a name, and before the watch names it.
+
+    torchrun sets 1, which is also torch's default in effect; what else is set is the user's.
+    """
+    if environ.get(NCCL_ERRORS, "1") == "1":
+        environ[NCCL_ERRORS] = "0"
 
 
 def _choose_interface(crew: Crew) -> None:

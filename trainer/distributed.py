@@ -94,7 +94,7 @@ def wrap(
     """
     if world.world_size == 1:
         return model
-    devices = [world.local_rank] if world.device.type == "cuda" else None
+    devices = [world.device] if world.device.type == "cuda" else None
     # Running statistics are averaged where they matter (averaged_buffers), not sent before every step.
     known = inspect.signature(DistributedDataParallel).parameters  # torch 2.13 renamed the option
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

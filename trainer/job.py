@@ -31,7 +31,7 @@ from .losses import begin_bias
 from .models.whitened import WhitenedNet, patch_moments
 from .optim import kfac
 from .optim.schedules import multiplier, scaled_lr
-from .precision import Precision
+from .precision import Precision, kernels_chosen
 from .reporting.metrics import MetricsFile
 from .reporting.runlog import NAME as METRICS
 from .reporting.timing import Clock
@@ -115,8 +115,6 @@ def build_network(recipe: Recipe, world: World, loader: Loader) -> tuple[nn.Modu
     normaliser = Normaliser(recipe.data.mean, recipe.data.std, world.device)
     # Not by a hook, which would be compiled as a graph of its own.
     module.forward = partial(_forward, module.forward, normaliser, memory_format)
-    if world.device.type == "cuda":
-        torch.backends.cudnn.benchmark = True  # every batch has the same shape
     if train.compile:
         module.compile(mode=train.compile_mode)  # in place, so that parameters keep their names
     names = ("bucket_mib", "gradient_dtype", "static_graph", "powersgd_rank", "powersgd_start_step")
@@ -187,6 +185,7 @@ def open_job(
     check_setup(world, recipe, {name: str(loader.identity()["data_set"]) for name, loader in loaders.items()})
     world.watch.doing("building the network", is_long=True)
     precision.set_up()
+    stack.enter_context(kernels_chosen(recipe.train.deterministic))
     module, model = build_network(recipe, world, train_loader)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,25 @@ class Precision:
     def scaler(self) -> torch.amp.GradScaler:
         """Return what keeps small fp16 gradients above zero; it does nothing in the other precisions."""
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype is torch.float16)
+
+
+@contextmanager
+def kernels_chosen(deterministic: bool) -> Iterator[None]:
+    """Have torch choose the fastest kernels in the block, or only those that give the same bits each time.
+
+    In the latter case an operation that has no such kernel raises RuntimeError, and names itself.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = not deterministic  # every batch has the same shape
+    if deterministic:
+        torch.use_deterministic_algorithms(True)  # only here: it imports the compiler, which takes seconds
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it is first used
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+        if deterministic:
+            torch.use_deterministic_algorithms(False)
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:

@@ -14,6 +14,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
 from benchmarks.peers import Epochs, Task
+from datapipe.loaders.device import resolve_device
 
 SHUFFLED = 1000
 IDLE_S = 0.05
@@ -28,7 +29,7 @@ def open_epochs(folder: Path, task: Task, device: torch.device = CPU) -> Epochs:
     count = sum(int(Path(index).read_text().split()[1]) for index in indexes)
 
     on_gpu = device.type == "cuda"
-    device_id = (device.index or 0) if on_gpu else None
+    device_id = resolve_device(device).index if on_gpu else None
 
     @pipeline_def(batch_size=task.batch_size, num_threads=task.workers, device_id=device_id, seed=task.seed)
     def pipeline():

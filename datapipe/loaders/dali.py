@@ -119,7 +119,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         pipeline = Pipeline(
             batch_size=options.batch_size,
             num_threads=options.num_threads(),
-            device_id=(self._device.index or 0) if on_gpu else None,
+            device_id=self._device.index if on_gpu else None,
             prefetch_queue_depth=1,  # DALI runs so many batches at first: it has one
         )
         with pipeline:

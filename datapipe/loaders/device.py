@@ -22,14 +22,19 @@ WHEELS = "https://download.pytorch.org/whl"
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """Return a CPU or a GPU that is here; None is the CPU. Raises SettingError."""
+    """Return the CPU (also for None) or a GPU that is here, by its number; "cuda" is this thread's current one.
+
+    The loader's other threads, and DALI, have a current GPU of their own. Raises SettingError.
+    """
     try:
         resolved = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise SettingError(f"device: {device!r} is not a device; allowed: cpu, cuda, cuda:0 …") from error
     gpus = torch.cuda.device_count()
-    if resolved.type == "cpu" or (resolved.type == "cuda" and (resolved.index or 0) < gpus):
+    if resolved.type == "cpu":
         return resolved
+    if resolved.type == "cuda" and (resolved.index or 0) < gpus:
+        return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
     raise SettingError(f"device: {device!r} is not here; allowed: cpu, and any of {gpus} cuda devices")
 
 

@@ -192,3 +192,11 @@ def test_a_run_is_refused_where_the_gpus_cannot_be_used(on_a_gpu_node, recipe_fi
     done = on_a_gpu_node("datapipe", "doctor", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "advice: GPUs: NVIDIA's driver 535.104.05 has 2 GPU(s)" in done.stdout and "/whl/cu126" in done.stdout
+
+
+@pytest.mark.parametrize(("asked", "given"), [("cuda", 2), (torch.device("cuda"), 2), ("cuda:1", 1), ("cuda:0", 0)])
+def test_a_loader_takes_the_current_gpu_where_none_is_numbered(monkeypatch, asked, given):
+    """By its number: in the loader's threads, and for DALI, another one is current."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert device.resolve_device(asked) == torch.device("cuda", given)

@@ -1,10 +1,12 @@
 """The arithmetic of the forward pass."""
 
+import os
+
 import pytest
 import torch
 
 from datapipe.errors import SettingError
-from trainer.precision import choose_precision
+from trainer.precision import choose_precision, kernels_chosen
 
 CPU = torch.device("cpu")
 
@@ -40,3 +42,18 @@ def test_a_gpu_multiplies_in_tf32_where_it_is_asked_for():
     finally:
         for backend, value in zip(backends, before, strict=True):
             backend.allow_tf32 = value
+
+
+@pytest.mark.parametrize(
+    "deterministic",
+    [False, pytest.param(True, marks=pytest.mark.slow)],  # for which torch imports its compiler
+)
+def test_kernels_are_the_fastest_or_give_the_same_bits(deterministic, monkeypatch):
+    """As long as a run goes on; then all is as it was."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.backends.cudnn.benchmark
+    with kernels_chosen(deterministic):
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.backends.cudnn.benchmark == (not deterministic)
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.benchmark == before

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
 from trainer import distributed
-from trainer.connection import set_threads, share_cores
-from trainer.distributed import World, together
+from trainer.connection import NCCL_ERRORS, _leave_errors_to_watch, set_threads, share_cores
+from trainer.distributed import World, together, wrap
 from trainer.errors import TrainingError
 
 
@@ -84,3 +84,25 @@ def test_together_tells_the_others_what_was_raised(monkeypatch, error):
     with pytest.raises(type(error), match="wrong"), together(World(world_size=2)):
         raise error
     assert gathered == [(isinstance(error, SettingError), "wrong")]
+
+
+def test_the_model_is_wrapped_for_the_device_that_the_rank_has(monkeypatch):
+    """Number 0 on every rank, where a scheduler shows each rank its own GPU alone."""
+    given = []
+
+    def note(model, device_ids, broadcast_buffers=None, **options):
+        given.append(device_ids)
+
+    monkeypatch.setattr(distributed, "DistributedDataParallel", note)
+    cuda = torch.device("cuda", 0)
+    for device in (cuda, torch.device("cpu")):
+        wrap(torch.nn.Linear(1, 1), World(3, 3, 4, 4, device))
+    assert given == [[cuda], None]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "0"), ("0", "0"), ("2", "2"), ("3", "3")])
+def test_nccl_leaves_it_to_the_watch_to_end_a_run(before, after):
+    """1 is torchrun's; what else a user sets stays."""
+    environ = {} if before is None else {NCCL_ERRORS: before}
+    _leave_errors_to_watch(environ)
+    assert environ == {NCCL_ERRORS: after}

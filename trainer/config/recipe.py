@@ -202,6 +202,7 @@ MAY_CHANGE = {
     "train.compile",
     "train.compile_mode",
     "train.channels_last",
+    "train.deterministic",
 }
 
 

@@ -162,6 +162,9 @@ class Train(Section):
     compile_mode: Annotated[str, one_of("mode", COMPILE_MODES)] = "default"
     """How it is compiled; "reduce-overhead": with CUDA graphs, which launch all kernels of a pass at once;
     "max-autotune": also with the fastest of several kernels, which takes minutes to find."""
+    deterministic: bool = False
+    """Choose only kernels that give the same bits each time, which are slower: on a GPU, a run that is resumed then ends
+    with the bits of one that never stopped, as it does on a processor without."""
     loss: Annotated[str, one_of("loss", LOSSES)] = "cross_entropy"
     """What is minimised; "bce": the sum over classes of binary cross-entropies."""
     label_smoothing: BelowOne = 0.0
@@ -207,6 +210,10 @@ class Train(Section):
     def _fits_together(self) -> Train:
         if self.compile_mode != "default" and not self.compile:
             raise ValueError(f'compile_mode = "{self.compile_mode}" needs compile = true')
+        if self.compile_mode == "max-autotune" and self.deterministic:
+            raise ValueError(
+                'compile_mode = "max-autotune" chooses kernels by their speed, not with deterministic = true'
+            )
         if self.compile_mode != "default" and self.accumulation_steps > 1:
             raise ValueError(
                 f'compile_mode must be "default" with accumulation_steps = {self.accumulation_steps}: each pass of a '

@@ -311,6 +311,8 @@ def test_gradients_that_kfac_sends_itself_are_sent_as_they_are(change, allowed):
         (["powersgd_start_step=1"], "train.powersgd_start_step = 1"),
         (["powersgd_rank=0"], "train.powersgd_rank = 0"),
         (["compile=true", "compile_mode=fast"], "max-autotune"),
+        (["compile=true", "compile_mode=max-autotune", "deterministic=true"],
+         'train: compile_mode = "max-autotune" chooses kernels by their speed'),
     ],
 )  # fmt: skip
 def test_ways_to_compile_and_to_send_that_do_not_go_together(changes, message):
