@@ -163,8 +163,8 @@ class Train(Section):
     """How it is compiled; "reduce-overhead": with CUDA graphs, which launch all kernels of a pass at once;
     "max-autotune": also with the fastest of several kernels, which takes minutes to find."""
     deterministic: bool = False
-    """Choose only kernels that give the same bits each time, which are slower: on a GPU, a run that is resumed then ends
-    with the bits of one that never stopped, as it does on a processor without."""
+    """Choose only kernels that give the same bits each time, which are slower. A run that is resumed then ends with the
+    bits of one that never stopped, on a GPU as well; on a CPU it always does."""
     loss: Annotated[str, one_of("loss", LOSSES)] = "cross_entropy"
     """What is minimised; "bce": the sum over classes of binary cross-entropies."""
     label_smoothing: BelowOne = 0.0
