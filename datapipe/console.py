@@ -17,6 +17,7 @@ from .errors import DatapipeError, SettingError, ShardCorruptError
 
 logger = logging.getLogger(__name__)
 
+NO_ROOM = errno.ENOSPC, errno.EDQUOT
 LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
 OURS = "datapipe", "trainer"  # whose log messages are a single line each
 
@@ -82,10 +83,13 @@ def _print_exception(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def _advice(error: Exception) -> str:
-    """Say what to do about an error whose text does not."""
+    """Say what to do about an error whose text does not: what was added as a note to it, or what is so in general."""
+    notes = getattr(error, "__notes__", [])
+    if notes:
+        return "; " + "; ".join(notes)
     if isinstance(error, ShardCorruptError):
         return "; `datapipe verify DIR` names all damage of a data set"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
         return "; run the same command again when there is room"
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return "; choose a folder that can be written to"

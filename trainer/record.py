@@ -144,7 +144,9 @@ def write_report(out: Path) -> Path | None:
 
         return page.write_report([out], out)
     except (DatapipeError, OSError) as error:
-        logger.error("no report could be written: %s; `trainer report %s` tries again", error, out)
+        logger.error(
+            "no report could be written: %s; `trainer report %s` tries again, with --out DIR elsewhere", error, out
+        )
     except Exception:
         logger.exception("no report could be written; `trainer report %s` tries again", out)
     return None

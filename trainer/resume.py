@@ -58,6 +58,10 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
         except (OSError, TrainingError) as error:
             state.saved_at, state.failed_saves = time.monotonic(), state.failed_saves + 1
             if not may_fail or state.failed_saves > job.recipe.train.failed_checkpoints:
+                if job.world.is_main:
+                    logger.error(
+                        "without the checkpoint of step %d the run ends: %s", state.step, _why_it_ends(job, state)
+                    )
                 raise
             if job.world.is_main:
                 logger.error("no checkpoint of step %d: %s. %s", state.step, error, _what_stays(job, state))
@@ -86,9 +90,20 @@ def _keep_best(path: Path, job: Job) -> None:
 
 
 def _what_stays(job: Job, state: State) -> str:
-    kept = "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
     allowed = job.recipe.train.failed_checkpoints
-    return f"{kept}; training continues ({state.failed_saves} of {allowed} failures in a row that are allowed)"
+    return f"{_kept(state)}; training continues ({state.failed_saves} of {allowed} failures in a row that are allowed)"
+
+
+def _why_it_ends(job: Job, state: State) -> str:
+    allowed = job.recipe.train.failed_checkpoints
+    if state.failed_saves <= allowed:
+        return f"it is the last one, which must be written; {_kept(state)}"
+    failures = f"failure {state.failed_saves} in a row; given up after {allowed}, as train.failed_checkpoints says"
+    return f"{failures}; {_kept(state)}"
+
+
+def _kept(state: State) -> str:
+    return "there is none yet" if state.saved is None else f"that of step {state.saved[1]} stays"
 
 
 def _on_cpu(value: object) -> object:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from datapipe.checks import check_apart
 from datapipe.cluster import rank_placement
+from datapipe.console import NO_ROOM
 from datapipe.errors import SettingError
 from datapipe.fsio import make_folder
 from datapipe.staging import StageOptions, stage
@@ -111,7 +112,7 @@ def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions(
     if options.local is not None:
         with clock.section("staging"):
             stage(data, options.local, StageOptions(placement=place))
-    with connected(place, options.device, options.rank_timeout_s, out) as world:
+    with connected(place, options.device, options.rank_timeout_s, out) as world, _advising(out, options.resume):
         set_threads(world)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -127,6 +128,22 @@ def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions(
     if stop.number and end["status"] == "interrupted":
         return stop.exit_code
     return int(end["status"] == "target_missed" and world.is_main)
+
+
+@contextmanager
+def _advising(out: Path, is_resumed: bool) -> Iterator[None]:
+    """Have an OSError say how the run is continued, which is refused without --resume once it has begun."""
+    try:
+        yield
+    except OSError as error:
+        if not is_resumed and _is_begun(out):
+            when = " when there is room" if error.errno in NO_ROOM else ""
+            error.add_note(f"run the same command again with --resume{when}")
+        raise
+
+
+def _is_begun(out: Path) -> bool:
+    return any((out / name).exists() for name in (CHECKPOINT, METRICS))
 
 
 def _run(
@@ -202,8 +219,7 @@ def _open_run(recipe: Recipe, out: Path, options: RunOptions, world: World, stac
     with together(world):
         if world.is_main:
             _take(out, world, stack)
-            begun = any((out / name).exists() for name in (CHECKPOINT, METRICS))
-            if begun and not options.resume:
+            if _is_begun(out) and not options.resume:
                 raise SettingError(f"--out {out}: holds a run; use --resume to continue it, or another folder")
             local = options.local_checkpoints and local_folder(options.local_checkpoints, out)
             checkpoint = read_checkpoint(out, recipe, local) if options.resume else None
@@ -243,15 +259,28 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
         write_end(job, state, "failed")
         raise DivergedError(f"{error}. {_way_back(job, state)}") from error
     except BaseException:
-        write_end(job, state, "failed")
+        _print_result(job, state, write_end(job, state, "failed"))
         raise
     stop.settle()
     job.world.watch.doing("finishing", is_long=True)
     ranks = describe_ranks(job)
     end = write_end(job, state, status, stop.reason if status == "interrupted" else None, ranks)
-    with together(job.world):
-        job.metrics.sync()
+    try:
+        with together(job.world):
+            job.metrics.sync()
+    except (OSError, TrainingError):
+        _print_result(job, state, end)
+        raise
     return end
+
+
+def _print_result(job: Job, state: State, end: dict[str, Any]) -> None:
+    """Print the summary of a run that has come to its end, and whose last file could not be written."""
+    settings = job.recipe.train
+    reached = state.status(settings.target_accuracy, settings.epochs)
+    if reached is not None and job.world.is_main:
+        missing = f"not written; `trainer report {job.run} --out DIR` writes it where there is room"
+        print(summary(end | {"status": reached}, settings.target_accuracy, missing, job.run, job.recipe.published))
 
 
 def _way_back(job: Job, state: State) -> str:

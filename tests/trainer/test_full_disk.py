@@ -76,6 +76,10 @@ def test_a_checkpoint(train, tmp_path, metrics, ranks):
     said(err, ".checkpoint.pt.partial", ranks)
     (line,) = (line for line in err.splitlines() if "no checkpoint of step" in line)
     assert "that of step 1 stays; training continues (1 of 3 failures in a row that are allowed)" in line
+    assert (
+        "without the checkpoint of step 3 the run ends: it is the last one, which must be written; that of step 1"
+        in err
+    )
     assert load_checkpoint(tmp_path / "kept" / "checkpoint.pt")["state"]["epoch"] == 1
     lines = metrics(tmp_path / "kept")
     assert lines[-1]["status"] == "failed"
@@ -83,6 +87,24 @@ def test_a_checkpoint(train, tmp_path, metrics, ranks):
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["best.pt", "checkpoint.pt", "metrics.jsonl"]
     code, _, err = train("train.batch_size=330", words=["--resume"])  # where there is room
     assert code == 0, err
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.ranks, pytest.mark.slow])])
+def test_the_last_checkpoint_of_a_run_that_reached_its_target(train, tmp_path, metrics, ranks):
+    """The result is said, what is missing, and what to type: without --resume the run would be refused."""
+    changes = "train.batch_size=330", "train.target_accuracy=0.01"
+    code, out, err = train(*changes, ranks=ranks, size="512k")  # too small for one checkpoint
+    assert code == 1
+    said(err, ".checkpoint.pt.partial", ranks)
+    assert (
+        "(target 1.00% reached)" in out and "report            not written; `trainer report disk/run --out DIR`" in out
+    )
+    assert "without the checkpoint of step 1 the run ends: it is the last one, which must be written" in err
+    (line,) = (line for line in err.splitlines() if line.startswith("error: [Errno 28]"))
+    assert line.endswith("; run the same command again with --resume when there is room")
+    if ranks == 2:
+        code, out, err = train(*changes, words=["--resume"])
+        assert code == 0 and "reached" in out, err
 
 
 @pytest.mark.parametrize("ranks", [1, TWO])

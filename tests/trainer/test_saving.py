@@ -58,7 +58,7 @@ def test_the_best_is_kept_although_the_run_was_killed_before(exit_code, tmp_path
     assert load_checkpoint(tmp_path / "run" / "best.pt")["state"]["epoch"] == 1
 
 
-def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatch):
+def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatch, caplog):
     """One that succeeds begins a new row."""
     tried, real = [], trainer.resume.save_checkpoint
 
@@ -72,3 +72,5 @@ def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         go("train.epochs=1", "train.checkpoint_every_steps=1", "train.failed_checkpoints=2")
     assert tried == [1, 2, 3, 4, 5, 6]
+    ends = "without the checkpoint of step 6 the run ends: failure 3 in a row; given up after 2, as train.failed_"
+    assert [line.partition("checkpoints")[0] for line in caplog.messages if "the run ends" in line] == [ends]

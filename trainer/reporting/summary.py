@@ -10,13 +10,15 @@ from datapipe.console import printable
 from .runlog import DATA_BOUND_SHARE, START_SECTIONS
 
 
-def summary(end: dict[str, Any], target: float | None, report: Path | None, run: Path, published: str = "") -> str:
+def summary(
+    end: dict[str, Any], target: float | None, report: Path | str | None, run: Path, published: str = ""
+) -> str:
     """Return a few lines about how a run ended.
 
     Args:
         end: The "end" line of metrics.jsonl.
         target: The accuracy that ends the run, from 0 to 1; None: no target.
-        report: The run's report, if it was written.
+        report: The run's report, if it was written, or why it was not.
         run: Folder of the run.
         published: What the recipe's source reached.
     """
