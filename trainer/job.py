@@ -189,7 +189,7 @@ def open_job(
     module, model = build_network(recipe, world, train_loader)
     scaler = precision.scaler()
     preconditioner = build_preconditioner(recipe, world, model, scaler)
-    metrics = MetricsFile(run / METRICS if world.is_main else None)
+    metrics = MetricsFile(run / METRICS if world.is_main else None, world.watch.at)
     stack.callback(metrics.close)
     return Job(
         recipe=recipe,

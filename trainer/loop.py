@@ -217,6 +217,7 @@ def _estimate_statistics(job: Job, epoch: int) -> None:
 def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
     """Count the epoch, write its line, and set the loader to the next."""
     state.epoch += 1
+    job.world.watch.doing(f"the end of epoch {state.epoch}")
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.epoch()
     train_loss = state.losses.take_epoch()
     if evaluation is not None:

@@ -14,6 +14,7 @@ from datapipe.console import format_count
 from datapipe.dataset.index import read_keys
 from datapipe.errors import ManifestError
 
+from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import set_aside
 from .distributed import broadcast, gather, together
 from .errors import BadStep, DivergedError
@@ -57,7 +58,8 @@ def _tell(job: Job, bad_step: BadStep, message: str) -> None:
 def _keys(job: Job, samples: list[int]) -> list[str]:
     """Return the keys of training samples; their numbers where the data set has none, or none that can be read."""
     try:
-        keys = read_keys(job.data / "train")
+        with job.world.watch.at(job.data / "train"):
+            keys = read_keys(job.data / "train")
         return [keys[sample] for sample in samples]
     except (ManifestError, OSError, IndexError):
         return [f"number {sample}" for sample in samples]
@@ -146,14 +148,16 @@ def roll_back(job: Job, state: State, error: DivergedError) -> None:
     content = None
     with together(job.world):
         if job.world.is_main:
-            content = read_checkpoint(job.run, job.recipe, job.local.folder if job.local else None)
+            with job.world.watch.at(job.run / CHECKPOINT):
+                content = read_checkpoint(job.run, job.recipe, job.local.folder if job.local else None)
     content = broadcast(job.world, content)
     assert content is not None  # it has been saved
     with together(job.world):
         restore(job, state, content, is_resumed=False)
     with together(job.world):
         if job.world.is_main:
-            set_aside(job.run, content["damaged"])
+            with job.world.watch.at(job.run):
+                set_aside(job.run, content["damaged"])
     job.optimizer.zero_grad(set_to_none=True)
     state.recoveries, state.lr_factor = recoveries, lr_factor
     if job.world.is_main:

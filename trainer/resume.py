@@ -70,14 +70,20 @@ def save(job: Job, state: State, may_fail: bool = False, is_best: bool = False) 
 
 
 def _write(job: Job, content: dict[str, Any], is_best: bool, must_arrive: bool) -> None:
-    if job.local is not None and job.local.save(content, is_best):
-        if must_arrive:
-            job.local.finish()
-        job.local.check()  # the copy of an earlier one may have failed
-        return
-    save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
-    if is_best:
-        _keep_best(job.run / CHECKPOINT, job)
+    at = job.world.watch.at
+    if job.local is not None:
+        with at(job.local.folder / CHECKPOINT):
+            is_saved = job.local.save(content, is_best)
+        if is_saved:
+            if must_arrive:
+                with at(job.run / CHECKPOINT):
+                    job.local.finish()
+            job.local.check()  # the copy of an earlier one may have failed
+            return
+    with at(job.run / CHECKPOINT):
+        save_checkpoint(job.run / CHECKPOINT, content, job.recipe.train.keep_checkpoints)
+        if is_best:
+            _keep_best(job.run / CHECKPOINT, job)
 
 
 def _keep_best(path: Path, job: Job) -> None:
@@ -115,6 +121,8 @@ def _on_cpu(value: object) -> object:
 
 def _content(job: Job, state: State) -> dict[str, Any]:
     metrics_bytes = job.metrics.sync()
+    with job.world.watch.at(job.run / METRICS):
+        metrics_digest = digest_before(job.run / METRICS, metrics_bytes)
     return {
         "recipe": job.recipe.model_dump(mode="json"),
         "global_batch_size": job.recipe.train.batch_size,
@@ -127,7 +135,7 @@ def _content(job: Job, state: State) -> dict[str, Any]:
         "adaptive_damping": job.adaptive_damping and job.adaptive_damping.state_dict(),
         "scaler": job.scaler.state_dict(),
         "metrics_bytes": metrics_bytes,
-        "metrics_digest": digest_before(job.run / METRICS, metrics_bytes),
+        "metrics_digest": metrics_digest,
     }
 
 

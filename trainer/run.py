@@ -172,7 +172,7 @@ def _run(
                     metrics_bytes = restore(job, state, checkpoint)
             ended = state.status(recipe.train.target_accuracy, recipe.train.epochs)
             end = None
-            with together(world):
+            with together(world), world.watch.at(out / METRICS) if world.is_main else nullcontext():
                 if ended and world.is_main and (end := _read_end(out, ended, recipe)):
                     logger.info("the run in %s is complete", out)
                     if options.local_checkpoints is not None:  # some may not have been copied
@@ -183,7 +183,8 @@ def _run(
                 job.metrics.open(metrics_bytes)
                 job.metrics.log_to(loggers)
                 if checkpoint is not None and world.is_main:
-                    set_aside(out, checkpoint["damaged"])
+                    with world.watch.at(out):
+                        set_aside(out, checkpoint["damaged"])
             write_start(job, state, resumed=checkpoint is not None)
             with together(world):
                 if options.local_checkpoints is not None and world.is_main:
@@ -216,7 +217,7 @@ def _open_run(recipe: Recipe, out: Path, options: RunOptions, world: World, stac
     is open.
     """
     checkpoint = None
-    with together(world):
+    with together(world), world.watch.at(out) if world.is_main else nullcontext():
         if world.is_main:
             _take(out, world, stack)
             if _is_begun(out) and not options.resume:
@@ -249,7 +250,8 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
     try:
         status = train(job, state, stop)
         if job.local is not None:
-            job.local.finish()
+            with job.world.watch.at(job.run):
+                job.local.finish()
             job.local.discard()  # the run's folder has it all
     except torch.OutOfMemoryError as error:
         write_end(job, state, "failed")

@@ -18,6 +18,7 @@ from typing import Any
 
 from datapipe import clock
 from datapipe.console import printable
+from datapipe.fsio import mounted_as
 from datapipe.staging.crew import BEAT_S, Crew
 from datapipe.staging.store import CrewError
 
@@ -47,6 +48,8 @@ class Watch:
     def __init__(self) -> None:
         self._doing: tuple[int, str, bool, float] = 0, "starting", True, clock.now()
         self._section, self._spent_s = -1, [0.0] * len(SECTIONS)
+        self._file: tuple[Path, str, float] | None = None  # that it works with, the kind of its filesystem, since when
+        self._kinds: dict[Path, str] = {}  # by folder
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
@@ -69,6 +72,20 @@ class Watch:
         self._doing, self._section = (number + 1, what, is_long, now), section
         if self.listener is not None:
             self.listener(what, section)
+
+    @contextmanager
+    def at(self, path: Path) -> Iterator[None]:
+        """Note that the block works with a file or a folder, whose filesystem may hang. Other ranks need not do so."""
+        before, self._file = self._file, (path, "", clock.now())
+        if path.parent not in self._kinds:
+            with suppress(OSError):  # this may be where it hangs
+                self._kinds[path.parent] = mounted_as(path.parent)
+        self._file = path, self._kinds.get(path.parent, ""), clock.now()
+        try:
+            yield
+        finally:
+            number, what, is_long, _ = self._doing
+            self._doing, self._file = (number, what, is_long, clock.now()), before
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -129,6 +146,9 @@ class Watch:
 
     def _describe(self) -> list[Any]:
         number, what, is_long, since = self._doing
+        if self._file is not None:
+            path, kind, since = self._file
+            what = f"{what}, in {path}" + (f" (filesystem: {kind})" if kind else "")
         return [number, what, is_long, clock.now() - since, [*self._spent_s]]
 
     def _run(self) -> None:

@@ -13,8 +13,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import metadata
 from io import FileIO
 from itertools import count
@@ -37,12 +37,14 @@ class MetricsFile:
 
     Where `path` is None, nothing is written. What cannot be written, as on a full disk, is kept, and comes before the
     next line; `write` raises nothing, as the other ranks would wait for this one. `sync`, for which all wait, does.
+    Each enters `at`, with the file's path, while the filesystem may hang.
+
     `waited_s` is how long nothing was written before it was opened, in seconds; `cut_step` the last step that stood in
     what was cut off then, 0 if none did.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, at: Callable[[Path], AbstractContextManager[object]] = nullcontext) -> None:
+        self._path, self._at = path, at
         self._file: FileIO | None = None
         self._unwritten = b""
         self.waited_s, self.cut_step = 0.0, 0
@@ -54,16 +56,19 @@ class MetricsFile:
         A file that does not belong to the checkpoint, or is too short for it, is kept under another name. Raises
         OSError.
         """
-        if self._path is None:
-            return
-        size = self._path.stat().st_size if self._path.exists() else 0
+        if self._path is not None:
+            with self._at(self._path):
+                self._open(self._path, keep_bytes)
+
+    def _open(self, path: Path, keep_bytes: int) -> None:
+        size = path.stat().st_size if path.exists() else 0
         if size and not 0 < keep_bytes <= size:
-            _put_aside(self._path)
+            _put_aside(path)
             size = 0
         if size:
-            self.waited_s = max(0.0, time.time() - self._path.stat().st_mtime)
-            self.cut_step = max((int(step) for step in STEP.findall(self._path.read_bytes()[keep_bytes:])), default=0)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - stays open
+            self.waited_s = max(0.0, time.time() - path.stat().st_mtime)
+            self.cut_step = max((int(step) for step in STEP.findall(path.read_bytes()[keep_bytes:])), default=0)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open
         if size > keep_bytes:
             self._file.truncate(keep_bytes)
         self.is_empty = size == 0
@@ -82,10 +87,11 @@ class MetricsFile:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False)
         # Names of files need not be UTF-8: Python's surrogates for their bytes are written as JSON's \udcXX.
         self._unwritten += text.encode(errors="backslashreplace") + b"\n"
-        with suppress(OSError):  # `sync` meets it again
+        with suppress(OSError), self._at(self._path):  # `sync` meets it again
             self._write_rest(self._file)
         if self.loggers is not None:
-            self.loggers.write(content)
+            with self._at(self._path.parent):
+                self.loggers.write(content)
 
     def _write_rest(self, file: FileIO) -> None:
         while self._unwritten:
@@ -95,7 +101,7 @@ class MetricsFile:
         """Make all lines survive a power cut; return the file's length in bytes. Raises OSError."""
         if self._path is None or self._file is None:
             return 0
-        with named(self._path):
+        with named(self._path), self._at(self._path):
             self._write_rest(self._file)
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
