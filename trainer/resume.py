@@ -191,9 +191,10 @@ def _fits_metrics(content: dict[str, Any], run: Path) -> bool:
     return content.get("metrics_digest") == digest_before(run / METRICS, content.get("metrics_bytes", 0))
 
 
-def _progress(content: dict[str, Any]) -> tuple[int, int]:
+def _progress(content: dict[str, Any]) -> tuple[int, int, int]:
+    """Return what rises from one checkpoint of a run to the next: a roll-back takes the step back, and is counted."""
     state = content.get("state") or {}
-    return state.get("epoch", 0), state.get("step", 0)
+    return state.get("recoveries", 0), state.get("epoch", 0), state.get("step", 0)
 
 
 def _load_newest(paths: list[Path], errors: list[CheckpointError]) -> tuple[Path, dict[str, Any]] | None:

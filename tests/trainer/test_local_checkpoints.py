@@ -13,9 +13,12 @@ import trainer.local_checkpoints
 import trainer.loop
 from tests.datapipe.staging.data_sets import needs_root
 from tests.waiting import limit_s
-from trainer.checkpoint import list_checkpoints, load_checkpoint
+from trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from trainer.cli import main
+from trainer.config.recipe import load_recipe
 from trainer.local_checkpoints import LocalCheckpoints, local_folder
+from trainer.reporting.metrics import digest_before
+from trainer.resume import read_checkpoint
 
 EVERY = ["--set", "train.checkpoint_every_steps=5"]
 
@@ -249,3 +252,18 @@ def test_copies_that_fail_count_as_checkpoints_that_fail(go, monkeypatch, tmp_pa
     assert "(1 of 1 failures in a row that are allowed)" in caplog.text
     folder = local_folder(tmp_path / "local", tmp_path / "run")
     assert load_checkpoint(folder / "checkpoint.pt")["state"]["step"] > 0  # the last one is here
+
+
+@pytest.mark.parametrize("step", [5, 3])
+def test_the_checkpoint_after_a_roll_back_is_newer_than_those_before(recipe_file, tmp_path, step):
+    """On the node's disk, not copied when the run was killed; where the last one was damaged, it is of an older step."""
+    recipe, run, local = load_recipe(str(recipe_file), ()), tmp_path / "run", tmp_path / "local"
+    lines = b'{"event": "run"}\n', b'{"event": "roll_back"}\n'
+    for folder, number, content in ((run, 0, lines[0]), (local, 1, b"".join(lines))):
+        folder.mkdir()
+        (run / "metrics.jsonl").write_bytes(content)
+        state = {"epoch": 0, "step": (5, step)[number], "recoveries": number, "lr_factor": 0.5**number}
+        metrics = {"metrics_bytes": len(content), "metrics_digest": digest_before(run / "metrics.jsonl", len(content))}
+        save_checkpoint(folder / "checkpoint.pt", {"recipe": recipe.model_dump(mode="json"), "state": state} | metrics)
+    content = read_checkpoint(run, recipe, local)
+    assert (content["path"], content["state"]["lr_factor"]) == (str(local / "checkpoint.pt"), 0.5)
