@@ -28,19 +28,18 @@ from datapipe.cluster import Placement, rank_placement
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.loaders.device import explain_unseen_gpus
 from datapipe.staging.crew import Crew
-from datapipe.staging.meeting import open_crew
+from datapipe.staging.meeting import explain_end, open_crew
 from datapipe.staging.network import interface_addresses
 from datapipe.staging.secret import choose_file
 from datapipe.staging.store import CrewError
 
 from .distributed import World
 from .errors import TrainingError
-from .watch import RANK_TIMEOUT_S
+from .watch import LONG_FACTOR, RANK_TIMEOUT_S, Watch
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=30)  # for torch to connect the ranks
-START_S = 300.0  # how long to wait for the other ranks at the start
 REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that it does not come
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -139,7 +138,11 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def connected(
-    place: Placement, device: str = "auto", rank_timeout_s: float = RANK_TIMEOUT_S, run: Path | None = None
+    place: Placement,
+    device: str = "auto",
+    rank_timeout_s: float = RANK_TIMEOUT_S,
+    run: Path | None = None,
+    after_staging: bool = False,
 ) -> Iterator[World]:
     """Connect the ranks for as long as the block runs. Alone, there is nothing to do.
 
@@ -151,8 +154,9 @@ def connected(
     Args:
         place: Which rank this process is.
         device: auto, cpu or cuda; see `choose_device`.
-        rank_timeout_s: How long a rank may do nothing, in seconds; see `Watch`.
+        rank_timeout_s: How long a rank may do nothing, or not come, in seconds; see `Watch`.
         run: Folder of the run, in which the ranks share a secret until they have met; None: the user's own is used.
+        after_staging: Whether the ranks have staged before, for which another node may need much longer.
 
     Yields:
         This process's place among the ranks.
@@ -170,14 +174,15 @@ def connected(
     logger.info("waiting for %d ranks, at %s, port %d", place.world_size, place.master, place.train_port)
     _connections.append(place)
     with ExitStack() as stack:
-        with ended_by_signals():
-            secret, own_place = choose_file(run), replace(place, port=place.train_port)
-            with _removing(secret if place.rank == 0 else None, run):
-                crew = stack.enter_context(open_crew(own_place, START_S, "rank", secret=secret))
-            world = _meet(crew, place, device)
+        start_s = rank_timeout_s * (LONG_FACTOR if after_staging else 1)
+        secret, port = choose_file(run), replace(place, port=place.train_port)
+        watch = Watch()
+        with _removing(secret if place.rank == 0 else None, run):
+            crew = stack.enter_context(open_crew(port, start_s, "rank", option="--rank-timeout", secret=secret))
         crew.timeout_s = rank_timeout_s
-        world.watch.start(crew, world.rank, world.world_size, rank_timeout_s)
-        stack.callback(world.watch.stop)
+        watch.start(crew, place.rank, place.world_size, rank_timeout_s)
+        stack.callback(watch.stop)
+        world = _meet(crew, place, device, watch)
         try:
             yield world
         except RuntimeError as error:
@@ -203,16 +208,18 @@ def _removing(secret: Path | None, run: Path | None) -> Iterator[None]:
                 run.rmdir()
 
 
-def _meet(crew: Crew, place: Placement, device: str) -> World:
+def _meet(crew: Crew, place: Placement, device: str, watch: Watch) -> World:
     """Connect the ranks of a crew. Raises what `connected` does."""
     local_rank, local_world_size = crew.local_ranks.index(place.rank), len(crew.local_ranks)
     chosen, gpu, problem = torch.device("cpu"), "", ""
+    watch.doing("choosing a device")
     try:
         chosen = choose_device(device, local_rank, local_world_size)
         if chosen.type == "cuda":
             gpu = str(torch.cuda.get_device_properties(chosen).uuid)
     except SettingError as error:
         problem = str(error)
+    watch.doing("connecting to the other ranks")
     answers = crew.gather_from_ranks("device", [chosen.type, gpu, problem])
     hosts = crew.hosts_of_ranks
     for rank, (kind, _, its_problem) in enumerate(answers):
@@ -230,12 +237,14 @@ def _meet(crew: Crew, place: Placement, device: str) -> World:
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     store = crew.open_store("group")
     try:
-        dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
+        with ended_by_signals():
+            dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=place.rank, world_size=place.world_size)
     except (dist.DistError, ValueError) as error:
         raise TrainingError(f"rank {place.rank} could not reach the other ranks: {error}") from error
     dist.distributed_c10d._set_pg_timeout(clock.OUTLASTS_ALL)  # from here on, the watch ends what hangs
     cores = share_cores(crew.gather_from_local_ranks("cores", sorted(os.sched_getaffinity(0))), local_rank)
-    return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts), *cores)
+    watch.doing("starting", is_long=True)
+    return World(place.rank, local_rank, place.world_size, local_world_size, chosen, tuple(hosts), *cores, watch)
 
 
 def _leave_errors_to_watch(environ: MutableMapping[str, str]) -> None:
@@ -270,8 +279,12 @@ def telling_others(run: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (DatapipeError, SettingError, OSError) as error:
-        _refusals.append((str(error), run))
+    except (DatapipeError, SettingError, OSError, KeyboardInterrupt) as error:
+        _refusals.append((explain_end(error), run))
+        raise
+    except SystemExit as error:
+        if isinstance(error.code, int) and error.code > 128:
+            _refusals.append((explain_end(error), run))
         raise
 
 

@@ -160,7 +160,7 @@ def profile(
         stage(data, local, StageOptions(placement=place))
         data = local
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=NEVER)})
-    with connected(place, device, run=out) as world, ExitStack() as stack:
+    with connected(place, device, run=out, after_staging=local is not None) as world, ExitStack() as stack:
         set_threads(world)
         if world.device.type == "cpu":
             keep_freed_memory()

@@ -112,7 +112,9 @@ def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions(
     if options.local is not None:
         with clock.section("staging"):
             stage(data, options.local, StageOptions(placement=place))
-    with connected(place, options.device, options.rank_timeout_s, out) as world, _advising(out, options.resume):
+    staged = options.local is not None
+    connection = connected(place, options.device, options.rank_timeout_s, out, after_staging=staged)
+    with connection as world, _advising(out, options.resume):
         set_threads(world)
         if world.device.type == "cpu":
             keep_freed_memory()

@@ -54,9 +54,16 @@ class Crew:
     """
 
     def __init__(
-        self, noun: str, prefix: str, stores: tuple[KeyValues, KeyValues], placement: Placement, timeout_s: float
+        self,
+        noun: str,
+        prefix: str,
+        stores: tuple[KeyValues, KeyValues],
+        placement: Placement,
+        timeout_s: float,
+        option: str = "timeout_s",
     ) -> None:
         self._store, self._beats = stores
+        self._option = option
         self._noun, self._prefix, self._placement, self.timeout_s = noun, prefix, placement, timeout_s
         self._ended, self.index, self.is_leader = threading.Event(), -1, False
         self.hosts = [placement.master]
@@ -107,7 +114,8 @@ class Crew:
             if not has_left and now - said < min(SAY_S, self.timeout_s / 2):
                 continue
             missing = self._ask(lambda: [rank for rank, key in keys.items() if not self._store.check([key])])
-            self._check_left(missing)
+            if missing:  # who leaves before all have answered may have answered itself
+                self._check_left(keys)
             if now - said < min(SAY_S, self.timeout_s / 2):
                 continue
             said = now
@@ -116,7 +124,7 @@ class Crew:
             beats |= latest
             silent = [rank for rank in missing if now - alive[rank] > self.timeout_s]
             if silent:
-                raise CrewError(f"{self.names(silent)} did not answer for {self.timeout_s:g} s (timeout_s)")
+                raise CrewError(f"{self.names(silent)} did not answer for {self.timeout_s:g} s ({self._option})")
             logger.info("waiting for %s", self.names(missing))
         return [json.loads(answer) for answer in self._ask(lambda: self._store.multi_get([*keys.values()]))]
 
@@ -138,7 +146,7 @@ class Crew:
 
     def open_store(self, name: str) -> dist.Store:
         """Return a store of the processes' own, by a connection that nothing else uses. Raises CrewError."""
-        store = self._ask(lambda: connect_store(self._placement, False, self.timeout_s))
+        store = self._ask(lambda: connect_store(self._placement, False, self.timeout_s, self._option))
         return dist.PrefixStore(f"{self._prefix}/{name}", store)
 
     def _latest_beats(self, ranks: Iterable[int]) -> dict[int, str]:

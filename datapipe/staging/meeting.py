@@ -7,6 +7,7 @@ import hmac
 import itertools
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,27 @@ from .store import CrewError, connect_store
 _numbers = itertools.count()  # of crews in this process, whose keys differ
 
 
+def explain_end(error: BaseException) -> str:
+    """Say why a process ends, in words for others.
+
+    >>> explain_end(SystemExit(143))
+    'it got SIGTERM'
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "it got SIGINT"
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        return f"it got {signal.Signals(error.code - 128).name}"
+    return str(error) or type(error).__name__
+
+
 @contextmanager
 def open_crew(
-    placement: Placement, timeout_s: float, noun: str = "node", refusal: str = "", secret: Path | None = None
+    placement: Placement,
+    timeout_s: float,
+    noun: str = "node",
+    refusal: str = "",
+    option: str = "timeout_s",
+    secret: Path | None = None,
 ) -> Iterator[Crew]:
     """Meet the other processes of a job, and part from them at the end.
 
@@ -31,6 +50,7 @@ def open_crew(
         timeout_s: how long another may give no sign of life, in seconds.
         noun: "node", where one process of each matters, or "rank", where all do.
         refusal: why this process comes only to tell the others that it leaves; "" if it stays.
+        option: by which a user sets `timeout_s`, for messages.
         secret: File of the secret that they share; None: see `secret.choose_file`.
 
     Yields:
@@ -49,18 +69,18 @@ def open_crew(
     shared = secrets.token_bytes() if placement.world_size == 1 else read_secret(path, not refusal, timeout_s)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its workers
     prefix = f"{noun}/{placement.job}/{placement.world_size}/{restart}/{next(_numbers)}"
-    store, beats = (connect_store(placement, is_first, timeout_s) for is_first in (True, False))
+    store, beats = (connect_store(placement, is_first, timeout_s, option) for is_first in (True, False))
     place = f"{placement.master}:{placement.port}, with the secret in {path},"
     stores = SignedStore(store, prefix, shared, place), SignedStore(beats, prefix, shared, place)
     token = hmac.new(shared, prefix.encode(), hashlib.sha256).hexdigest()  # torch's own keys are not to be guessed
-    crew = Crew(noun, f"{prefix}/{token}", stores, placement, timeout_s)
+    crew = Crew(noun, f"{prefix}/{token}", stores, placement, timeout_s, option)
     try:
         if refusal:
             raise CrewError(refusal)
         crew.meet()
         yield crew
     except BaseException as error:
-        crew.leave(str(error) or type(error).__name__)
+        crew.leave(explain_end(error))
         raise
     finally:
         crew.close()

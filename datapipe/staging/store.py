@@ -26,13 +26,14 @@ class LeftError(CrewError):
     """Another process has left, and says why."""
 
 
-def connect_store(placement: Placement, is_first: bool, timeout_s: float) -> dist.Store:
+def connect_store(placement: Placement, is_first: bool, timeout_s: float, option: str = "timeout_s") -> dist.Store:
     """Connect to the store, which process 0 keeps from its first connection on, unless torchrun does.
 
     Args:
         placement: of this process.
         is_first: whether this is the process's first connection.
         timeout_s: how long process 0 may take to come, in seconds.
+        option: by which a user sets that, for messages.
 
     Returns:
         The store.
@@ -43,7 +44,7 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float) -> dis
     is_keeper = is_first and placement.rank == 0 and not placement.has_store
     place, limit = (placement.master, placement.port), timedelta(seconds=timeout_s)
     if not is_keeper:
-        _wait_for(place, timeout_s)
+        _wait_for(place, timeout_s, option)
     name = Path(f"{placement.master}:{placement.port}")
     try:  # who listens there may be another program, which does not answer
         return in_time(
@@ -53,7 +54,7 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float) -> dis
         what = "cannot listen" if is_keeper else "process 0 does not answer"
         raise CrewError(f"{name}: {what}: {error}") from error
     except DatapipeError as error:
-        what = f"what listens there is not process 0, or does not answer within {timeout_s:g} s (timeout_s)"
+        what = f"what listens there is not process 0, or does not answer within {timeout_s:g} s ({option})"
         raise CrewError(f"{name}: {what}") from error
 
 
@@ -79,7 +80,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [bytes(its[: int(size)].cpu().numpy()) for its, size in zip(everyones, sizes, strict=True)]
 
 
-def _wait_for(place: tuple[str, int], timeout_s: float) -> None:
+def _wait_for(place: tuple[str, int], timeout_s: float, option: str) -> None:
     """Wait until somebody listens at a host's port. The store would do that, too, for twice as long, and less clearly.
 
     Raises CrewError.
@@ -91,6 +92,6 @@ def _wait_for(place: tuple[str, int], timeout_s: float) -> None:
             return
         except OSError as error:
             if clock.now() > deadline - LOOK_S:
-                what = f"process 0 does not answer within {timeout_s:g} s (timeout_s): {error.strerror or error}"
+                what = f"process 0 does not answer within {timeout_s:g} s ({option}): {error.strerror or error}"
                 raise CrewError(f"{place[0]}:{place[1]}: {what}") from error
             time.sleep(LOOK_S)

@@ -256,7 +256,7 @@ def test_copies_that_fail_count_as_checkpoints_that_fail(go, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("step", [5, 3])
 def test_the_checkpoint_after_a_roll_back_is_newer_than_those_before(recipe_file, tmp_path, step):
-    """On the node's disk, not copied when the run was killed; where the last one was damaged, it is of an older step."""
+    """On the node's disk, not copied when the run was killed; after a damaged one, it is of an older step."""
     recipe, run, local = load_recipe(str(recipe_file), ()), tmp_path / "run", tmp_path / "local"
     lines = b'{"event": "run"}\n', b'{"event": "roll_back"}\n'
     for folder, number, content in ((run, 0, lines[0]), (local, 1, b"".join(lines))):

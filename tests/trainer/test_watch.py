@@ -150,7 +150,7 @@ def test_a_rank_that_hangs_while_it_opens_the_data_set_ends_the_run(ranks, packe
 
 @pytest.mark.ranks
 def test_a_rank_that_is_refused_tells_the_others(ranks):
-    """They wait for it, and would for five minutes."""
+    """They wait for it."""
     children = ranks(3, of_last=["--set", "train.epochs=0"])
     said = errors_of(children)
     assert [child.returncode for child in children] == [1, 1, 2], said
@@ -298,3 +298,31 @@ def test_a_slow_rank_is_named(ranks):
     lines = [line for line in said[0].splitlines() if "slow:" in line]
     assert lines and all(f"slow: rank 1 ({HOST}) spent" in line for line in lines), said[0]
     assert all("in forward passes" in line for line in lines)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_come_is_named_in_time(ranks, rank_timeout):
+    """As its limit says, by its option's name; also where the first does not come, which keeps the store."""
+    children = ranks(3)
+    children[2].kill()
+    (said,) = errors_of(children[:1])
+    assert f"process 2 did not answer for {rank_timeout} s (--rank-timeout)" in said
+    first, second = ranks(2)
+    first.kill()
+    (said,) = errors_of([second])
+    assert f"process 0 does not answer within {rank_timeout} s (--rank-timeout)" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_rank_that_is_terminated_while_they_meet_is_named_at_once(ranks, left):
+    """The limit is not over by then; the last rank never comes."""
+    children = ranks(3, "--rank-timeout", 100_000)
+    children[2].kill()
+    other = children[1 - left]
+    while "waiting for process 2\n" not in (line := children[0].stderr.readline()):  # and no longer for process 1
+        assert line, "the first rank has ended"
+    children[left].terminate()
+    said = errors_of([other])[0]
+    assert f"error: process {left} has left: it got SIGTERM" in said
+    assert children[left].wait(limit_s()) == 143 and other.returncode == 1

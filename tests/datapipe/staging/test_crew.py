@@ -13,8 +13,10 @@ from datapipe import clock
 from datapipe.cluster import Placement
 from datapipe.staging import crew as crew_module
 from datapipe.staging.crew import Crew
-from datapipe.staging.store import CrewError
+from datapipe.staging.store import CrewError, LeftError
 from tests.waiting import limit_s
+
+PLACE_1 = Placement(rank=1, world_size=3, master="node0")
 
 
 @pytest.fixture
@@ -66,3 +68,15 @@ def test_after_a_broken_connection_the_silent_process_is_named(crew, store, monk
     assert crew.missing == [1]
     store.set("left/1", "its disk is full")
     assert crew.explain(RuntimeError("reset by peer")) == "process 1 has left: its disk is full"
+
+
+def test_who_leaves_before_all_have_come_is_named_at_once(crew, store) -> None:
+    """Although it has answered, and process 2 has not. Where all have answered, who left did so after that."""
+    store.set("subject/1", json.dumps("of 1"))
+    crew_module.Crew.leave(
+        SimpleNamespace(_ask=lambda question, _: question(), _store=store, _placement=PLACE_1), "why"
+    )
+    with pytest.raises(LeftError, match=r"^process 1 has left: why$"):
+        crew.gather_from_ranks("subject", "of 0")
+    store.set("subject/2", json.dumps("of 2"))
+    assert crew.gather_from_ranks("subject", "of 0") == ["of 0", "of 1", "of 2"]
