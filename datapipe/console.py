@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,6 +21,7 @@ from .errors import DatapipeError, SettingError, ShardCorruptError
 logger = logging.getLogger(__name__)
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT
+AGAIN_S = 0.05  # by then the callback has ended
 LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
 OURS = "datapipe", "trainer"  # whose log messages are a single line each
 
@@ -46,7 +50,8 @@ def run(command: Callable[[], object], name: str = "", is_informing: bool = True
     sys.excepthook = _print_exception
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        command()
+        with _sending_again():
+            command()
     except SettingError as error:
         return _fail(error, 2)
     except (DatapipeError, OSError) as error:
@@ -69,6 +74,36 @@ def _interrupted() -> int:
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+@contextmanager
+def _sending_again() -> Iterator[None]:
+    """Send a signal again whose exception Python has dropped: it came within a destructor, or a callback of weakref."""
+    before = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        number = raised_by_signal(dropped.exc_value)
+        if number is None:
+            before(dropped)
+            return
+        timer = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def raised_by_signal(error: BaseException | None) -> int | None:
+    """Return the number of the signal whose handler has raised this; None where none has."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        return error.code - 128
+    return None
 
 
 def _fail(error: Exception, code: int) -> int:

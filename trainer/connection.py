@@ -25,6 +25,7 @@ import torch.distributed.nn
 
 from datapipe import clock
 from datapipe.cluster import Placement, rank_placement
+from datapipe.console import raised_by_signal
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.loaders.device import explain_unseen_gpus
 from datapipe.staging.crew import Crew
@@ -283,7 +284,7 @@ def telling_others(run: Path) -> Iterator[None]:
         _refusals.append((explain_end(error), run))
         raise
     except SystemExit as error:
-        if isinstance(error.code, int) and error.code > 128:
+        if raised_by_signal(error):
             _refusals.append((explain_end(error), run))
         raise
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..cluster import Placement
+from ..console import raised_by_signal
 from ..errors import SettingError
 from .crew import Crew
 from .secret import SignedStore, choose_file, read_secret
@@ -27,11 +28,8 @@ def explain_end(error: BaseException) -> str:
     >>> explain_end(SystemExit(143))
     'it got SIGTERM'
     """
-    if isinstance(error, KeyboardInterrupt):
-        return "it got SIGINT"
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-        return f"it got {signal.Signals(error.code - 128).name}"
-    return str(error) or type(error).__name__
+    number = raised_by_signal(error)
+    return f"it got {signal.Signals(number).name}" if number else str(error) or type(error).__name__
 
 
 @contextmanager
