@@ -11,6 +11,7 @@ from datapipe.errors import SettingError
 logger = logging.getLogger(__name__)
 
 RESERVE_S = 30.0  # for the checkpoint and the end, besides twice the longest step
+SHORTEST_S = int(RESERVE_S) + 1  # that may be asked for
 
 
 def parse_limit(option: str, text: str) -> int:

@@ -236,3 +236,60 @@ def test_a_pbs_job_submits_itself_again_if_its_time_was_over(tmp_path, writes, b
     assert (tmp_path / "submitted").exists() == again, done.stderr
     if again:
         assert (tmp_path / "submitted").read_text() == f"-v RESTARTS=4 {launch.script}\n"
+
+
+@pytest.mark.parametrize("scheduler", ["local", "mpi", "pbs"])
+@pytest.mark.parametrize(("took_s", "left"), [(0, "0:3600"), (3000, "0:600"), (3590, "0:31"), (9000, "0:31")])
+def test_after_long_staging_there_is_time_for_a_step(tmp_path, scheduler, took_s, left):
+    """More than `trainer train` refuses as too short, which would be wrong use. All programs are played."""
+    date = f"[ -f {tmp_path}/staged ] && echo $((1000 + {took_s})) || echo 1000"
+    noting = f'echo "$@" >>{tmp_path}/noted'
+    programs = {"date": date, "datapipe": f"touch {tmp_path}/staged", "trainer": noting, "torchrun": noting}
+    programs |= {"mpirun": 'while [ "${1#/}" = "$1" ]; do shift; [ $# -gt 0 ] || exit 0; done; exec "$@"'}
+    programs |= {"pbsdsh": 'shift && PBS_NODENUM=0 exec "$@"'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "nodes").write_text("node1\n")
+    changes = {"data": make_data(tmp_path), "out": tmp_path / "run", "nodes": 1, "gpus_per_node": 0}
+    launch = Launch(**EXAMPLE | changes | {"time": "60", "scheduler": scheduler, "path": tmp_path})
+    env = {"PATH": os.environ["PATH"], "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server"}
+    env |= {"PBS_NODEFILE": str(tmp_path / "nodes")}
+    done = subprocess.run(["bash", launch.write()], env=env, capture_output=True, text=True, timeout=limit_s())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "noted").read_text().endswith(f"--max-time {left}\n")
+
+
+def test_a_rank_that_is_stopped_is_killed_in_a_minute_and_staging_never(tmp_path):
+    """srun is played, and notes the options that it was given. A node may stage for hours longer than another one."""
+    for name, text in (("srun", f'echo "$@" >>{tmp_path}/noted'), ("squeue", ""), ("scontrol", "echo node1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+    env |= {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4"}  # and no USER
+    written = Launch(**EXAMPLE | {"data": make_data(tmp_path), "out": tmp_path / "run", "path": tmp_path}).write()
+    by_hand = ROOT / "tools/slurm/stage_and_train.sbatch"
+    for line in ([written], [by_hand, "imagenet-resnet50", "data", "run"]):
+        (tmp_path / "noted").unlink(missing_ok=True)
+        subprocess.run(["bash", *line], env=env, check=True, timeout=limit_s())
+        staging, training = (tmp_path / "noted").read_text().splitlines()
+        assert " --wait=0 " in staging and " datapipe stage " in staging
+        assert " --wait=60 " in training and " trainer train imagenet-resnet50 " in training
+        assert "--kill-on-bad-exit=0" in staging and "--kill-on-bad-exit=0" in training
+        assert " --ntasks=8 " in training
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_user_needs_no_name(tmp_path, known):
+    """In a container, USER may be unset, and the user's number have no name."""
+    says = "echo somebody" if known else "echo 1234; exit 1"
+    programs = {"srun": f'echo "$@" >>{tmp_path}/noted', "scontrol": "echo node1"}
+    programs |= {"id": f'if [ "$1" = -u ]; then echo 1234; else {says}; fi'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    line = ["bash", ROOT / "tools/slurm/stage_and_train.sbatch", "recipe", "packed/imagenet", "run"]
+    subprocess.run(line, env=env | {"SLURM_JOB_NODELIST": "node1"}, check=True, timeout=limit_s())
+    staging = (tmp_path / "noted").read_text().splitlines()[0]
+    assert staging.endswith(f" packed/imagenet /tmp/{'somebody' if known else 1234}/imagenet")

@@ -34,7 +34,8 @@ for command in datapipe torchrun; do
         exit 127
     fi
 done
-local=${LOCAL:-/tmp/$(id -un)/$(basename "$data")}
+user=$(id -un 2>/dev/null) || user=$(id -u) # in a container, $USER may be unset, and the number without a name
+local=${LOCAL:-/tmp/$user/$(basename "$data")}
 on_each_host() { "${MPIRUN:-mpirun}" ${launch[@]+"${launch[@]}"} "$@"; }
 
 # Open MPI (4; 5) would bind each process to a core or a few, and each has many threads.

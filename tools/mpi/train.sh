@@ -10,6 +10,11 @@
 
 set -euo pipefail
 begun=$(date +%s)
+# What is left of the time; after long staging enough for a single step, after which the training stops and can go on.
+left() {
+    local seconds=$((14400 - $(date +%s) + begun))
+    echo "0:$((seconds > 31 ? seconds : 31))"
+}
 # Open MPI (4; 5) would bind each process to a core or a few, and each has many threads.
 export OMPI_MCA_hwloc_base_binding_policy=none PRTE_MCA_hwloc_default_binding_policy=none
 # The processes meet at the first host. Programs by their paths, as the other hosts' PATH may not have them.
@@ -30,4 +35,4 @@ mpirun "$@" -n 2 --map-by ppr:1:node bash -c "$stage" "$(command -v datapipe)" \
 export MASTER_ADDR=$first MASTER_PORT=$((20000 + $$ % 10000))
 mpirun "$@" -n 8 --map-by ppr:4:node -x MASTER_ADDR -x MASTER_PORT \
     "$(command -v trainer)" train imagenet-resnet50 --data /local/imagenet --out /shared/runs/imagenet --resume \
-    --max-time "0:$((14400 - $(date +%s) + begun))"
+    --max-time "$(left)"

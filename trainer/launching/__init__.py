@@ -19,7 +19,7 @@ from datapipe.fsio import atomic_write, make_folder
 
 from ..config.recipe import load_recipe
 from ..reporting.runlog import FAILED_HOSTS
-from ..time_limit import parse_limit
+from ..time_limit import SHORTEST_S, parse_limit
 
 SCHEDULERS = "slurm", "pbs", "mpi", "local"
 MAX_RESTARTS = 20
@@ -132,6 +132,7 @@ class Launch:
             "log": self.out / ("slurm-%j.log" if self.scheduler == "slurm" else ""),
             "finds": "finds the copies, and " if self.stage else "",
             "seconds": seconds,
+            "shortest": SHORTEST_S,
             "walltime": f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}",
             "arguments": shlex.join(self._arguments()),
         }
