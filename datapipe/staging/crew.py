@@ -166,17 +166,17 @@ class Crew:
         """Return what a process has announced; "" if none has. Raises CrewError."""
         return self._ask(partial(self._read, f"announced/{name}"))
 
-    def find_left(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return why processes have left, those that have. Raises CrewError."""
-        reasons = self._ask(lambda: {rank: self._read(f"left/{rank}") for rank in ranks})
+    def find_left(self, ranks: Iterable[int], limit_s: float | None = None) -> dict[int, str]:
+        """Return why processes have left, those that have. Raises CrewError; `limit_s` as of `_ask`."""
+        reasons = self._ask(lambda: {rank: self._read(f"left/{rank}") for rank in ranks}, limit_s)
         return {rank: reason for rank, reason in reasons.items() if reason}
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _check_left(self, ranks: Iterable[int]) -> None:
+    def _check_left(self, ranks: Iterable[int], limit_s: float | None = None) -> None:
         """Raise CrewError with the reason where one of these processes has left."""
-        left = self.find_left(ranks)
+        left = self.find_left(ranks, limit_s)
         if left:
             raise LeftError("; ".join(f"{self.names([rank])} has left: {why}" for rank, why in left.items()))
 
@@ -256,7 +256,7 @@ class Crew:
         others.remove(self._placement.rank)
         try:
             time.sleep(BEAT_S)  # for its last words
-            self._check_left(others)
+            self._check_left(others, LISTEN_S)  # this process may be the one that is cut off
             before = self._ask(partial(self._latest_beats, others), LISTEN_S)
             time.sleep(LISTEN_S)
             after = self._ask(partial(self._latest_beats, others), LISTEN_S)

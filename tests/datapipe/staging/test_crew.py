@@ -80,3 +80,17 @@ def test_who_leaves_before_all_have_come_is_named_at_once(crew, store) -> None:
         crew.gather_from_ranks("subject", "of 0")
     store.set("subject/2", json.dumps("of 2"))
     assert crew.gather_from_ranks("subject", "of 0") == ["of 0", "of 1", "of 2"]
+
+
+def test_a_process_that_is_cut_off_does_not_wait_long_for_an_explanation(crew, monkeypatch) -> None:
+    """Not as long as another may be silent: nothing else may end it meanwhile."""
+    real, limits = crew._ask, []
+
+    def ask(question, limit_s=None):
+        limits.append(limit_s)
+        return real(question, limit_s)
+
+    monkeypatch.setattr(crew, "_ask", ask)
+    monkeypatch.setattr(crew_module, "time", SimpleNamespace(sleep=lambda _: None))
+    assert "does not answer" in crew.explain(RuntimeError("no route to host"))
+    assert set(limits) == {crew_module.LISTEN_S}
