@@ -20,6 +20,7 @@ from .distributed import gather
 from .job import Job
 from .reporting import metrics, mlperf
 from .reporting.runlog import FORMAT, wait_share
+from .reporting.summary import summary
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,21 @@ def write_end(
     }
     job.metrics.write("end", **end)
     return end
+
+
+def print_result(job: Job, state: State, end: dict[str, Any]) -> None:
+    """Print the summary of a run that has come to its end, and whose last file could not be written.
+
+    Args:
+        job: The run.
+        state: Its progress; where that is not at its end, nothing is printed.
+        end: The "end" line.
+    """
+    settings = job.recipe.train
+    reached = state.status(settings.target_accuracy, settings.epochs)
+    if reached is not None and job.world.is_main:
+        missing = f"not written; `trainer report {job.run} --out DIR` writes it where there is room"
+        print(summary(end | {"status": reached}, settings.target_accuracy, missing, job.run, job.recipe.published))
 
 
 def write_report(out: Path) -> Path | None:

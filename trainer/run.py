@@ -34,7 +34,7 @@ from .loop import train
 from .optim.schedules import OneCycleSchedule
 from .owner import own
 from .precision import choose_precision
-from .record import describe_ranks, write_end, write_report, write_start
+from .record import describe_ranks, print_result, write_end, write_report, write_start
 from .rehearsal import rehearse
 from .reporting.loggers import LoggerFactory, find_loggers
 from .reporting.mlperf import read_labels
@@ -263,7 +263,7 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
         write_end(job, state, "failed")
         raise DivergedError(f"{error}. {_way_back(job, state)}") from error
     except BaseException:
-        _print_result(job, state, write_end(job, state, "failed"))
+        print_result(job, state, write_end(job, state, "failed"))
         raise
     stop.settle()
     job.world.watch.doing("finishing", is_long=True)
@@ -273,18 +273,9 @@ def _train_and_record(job: Job, state: State, stop: StopSignal) -> dict[str, Any
         with together(job.world):
             job.metrics.sync()
     except (OSError, TrainingError):
-        _print_result(job, state, end)
+        print_result(job, state, end)
         raise
     return end
-
-
-def _print_result(job: Job, state: State, end: dict[str, Any]) -> None:
-    """Print the summary of a run that has come to its end, and whose last file could not be written."""
-    settings = job.recipe.train
-    reached = state.status(settings.target_accuracy, settings.epochs)
-    if reached is not None and job.world.is_main:
-        missing = f"not written; `trainer report {job.run} --out DIR` writes it where there is room"
-        print(summary(end | {"status": reached}, settings.target_accuracy, missing, job.run, job.recipe.published))
 
 
 def _way_back(job: Job, state: State) -> str:

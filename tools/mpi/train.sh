@@ -10,7 +10,7 @@
 
 set -euo pipefail
 begun=$(date +%s)
-# What is left of the time; after long staging enough for a single step, after which the training stops and can go on.
+# What is left of the time; after long staging enough for a single step, after which the training stops, to be continued.
 left() {
     local seconds=$((14400 - $(date +%s) + begun))
     echo "0:$((seconds > 31 ? seconds : 31))"
