@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import finish
-from tests.waiting import read_until, wait_until
+from tests.waiting import read_until
 
 LEAVING = Path(__file__).parent / "children" / "leaving.py"
 ONE_EPOCH = ["train.epochs=1", "train.batch_size=64"]
@@ -76,16 +76,9 @@ def test_other_ways_out(two, what, expected, says):
 def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(train, tmp_path, number):
     child = train("run", env=each_rank(2)[0])
     read_until("waiting for 2 ranks", child.stderr, child)
-    wait_until(lambda: not is_caught(child.pid, number), child)  # while it is in torch, Python's handlers do not run
-    child.send_signal(number)
-    assert finish(child)[0] == -number
+    child.send_signal(number)  # its own handlers run, since torch waits in a thread: it tells the others that it leaves
+    assert finish(child)[0] == 128 + number
     assert not (tmp_path / "run").exists()
-
-
-def is_caught(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal."""
-    (caught,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:")]
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def test_success_takes_the_connections_down(two):
