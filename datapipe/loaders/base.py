@@ -6,29 +6,25 @@ Shapes: B samples per batch, C channels, H and W pixels.
 from __future__ import annotations
 
 import inspect
-import logging
-import operator
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NoReturn, TypedDict
 
 import numpy as np
 import torch
 
 from ..checks import checked_int
 from ..dataset import DataSet
-from ..errors import DatapipeError, SettingError
+from ..errors import SettingError
 from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
 from ..sampling.order import num_steps
 from .options import LoaderOptions
-
-logger = logging.getLogger(__name__)
+from .tuples import NOT_PICKLED, TupleLoader
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,23 @@ class Batch:
     samples: torch.Tensor  # int64[B]: numbers in the data set, -1 for padding
     valid: torch.Tensor  # bool[B]: False for padding and for bad samples, whose images are black
 
-    def to(self, device: torch.device) -> Batch:
-        """Copy to a device; from pinned memory to a GPU, without waiting."""
-        return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+    def to(self, device: torch.device | str | int, non_blocking: bool = True) -> Batch:
+        """Copy to a device.
+
+        Args:
+            device: Where to; what is there already is not copied.
+            non_blocking: Do not wait for a copy from pinned memory to a GPU, as `torch.Tensor.to` has it.
+        """
+        return Batch(*(getattr(self, field.name).to(device, non_blocking=non_blocking) for field in fields(self)))
+
+    def pin_memory(self) -> Batch:
+        """Copy to pinned memory, from which a GPU copies without the host's waiting; what is on a device stays there.
+
+        Raises:
+            RuntimeError: There is no accelerator.
+        """
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return Batch(*(tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in tensors))
 
 
 class Place(TypedDict, total=False):
@@ -81,32 +91,6 @@ class DataDescription(NamedTuple):
         )
 
 
-class BadBudget:
-    """The number of bad samples that a loader tolerates. Thread-safe."""
-
-    def __init__(self, max_bad: int, rank: int) -> None:
-        self._max_bad, self._rank = max_bad, rank
-        self._bad: set[Hashable] = set()
-        self._lock = threading.Lock()
-
-    def spend(self, sample: Hashable, error: DatapipeError) -> None:
-        """Count a bad sample and log it, once. Raises the error when the budget is spent."""
-        with self._lock:
-            if sample in self._bad:
-                return
-            if len(self._bad) >= self._max_bad:
-                raise error
-            self._bad.add(sample)
-            count = len(self._bad)
-        logger.warning(
-            "rank %d: bad sample, %d of max_bad=%d; its slot is black and not valid: %s",
-            self._rank,
-            count,
-            self._max_bad,
-            error,
-        )
-
-
 class Loader(ABC):
     """An iterable over a rank's batches, once per epoch. Backends only turn positions into images.
 
@@ -140,7 +124,7 @@ class Loader(ABC):
         self._current: Generator[Batch] | None = None
 
     def __len__(self) -> int:
-        """Count the batches of an epoch, the same on every rank."""
+        """Return the number of batches of an epoch, the same on every rank."""
         return self._num_steps
 
     def __iter__(self) -> Iterator[Batch]:
@@ -190,6 +174,11 @@ class Loader(ABC):
         if current is not None and inspect.getgeneratorstate(current) != inspect.GEN_RUNNING:
             current.close()
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the epoch's last batch has been given."""
+        return self._step == self._num_steps
+
     def stages(self) -> dict[str, float]:
         """Return the seconds, in all, of each stage that the backend measures, by name.
 
@@ -198,9 +187,10 @@ class Loader(ABC):
         return {"queue_empty": self.wait_s}
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
+        """Go to the beginning of an epoch, a whole number from 0. Raises SettingError for another."""
+        epoch = checked_int("epoch", epoch, 0)
         self._end_iteration()
-        self._epoch, self._step, self._loaded = operator.index(epoch), 0, False
+        self._epoch, self._step, self._loaded = epoch, 0, False
 
     def set_size(self, size: int) -> None:
         """Give images another size from now on; ends an iteration that is under way.
@@ -265,6 +255,30 @@ class Loader(ABC):
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
+
+    # --- what loops that are written for torch.utils.data.DataLoader ask for ---
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch of this rank."""
+        return self.options.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether samples that do not fill a global batch are left out."""
+        return self.options.last_batch == "drop"
+
+    @property
+    def dataset(self) -> Sequence[int]:
+        """The numbers of the samples, of all ranks: `len(loader.dataset)` is `num_samples`."""
+        return range(self.num_samples)
+
+    def as_tuples(self) -> TupleLoader:
+        """Return an iterable over the same batches as (images, labels), without slots that are not `valid`."""
+        return TupleLoader(self)
 
     @abstractmethod
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:

@@ -20,7 +20,8 @@ from ..dataset.shard_files import Data
 from ..errors import DatapipeError, DecodeError
 from ..images.window import Box
 from ..sampling.order import slice_positions
-from .base import BadBudget, Batch, DataDescription, Loader, Place
+from .bad_budget import BadBudget
+from .base import Batch, DataDescription, Loader, Place
 from .options import LoaderOptions
 from .threads import Pool, wait_for
 

@@ -67,6 +67,9 @@ def test_bad_samples_under_the_budget_are_named_and_masked(copied, backend, capl
     assert len(told) == 2  # once each, in two epochs
     for key in keys.values():
         assert any(f"key {key}: " in line and "rank 0" in line for line in told)
+    with open_loader(copied, 61, backend=backend, size=24, max_bad=2) as loader:
+        ((images, labels),) = loader.as_tuples()
+        assert len(images) == len(labels) == 59 and images.flatten(1).any(1).all()
     with (
         open_loader(copied, 61, backend=backend, size=24, max_bad=1, train=False) as loader,
         pytest.raises(ShardCorruptError, match="not the ones that were packed"),
