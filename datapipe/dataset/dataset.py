@@ -44,7 +44,7 @@ class DataSet:
     """
 
     def __init__(self, folder: Path | str, io: Io = "cached", retries: int = 0, local: Path | None = None) -> None:
-        self.folder, self.local = Path(folder), local
+        self.folder, self.local, self._io, self._retries = Path(folder), local, io, retries
         self.manifest = Manifest.read(self.folder)
         self.index = self._open_index()
         self.raw_shape = _raw_shape(self.manifest)
@@ -157,6 +157,10 @@ class DataSet:
         self.reader.close()
         if self.slots:
             self.slots.close()
+
+    def __reduce__(self) -> tuple[type[DataSet], tuple[Path, Io, int, Path | None]]:
+        """Have a copy, or the one that another process gets, open the same folder itself."""
+        return DataSet, (self.folder, self._io, self._retries, self.local)
 
     def __enter__(self) -> DataSet:
         return self

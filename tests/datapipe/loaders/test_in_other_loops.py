@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from datapipe.dataset import DataSet
 from datapipe.errors import SettingError
 from datapipe.loaders import open_loader
 
@@ -68,6 +69,14 @@ def test_a_loader_cannot_be_sent_elsewhere(loader, action):
     for each in (loader, loader.as_tuples()):
         with pytest.raises(TypeError, match=r"a loader cannot be pickled or copied.* Call open_loader in the process"):
             action(each)
+
+
+def test_a_data_set_opens_itself_where_it_is_sent(packed_folders):
+    with DataSet(packed_folders["tar"] / "train", io="mmap", retries=2) as here:
+        with pickle.loads(pickle.dumps(here)) as there:
+            assert there.reader is not here.reader and there.read(40) == here.read(40)
+            assert there.__reduce__() == here.__reduce__() == (DataSet, (here.folder, "mmap", 2, None))
+        assert here.read(3)
 
 
 def test_a_batch_goes_to_a_device_as_a_tensor_does(loader):
