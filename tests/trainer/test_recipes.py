@@ -30,10 +30,6 @@ def scaled_down(recipe: Recipe) -> list[str]:
     """Return changes with which a recipe takes seconds, and has all its parts, except for large networks."""
     changes = ["train.epochs=2", "train.log_every=1", "train.target_accuracy=none", "train.compile=false"]
     changes += ["optimizer.lr=0.01", "data.threads=1", "train.batch_size=16"]
-    if recipe.schedule.name == "step":
-        changes.append("schedule.milestones=[1]")
-    if recipe.schedule.name != "onecycle" and recipe.schedule.warmup_epochs:
-        changes.append("schedule.warmup_epochs=0.5")
     if recipe.optimizer.preconditioner != "none":
         changes += ["kfac.factor_update_steps=1", "kfac.inv_update_steps=3", "model.name=resnet8"]
     if recipe.ema.half_life_steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
 from . import built_in
 from .explain import explain
+from .scaling import EPOCHS, scale_schedules
 from .sections import Data, Model, Train
 
 
@@ -91,9 +92,8 @@ class Recipe(Section):
         schedule = info.data.get("schedule")
         name, epoch = last_change(schedule) if schedule is not None else ("", 0.0)
         if epoch >= section.epochs:
-            raise ValueError(
-                f"epochs = {section.epochs}: must be more than schedule.{name} = {epoch:g}, or the schedule shorter"
-            )
+            text = f"epochs = {section.epochs}: must be more than schedule.{name} = {epoch:g}"
+            raise ValueError(text + _how_to_scale(epoch, info))
         return section
 
     @field_validator("train")
@@ -102,9 +102,10 @@ class Recipe(Section):
         for name in SCHEDULED if (kfac := info.data.get("kfac")) is not None else ():
             epoch = getattr(kfac, name)[-1][0]
             if epoch >= section.epochs:
-                raise ValueError(
+                text = (
                     f"epochs = {section.epochs}: must be more than {epoch:g}, from which kfac.{name} has its last value"
                 )
+                raise ValueError(text + _how_to_scale(epoch, info))
         return section
 
     @field_validator("train")
@@ -118,6 +119,14 @@ class Recipe(Section):
                 text = f'{name} must be "{whole or "none"}"'
                 raise ValueError(f"{text} with kfac.grad_worker_fraction = 0, which sends gradients itself")
         return section
+
+
+def _how_to_scale(epoch: float, info: ValidationInfo) -> str:
+    """Say what to type where an epoch of a schedule does not come before the end of the run."""
+    own = (info.context or {}).get("epochs")
+    length = own if isinstance(own, int) and own > epoch else "N"
+    text = f"to scale a schedule that is for {length} epochs with the run, --set schedule.for_epochs={length}"
+    return f". Give an earlier epoch; or, {text}"
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
@@ -138,24 +147,39 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"recipe {path} is not TOML: {error}") from error
     table.setdefault("name", path.stem.encode(errors="replace").decode())  # a file's name need not be UTF-8
-    for change in changes:
-        _apply(table, change)
-    return parse(table)
+    own = _own_epochs(table)
+    given = {_apply(table, change) for change in changes}
+    return parse(table, own, given if "schedule.for_epochs" not in given else ())
 
 
-def parse(table: dict[str, Any]) -> Recipe:
-    """Return the recipe that a table of plain values describes. Raises SettingError."""
+def _own_epochs(table: dict[str, Any]) -> object:
+    """Return how many epochs a recipe itself has; None where that is not known."""
+    return train.get("epochs") if isinstance(train := table.get("train"), dict) else None
+
+
+def parse(table: dict[str, Any], own_epochs: object = None, given: Collection[str] = ()) -> Recipe:
+    """Return the recipe that a table of plain values describes.
+
+    Args:
+        table: The recipe, as TOML has it; its schedules are scaled, if it says for which length of the run they are.
+        own_epochs: The number of epochs in the recipe's file, for messages.
+        given: Settings that do not scale, as they are meant for this run.
+
+    Raises:
+        SettingError: It is wrong; names each wrong setting, its value and what is allowed.
+    """
+    scale_schedules(table, given)
     try:
         # Read as JSON, arrays may become tuples and whole numbers floats; strictness forbids all else.
-        return Recipe.model_validate_json(json.dumps(table, default=str))
+        return Recipe.model_validate_json(json.dumps(table, default=str), context={"epochs": own_epochs})
     except ValidationError as error:
         problem = SettingError(explain(error, Recipe))
         problem.has_lines = True
         raise problem from error
 
 
-def _apply(table: dict[str, Any], change: str) -> None:
-    """Put one `section.key=value`, or `section={...}` for a whole section, into the table."""
+def _apply(table: dict[str, Any], change: str) -> str:
+    """Put one `section.key=value`, or `section={...}` for a whole section, into the table; return what is left of =."""
     key, equals, text = change.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not last or not all(sections):
@@ -169,6 +193,7 @@ def _apply(table: dict[str, Any], change: str) -> None:
         if not isinstance(table, dict):
             raise SettingError(f"--set {change}: {section} is not a section")
     table[last] = value
+    return ".".join([*sections, last])
 
 
 # What a resumed run may change: when to stop, evaluate or save, how fast to be and which faults to tolerate, but not
@@ -177,6 +202,7 @@ MAY_CHANGE = {
     "name",
     "source",
     "published",
+    "schedule.for_epochs",
     "data.threads",
     "data.cache",
     "data.io",
@@ -224,10 +250,19 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
         if before.get(key) != after.get(key) and key not in allowed
     ]
     if differ:
-        raise SettingError(
-            f"the run to resume was started with another recipe: {'; '.join(differ)}. Resuming may change "
-            f"only {', '.join(sorted(allowed))}; start a new run for anything else"
-        )
+        text = f"the run to resume was started with another recipe: {'; '.join(differ)}. "
+        if old.train.epochs != new.train.epochs and "train.epochs" in allowed:
+            text += _how_to_keep_schedules(old, new)
+        allowed_names = ", ".join(sorted(allowed))
+        raise SettingError(f"{text}Resuming may change only {allowed_names}; start a new run for anything else")
+
+
+def _how_to_keep_schedules(old: Recipe, new: Recipe) -> str:
+    """Say what to type for a run to continue with the schedules that it began with, if these would scale."""
+    before, after = (_flatten(recipe.model_dump(mode="json")) for recipe in (old, new))
+    keys = [f"{section}.{name}" for section, names in EPOCHS.items() for name in names]
+    options = [f"--set {key}={json.dumps(before[key])}" for key in keys if before.get(key) != after.get(key)]
+    return f"To keep its schedule: {' '.join(options)}. " if options else ""
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, object]:

@@ -8,10 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..fields import Fraction, FromZero, Positive, Section
+from ..fields import Count, Fraction, FromZero, Positive, Section, or_none
 
 
-class _Schedule(Section):
+class _AnySchedule(Section):
+    for_epochs: Annotated[Count | None, or_none()] = None
+    """Length of the run, in epochs, for which the epochs of this section and of `kfac` are meant: with another
+    `train.epochs` they scale, except those that --set gives. "none": they stay as they are."""
+
+
+class _Schedule(_AnySchedule):
     warmup_epochs: FromZero = 0.0
     """Length of the linear warm-up, in epochs; 0: none."""
     warmup_start: Fraction = 0.0
@@ -51,7 +57,7 @@ class CosineSchedule(_Schedule):
     """Rate at the end of the run, as a fraction of the peak rate."""
 
 
-class OneCycleSchedule(Section):
+class OneCycleSchedule(_AnySchedule):
     """A triangle over the run: linear from `start` to the peak rate, then linear to `final` (Smith and Topin 2017)."""
 
     name: Literal["onecycle"]

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import tomllib
 from contextlib import nullcontext
 
 import pytest
@@ -11,8 +12,9 @@ from pydantic import BaseModel
 from datapipe.errors import SettingError
 from datapipe.loaders import open_loader
 from trainer.config.explain import section_classes
-from trainer.config.recipe import Recipe, built_in, check_resumable, load_recipe
+from trainer.config.recipe import Recipe, built_in, check_resumable, load_recipe, parse
 from trainer.optim import kfac
+from trainer.optim.schedules import last_change, multiplier
 
 NAMES = [
     "cifar10-resnet32",
@@ -172,7 +174,12 @@ def test_missing_section_and_bad_file(tmp_path):
 
 def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
     old = load_recipe("cifar10-resnet32")
-    check_resumable(old, load_recipe("cifar10-resnet32", ["train.epochs=300", "train.target_accuracy=0.9"]))
+    longer = ["train.epochs=300", "train.target_accuracy=0.9"]
+    with pytest.raises(SettingError, match=r"milestones was \(100.0, 150.0\) and is \(150.0, 225.0\)\.") as caught:
+        check_resumable(old, load_recipe("cifar10-resnet32", longer))
+    (to_type,) = re.findall(r"To keep its schedule: --set (.*?\])\. Resuming", str(caught.value))
+    check_resumable(old, load_recipe("cifar10-resnet32", [*longer, to_type]))
+    check_resumable(old, load_recipe("cifar10-resnet32", [*longer, "schedule.for_epochs=none"]))
     changes = ["optimizer.lr=0.2", "train.seed=1", "data.threads=3"]
     with pytest.raises(SettingError) as caught:
         check_resumable(old, load_recipe("cifar10-resnet32", changes))
@@ -187,6 +194,58 @@ def test_resuming_may_change_when_to_stop_but_not_what_is_learnt():
     one_cycle = load_recipe("fashion-mnist-resnet8")  # its learning rates depend on the number of epochs
     with pytest.raises(SettingError, match=r"train\.epochs was 3 and is 9"):
         check_resumable(one_cycle, load_recipe("fashion-mnist-resnet8", ["train.epochs=9"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_runs_for_any_number_of_epochs(name):
+    own, written = load_recipe(name), tomllib.loads(built_in()[name].read_text())["schedule"]
+    for key in written.keys() & {"warmup_epochs", "milestones"}:  # to the bit
+        assert getattr(own.schedule, key) == (tuple(written[key]) if key == "milestones" else written[key])
+    length = own.train.epochs
+    for epochs in (1, 2, length - 1, 10 * length):
+        scaled = load_recipe(name, [f"train.epochs={epochs}"])
+        assert scaled == parse(scaled.model_dump(mode="json")), "what a checkpoint holds scales again"
+        if epochs == 10 * length:  # each of its steps has the rate of the tenth of it
+            for step in range(0, 10 * length, 7):
+                rates = [multiplier(r.schedule, step, n, r.train.epochs) for r, n in ((own, 10), (scaled, 1))]
+                assert rates[0] == pytest.approx(rates[1])
+
+
+def test_what_is_typed_is_meant_for_this_run(caplog):
+    with caplog.at_level("INFO"):
+        recipe = load_recipe("imagenet-resnet50", ["train.epochs=9", "schedule.milestones=[4, 6]"])
+    assert (recipe.schedule.milestones, recipe.schedule.warmup_epochs, recipe.schedule.for_epochs) == ((4, 6), 0.5, 9)
+    assert caplog.messages == ["9 epochs, not 90: schedule.warmup_epochs = 0.5, not 5"]
+    changes = ["train.epochs=9", "schedule.milestones=[40, 60]", "schedule.for_epochs=90"]  # unless it says for which
+    assert load_recipe("imagenet-resnet50", changes).schedule.milestones == (4, 6)
+    whole = load_recipe("imagenet-resnet50", ["train.epochs=9", 'schedule={name="step", milestones=[4]}'])
+    assert (whole.schedule.milestones, whole.schedule.for_epochs) == ((4,), None)
+
+
+def test_kfacs_schedules_scale_with_the_run(tmp_path):
+    recipe = built_in()["cifar10-resnet32-kfac"].read_text().replace("damping = 0.003", "damping = [[0, 3], [10, 0.3]]")
+    (tmp_path / "mine.toml").write_text(recipe)
+    scaled = load_recipe(str(tmp_path / "mine.toml"), ["train.epochs=5"]).kfac
+    assert (scaled.damping, scaled.inv_update_steps) == (((0, 3.0), (0.5, 0.3)), ((0, 10),))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kfac"), [("milestones = [2, 5]", ""), ("warmup_epochs = 5", ""), ("", "damping = [[0, 1], [5, 2]]")]
+)
+def test_epochs_that_stay_say_what_to_type_for_a_shorter_run(tmp_path, schedule, kfac):
+    text = built_in()["cifar10-resnet32-kfac"].read_text()
+    kind = "step" if "milestones" in schedule else "constant"
+    text = re.sub(r"\[schedule\][^\[]*\[35, 75, 90\]\ngamma = 0.1", f'[schedule]\nname = "{kind}"\n{schedule}', text)
+    (tmp_path / "mine.toml").write_text(text.replace("damping = 0.003", kfac))
+    change = "train.epochs=4"
+    assert load_recipe(str(tmp_path / "mine.toml"), ["train.epochs=6"])
+    with pytest.raises(
+        SettingError, match=r"^train: epochs = 4: must be more than .*5.* for 100 epochs with "
+    ) as caught:
+        load_recipe(str(tmp_path / "mine.toml"), [change])
+    to_type = str(caught.value).split("--set ")[-1]
+    recipe = load_recipe(str(tmp_path / "mine.toml"), [change, to_type])
+    assert 0.2 in (recipe.schedule.warmup_epochs, last_change(recipe.schedule)[1], recipe.kfac.damping[-1][0])
 
 
 def test_what_a_recipe_leaves_out_the_loader_decides():
