@@ -6,6 +6,7 @@ B batch, C channels, H height, W width
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import closing
 
@@ -117,14 +118,15 @@ def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
             begin = clock.mark()
             if skipper is not None:
                 skipper.begin()
-            loss = backward(job, batch, state.step, is_long=is_first)
+            answers: list[Tensor] = []
+            loss = backward(job, batch, state.step, is_long=is_first, answers=answers)
             middle = clock.mark()
             lr = job.learning_rate(state.step) * state.lr_factor
             state.step += 1
             watch.doing(f"update of step {state.step}", is_long=is_first)
             if skipper is None:
-                state.losses.add(loss, batch.samples)
-            if skipper is None or skipper.accepts(state, loss, batch.samples):
+                state.losses.add(loss, batch.samples, answers)
+            if skipper is None or skipper.accepts(state, loss, batch.samples, answers):
                 _update(job, state.step - 1, lr, batch, loss)
             clock.add_step(waited_s, begin, middle, clock.mark())
 
@@ -219,7 +221,7 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
     state.epoch += 1
     job.world.watch.doing(f"the end of epoch {state.epoch}")
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.epoch()
-    train_loss = state.losses.take_epoch()
+    train_loss, train_accuracy = state.losses.take_epoch(), state.losses.take_accuracy()
     if evaluation is not None:
         state.evaluations.append(
             {
@@ -235,13 +237,15 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
         epoch=state.epoch,
         step=state.step,
         train_loss=train_loss,
+        train_accuracy=train_accuracy,
         val_loss=evaluation.loss if evaluation else None,
         val_accuracy=evaluation.accuracy if evaluation else None,
         images_per_s=job.steps_per_epoch * job.recipe.train.batch_size / steps_s,
         elapsed_s=elapsed_s,
         time_s=time_s,
     )
-    accuracy = f", accuracy {evaluation.accuracy:.2%}" if evaluation else ""
+    accuracy = "" if math.isnan(train_accuracy) else f", training accuracy {train_accuracy:.2%}"
+    accuracy += f", validation accuracy {evaluation.accuracy:.2%}" if evaluation else ""
     epochs = job.recipe.train.epochs
     logger.info("epoch %d of %d: loss %.4f%s, %.0f s", state.epoch, epochs, train_loss, accuracy, elapsed_s)
     job.clock.begin_epoch()

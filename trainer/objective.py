@@ -19,13 +19,15 @@ from .losses import per_sample_loss
 from .mixing import MixedBatch, mix
 
 
-def batch_loss(job: Job, batch: Batch, step: int) -> Tensor:
+def batch_loss(job: Job, batch: Batch, step: int, answers: list[Tensor] | None = None) -> Tensor:
     """Return a batch's mean loss on this rank, a scalar. A bad sample, whose image is black, has none.
 
     Args:
         job: The run.
         batch: This rank's slice of the step's global batch.
         step: Number of the step in the run, from 0, on which the mixing of images depends.
+        answers: List to which `count_answers` of the batch is added, unless its images are mixed: these have no single
+            label.
     """
     data, train = job.recipe.data, job.recipe.train
     mixed = MixedBatch(batch.images, batch.labels, batch.valid)
@@ -33,6 +35,8 @@ def batch_loss(job: Job, batch: Batch, step: int) -> Tensor:
     with job.precision.autocast():
         logits_BK = job.model(mixed.images)
     logits_BK = logits_BK.float()
+    if answers is not None and mixed.others is None:
+        answers.append(count_answers(logits_BK, mixed))
     loss_B = per_sample_loss(train.loss, logits_BK, mixed.labels, train.label_smoothing)
     if mixed.others is not None:  # a loss is linear in its target
         other_B = per_sample_loss(train.loss, logits_BK, mixed.others, train.label_smoothing)
@@ -41,7 +45,14 @@ def batch_loss(job: Job, batch: Batch, step: int) -> Tensor:
     return loss_B.where(mixed.valid, 0).mean()
 
 
-def backward(job: Job, batch: Batch, step: int, is_long: bool = False) -> Tensor:
+@torch.no_grad()
+def count_answers(logits_BK: Tensor, batch: MixedBatch) -> Tensor:
+    """Return int64[2], on the device: how many of a batch's valid images are classified correctly, and their number."""
+    right_B = (logits_BK.argmax(dim=1) == batch.labels) & batch.valid
+    return torch.stack([right_B.sum(), batch.valid.sum()])
+
+
+def backward(job: Job, batch: Batch, step: int, is_long: bool = False, answers: list[Tensor] | None = None) -> Tensor:
     """Add the gradients of a batch's mean loss to the parameters', in parts, if the recipe says so.
 
     Args:
@@ -49,6 +60,7 @@ def backward(job: Job, batch: Batch, step: int, is_long: bool = False) -> Tensor
         batch: This rank's slice of the step's global batch.
         step: Number of the step in the run, from 0.
         is_long: Whether it may take longer than other steps.
+        answers: List to which `count_answers` of each part is added.
 
     Returns:
         The loss, a scalar.
@@ -61,7 +73,7 @@ def backward(job: Job, batch: Batch, step: int, is_long: bool = False) -> Tensor
         watch.doing(f"forward pass of step {step + 1}", is_long=is_long, section=1)
         is_last, model = number == len(parts), job.model
         with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
-            loss = batch_loss(job, part, step) / len(parts)
+            loss = batch_loss(job, part, step, answers) / len(parts)
             watch.doing(f"backward pass of step {step + 1}", is_long=is_long)
             job.scaler.scale(loss).backward()
         losses.append(loss.detach())

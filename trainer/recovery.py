@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -88,19 +88,20 @@ class Skipper:
         """Keep what a forward pass changes: running statistics."""
         self._buffers = [buffer.clone() for buffer in self._job.module.buffers()]
 
-    def accepts(self, state: State, loss: Tensor, samples: Tensor) -> bool:
+    def accepts(self, state: State, loss: Tensor, samples: Tensor, answers: Sequence[Tensor]) -> bool:
         """Return whether the parameters are to be updated; all ranks return the same.
 
         Args:
             state: The run's progress, to which the loss is added.
             loss: Of this step on this rank, a scalar.
             samples: int64[B], by their numbers in the data set.
+            answers: Right answers and images of each part of the batch, see `Losses.add`.
 
         Raises:
             DivergedError: No more steps may be skipped.
         """
         job = self._job
-        state.losses.add(loss, samples, self._has_finite_gradients())
+        state.losses.add(loss, samples, answers, self._has_finite_gradients())
         try:
             with naming_samples(job):
                 read_losses(job, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -24,7 +25,8 @@ MOST_PENDING = 1000  # losses on the device
 class Losses:
     """The losses of the steps, and their means over all ranks since the last log line and since the epoch began.
 
-    They stay on the device until `read`, so that no step waits for the GPU.
+    Beside them, how many of the epoch's images were classified correctly. All stay on the device until `read`, so that
+    no step waits for the GPU.
     """
 
     def __init__(self, spike_factor: float | None = None) -> None:
@@ -35,20 +37,25 @@ class Losses:
                 are not looked for.
         """
         self._spike_factor = spike_factor
-        self._pending: list[tuple[Tensor, Tensor, bool]] = []  # what `add` was given
+        self._pending: list[tuple[Tensor, Tensor, Sequence[Tensor], bool]] = []  # what `add` was given
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._line: list[float] = [0.0, 0]  # sum and number of steps
         self._epoch: list[float] = [0.0, 0]
+        self._answers: list[float] = [0.0, 0.0]  # right ones, and images, of the epoch
 
-    def add(self, loss: Tensor, samples: Tensor, has_finite_gradients: bool = True) -> None:
+    def add(
+        self, loss: Tensor, samples: Tensor, answers: Sequence[Tensor] = (), has_finite_gradients: bool = True
+    ) -> None:
         """Add a step.
 
         Args:
             loss: Its loss on this rank, a scalar.
             samples: int64[B], the numbers of its samples.
+            answers: Of each part of its batch int64[2]: how many images were classified correctly, of how many;
+                none where they are not known.
             has_finite_gradients: Whether the gradients are known to be finite, or nothing is known of them.
         """
-        self._pending.append((loss.detach(), samples, has_finite_gradients))
+        self._pending.append((loss.detach(), samples, answers, has_finite_gradients))
 
     @property
     def is_full(self) -> bool:
@@ -69,10 +76,14 @@ class Losses:
             return
         pending, self._pending = self._pending, []
         own = torch.stack([loss for loss, *_ in pending]).tolist()  # waits once for the device
+        answers = _sum_of_each([parts for _, _, parts, _ in pending])
         sent = [loss if is_finite else math.nan for loss, (*_, is_finite) in zip(own, pending, strict=True)]
-        totals = sum_over_ranks(world, sent)
-        steps = zip(totals, own, pending, strict=True)
-        for number, (total, loss, (_, samples, is_finite)) in enumerate(steps, start=step - len(pending) + 1):
+        totals = sum_over_ranks(world, sent + answers)
+        rights, counts = totals[len(sent) :: 2], totals[len(sent) + 1 :: 2]
+        steps = zip(totals[: len(sent)], rights, counts, own, pending, strict=True)
+        for number, (total, right, count, loss, (_, samples, _, is_finite)) in enumerate(
+            steps, step - len(pending) + 1
+        ):
             mean = total / world.world_size
             problem = self._find_problem(mean)
             if problem:
@@ -82,6 +93,7 @@ class Losses:
             for sums in (self._line, self._epoch):
                 sums[0] += mean
                 sums[1] += 1
+            self._answers = [self._answers[0] + right, self._answers[1] + count]
 
     def _find_problem(self, mean: float) -> str:
         if not math.isfinite(mean):
@@ -104,15 +116,31 @@ class Losses:
         self._epoch = [0.0, 0]
         return mean
 
+    def take_accuracy(self) -> float:
+        """Return the share of right answers since the last call, for an epoch; NaN where none is known."""
+        right, count = self._answers
+        self._answers = [0.0, 0.0]
+        return right / count if count else math.nan
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
-        return {"line": list(self._line), "epoch": list(self._epoch), "recent": list(self._recent)}
+        sums = {"line": list(self._line), "epoch": list(self._epoch), "answers": list(self._answers)}
+        return sums | {"recent": list(self._recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; that of an earlier version knows no recent losses."""
+        """Continue from what `state_dict` returned; that of an earlier version knows no recent losses and answers."""
         self._pending.clear()
+        unknown = math.nan if state["epoch"][1] else 0.0  # of an epoch that has begun
+        self._answers = list(state.get("answers", [unknown, unknown]))
         self._line, self._epoch = list(state["line"]), list(state["epoch"])
         self._recent = deque(state.get("recent", []), RECENT_STEPS)
+
+
+def _sum_of_each(answers: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Return right answers and images of each step in turn, the sums over the parts of its batch."""
+    known = iter(torch.stack([part for parts in answers for part in parts]).tolist() if any(answers) else ())
+    sums = [[next(known) for _ in parts] for parts in answers]
+    return [sum(part[i] for part in parts) for parts in sums for i in range(2)]
 
 
 @dataclass

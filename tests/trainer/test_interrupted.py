@@ -42,16 +42,16 @@ def test_killed_and_continued_it_ends_with_the_same_bits(train, tmp_path, metric
     assert [name for part in ("model", "optimizer", "preconditioner", "average", "random")
             for name in differing(whole[part], killed[part])] == []  # fmt: skip
     lines = {name: metrics(tmp_path / name) for name in ("whole", "killed")}
-    for event, fields in (("train", ("epoch", "step", "loss", "lr")), ("epoch", ("epoch", "train_loss", "val_loss"))):
+    of_epoch = ("epoch", "train_loss", "train_accuracy", "val_loss")
+    for event, fields in (("train", ("epoch", "step", "loss", "lr")), ("epoch", of_epoch)):
         found = {
             name: [[line[field] for field in fields] for line in lines[name] if line["event"] == event]
             for name in lines
         }
         assert found["whole"] == found["killed"]  # every line once, with the same numbers
     assert lines["killed"][0]["event"] == "run"
-    # Of whole images alone; images that are mixed have no accuracy.
     names = {key for line in lines["whole"] if line["event"] in ("train", "epoch") for key in line}
-    assert {name for name in names if "accuracy" in name} == {"val_accuracy"}
+    assert {name for name in names if "accuracy" in name} == {"train_accuracy", "val_accuracy"}
     assert [path.name for path in (tmp_path / "killed").glob(".*")] == []
 
 

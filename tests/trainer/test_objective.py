@@ -263,7 +263,8 @@ def test_mixed_images_have_mixed_targets(loss, mixup, cutmix):
         else:
             terms = target * logits.log_softmax(1)
         job = job_of(module, loss=loss, label_smoothing=0.1, mixup=mixup, cutmix=cutmix)
-        computed = objective.batch_loss(job, batch, step).double()
+        computed = objective.batch_loss(job, batch, step, answers := []).double()
+        assert answers == []  # an image of two labels is neither right nor wrong
         torch.testing.assert_close(computed, -terms.sum(1).mean(), rtol=1e-5, atol=0)
         weights.append(result.weight)
     assert max(abs(weight - 0.5) for weight in weights) > 0.1  # a half would weigh both alike
@@ -312,9 +313,12 @@ def test_the_gradients_of_parts_are_those_of_the_whole(count):
     batch = Batch(images, torch.arange(8) % 3, torch.arange(8), torch.tensor([True] * 6 + [False] * 2))
     module.register_forward_pre_hook(as_shares)
     job = job_of(module, label_smoothing=0.1, accumulation_steps=count)
-    loss = objective.backward(job, batch, 0)
+    answers = []
+    loss = objective.backward(job, batch, 0, answers=answers)
     found = [parameter.grad.clone() for parameter in module.parameters()]
     logits = module(images)
+    right = sum(logits[i].argmax() == batch.labels[i] for i in range(6))  # bad images are no answers
+    assert len(answers) == count and sum(answers).tolist() == [right, 6] and 0 < right < 6
     # The logits are rounded to float32, as in training.
     losses = nn.functional.cross_entropy(logits.float(), batch.labels, label_smoothing=0.1, reduction="none")
     expected_loss = (losses * batch.valid).sum() / 8

@@ -37,8 +37,8 @@ def fault(monkeypatch):
     def _fault(*numbers, factor=math.nan):
         real, count = trainer.objective.batch_loss, iter(range(1, 10**6))
 
-        def wrong(job, batch, step):
-            loss = real(job, batch, step)
+        def wrong(job, batch, step, *answers):
+            loss = real(job, batch, step, *answers)
             return loss * factor if next(count) in numbers else loss
 
         monkeypatch.setattr(trainer.objective, "batch_loss", wrong)
@@ -72,9 +72,9 @@ def test_the_end_names_the_samples(go, fault, packed, tmp_path, metrics, caplog)
 def _remembering(seen):
     real = trainer.objective.batch_loss
 
-    def loss(job, batch, step):
+    def loss(job, batch, step, *answers):
         seen.append(batch.samples.tolist())
-        return real(job, batch, step)
+        return real(job, batch, step, *answers)
 
     return loss
 
@@ -107,8 +107,8 @@ def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics
 def test_gradients_that_are_not_finite_are_skipped_too(go, monkeypatch, tmp_path, metrics):
     real, count = trainer.objective.batch_loss, iter(range(1, 100))
 
-    def wrong(job, batch, step):
-        loss = real(job, batch, step)
+    def wrong(job, batch, step, *answers):
+        loss = real(job, batch, step, *answers)
         if next(count) == 5:
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss

@@ -77,6 +77,9 @@ def test_target_reached(go, tmp_path, metrics, capsys):
     assert all(line["step"] == 10 * line["epoch"] for line in epochs)  # 330 // 32 steps, the rest left out
     assert all(set(line["time_s"]) == SECTIONS for line in [*epochs, last])
     assert sum(last["time_s"].values()) == pytest.approx(last["elapsed_s"], rel=0.02)
+    in_training = [line["train_accuracy"] * 320 for line in epochs]  # of whole images
+    assert all(abs(right - round(right)) < 1e-6 for right in in_training)
+    assert in_training[0] < in_training[-1] and abs(epochs[-1]["train_accuracy"] - last["accuracy"]) < 0.3
     steps = [line["step"] for line in lines if line["event"] == "train"]
     assert steps == list(range(5, 10 * len(epochs) + 1, 5))
     shown = capsys.readouterr().out

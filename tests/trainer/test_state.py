@@ -1,5 +1,7 @@
 """The progress of a run: its mean loss, and how it ends."""
 
+import math
+
 import pytest
 import torch
 
@@ -22,6 +24,34 @@ def test_losses_are_averaged_by_line_and_by_epoch():
     _add(losses, 11.0)
     losses.read(World(), 4)
     assert (losses.take_line(), losses.take_epoch()) == (11.0, 5.0)
+
+
+def test_right_answers_are_counted_until_the_epoch_ends():
+    losses = Losses()
+    for step, parts in enumerate(([[3, 4]], [[1, 4], [2, 3]], []), start=1):  # the last one is not known
+        losses.add(torch.tensor(1.0), torch.arange(4), [torch.tensor(part) for part in parts])
+        if step == 2:
+            losses.read(World(), 2)
+    losses.read(World(), 3)
+    again = Losses()
+    again.load_state_dict(losses.state_dict())
+    assert again.take_accuracy() == losses.take_accuracy() == 6 / 11
+    assert math.isnan(losses.take_accuracy())
+    earlier = again.state_dict()
+    del earlier["answers"]  # as an earlier version saved it, in mid-epoch
+    again.load_state_dict(earlier)
+    again.add(torch.tensor(1.0), torch.arange(4), [torch.tensor([4, 4])])
+    again.read(World(), 4)
+    assert math.isnan(again.take_accuracy()) and math.isnan(again.take_accuracy())
+
+
+def test_right_answers_of_a_step_that_is_left_out_do_not_count():
+    losses = Losses()
+    losses.add(torch.tensor(1.0), torch.arange(4), [torch.tensor([1, 4])])
+    losses.add(torch.tensor(math.nan), torch.arange(4), [torch.tensor([4, 4])])
+    with pytest.raises(DivergedError):
+        losses.read(World(), 2)
+    assert losses.take_accuracy() == 0.25
 
 
 def test_the_step_whose_loss_is_not_finite_is_named():

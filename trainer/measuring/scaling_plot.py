@@ -1,4 +1,7 @@
-"""The plot of scaling: images/s and efficiency beside the ideal, and the accuracy curves of every number of ranks."""
+"""The plot of scaling: images/s and efficiency beside the ideal, and the accuracy of every number of ranks.
+
+Accuracy is that of training and of validation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from .segments import Row, split_run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ACCURACY = next(plot.curves[0] for plot in PLOTS if plot.name == "accuracy")
+CURVES = {curve.label: curve for plot in PLOTS if plot.name == "accuracy" for curve in plot.curves}
+ACCURACY, TRAINING = CURVES["validation accuracy"], CURVES["training accuracy"]
+TRAINING_LOOK: dict[str, Any] = {"linestyle": ":", "linewidth": 1.0}
 IDEAL: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": ":"}
 
 
@@ -90,6 +95,7 @@ def _draw_accuracy(
     seconds = [point.elapsed_s for _, outcome in drawn for point in curve_points(_run(outcome), ACCURACY)]
     unit_s, unit = time_unit(max(seconds, default=0.0))
     labelled: set[str] = set()
+    has_training = False
     for ranks, outcome in drawn:
         sizes = [part.ranks for part in split_run(_run(outcome))]
         is_changed = sizes != [ranks]
@@ -104,10 +110,18 @@ def _draw_accuracy(
         by_epoch.plot([point.epoch for point in points], values, **look, label=shown)
         by_time.plot([point.elapsed_s / unit_s for point in points], values, **look)
         labelled.add(label)
+        points = curve_points(_run(outcome), TRAINING)
+        look = {"color": colours[ranks], **TRAINING_LOOK, "marker": "." if len(points) == 1 else ""}
+        values = [point.value for point in points]
+        by_epoch.plot([point.epoch for point in points], values, **look)
+        by_time.plot([point.elapsed_s / unit_s for point in points], values, **look)
+        has_training |= bool(points)
+    if has_training:
+        by_epoch.plot([], [], color=LIGHT["muted"], **TRAINING_LOOK, label="training accuracy")
     for axes in (by_epoch, by_time):
         axes.yaxis.set_major_formatter(_percent)
         axes.set(xlim=(0, None))
-    by_epoch.set(xlabel="epoch", ylabel="validation accuracy")
+    by_epoch.set(xlabel="epoch", ylabel="accuracy")
     by_time.set(xlabel=f"time ({unit})")
 
 

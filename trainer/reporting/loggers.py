@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 GROUP = "trainer.loggers"
 Line = Mapping[str, Any]
 COLUMNS: tuple[str, ...] = ("event", "step", "epoch", "elapsed_s", "loss", "lr", "images_per_s")
-COLUMNS += ("train_loss", "val_loss", "val_accuracy")
+COLUMNS += ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
 
 
 class Logger(Protocol):

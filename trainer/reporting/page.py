@@ -53,7 +53,7 @@ class Details:
 
 
 def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> Path:
-    """Write report.html, the same as report.pdf, and a PNG of each plot; of a single run also its mlperf.log.
+    """Write report.html, the same as report.pdf, and a PNG and a PDF of each plot; of a single run its mlperf.log.
 
     Args:
         runs: Run folders, compared in this order.
@@ -148,8 +148,11 @@ def _figures_in_words(run: Run) -> dict[str, str]:
     figures = run.figures()
     end = run.end or {"status": "in progress"}
     most = {key: max((number(rank.get(key), 0.0) for rank in run.ranks()), default=0.0) for key in MEMORY}
+    last = run.epochs[-1] if run.epochs else {}
     return {
         "accuracy": format_figure(figures["accuracy"], "{:.2%}"),
+        "training accuracy": format_figure(number(last.get("train_accuracy")), "{:.2%}"),
+        "training loss": format_figure(number(last.get("train_loss")), "{:.4f}"),
         "target": format_figure(figures["target"], "{:.2%}"),
         "time to target": format_duration(figures["time_to_target_s"]),
         "images/s": format_figure(figures["images_per_s"], "{:,.0f}"),

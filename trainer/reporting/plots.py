@@ -1,4 +1,4 @@
-"""The report's plots: each drawn once, and written as PDF, below pages of text, as PNG, and as SVG for the page."""
+"""The report's plots: each drawn once, and written as PNG, as PDF, below pages of text, and as SVG for the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from datapipe.fsio import atomic_write
 
 from .formatting import SPACE, format_figure, format_value, time_unit
-from .runlog import Run, number, seconds_of
+from .runlog import Line, Run, number, seconds_of
 from .svg import LIGHT, svg_for_page
 from .text_pages import Tables, draw_text_pages
 
@@ -27,6 +27,7 @@ MAX_POINTS = 300  # of a curve: more cannot be told apart on the page
 WIDE, NARROW = 9.0, 4.5  # inches; the narrow one, for a narrow screen, has its halves below each other
 LEGEND_COLUMNS = 11.5  # characters of an inch that fit beside each other
 MAX_RANKS = 32  # of which the time is shown
+UNDATED: dict[str, Any] = {"CreationDate": None}  # a PDF's metadata, so that the same plot is the same file
 
 PARTS = {  # of a run's time: colour and label
     "staging": ("c6", "staging"),
@@ -48,6 +49,7 @@ class Curve(NamedTuple):
     lines: Literal["train", "epochs", "kfac"]
     style: dict[str, Any]
     label: str = ""  # in the legend
+    by_epoch: str = ""  # key of an epoch's line with the same figure, which is shown where there are more epochs
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,26 @@ class Drawing:
 
 
 PLOTS = (
-    Plot("accuracy", "Accuracy", "validation accuracy", [Curve("val_accuracy", "epochs", {})]),
+    Plot(
+        "accuracy",
+        "Accuracy",
+        "accuracy",
+        [
+            Curve("train_accuracy", "epochs", {"marker": "", "linestyle": "-"}, "training accuracy"),
+            Curve("val_accuracy", "epochs", {"linestyle": "--"}, "validation accuracy"),
+        ],
+    ),
     Plot(
         "loss",
         "Loss",
         "loss",
         [
-            Curve("loss", "train", {"marker": "", "linestyle": "-"}, "training"),
+            Curve("loss", "train", {"marker": "", "linestyle": "-"}, "training", by_epoch="train_loss"),
             Curve("val_loss", "epochs", {"linestyle": "--"}, "validation"),
         ],
     ),
     Plot("learning-rate", "Learning rate", "learning rate", [Curve("lr", "train", {"marker": ""})]),
-    Plot("throughput", "Speed", "images/s", [Curve("images_per_s", "train", {"marker": ""})]),
+    Plot("throughput", "Speed", "images/s", [Curve("images_per_s", "train", {"marker": ""}, by_epoch="images_per_s")]),
     Plot(
         "kfac",
         "K-FAC",
@@ -102,7 +112,8 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
     Args:
         runs: What they show.
         tables_by_heading: Text for the first pages of report.pdf.
-        out: Folder for report.pdf, and a PNG of each; those of an earlier report that are not drawn are removed.
+        out: Folder for report.pdf, and a PNG and a PDF of each; those of an earlier report that are not drawn are
+            removed.
 
     Returns:
         The plots, for the page.
@@ -113,11 +124,12 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
     shown = [plot for plot in PLOTS if _has_content(plot, runs)]
     for plot in PLOTS:
         if plot not in shown:
-            (out / f"{plot.name}.png").unlink(missing_ok=True)  # of an earlier report
+            for suffix in (".png", ".pdf"):
+                (out / f"{plot.name}{suffix}").unlink(missing_ok=True)  # of an earlier report
     with ExitStack() as stack:
         stack.enter_context(plot_style())
         file = stack.enter_context(atomic_write(out / "report.pdf", alone=False))
-        pdf = stack.enter_context(PdfPages(file, metadata={"CreationDate": None}))
+        pdf = stack.enter_context(PdfPages(file, metadata=UNDATED))
         for page in draw_text_pages(tables_by_heading):
             pdf.savefig(page)
         for plot in shown:
@@ -125,6 +137,11 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
             pdf.savefig(wide)
             with atomic_write(out / f"{plot.name}.png", alone=False) as image:
                 wide.savefig(image, format="png", dpi=150)
+            with (
+                atomic_write(out / f"{plot.name}.pdf", alone=False) as image,
+                PdfPages(image, metadata=UNDATED) as page_alone,
+            ):
+                page_alone.savefig(wide)
             drawings.append(Drawing(plot.title, *(_svg(figure, plot.title) for figure in (wide, narrow))))
     return drawings
 
@@ -209,6 +226,7 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list
             points = curve_points(run, curve)
             # As a part of the plot's diagonal, so that markers keep their distance; a single point would get none.
             style = look | {"markevery": 0.03 if len(points) > 1 else 1} | curve.style
+            style |= {"marker": look["marker"]} if len(points) == 1 else {}  # a line of one point is none
             values = [point.value for point in points]
             by_epoch.plot([point.epoch for point in points], values, **style)
             by_time.plot([point.elapsed_s / unit_s for point in points], values, **style)
@@ -225,7 +243,7 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list
     if plot.name == "throughput":
         by_epoch.set_ylim(0, 1.05 * by_epoch.get_ylim()[1])
     for curve in plot.curves:
-        if curve.label:
+        if curve.label and any(curve_points(run, curve) for run in runs):
             handles += by_epoch.plot([], [], **grey | curve.style, label=curve.label)
     return handles
 
@@ -240,12 +258,19 @@ class Point(NamedTuple):
 
 def curve_points(run: Run, curve: Curve) -> list[Point]:
     """Return at most MAX_POINTS points of a curve, evenly chosen; lines without a number are left out."""
+    points = _points(run, getattr(run, curve.lines), curve.key)
+    if curve.by_epoch:  # a short run has few lines about its steps, or none
+        points = max(points, _points(run, run.epochs, curve.by_epoch), key=len)
+    return points[:: len(points) // MAX_POINTS + 1]
+
+
+def _points(run: Run, lines: list[Line], key: str) -> list[Point]:
     steps_per_epoch, points = _steps_per_epoch(run), []
-    for line in getattr(run, curve.lines):
-        step, elapsed_s, value = (number(line.get(key)) for key in ("step", "elapsed_s", curve.key))
+    for line in lines:
+        step, elapsed_s, value = (number(line.get(name)) for name in ("step", "elapsed_s", key))
         if not any(map(math.isnan, (step, elapsed_s, value))):
             points.append(Point(step / steps_per_epoch, elapsed_s, value))
-    return points[:: len(points) // MAX_POINTS + 1]
+    return points
 
 
 def _steps_per_epoch(run: Run) -> float:

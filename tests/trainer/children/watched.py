@@ -28,7 +28,7 @@ def behave(what: str) -> None:
     real_loss, real_update = objective.batch_loss, loop._update
     updates = []
 
-    def batch_loss(job: Any, batch: Any, step: int) -> Any:
+    def batch_loss(job: Any, batch: Any, step: int, *answers: Any) -> Any:
         if what == "slow":
             time.sleep(0.1)
         while what == "hangs" and step == STEP:
@@ -38,7 +38,7 @@ def behave(what: str) -> None:
             mutex = ctypes.create_string_buffer(64)
             for _ in range(2):  # the second call waits for ever, and no signal interrupts it
                 ctypes.CDLL(None).pthread_mutex_lock(mutex)
-        return real_loss(job, batch, step)
+        return real_loss(job, batch, step, *answers)
 
     def update(job: Any, *arguments: Any) -> None:
         real_update(job, *arguments)

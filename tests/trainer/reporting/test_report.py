@@ -252,15 +252,18 @@ def test_two_processes_may_write_each_file_of_a_report(tmp_path, monkeypatch, on
     assert written and (run / name).stat().st_size > 0 and not [*run.glob(".*.partial")]
 
 
-def test_every_plot_is_in_the_page_the_pdf_and_a_png(single):
+def test_every_plot_is_in_the_page_the_pdf_and_files_of_its_own(single):
     out = single.parent
     plots = ("accuracy", "loss", "learning-rate", "throughput", "time")
-    names = {"report.html", "report.pdf", *(f"{name}.png" for name in plots)}
+    names = {"report.html", "report.pdf", *(f"{name}.{kind}" for name in plots for kind in ("png", "pdf"))}
     assert {path.name for path in out.iterdir()} == names  # and nothing temporary is left
     pdf = (out / "report.pdf").read_bytes()
     assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type /Page\b", pdf)) == 1 + len(plots)  # the first is text
     for path in out.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    for name in plots:
+        pdf = (out / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type /Page\b", pdf)) == 1
     page = Page(out / "report.html")
     assert [tag for tag, _ in page.tags].count("svg") == 2 * len(plots)  # for wide and for narrow screens
     for label in ("validation accuracy", "images/s", "epoch", "time (s)", "target 90.0 %", "wait for data"):
@@ -383,13 +386,36 @@ def test_ranks_memory_hardware_and_kfac_are_shown(tmp_path, only_plots):
     assert [page.row(name)[1] for name in ("factor updates", "fallbacks", "median cosine")] == ["48", "1", "0.26"]
     for title in ("K-FAC", "Where each rank's time went", "Learning rate"):
         assert title in page.text
-    assert (out / "kfac.png").exists() and (out / "ranks.png").exists()
+    files = [out / f"{name}.{kind}" for name in ("kfac", "ranks") for kind in ("png", "pdf")]
+    assert all(path.exists() for path in files)
     assert {key: read_run(tmp_path / "run").kfac[-1][key] for key in ("cosine", "lowest_cosine")} == {
         "cosine": 0.26,
         "lowest_cosine": 0.25,
     }
     write_report([finished(tmp_path / "other")], out)
-    assert not (out / "kfac.png").exists() and not (out / "ranks.png").exists()
+    assert not any(path.exists() for path in files)
+
+
+def test_training_is_beside_validation(tmp_path, only_plots):
+    only_plots("accuracy", "loss")
+    epochs = [epoch(i, 0.3 * i, train_accuracy=0.25 * i, train_loss=2 - i / 2) for i in (1, 2)]
+    run = write(tmp_path / "run", header(), *epochs, end())  # of fewer steps than `log_every`
+    page = Page(write_report([run], tmp_path / "out"))
+    assert "training accuracy 50.00 % training loss 1.0000" in page.text
+    for name in ("training accuracy", "validation accuracy", "training", "validation"):
+        assert f"{name}</text>" in (tmp_path / "out" / "report.html").read_text()
+    for plot, key, values in (("accuracy", "train_accuracy", [0.25, 0.5]), ("loss", "loss", [1.5, 1.0])):
+        (curve,) = [curve for p in plots.PLOTS if p.name == plot for curve in p.curves if curve.key == key]
+        assert [point.value for point in plots.curve_points(read_run(run), curve)] == values
+    longer = write(tmp_path / "longer", header(), *(train(i, loss=3.0) for i in (10, 20, 30)), *epochs, end())
+    assert [point.value for point in plots.curve_points(read_run(longer), curve)] == [3.0] * 3
+
+
+def test_a_run_of_an_earlier_version_has_no_training_accuracy(tmp_path, only_plots):
+    only_plots("accuracy")
+    page = Page(write_report([write(tmp_path / "run", header(), epoch(1, 0.5), end())], tmp_path / "out"))
+    assert "training accuracy –" in page.text
+    assert "training accuracy</text>" not in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_what_comes_before_the_first_step_is_shown_apart(tmp_path, only_plots):
