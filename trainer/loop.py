@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from contextlib import closing
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from .optim import set_lr
 from .optim.kfac import preconditioner_counts, set_for_step
 from .precise_bn import estimate_statistics
 from .recovery import Skipper, naming_samples, roll_back
+from .reporting.kfac_advice import advise_kfac, describe_kfac
 from .reporting.runlog import BESIDE_TRAINING
 from .resume import save
 from .state import State
@@ -248,6 +250,8 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
     accuracy += f", validation accuracy {evaluation.accuracy:.2%}" if evaluation else ""
     epochs = job.recipe.train.epochs
     logger.info("epoch %d of %d: loss %.4f%s, %.0f s", state.epoch, epochs, train_loss, accuracy, elapsed_s)
+    if job.preconditioner is not None:
+        _tell_of_preconditioner(job, state)
     job.clock.begin_epoch()
     job.train_loader.set_size(job.recipe.data.size_at(state.epoch, epochs))
     job.train_loader.set_epoch(state.epoch)
@@ -274,6 +278,7 @@ def _log_preconditioner(job: Job, state: State) -> None:
     if preconditioner is not None:
         counts = preconditioner_counts(preconditioner)
         totals = sum_over_ranks(job.world, [*counts.values()])
+        clipped, clip_steps = preconditioner.clipped()  # the same on all ranks
         job.metrics.write(
             "kfac",
             epoch=state.epoch,
@@ -281,8 +286,26 @@ def _log_preconditioner(job: Job, state: State) -> None:
             elapsed_s=job.clock.elapsed_s,
             cosines=preconditioner.cosines(),
             damping=preconditioner.damping,
+            clipped=clipped,
+            clip_steps=clip_steps,
             **{name: int(total) for name, total in zip(counts, totals, strict=True)},
         )
+
+
+def _tell_of_preconditioner(job: Job, state: State) -> None:
+    """Log what K-FAC has done so far, and after the last epoch what to change where that was nothing."""
+    settings, preconditioner = job.recipe.train, job.preconditioner
+    assert preconditioner is not None
+    if job.steps_per_epoch < settings.log_every and state.step % settings.log_every:
+        _log_preconditioner(job, state)  # there may be no other line of this epoch
+    if not job.world.is_main:
+        return
+    known = [cosine for cosine in preconditioner.cosines().values() if not math.isnan(cosine)]
+    figures = *preconditioner.clipped(), median(known or [math.nan])
+    logger.info(describe_kfac(*figures))
+    if state.status(settings.target_accuracy, settings.epochs) is not None:
+        for line in advise_kfac(*figures, job.recipe.kfac.kl_clip, preconditioner.damping):
+            logger.info("%s", line)
 
 
 def _progress(job: Job, state: State) -> Progress:

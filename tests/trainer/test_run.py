@@ -135,6 +135,18 @@ def test_a_report_that_fails_hides_nothing(go, monkeypatch, capsys, caplog):
     assert "no report could be written" in caplog.text
 
 
+def test_kfac_says_when_it_does_nothing(go, tmp_path, metrics, caplog):
+    """Also in a run of fewer steps than `log_every`."""
+    changes = "optimizer.preconditioner=kfac", "kfac.kl_clip=1e-9", "kfac.damping=1e3", "kfac.solver=cholesky"
+    with caplog.at_level("INFO", "trainer"):
+        assert go("train.epochs=1", "train.log_every=50", *changes) == 0
+    (line,) = [line for line in metrics(tmp_path / "run") if line["event"] == "kfac"]
+    assert (line["step"], line["clipped"], line["clip_steps"]) == (10, 10, 10)
+    said = [text for text in caplog.messages if "K-FAC" in text or "kfac" in text]
+    assert said[0].startswith("K-FAC: the clip bound 10 of 10 steps; median cosine 1.0") and len(said) == 3
+    assert "kl_clip (now 1e-09) bound 100% of 10 steps" in said[1] and "kfac.damping below 1e+03" in said[2]
+
+
 def test_evaluate_every(go, tmp_path, metrics):
     assert go("train.evaluate_every=2") == 0
     found = [line["val_accuracy"] for line in metrics(tmp_path / "run") if line["event"] == "epoch"]

@@ -17,7 +17,7 @@ def precondition_gradients(
     solve: Callable[[CurvatureBlock, Tensor], Tensor],
     kl_clip: float | None,
     lr: float,
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], Tensor | None]:
     """Replace the gradients of layers by preconditioned ones, on all ranks.
 
     Args:
@@ -28,7 +28,8 @@ def precondition_gradients(
         lr: The learning rate.
 
     Returns:
-        The cosine between the raw and the preconditioned gradient of each layer: scalars on the device.
+        (cosines, factor): the cosine between the raw and the preconditioned gradient of each layer, and what the clip
+        has multiplied them by: scalars on the device, the latter None where there is no clip.
     """
     gradients: dict[str, Tensor] = {}
     numbers: dict[str, Tensor] = {}  # of each layer ⟨D', D⟩ and the cosine
@@ -45,13 +46,13 @@ def precondition_gradients(
             messages = by_column.setdefault(block.assignment.column, [])
             messages.extend((Message(gradients[name]), Message(numbers[name])))
     communicator.send_gradients(by_column)
-    clip(list(gradients.values()), [product for product, _ in numbers.values()], kl_clip, lr)
+    factor = clip(list(gradients.values()), [product for product, _ in numbers.values()], kl_clip, lr)
     for name, block in blocks.items():
         block.layer.set_gradient(gradients[name])
-    return {name: cosine for name, (_, cosine) in numbers.items()}
+    return {name: cosine for name, (_, cosine) in numbers.items()}, factor
 
 
-def clip(gradients: Sequence[Tensor], products: Sequence[Tensor], kl_clip: float | None, lr: float) -> None:
+def clip(gradients: Sequence[Tensor], products: Sequence[Tensor], kl_clip: float | None, lr: float) -> Tensor | None:
     """Scale gradients, in place, such that a step is not longer than allowed in the metric of the Fisher matrix.
 
     All are multiplied by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))).
@@ -61,11 +62,16 @@ def clip(gradients: Sequence[Tensor], products: Sequence[Tensor], kl_clip: float
         products: ⟨D', D⟩ of each, with its raw gradient D.
         kl_clip: The bound, above 0; None for no bound.
         lr: The learning rate.
+
+    Returns:
+        The factor, a scalar on the device; None where there is no bound.
     """
     if kl_clip is None or lr == 0 or not gradients:
-        return
+        return None
     divergence = (torch.stack(list(products)).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
-    torch._foreach_mul_(list(gradients), (kl_clip / divergence).sqrt().clamp(max=1))
+    factor = (kl_clip / divergence).sqrt().clamp(max=1)
+    torch._foreach_mul_(list(gradients), factor)
+    return factor
 
 
 def send_raw_gradients(blocks: Iterable[CurvatureBlock], communicator: Communicator) -> None:

@@ -53,8 +53,9 @@ class KFAC:
 
     # So that a misspelt setting is an AttributeError, and does not silently become a new attribute.
     __slots__ = (
-        "__weakref__", "_checks", "_cosines", "_first_step", "_grad_scaler", "_is_removed", "_settings", "_solver",
-        "_updates", "blocks", "communicator", "gradients_at_owners", "model", "reduced", "steps", "unsupported",
+        "__weakref__", "_checks", "_clip_steps", "_clipped", "_cosines", "_first_step", "_grad_scaler", "_is_removed",
+        "_settings", "_solver", "_updates", "blocks", "communicator", "gradients_at_owners", "model", "reduced",
+        "steps", "unsupported",
     )  # fmt: skip
 
     def __init__(
@@ -160,6 +161,8 @@ class KFAC:
         self.reduced: set[int] = set()
         self._is_removed = False
         self._cosines: dict[str, Tensor] = {}
+        self._clipped: Tensor | int = 0  # on the device, once there was a clip
+        self._clip_steps = 0
         self._begin_step(self.settings.factor_update_steps)
 
     # --- settings, and those of them that may be changed between steps ---
@@ -248,9 +251,11 @@ class KFAC:
         )
         self._update_inverses()
         ready = {name: block for name, block in with_gradient.items() if block.is_ready()}
-        self._cosines = precondition_gradients(
+        self._cosines, factor = precondition_gradients(
             ready, self.communicator, self._solve, self._updates.kl_clip(self.settings.kl_clip), self.settings.lr
         )
+        if factor is not None:
+            self._clipped, self._clip_steps = self._clipped + (factor < 1), self._clip_steps + 1
         if self.gradients_at_owners:
             others = [block for name, block in self.blocks.items() if not (block.is_norm or name in ready)]
             send_raw_gradients(others, self.communicator)
@@ -278,6 +283,14 @@ class KFAC:
         if not self._cosines:
             return {}
         return dict(zip(self._cosines, torch.stack([*self._cosines.values()]).tolist(), strict=True))
+
+    def clipped(self) -> tuple[int, int]:
+        """Return how many steps `kl_clip` has made shorter, and how many had a clip, since this was built.
+
+        Where it is nearly all of them, `kl_clip` decides how long steps are, and the learning rate does not. Waits for
+        the device.
+        """
+        return int(self._clipped), self._clip_steps
 
     def factors(self, name: str) -> tuple[Tensor, ...]:
         """Return the factors of a layer: none on ranks that do not own it.

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from .formatting import format_duration
+from .kfac_advice import advise_kfac
 from .recipe_settings import Settings, read_settings
 from .runlog import DATA_BOUND_SHARE, STEP_SECTIONS, Run, number
 from .verdict import WORTH, Figures, advise_compute, advise_data, describe_full_memory
@@ -21,13 +22,24 @@ def suggest_changes(run: Run) -> list[str]:
         return []
     wait = figures.shares["data"]
     lines = advise_data(figures) if wait >= DATA_BOUND_SHARE else advise_compute(figures)
-    lines += describe_full_memory(figures) + _advise_beside_steps(run, figures.settings)
+    lines += _advise_kfac(run) + describe_full_memory(figures) + _advise_beside_steps(run, figures.settings)
     rest_s = (1 - wait) * sum(run.time_s()[section] for section in STEP_SECTIONS)
     lines.append(
         f"trainer profile tells what of the other {1 - wait:.0%} of the steps' time ({format_duration(rest_s)}) is "
         "computing, communication and the host's work, and what to change about it"
     )
     return [f"{line}." for line in lines]
+
+
+def _advise_kfac(run: Run) -> list[str]:
+    """Return what to change where K-FAC did nothing but bound or scale the steps."""
+    if not run.kfac:
+        return []
+    last = run.kfac[-1]
+    recipe = run.header.get("recipe") or {}
+    kl_clip = recipe["kfac"].get("kl_clip") if isinstance(recipe.get("kfac"), dict) else None
+    clipped, clip_steps = (number(last.get(name), 0.0) for name in ("clipped", "clip_steps"))
+    return advise_kfac(clipped, clip_steps, number(last["cosine"]), kl_clip, number(last.get("damping")))
 
 
 def _advise_beside_steps(run: Run, settings: Settings) -> list[str]:

@@ -257,5 +257,9 @@ def _kfac_in_words(run: Run) -> dict[str, object]:
     if not run.kfac:
         return {}
     names = ("factor_updates", "solution_updates", "skipped", "fallbacks", "damping")
-    cosine = format_figure(number(run.kfac[-1]["cosine"]), "{:.2f}")
-    return {name.replace("_", " "): run.kfac[-1].get(name) for name in names} | {"median cosine": cosine}
+    last = run.kfac[-1]
+    words = {name.replace("_", " "): last.get(name) for name in names}
+    if steps := number(last.get("clip_steps"), 0.0):
+        share = format_figure(number(last.get("clipped")) / steps, "{:.0%}")
+        words["steps bound by the clip"] = f"{share} of {steps:,.0f}"
+    return words | {"median cosine": format_figure(number(last["cosine"]), "{:.2f}")}

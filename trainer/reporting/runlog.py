@@ -22,7 +22,8 @@ START_SECTIONS = ("staging", "start", "compile")
 STEP_SECTIONS = ("wait", "forward_backward", "optimizer")
 SECTIONS = (*START_SECTIONS, *STEP_SECTIONS, "evaluation", "checkpoint", "other")
 BESIDE_TRAINING = (*START_SECTIONS, "evaluation", "checkpoint")  # not in the time that images/s refers to
-COUNTED_BY_PROCESS = ("factor_updates", "solution_updates")  # of a line about K-FAC: a resumed run counts from 0 again
+# Of a line about K-FAC: a resumed run counts from 0 again.
+COUNTED_BY_PROCESS = ("factor_updates", "solution_updates", "clipped", "clip_steps")
 DATA_BOUND_SHARE = 0.1  # of wait_share: below a tenth, a faster loader would gain little
 
 Line = dict[str, Any]

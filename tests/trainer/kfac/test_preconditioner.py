@@ -104,6 +104,17 @@ def test_the_clip_bounds_the_step_and_nothing_else():
     close(found[1e-4], [scale * gradient for gradient in found[None]])
 
 
+def test_the_steps_that_the_clip_bound_are_counted():
+    model = small()
+    preconditioner = KFAC(model, lr=0.5, **EVERY_STEP)
+    for kl_clip, lr in ((None, 0.5), (1e-4, 0.5), (1e4, 0.5), (1e-4, 0.5), (1e-4, 0.0)):
+        preconditioner.kl_clip, preconditioner.lr = kl_clip, lr
+        model.zero_grad()
+        F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+        preconditioner.step()
+    assert preconditioner.clipped() == (2, 3)  # without a bound, or a rate, there is nothing to clip
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_never_enters_a_factor(bad):
     model = small()

@@ -370,10 +370,17 @@ def test_ranks_memory_hardware_and_kfac_are_shown(tmp_path, only_plots):
         for rank in range(2)
     ]  # fmt: skip
     kfac = {"event": "kfac", "epoch": 0, "step": 50, "elapsed_s": 5.0, "factor_updates": 40, "solution_updates": 20,
-            "cosines": {"a": 0.5, "b": 0.75, "c": None}, "skipped": 0, "fallbacks": 1, "damping": 0.003}  # fmt: skip
+            "cosines": {"a": 0.5, "b": 0.75, "c": None}, "skipped": 0, "fallbacks": 1, "damping": 0.003,
+            "clipped": 48, "clip_steps": 50}  # fmt: skip
     lost = kfac | {"step": 60, "factor_updates": 48}
     resume = {"event": "resume", "epoch": 0, "step": 50, "elapsed_s": 5.0, "world_size": 2}
-    again = kfac | {"step": 60, "factor_updates": 8, "cosines": {"a": 0.25, "b": 0.26, "c": 0.9}}
+    again = kfac | {
+        "step": 60,
+        "factor_updates": 8,
+        "cosines": {"a": 0.25, "b": 0.26, "c": 0.9},
+        "clipped": 9,
+        "clip_steps": 10,
+    }
     begin = header(world_size=2, hardware=hardware)
     lines = [begin, train(50), kfac, train(60), lost, resume, train(60), again, epoch(1, 0.85)]
     out = tmp_path / "out"
@@ -384,6 +391,9 @@ def test_ranks_memory_hardware_and_kfac_are_shown(tmp_path, only_plots):
     assert page.row("1") == ["1", "node1", "3.0 s (25.0 %)", "6.0 s", "1.0 s", "2.0 GiB", "1.5 GiB"]
     assert "memory 2.0 GiB gpu memory 1.5 GiB" in page.text  # that of the rank that had most
     assert [page.row(name)[1] for name in ("factor updates", "fallbacks", "median cosine")] == ["48", "1", "0.26"]
+    assert page.row("steps bound by the clip")[1] == "95 % of 60"
+    (advice,) = [line for line in changes(out / "report.html") if "kfac" in line]
+    assert advice.startswith("kfac.kl_clip (now None) bound 95% of 60 steps, so that it decided how long they were")
     for title in ("K-FAC", "Where each rank's time went", "Learning rate"):
         assert title in page.text
     files = [out / f"{name}.{kind}" for name in ("kfac", "ranks") for kind in ("png", "pdf")]
