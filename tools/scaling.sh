@@ -48,7 +48,7 @@ if [[ -n $slurm ]]; then
         jobs+=("$(submit "$n" --ntasks="$n" --wrap "$line")")
     done
     after=$(IFS=: && echo "${jobs[*]}")
-    line=$(printf '%q ' python -m trainer.measuring.scaling "$out")
+    line=$(printf '%q ' python -P -m trainer.measuring.scaling "$out")
     jobs+=("$(submit table --ntasks=1 --dependency="afterany:$after" --wrap "$line")")
     echo "jobs ${jobs[*]}; the last one writes $out/scaling.txt and the plot"
     exit
@@ -72,5 +72,5 @@ for ((i = 0; i < times; i++)); do
         [[ $code -ne 2 ]] || refused=1                      # as where the batch does not divide: others may do
     done
 done
-python -m trainer.measuring.scaling "$out"
+python -P -m trainer.measuring.scaling "$out"
 exit "$refused"

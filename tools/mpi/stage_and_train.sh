@@ -64,6 +64,7 @@ master=${MASTER_ADDR:-$(head -n 1 <<<"$hosts")}
 # By their paths, as the other hosts' PATH may not have them. MPICH's mpiexec tells no name of the job: hence the port.
 port=$((20000 + $$ % 10000))
 on_each_host env MASTER_PORT="$port" bash -c "$stage" "$(command -v datapipe)" "$data" "$local" --master "$master"
-on_each_host "$(command -v torchrun)" --nnodes="$nodes" --nproc-per-node="${RANKS_PER_NODE:-1}" \
+# Without this folder on Python's path, a user's own trainer.py there is not what trains.
+on_each_host env PYTHONSAFEPATH=1 "$(command -v torchrun)" --nnodes="$nodes" --nproc-per-node="${RANKS_PER_NODE:-1}" \
     --rdzv-id="mpi-$$" --rdzv-backend=c10d --rdzv-endpoint="$master:$port" \
     -m trainer train "$recipe" --data "$local" --out "$run" --resume "$@"

@@ -238,7 +238,10 @@ def start_training(command: Sequence[str]) -> Training:
 
     What it prints goes to standard error: it is not the result.
     """
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, process_group=0, preexec_fn=_end_with_parent)
+    environ = os.environ | {"PYTHONSAFEPATH": "1"}  # a user's own trainer.py in this folder is not meant
+    return subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=2, process_group=0, preexec_fn=_end_with_parent
+    )
 
 
 def _end_with_parent() -> None:

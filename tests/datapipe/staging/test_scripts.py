@@ -91,6 +91,8 @@ def noted(tmp_path, environ) -> dict[str, str]:
     """
     for name in ("datapipe", "torchrun"):
         text = f'#!/bin/sh\necho "$(hostname): {name} $*" >>{tmp_path}/noted\n'
+        if name == "torchrun":  # else a user's own trainer.py would be what trains
+            text = text.replace("echo", '[ "$PYTHONSAFEPATH" = 1 ] || exit 9\necho')
         text += f'code=$(cat {tmp_path}/code-"$(hostname)" 2>/dev/null)\nexit "${{code:-0}}"\n'
         program(tmp_path / "noting" / name, text)
     return environ | {"PATH": f"{tmp_path}/noting:{environ['PATH']}"}

@@ -18,7 +18,7 @@ from tests.processes import ROOT
 from tests.trainer.runs import finish, wait_for_step
 from tests.waiting import limit_s, wait_until
 from trainer.config.recipe import load_recipe
-from trainer.measuring.repeat import Repeats, repeat
+from trainer.measuring.repeat import Repeats, repeat, start_training
 from trainer.measuring.runs import settings_alike
 
 CHILDREN = Path(__file__).parent / "children"
@@ -218,6 +218,12 @@ def test_time_that_is_over_is_told_by_torchrun_as_a_failure(fake):
     assert fake({0: (75, "interrupted", "time"), 1: (0, "completed")})[1] == 75
     for code in (1, 2):  # refused before it could write how it ended
         assert fake({0: (code, ""), 1: (0, "completed")})[1] == code
+
+
+def test_a_users_own_trainer_py_is_not_what_trains(tmp_path, monkeypatch):
+    (tmp_path / "trainer.py").write_text("raise SystemExit(99)")
+    monkeypatch.chdir(tmp_path)
+    assert start_training([sys.executable, "-m", "trainer", "--version"]).wait() == 0
 
 
 def test_commands(plan, monkeypatch):
