@@ -104,10 +104,13 @@ def tabulate(scales: Mapping[int, Sequence[Outcome]]) -> list[Row]:
         there is a rate, as many times as fast as there are ranks.
     """
     drafts = []
+    headers = [outcome.header for outcomes in scales.values() for outcome in outcomes if outcome.run]
+    is_weak = len({header.get("global_batch_size") for header in headers}) > 1
     for ranks, outcomes in sorted(scales.items()):
         whole = [outcome for outcome in outcomes if not _has_changed(outcome, ranks)]
         changed = [outcome for outcome in outcomes if outcome not in whole]
-        drafts.append(_row(ranks, whole, changed))
+        row = _row(ranks, whole, changed)
+        drafts.append(replace(row, note="; ".join(filter(None, [_batch(outcomes), row.note]))) if is_weak else row)
         for outcome in changed:
             for part in split_run(outcome.run) if outcome.run else ():
                 label = f"{outcome.name}, steps {part.steps[0]} to {part.steps[1]}"
@@ -121,6 +124,19 @@ def tabulate(scales: Mapping[int, Sequence[Outcome]]) -> list[Row]:
     return [
         replace(row, speed_up=share * row.ranks, efficiency=share) for row, share in zip(drafts, shares, strict=True)
     ]
+
+
+def _batch(outcomes: Sequence[Outcome]) -> str:
+    """Return the batch and the learning rate of a number of ranks, in words, for a table in which they differ."""
+    header = next((outcome.header for outcome in outcomes if outcome.run), None)
+    if header is None:
+        return ""
+    batch_size, ranks = number(header.get("global_batch_size")), number(header.get("world_size"))
+    optimizer = (header.get("recipe") or {}).get("optimizer") or {}
+    rule = str(optimizer.get("lr_scaling", "none"))
+    scaled = "not scaled" if rule == "none" else f"scaled: {rule}"
+    rate = f"learning rate {number(header.get('peak_lr')):.4g} ({scaled})"
+    return f"batch {batch_size:,.0f}, {batch_size / ranks:,.0f} per rank, {rate}"
 
 
 def _has_changed(outcome: Outcome, ranks: int) -> bool:

@@ -334,6 +334,19 @@ def scaling(packed, recipe_file, tmp_path):
     return _scaling
 
 
+def test_weak_scaling_keeps_the_batch_of_a_rank(scaling, tmp_path):
+    for name in ("trainer", "python"):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/{name}-noted\n')
+    child = scaling("--ranks", "1 2", "--times", "1", "--weak", "24", "--set", "train.epochs=1")
+    assert (child.communicate(timeout=limit_s())[1], child.returncode) == ("", 0)
+    lines = (tmp_path / "trainer-noted").read_text().splitlines()
+    assert ["train.epochs=1 --set train.batch_size=24 --out" in lines[0], len(lines)] == [True, 2]
+    assert "--set train.batch_size=48 --out" in lines[1] and "--ranks 2" in lines[1]
+    for value in ("0", "x", "--data"):
+        child = scaling("--weak", value)
+        assert "--weak" in child.communicate(timeout=limit_s())[1] and child.returncode == 2
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_scaling_over_ranks(scaling, tmp_path):

@@ -96,6 +96,19 @@ def test_nothing_can_be_rated():
     assert math.isnan(row.speed_up)
 
 
+def test_weak_scaling_says_batch_and_rate(tmp_path):
+    scales = {}
+    for ranks, rule in ((1, "linear"), (4, "none")):
+        begin = header(world_size=ranks, global_batch_size=128 * ranks, peak_lr=0.1 * ranks, recipe=recipe())
+        begin["recipe"] |= {"optimizer": {"lr_scaling": rule}}
+        run = write(tmp_path / f"ranks-{ranks}" / "seed-0", begin, epoch(1, 0.5), end())
+        scales[ranks] = [read_outcome(run)]
+    one, four = tabulate(scales)
+    assert one.note == "batch 128, 128 per rank, learning rate 0.1 (scaled: linear)"
+    assert four.note == "batch 512, 128 per rank, learning rate 0.4 (not scaled)"
+    assert tabulate({1: scales[1]})[0].note == ""  # all alike
+
+
 def test_files(tmp_path):
     for ranks, rates in ((1, (1000.0, 1100.0)), (2, (1800.0, 1900.0)), (8, ())):
         (tmp_path / f"ranks-{ranks}").mkdir()
