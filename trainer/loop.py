@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from contextlib import closing
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -18,16 +17,16 @@ from datapipe.console import Progress
 from datapipe.loaders import Batch
 
 from .consistency import check_replicas
-from .distributed import averaged_buffers, sum_over_ranks
+from .distributed import averaged_buffers
 from .errors import DivergedError
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
 from .objective import backward, whole_loss
 from .optim import set_lr
-from .optim.kfac import preconditioner_counts, set_for_step
+from .optim.kfac import set_for_step
 from .precise_bn import estimate_statistics
+from .record import log_preconditioner, tell_of_preconditioner
 from .recovery import Skipper, naming_samples, roll_back
-from .reporting.kfac_advice import advise_kfac, describe_kfac
 from .reporting.runlog import BESIDE_TRAINING
 from .resume import save
 from .state import State
@@ -139,7 +138,7 @@ def train_epoch(job: Job, state: State, stop: StopSignal) -> bool:
                 clock.drain()
                 images = (state.step - line_step) * settings.batch_size
                 _log_line(job, state, lr, images / (clock.training_s - line_s))
-                _log_preconditioner(job, state)
+                log_preconditioner(job, state)
                 line_step, line_s = state.step, clock.training_s
             replicas = settings.check_replicas_every_steps
             if replicas and state.step % replicas == 0:
@@ -251,7 +250,7 @@ def _end_epoch(job: Job, state: State, evaluation: Evaluation | None) -> None:
     epochs = job.recipe.train.epochs
     logger.info("epoch %d of %d: loss %.4f%s, %.0f s", state.epoch, epochs, train_loss, accuracy, elapsed_s)
     if job.preconditioner is not None:
-        _tell_of_preconditioner(job, state)
+        tell_of_preconditioner(job, state)
     job.clock.begin_epoch()
     job.train_loader.set_size(job.recipe.data.size_at(state.epoch, epochs))
     job.train_loader.set_epoch(state.epoch)
@@ -267,45 +266,6 @@ def _log_line(job: Job, state: State, lr: float, images_per_s: float) -> None:
         images_per_s=images_per_s,
         elapsed_s=job.clock.elapsed_s,
     )
-
-
-def _log_preconditioner(job: Job, state: State) -> None:
-    """Write how the preconditioner does.
-
-    The cosines are those of each layer's raw and preconditioned gradient in the last step: 1 where K-FAC only scales.
-    """
-    preconditioner = job.preconditioner
-    if preconditioner is not None:
-        counts = preconditioner_counts(preconditioner)
-        totals = sum_over_ranks(job.world, [*counts.values()])
-        clipped, clip_steps = preconditioner.clipped()  # the same on all ranks
-        job.metrics.write(
-            "kfac",
-            epoch=state.epoch,
-            step=state.step,
-            elapsed_s=job.clock.elapsed_s,
-            cosines=preconditioner.cosines(),
-            damping=preconditioner.damping,
-            clipped=clipped,
-            clip_steps=clip_steps,
-            **{name: int(total) for name, total in zip(counts, totals, strict=True)},
-        )
-
-
-def _tell_of_preconditioner(job: Job, state: State) -> None:
-    """Log what K-FAC has done so far, and after the last epoch what to change where that was nothing."""
-    settings, preconditioner = job.recipe.train, job.preconditioner
-    assert preconditioner is not None
-    if job.steps_per_epoch < settings.log_every and state.step % settings.log_every:
-        _log_preconditioner(job, state)  # there may be no other line of this epoch
-    if not job.world.is_main:
-        return
-    known = [cosine for cosine in preconditioner.cosines().values() if not math.isnan(cosine)]
-    figures = *preconditioner.clipped(), median(known or [math.nan])
-    logger.info(describe_kfac(*figures))
-    if state.status(settings.target_accuracy, settings.epochs) is not None:
-        for line in advise_kfac(*figures, job.recipe.kfac.kl_clip, preconditioner.damping):
-            logger.info("%s", line)
 
 
 def _progress(job: Job, state: State) -> Progress:

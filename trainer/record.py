@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from datapipe.console import format_count
 from datapipe.dataset.manifest import MANIFEST, SPLITS, Manifest
 from datapipe.errors import DatapipeError
 
-from .distributed import gather
+from .distributed import gather, sum_over_ranks
 from .job import Job
+from .optim.kfac import preconditioner_counts
 from .reporting import metrics, mlperf
+from .reporting.kfac_advice import advise_kfac, describe_kfac
 from .reporting.runlog import FORMAT, wait_share
 from .reporting.summary import summary
 from .state import State
@@ -151,6 +155,45 @@ def print_result(job: Job, state: State, end: dict[str, Any]) -> None:
     if reached is not None and job.world.is_main:
         missing = f"not written; `trainer report {job.run} --out DIR` writes it where there is room"
         print(summary(end | {"status": reached}, settings.target_accuracy, missing, job.run, job.recipe.published))
+
+
+def log_preconditioner(job: Job, state: State) -> None:
+    """Write how the preconditioner does.
+
+    The cosines are those of each layer's raw and preconditioned gradient in the last step: 1 where K-FAC only scales.
+    """
+    preconditioner = job.preconditioner
+    if preconditioner is not None:
+        counts = preconditioner_counts(preconditioner)
+        totals = sum_over_ranks(job.world, [*counts.values()])
+        clipped, clip_steps = preconditioner.clipped()  # the same on all ranks
+        job.metrics.write(
+            "kfac",
+            epoch=state.epoch,
+            step=state.step,
+            elapsed_s=job.clock.elapsed_s,
+            cosines=preconditioner.cosines(),
+            damping=preconditioner.damping,
+            clipped=clipped,
+            clip_steps=clip_steps,
+            **{name: int(total) for name, total in zip(counts, totals, strict=True)},
+        )
+
+
+def tell_of_preconditioner(job: Job, state: State) -> None:
+    """Log what K-FAC has done so far, and after the last epoch what to change where that was nothing."""
+    settings, preconditioner = job.recipe.train, job.preconditioner
+    assert preconditioner is not None
+    if job.steps_per_epoch < settings.log_every and state.step % settings.log_every:
+        log_preconditioner(job, state)  # there may be no other line of this epoch
+    if not job.world.is_main:
+        return
+    known = [cosine for cosine in preconditioner.cosines().values() if not math.isnan(cosine)]
+    figures = *preconditioner.clipped(), median(known or [math.nan])
+    logger.info(describe_kfac(*figures))
+    if state.status(settings.target_accuracy, settings.epochs) is not None:
+        for line in advise_kfac(*figures, job.recipe.kfac.kl_clip, preconditioner.damping):
+            logger.info("%s", line)
 
 
 def write_report(out: Path) -> Path | None:

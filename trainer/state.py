@@ -81,9 +81,8 @@ class Losses:
         totals = sum_over_ranks(world, sent + answers)
         rights, counts = totals[len(sent) :: 2], totals[len(sent) + 1 :: 2]
         steps = zip(totals[: len(sent)], rights, counts, own, pending, strict=True)
-        for number, (total, right, count, loss, (_, samples, _, is_finite)) in enumerate(
-            steps, step - len(pending) + 1
-        ):
+        first_step = step - len(pending) + 1
+        for number, (total, right, count, loss, (_, samples, _, is_finite)) in enumerate(steps, first_step):
             mean = total / world.world_size
             problem = self._find_problem(mean)
             if problem:

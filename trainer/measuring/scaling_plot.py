@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from datapipe.fsio import atomic_write
 
+from ..reporting.curves import curve_points
 from ..reporting.formatting import SPACE, time_unit
-from ..reporting.plots import PLOTS, curve_points, plot_style
+from ..reporting.plots import PLOTS, plot_style
 from ..reporting.svg import LIGHT
 from .runs import Outcome
 from .segments import Row, split_run

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from datapipe.fsio import atomic_write
 
+from .curves import Curve, curve_points
 from .formatting import SPACE, format_figure, format_value, time_unit
-from .runlog import Line, Run, number, seconds_of
+from .runlog import Run, number, seconds_of
 from .svg import LIGHT, svg_for_page
 from .text_pages import Tables, draw_text_pages
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.container import Container
     from matplotlib.figure import Figure
 
-MAX_POINTS = 300  # of a curve: more cannot be told apart on the page
 WIDE, NARROW = 9.0, 4.5  # inches; the narrow one, for a narrow screen, has its halves below each other
 LEGEND_COLUMNS = 11.5  # characters of an inch that fit beside each other
 MAX_RANKS = 32  # of which the time is shown
@@ -40,16 +39,6 @@ PARTS = {  # of a run's time: colour and label
     "checkpoint": ("c3", "checkpoint"),
     "other": ("c5", "other"),
 }
-
-
-class Curve(NamedTuple):
-    """One curve per run: a key of the lines of metrics.jsonl, and how it is drawn."""
-
-    key: str
-    lines: Literal["train", "epochs", "kfac"]
-    style: dict[str, Any]
-    label: str = ""  # in the legend
-    by_epoch: str = ""  # key of an epoch's line with the same figure, which is shown where there are more epochs
 
 
 @dataclass(frozen=True)
@@ -246,40 +235,6 @@ def _draw_curves(figure: Figure, plot: Plot, runs: list[Run], rows: int) -> list
         if curve.label and any(curve_points(run, curve) for run in runs):
             handles += by_epoch.plot([], [], **grey | curve.style, label=curve.label)
     return handles
-
-
-class Point(NamedTuple):
-    """A point of a curve, on both of its axes."""
-
-    epoch: float
-    elapsed_s: float
-    value: float
-
-
-def curve_points(run: Run, curve: Curve) -> list[Point]:
-    """Return at most MAX_POINTS points of a curve, evenly chosen; lines without a number are left out."""
-    points = _points(run, getattr(run, curve.lines), curve.key)
-    if curve.by_epoch:  # a short run has few lines about its steps, or none
-        points = max(points, _points(run, run.epochs, curve.by_epoch), key=len)
-    return points[:: len(points) // MAX_POINTS + 1]
-
-
-def _points(run: Run, lines: list[Line], key: str) -> list[Point]:
-    steps_per_epoch, points = _steps_per_epoch(run), []
-    for line in lines:
-        step, elapsed_s, value = (number(line.get(name)) for name in ("step", "elapsed_s", key))
-        if not any(map(math.isnan, (step, elapsed_s, value))):
-            points.append(Point(step / steps_per_epoch, elapsed_s, value))
-    return points
-
-
-def _steps_per_epoch(run: Run) -> float:
-    """Return what the first epoch's line says, or the header where there is none yet; NaN where unknown."""
-    if run.epochs:
-        steps, epochs = number(run.epochs[0].get("step")), number(run.epochs[0].get("epoch"))
-    else:
-        steps, epochs = number(run.header.get("train_samples")), number(run.header.get("global_batch_size"))
-    return steps / epochs if steps and epochs else math.nan
 
 
 def _times_of_ranks(run: Run) -> dict[str, dict[str, float]]:

@@ -18,8 +18,8 @@ import pytest
 from datapipe.errors import DatapipeError, SettingError
 from datapipe.fsio import atomic_write
 from trainer.reporting import plots
+from trainer.reporting.curves import MAX_POINTS, curve_points
 from trainer.reporting.page import write_report
-from trainer.reporting.plots import MAX_POINTS
 from trainer.reporting.runlog import SECTIONS, read_run
 
 STEPS = 100  # per epoch
@@ -416,9 +416,9 @@ def test_training_is_beside_validation(tmp_path, only_plots):
         assert f"{name}</text>" in (tmp_path / "out" / "report.html").read_text()
     for plot, key, values in (("accuracy", "train_accuracy", [0.25, 0.5]), ("loss", "loss", [1.5, 1.0])):
         (curve,) = [curve for p in plots.PLOTS if p.name == plot for curve in p.curves if curve.key == key]
-        assert [point.value for point in plots.curve_points(read_run(run), curve)] == values
+        assert [point.value for point in curve_points(read_run(run), curve)] == values
     longer = write(tmp_path / "longer", header(), *(train(i, loss=3.0) for i in (10, 20, 30)), *epochs, end())
-    assert [point.value for point in plots.curve_points(read_run(longer), curve)] == [3.0] * 3
+    assert [point.value for point in curve_points(read_run(longer), curve)] == [3.0] * 3
 
 
 def test_a_run_of_an_earlier_version_has_no_training_accuracy(tmp_path, only_plots):
