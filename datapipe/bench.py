@@ -62,7 +62,7 @@ def bench(
     images, seconds = sum(row["images"] for row in rows), sum(row["seconds"] for row in rows)
     result = {
         "data": str(folder),
-        "loader": backend,
+        "backend": backend,
         "batch_size": batch_size,
         "size": size,
         "threads": threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from numbers import Integral, Real
 from pathlib import Path
@@ -44,6 +45,19 @@ def check_bool(name: str, value: object) -> None:
         raise SettingError(f"{name}: {value!r} is neither True nor False")
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the name that a mistyped word resembles or begins, as a question; "" where there is none.
+
+    >>> did_you_mean("accuracy", ["train", "target_accuracy"]), did_you_mean("tfrecrd", ["tar", "tfrecord"])
+    ('; did you mean target_accuracy?', '; did you mean tfrecord?')
+    """
+    names = {name.lower(): name for name in known}
+    word = word.lower()
+    parts = [name for name in names if len(word) > 2 and (name.startswith(word) or name.endswith(word))]
+    close = difflib.get_close_matches(word, names, 1) or sorted(parts, key=len)[:1]
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
 def check_name(name: str, value: object, allowed: Iterable[str]) -> None:
     """Check that a setting is one of several names.
 
@@ -57,7 +71,7 @@ def check_name(name: str, value: object, allowed: Iterable[str]) -> None:
     """
     allowed = tuple(allowed)
     if value not in allowed:
-        raise SettingError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+        raise SettingError(f"{name}: {value!r} is not one of {', '.join(allowed)}{did_you_mean(str(value), allowed)}")
 
 
 def check_apart(option: str, folder: Path, other_option: str, other: Path) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from .errors import DatapipeError, SettingError, ShardCorruptError
+from .errors import DatapipeError, SettingError, ShardCorruptError, WrongPathError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def run(command: Callable[[], object], name: str = "", is_informing: bool = True
     try:
         with _sending_again():
             command()
-    except SettingError as error:
+    except (SettingError, WrongPathError) as error:
         return _fail(error, 2)
     except (DatapipeError, OSError) as error:
         return _fail(error, 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .checks import checked_int
 from .dataset.shard_files import ALIGNMENT
-from .errors import DatapipeError, SettingError, how_to_install
+from .errors import DatapipeError, SettingError, WrongPathError, how_to_install
 from .fsio import NETWORK_FILESYSTEMS, mounted_as
 
 SMALL_FILES = 200
@@ -52,7 +52,8 @@ def doctor(
         `filesystem`, `node`, `decoders`, `staging` (None without a data set) and `advice` (lines).
 
     Raises:
-        DatapipeError: the folder does not exist, or cannot be written to and has nothing to read.
+        WrongPathError: there is no such folder.
+        DatapipeError: it cannot be written to and has nothing to read.
         SettingError: a number is out of its range.
     """
     from .staging.advice import assess, describe_costs
@@ -62,7 +63,7 @@ def doctor(
     if network_mb_per_s is not None and not network_mb_per_s > 0:
         raise SettingError(f"network_mbps: {network_mb_per_s} is out of range; allowed: MB/s, above 0")
     if not folder.is_dir():
-        raise DatapipeError("is not a folder" if folder.exists() else "does not exist", path=folder)
+        raise WrongPathError("is not a folder" if folder.exists() else "does not exist", path=folder)
     filesystem, node, decoders = _filesystem(folder), _node(), _decoders()
     measured = {"folder": str(folder), "filesystem": filesystem, "node": node, "decoders": decoders}
     limits = {"network_mb_per_s": network_mb_per_s, "read_mb_per_s": filesystem["sequential_mb_per_s"]}

@@ -7,7 +7,10 @@ DatapipeError            data, disk or network: exit code 1
 ├── ShardCorruptError    a shard does not hold the bytes that were packed
 │   └── ShardReadError   it is missing, cut short, or cannot be read
 ├── StagingError         a copy to local disk could not be made
+│   └── OtherNodeError   because of another node, which the message names
 ├── DecodeError          a sample's bytes are not a readable image
+├── WrongPathError       a path that was given leads nowhere, or to something else (also a SourceError, ManifestError
+│                        and StagingError): exit code 2
 └── MissingBackendError  a library or program that this needs is not installed
 SettingError             a bad setting (also a ValueError): exit code 2
 """
@@ -82,6 +85,14 @@ class ShardReadError(ShardCorruptError):
 
 class StagingError(DatapipeError):
     """A copy to local disk could not be made."""
+
+
+class OtherNodeError(StagingError):
+    """Staging has failed on another node, which the message names."""
+
+
+class WrongPathError(SourceError, ManifestError, StagingError):
+    """A path that was given leads nowhere, or to something else than what was asked for."""
 
 
 class DecodeError(DatapipeError):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from .console import Progress, printable
 from .errors import FetchError, SettingError
-from .fsio import atomic_write, locked, make_folder
+from .fsio import atomic_write, locked, make_folder, open_regular
 from .public_data import DATASETS, DebianPackage, RemoteFile
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _mirror() -> str | None:
 def _is_there(path: Path, sha256: str) -> bool:
     if not path.exists():
         return False
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual == sha256:
         logger.info("%s is there already", path)

@@ -116,7 +116,8 @@ def locked(folder: Path, wait: bool, shared: bool = False, may_vanish: bool = Fa
         except BlockingIOError:
             if not wait:
                 raise
-            logger.info("%s: waiting for another process that works there", folder)
+            holder = lock_holder(folder, shared=True) or "a process that cannot be seen from here"
+            logger.info("%s: waiting until %s, which has locked it, is done with it", folder, holder)
             fcntl.flock(fd, kind)
         except OSError as error:
             if folder not in _warned:
@@ -217,6 +218,62 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
+def open_plain(path: Path) -> tuple[int, bool]:
+    """Open a plain file, not a link, which another user could have planted.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Its descriptor, and whether it can be written to, and this user made it.
+
+    Raises:
+        OSError: there is none.
+    """
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd, is_writable = os.open(path, os.O_RDWR | flags), True
+    except OSError:
+        fd, is_writable = os.open(path, os.O_RDONLY | flags), False
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise OSError(0, "is not a plain file")
+    return fd, is_writable and info.st_uid == os.geteuid() and info.st_nlink == 1
+
+
+def open_regular(path: str | Path, flags: int) -> int:
+    """Open a file that another process may have made: an `opener` for `open`, which does not wait for a pipe's writer.
+
+    Args:
+        path: Path of the file; links are followed.
+        flags: Flags of open(2).
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: It cannot be opened, or is not a file: a pipe, say, or a device.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, "is a pipe, a device or a folder, not a file", str(path))
+    return fd
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a file that another process may have made. Raises OSError as `open_regular` does."""
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read()
+
+
+def read_plain(path: Path) -> bytes:
+    """Read a plain file, not a link, which another user could have planted. Raises OSError where there is none."""
+    with os.fdopen(open_plain(path)[0], "rb") as file:
+        return file.read()
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut."""
     fd = os.open(folder, os.O_RDONLY)
@@ -251,7 +308,7 @@ def _ignore() -> None:
 
 def checksum(path: Path, moved: Callable[[], None] = _ignore) -> str:
     """Compute the xxh3-128 of a file's bytes, as 32 hexadecimal digits. `moved` is called after each read."""
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_regular) as file:
         return checksum_of(file, moved)
 
 

@@ -10,7 +10,8 @@
 # Runs go to DIR/ranks-N/seed-K; the table to DIR/scaling.txt, .csv and .json, the plot to scaling.png and .pdf. Run again,
 # it continues, and redoes nothing that has finished. A number of ranks that fails is in the table. With --slurm, from a
 # login node, there is a job for each number of ranks, and another for the table after them; options of sbatch, such as
-# what a site asks for and GPUs, come from the environment: SBATCH="sbatch --account=abc --gpus-per-task=1".
+# what a site asks for, GPUs and how many ranks a node has, come from the environment:
+# SBATCH="sbatch --account=abc --gpus-per-task=1 --ntasks-per-node=4".
 # The exit code is 0 when all runs have finished (with --slurm: when all jobs are submitted), 1 when some have not, or were
 # refused, 2 for wrong use, 128 + number after a signal.
 set -euo pipefail

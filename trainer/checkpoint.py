@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from datapipe.fsio import atomic_write, named, partial_path
+from datapipe.fsio import atomic_write, named, open_regular, partial_path
 
 from .errors import CheckpointError
 
@@ -153,7 +153,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         PermissionError: It may not be read.
     """
     try:
-        with named(path), zipfile.ZipFile(path) as archive:  # torch does not compare the CRC-32 sums that it writes
+        # torch does not compare the CRC-32 sums that it writes
+        with named(path), open(path, "rb", opener=open_regular) as file, zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
             folders = [part.filename for part in archive.infolist() if part.external_attr & FOLDER]
         if damaged is not None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from datapipe.checks import did_you_mean
+
 
 class Section(BaseModel):
     """A frozen part of a recipe; an unknown key, or a value of another type, is an error.
@@ -34,7 +36,8 @@ def one_of(kind: str, names: Sequence[object]) -> BeforeValidator:
 
     def check(value: object) -> object:
         if value not in names:
-            raise ValueError(f"unknown {kind}; allowed: {', '.join(map(_in_toml, names))}")
+            known = [_in_toml(name) for name in names]
+            raise ValueError(f"unknown {kind}; allowed: {', '.join(known)}{did_you_mean(str(value), known)}")
         return value
 
     return BeforeValidator(check)

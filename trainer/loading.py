@@ -89,12 +89,17 @@ def _check_fit(recipe: Recipe, train: Loader, val: Loader) -> None:
     if len(recipe.data.mean) != train.channels:
         raise SettingError(
             f"data.mean = {list(recipe.data.mean)}: the images have {format_count(train.channels, 'channel')}; it must "
-            "have as many numbers, and data.std too"
+            f"have as many numbers, and data.std too; or pack them again with --channels {len(recipe.data.mean)}"
         )
-    if (train.channels, train.num_classes) != (val.channels, val.num_classes):
+    if train.channels != val.channels:
         raise SettingError(
-            f"channels and classes: training images have {train.channels} and {train.num_classes}, validation "
-            f"images {val.channels} and {val.num_classes}; they must agree"
+            f"--data: training images have {format_count(train.channels, 'channel')}, validation images have "
+            f"{val.channels}: pack them again with datapipe pack --channels {len(recipe.data.mean)}"
+        )
+    if train.num_classes != val.num_classes:
+        raise SettingError(
+            f"--data: training images have {train.num_classes} classes, validation images {val.num_classes}; they must "
+            "agree"
         )
     if train.classes != val.classes and train.classes is not None and val.classes is not None:
         number, *names = next(

@@ -15,7 +15,7 @@ from typing import Any
 from datapipe import clock
 from datapipe.errors import SettingError, StagingError
 from datapipe.foreign import check_file, check_folder
-from datapipe.fsio import atomic_write, make_folder, named
+from datapipe.fsio import atomic_write, make_folder, named, open_regular
 
 from .checkpoint import BEST, keep_as, move_earlier, save_checkpoint
 from .checkpoint import NAME as CHECKPOINT
@@ -45,7 +45,7 @@ def local_folder(root: Path, run: Path) -> Path | None:
     with _naming_option(root):
         check_folder(root)
     try:
-        with open(run / METRICS, "rb") as file:
+        with open(run / METRICS, "rb", opener=open_regular) as file:
             first_line = file.readline()
     except FileNotFoundError:
         return None

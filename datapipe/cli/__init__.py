@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .. import __version__, console
+from ..checks import check_seconds
 from ..cluster import name_task
 from ..console import print_lines
 from ..errors import SettingError
 from ..names import BACKENDS, CHECKS, COMPRESSIONS, CROPS, IOS, KINDS, LABELS, ORDERS, STORES
 from ..public_data import DATASETS
-from ..streams import TIMEOUT_S
+from ..streams import TIMEOUT_S, in_time
 from .parameters import (
     AsJson,
     DataSetFolder,
@@ -42,7 +44,6 @@ app = typer.Typer(
     help="Pack image data sets into large shards, check them, and bring them to node-local disk.",
     epilog="Example:  datapipe pack raw/imagenet packed/imagenet",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -117,6 +118,10 @@ def pack(
         str, typer.Option(help="Numbers of classes, or names to be numbered.", **one_of(LABELS))
     ] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse to leave anything in SOURCE out.")] = False,
+    channels: Annotated[
+        int | None,
+        typer.Option(metavar="1|3", help="Read all as grey (1) or RGB (3), in all splits (default: grey if all are)."),
+    ] = None,
     shard_mib: Annotated[int, typer.Option(metavar="N", help="Size of a shard to aim at, in MiB.")] = 256,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the shuffle.")] = 0,
     workers: Workers = None,
@@ -136,7 +141,14 @@ def pack(
     from ..images.recode import RecodeOptions
 
     recode = RecodeOptions(
-        check=check, resize=resize, quality=quality, restart=restart, store=store, size=size, compress=compress
+        check=check,
+        resize=resize,
+        quality=quality,
+        restart=restart,
+        store=store,
+        size=size,
+        compress=compress,
+        channels=channels,
     )
     options = packing.PackOptions(
         format=format,
@@ -202,10 +214,11 @@ def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
     from ..dataset.manifest import Manifest, find_data_sets
     from .summaries import format_details, format_summary, summarise
 
-    splits = []
-    for path in find_data_sets(folder):
-        manifest = Manifest.read(path)
-        splits.append(summarise(path, manifest, open_index(path, manifest)))
+    def look() -> list[dict[str, Any]]:
+        manifests = [(path, Manifest.read(path)) for path in find_data_sets(folder)]
+        return [summarise(path, manifest, open_index(path, manifest)) for path, manifest in manifests]
+
+    splits = in_time(look, folder, TIMEOUT_S)
     if as_json:
         print(json.dumps(splits))
         return
@@ -215,7 +228,7 @@ def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example:  datapipe verify --deep /local/imagenet")
 def verify(
-    folder: DataSetFolder,
+    folders: Annotated[list[Path], folder_named("DIR...", "Packed data sets, or folders of their splits.")],
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image, too.")] = False,
     timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,
@@ -227,7 +240,9 @@ def verify(
     from ..dataset.manifest import find_data_sets
     from ..dataset.verify import verify
 
-    results = {str(path): verify(path, deep, timeout) for path in find_data_sets(folder)}  # all, then print
+    check_seconds("timeout_s", timeout)
+    paths = [path for folder in folders for path in in_time(partial(find_data_sets, folder), folder, timeout)]
+    results = {str(path): verify(path, deep, timeout) for path in paths}  # all, then print
     if as_json:
         print(json.dumps({path: [vars(problem) for problem in problems] for path, problems in results.items()}))
     for path, problems in results.items():
@@ -240,10 +255,10 @@ def verify(
 app.command(epilog="Example:  datapipe stage /shared/packed/imagenet /local/imagenet --json")(stage)
 
 
-@app.command(epilog="Example:  datapipe bench /local/imagenet --loader cpu --epochs 2 --json")
+@app.command(epilog="Example:  datapipe bench /local/imagenet --backend cpu --epochs 2 --json")
 def bench(
     folder: DataSetFolder,
-    loader: Annotated[str, typer.Option(help="Backend of the loader.", **one_of(BACKENDS))] = "cpu",
+    backend: Annotated[str, typer.Option(help="Backend of the loader.", **one_of(BACKENDS))] = "cpu",
     batch_size: Annotated[int, typer.Option(metavar="N", help="Images per batch.")] = 256,
     epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Epochs to measure.")] = 2,
     size: Annotated[
@@ -268,7 +283,7 @@ def bench(
     from ..bench import bench, format_result
 
     settings: dict[str, Any] = {"crop": crop, "order": order, "io": io, "device": device, "threads": threads}
-    result = bench(folder, loader, batch_size, epochs, size, step_ms / 1000, **settings)
+    result = bench(folder, backend, batch_size, epochs, size, step_ms / 1000, **settings)
     print_lines(*([json.dumps(result)] if as_json else format_result(result)))
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..checks import did_you_mean
 from ..names import CONVERTED, FORMATS
 
 
@@ -17,10 +18,13 @@ def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
 
     def check(value: str) -> str:
         if value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}")
         return value
 
-    return {"parser": check, "metavar": metavar or f"<{'|'.join(choices)}>"}
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return {"parser": check, "metavar": metavar or f"<{'|'.join(choices)}>", "autocompletion": complete}
 
 
 MaxBad = Annotated[str, typer.Option(metavar="N|P%", help="Skip up to N (or P%) unreadable images; list them.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from typing import TYPE_CHECKING
 
 from ..console import format_count, print_lines, printable
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
+    from ..cluster import Task
     from ..packing import PackOptions, PackResult
 
 
@@ -37,6 +41,8 @@ def pack_and_print(
     from .summaries import format_packed, summarise
 
     started = time.perf_counter()
+    if options.task.count > 1:
+        logger.info("%s: this is %s", out, name_share(options.task))
     try:
         manifests = pack(source, out, options)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
@@ -51,5 +57,13 @@ def pack_and_print(
     elif manifests:
         print_lines(*format_packed(out, manifests, seconds, is_recoded))
     else:
-        done = f"task {options.task.index} of {options.task.count} is done"
+        done = f"{name_share(options.task)} is done"
         print(f"{done}; other tasks have {format_count(manifests.num_missing, 'shard')} to write")
+
+
+def name_share(task: Task) -> str:
+    """Say which share of a pack a process has, who says so, and how to have all."""
+    share = f"task {task.index} of {task.count}"
+    if task.launcher.startswith("--"):
+        return share
+    return f"{share} (as set by {task.launcher}; --task 0/1 packs everything here)"

@@ -85,11 +85,11 @@ def format_packed(out: Path, manifests: Mapping[str, Manifest], seconds: float, 
 
 
 def format_staged(result: Staged) -> str:
-    """Return the line on a data set that `stage` copied."""
-    copied, kept = _format_mib(result.copied_bytes), _format_mib(result.kept_bytes)
+    """Return the line on a data set that `stage` copied. After a fault more may be read than it has."""
+    read, kept = _format_mib(result.copied_bytes), _format_mib(result.kept_bytes)
     received = f", {_format_mib(result.received_bytes)} from other nodes" if result.received_bytes else ""
     images = format_count(result.num_samples, "image")
-    return f"{result.folder}: {images}, {copied} copied{received}, {kept} there already"
+    return f"{result.folder}: {images}, {read} read from DIR{received}, {kept} there already"
 
 
 def _format_mib(num_bytes: int) -> str:

@@ -12,7 +12,7 @@ import xxhash
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
 from ..errors import ManifestError
-from ..fsio import atomic_write, checksum_of
+from ..fsio import atomic_write, checksum_of, open_regular, read_regular
 from ..images import Buffer
 from .manifest import INDEX, KEYS, Manifest
 
@@ -56,7 +56,8 @@ def open_index(folder: Path, manifest: Manifest) -> np.ndarray:
     path = Path(folder) / INDEX
     expected = next((file.xxh3_128 for file in manifest.files if file.name == INDEX), None)
     try:
-        with open(path, "rb", buffering=0) as file:  # once: a shared filesystem takes milliseconds to open a file
+        # once: a shared filesystem takes milliseconds to open a file
+        with open(path, "rb", buffering=0, opener=open_regular) as file:
             if checksum_of(file) != expected:
                 raise ManifestError("does not have the checksum that the manifest gives", path=path)
             records = _map_records(file)
@@ -156,7 +157,7 @@ def write_keys(folder: Path, keys: list[str]) -> None:
 def read_keys(folder: Path) -> list[str]:
     """Read every sample's key, in the order of the index. For messages and tools: loading does not need them."""
     try:
-        return (Path(folder) / KEYS).read_text().splitlines()
+        return read_regular(Path(folder) / KEYS).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"cannot be read: {error}", path=Path(folder) / KEYS) from error
 

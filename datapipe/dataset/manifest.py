@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import ManifestError
+from ..errors import ManifestError, WrongPathError
 from ..fsio import atomic_write
 
 MANIFEST = "manifest.json"
@@ -64,7 +64,7 @@ class Manifest(_Record):
         split: "train" or "val".
         num_samples: at least 1.
         classes: their names, by label.
-        channels: 1 when every image is grey, else 3.
+        channels: of the images as they are read: what was asked for, else 1 when every image is grey, else 3.
         width: of every image, in pixels; None when they differ.
         height: the same.
         seed: of the order in which the samples lie in the shards.
@@ -239,8 +239,11 @@ def _no_data_set(folder: Path) -> ManifestError:
         folders = sorted(_sub_folders(folder))
     splits = [path.name for path in folders if os.path.exists(path / MANIFEST)]
     data_sets = [path.name for path in folders if any(os.path.exists(path / split / MANIFEST) for split in SPLITS)]
+    kind: type[ManifestError] = WrongPathError
     if any(os.path.exists(place / STATE) for place in (folder, folder.parent)):
-        why = "the pack is unfinished: run the same command again"
+        kind, why = ManifestError, "the pack is unfinished: run the same command again"
+    elif os.path.exists(folder / INDEX):
+        kind, why = ManifestError, f"its {MANIFEST} is missing: stage or pack it again"
     elif not os.path.lexists(folder):
         why = "the folder does not exist"
     elif not os.path.isdir(folder):
@@ -251,7 +254,7 @@ def _no_data_set(folder: Path) -> ManifestError:
         why = f"the folder holds data sets: choose one of {', '.join(data_sets)}"
     else:
         why = "the folder is not packed: datapipe pack makes a data set of images"
-    return ManifestError(f"no data set here ({why})", path=folder / MANIFEST if os.path.isdir(folder) else folder)
+    return kind(f"no data set here ({why})", path=folder / MANIFEST if os.path.isdir(folder) else folder)
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -15,9 +15,9 @@ import numpy as np
 from ..checks import check_seconds
 from ..console import Progress, format_count
 from ..errors import DatapipeError, ManifestError
-from ..fsio import checksum
+from ..fsio import checksum, open_regular
 from ..images.codec import check_image
-from ..streams import TIMEOUT_S, work_on_files
+from ..streams import TIMEOUT_S, in_time, work_on_files
 from . import DataSet
 from .index import ENCODINGS, check_keys, read_keys
 from .manifest import KEYS, FileInfo, ShardInfo
@@ -29,11 +29,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong in a file of the data set; `key` names the sample, None if it is not about a single sample."""
+    """Something wrong in a file of the data set.
+
+    Attributes:
+        file: Its name.
+        key: The sample's key; None if it is not about a single sample.
+        reason: What is wrong.
+        is_lost: Whether the file cannot be opened, and nothing can be said of its samples.
+    """
 
     file: str
     key: str | None
     reason: str
+    is_lost: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}: {f'key {self.key}: ' if self.key else ''}{self.reason}"
@@ -59,23 +67,20 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
     """
     check_seconds("timeout_s", timeout_s)
     try:
-        data_set = DataSet(folder)
+        data_set = in_time(lambda: DataSet(folder), folder, timeout_s)
     except ManifestError as error:
         return [Problem(Path(error.path or folder).name, None, error.message)]
     with data_set:
         files = list(data_set.manifest.all_files())
         problems: list[Problem] = []
-        reasons = _work_on(files, partial(_check_file, data_set), data_set, timeout_s)
-        with closing(reasons), Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
-            for file, reason in zip(files, reasons, strict=True):
-                if reason:
-                    problems += _damaged_samples(data_set, file, reason)
-                elif file.name == KEYS:
-                    problems += _wrong_keys(data_set)
+        in_files = _work_on(files, partial(_check_file, data_set), data_set, timeout_s)
+        with closing(in_files), Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
+            for file, in_file in zip(files, in_files, strict=True):
+                problems += in_file
                 progress.advance(file.size_bytes)
         if deep:
             known = {problem.key for problem in problems}
-            lost = {shard.name for shard in data_set.manifest.shards if _why_not_opened(folder / shard.name)}
+            lost = {problem.file for problem in problems if problem.is_lost}
             problems += [
                 problem
                 for problem in _decode_all(data_set, timeout_s)
@@ -97,8 +102,14 @@ def _work_on(
     return work_on_files(work, items, path_of, timeout_s, os.cpu_count() or 1)
 
 
-def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) -> str | None:
-    path = data_set.folder / file.name
+def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) -> list[Problem]:
+    if reason := _wrong_bytes(data_set.folder / file.name, file, moved):
+        return list(_damaged_samples(data_set, file, reason, moved))
+    return list(_wrong_keys(data_set)) if file.name == KEYS else []
+
+
+def _wrong_bytes(path: Path, file: FileInfo, moved: Callable[[], None]) -> str | None:
+    """Say why a file is not the one that was packed; None if it is."""
     try:
         size = path.stat().st_size
         if size != file.size_bytes:
@@ -116,17 +127,19 @@ def _wrong_keys(data_set: DataSet) -> Iterator[Problem]:
         yield Problem(KEYS, None, error.message)
 
 
-def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator[Problem]:
+def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str, moved: Callable[[], None]) -> Iterator[Problem]:
     if not isinstance(file, ShardInfo):
         yield Problem(file.name, None, reason)
         return
     if why := _why_not_opened(data_set.folder / file.name):
-        yield Problem(file.name, None, f"{why}, and with it {format_count(file.num_samples, 'sample')}")
+        samples = format_count(file.num_samples, "sample")
+        yield Problem(file.name, None, f"{why}, and with it {samples}", is_lost=True)
         return
     yield Problem(file.name, None, reason)
     names = [shard.name for shard in data_set.manifest.shards]
     damaged = 0
     for sample in np.flatnonzero(data_set.index["shard"] == names.index(file.name)):
+        moved()
         try:
             data_set.read(int(sample))
         except (DatapipeError, OSError) as error:
@@ -140,7 +153,7 @@ def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str) -> Iterator
 def _why_not_opened(path: Path) -> str | None:
     """Say why a file cannot be opened; None if it can be."""
     try:
-        path.open("rb").close()
+        os.close(open_regular(path, os.O_RDONLY))
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

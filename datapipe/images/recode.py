@@ -37,7 +37,8 @@ class RecodeOptions:
         size: with "raw", scale the shorter side to this many pixels, and crop to the central square.
         compress: with "raw", compress with "lz4" or "zstd".
         headerless: with "raw", store pixels without PNM's header.
-        channels: with "raw", 1 or 3; None keeps those of the image.
+        channels: 1 (grey) or 3 (RGB): what all images are read as, and stored as where they are decoded; None: those of
+            each image, and they are read as RGB unless all are grey.
     """
 
     check: str = "header"
@@ -62,7 +63,7 @@ class RecodeOptions:
             raise _bad(self, "resize", "short=PIXELS or max=PIXELS, such as short=256")
         if self.channels not in (None, 1, 3):
             raise _bad(self, "channels", "1 or 3")
-        only = {"raw": ("size", "compress", "headerless", "channels"), "encoded": ("quality", "restart")}
+        only = {"raw": ("size", "compress", "headerless"), "encoded": ("quality", "restart")}
         for store in only.keys() - {self.store}:
             for name in only[store]:
                 if getattr(self, name):
@@ -185,12 +186,13 @@ class Recoder:
             kept = self._restarted(image)
             if kept is not None:
                 return kept, image.unusual
-        interval = self._interval(image.header.channels, size[0])
         quality = self.options.quality or DEFAULT_QUALITY
-        encoded = self._from_planes(image, size, quality, interval)
+        channels = min(image.header.channels, self.options.channels or 3)  # grey as RGB would only be larger
+        interval = self._interval(channels, size[0])
+        encoded = self._from_planes(image, size, channels, quality, interval)
         unusual = image.unusual
         if encoded is None:
-            pixels, unusual = image.pixels(image.header.channels, size)
+            pixels, unusual = image.pixels(channels, size)
             encoded = encode_jpeg(resize(pixels, *size), quality, interval)
         return encoded, unusual
 
@@ -216,7 +218,9 @@ class Recoder:
             return 0
         return jpeg.restart_interval(-(-width // (8 if channels == 1 else 16)), self.options.restart)
 
-    def _from_planes(self, image: _Image, size: tuple[int, int], quality: int, interval: int) -> bytes | None:
+    def _from_planes(
+        self, image: _Image, size: tuple[int, int], channels: int, quality: int, interval: int
+    ) -> bytes | None:
         """Decode, resize and encode luma and chroma at their own resolutions, which is less work than through RGB.
 
         Return None where this is not possible: without libturbojpeg, and for an image that is damaged, rotated, or
@@ -230,7 +234,7 @@ class Recoder:
             return None
         width, height = size
         ratio = image.jpeg.width / width / (1 << halved), image.jpeg.height / height / (1 << halved)
-        if len(planes) == 1:
+        if channels == 1 or len(planes) == 1:
             resized = [resize(planes[0][:, :, None], width, height, ratio)[:, :, 0]]
         else:
             half = (width + 1) // 2, (height + 1) // 2

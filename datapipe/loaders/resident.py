@@ -57,7 +57,8 @@ class ResidentLoader(Loader):
         if (data.width, data.height) != (self.size, self.size):
             sides = f"of {data.width}×{data.height}" if data.width and data.height else "of different sizes"
             raise SettingError(
-                f"size: {self.size} with images {sides}, which backend 'resident' does not scale; others do"
+                f"size: {self.size} with images {sides}, which backend 'resident' does not scale: give the size of the "
+                "images (in a recipe, data.size), or another backend (data.backend)"
             )
         if options.train and self._augment.crop == "random_resized":
             raise SettingError("crop: 'random_resized' scales images, and backend 'resident' none; allowed: pad, none")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ..dataset.manifest import MANIFEST, SPLITS, STATE, Manifest, find_data_sets
-from ..errors import SettingError, SourceError
+from ..errors import SettingError, WrongPathError
 from ..fsio import checksum
 from ..names import CONVERTED
 from ..sources import open_source
@@ -40,7 +40,8 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
         The manifests by split; none while other tasks have shards to write.
 
     Raises:
-        SourceError: The source cannot be used, or too many samples are bad. Nothing is written for a source that
+        SourceError: The source cannot be used, or too many samples are bad (a WrongPathError where there is none).
+            Nothing is written for a source that
             cannot be listed.
         SettingError: `out` holds something else and `overwrite` is not set, or lies in the source, or another process
             packs there; or the source has changed since the unfinished pack was planned.
@@ -48,7 +49,7 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
         OSError: The disk is full, say.
     """
     if not (source_path.exists() or (out / STATE).exists() or options.resume or options.task.count > 1):
-        raise SourceError("does not exist", path=source_path)
+        raise WrongPathError("does not exist", path=source_path)
     if source_path.is_dir() and (data_set := _find_packed(source_path)):
         raise SettingError(f"SOURCE: {data_set} is packed already; datapipe convert puts it into another format")
     if options.format == "npy" and (options.recode.store != "raw" or options.recode.compress):

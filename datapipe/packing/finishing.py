@@ -113,7 +113,7 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
         split=split.split,
         num_samples=len(records),
         classes=plan.classes,
-        channels=3 if any(shard.channels == 3 for shard in shards) else 1,
+        channels=plan.settings["recode"].get("channels") or max(shard.channels for shard in shards),
         width=width,
         height=height,
         seed=plan.settings["seed"],

@@ -84,6 +84,8 @@ class PackJob:
     def run(self) -> PackResult:
         """Plan, if nobody has, write this task's shards, and finish if they are the last. Raises what `pack` does."""
         out = self.out
+        if self.options.overwrite or not out.is_whole():
+            self._check_installed()
         if self.options.task.count > 1:
             return self._run_part()
         with out.hold_alone():
@@ -172,6 +174,11 @@ class PackJob:
                 raise DatapipeError(message, path=out.folder)
             self._check_source(plan)
             return self._complete(plan)
+
+    def _check_installed(self) -> None:
+        """Raise MissingBackendError, before a source is listed and OUT is made, when a package is not installed."""
+        Recoder(self.options.recode)
+        shard_format(self.options.format).Writer()
 
     def _complete(self, plan: Plan) -> PackResult:
         return PackResult(complete(plan, self.out, self.options.bad_allowed(plan.num_samples)))
@@ -274,13 +281,13 @@ def _make_recoder(plan: Plan, options: PackOptions) -> Recoder:
         return Recoder(options.recode)
     # An npy shard is one array: it holds nothing but pixels, with the same number of channels in all images.
     grey = all(isinstance(split.samples, Pixels) and split.samples.pixels.ndim == 3 for split in plan.splits)
-    size = options.recode.size
-    return Recoder(RecodeOptions(store="raw", size=size, headerless=True, channels=1 if grey else 3))
+    size, channels = options.recode.size, options.recode.channels or (1 if grey else 3)
+    return Recoder(RecodeOptions(store="raw", size=size, headerless=True, channels=channels))
 
 
 def _measure_stored_share(source: Source, options: PackOptions) -> float:
     """Re-encode a few images, and return how many bytes are stored per byte of the source."""
-    recode = Recoder(options.recode)  # fails here, before anything is written, when a package is not installed
+    recode = Recoder(options.recode)
     if options.recode == RecodeOptions(check=options.recode.check):
         return 1.0
     samples = next(iter(source.splits.values()))  # a data set's splits are alike

@@ -12,7 +12,7 @@ import numpy as np
 from ..dataset.index import RECORD
 from ..dataset.manifest import FileInfo, ShardInfo
 from ..errors import ManifestError
-from ..fsio import UNREADABLE, atomic_write
+from ..fsio import UNREADABLE, atomic_write, open_regular
 from .options import begin_again
 
 
@@ -62,7 +62,7 @@ class Journal:
         """Read what is known of a shard; None when it is not finished. Raises ManifestError."""
         path = self._path(number)
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:  # it leaves a bad file open
+            with open(path, "rb", opener=open_regular) as file, np.load(file, allow_pickle=False) as content:
                 head, records = json.loads(content["head"].tobytes()), content["records"]
             if records.dtype != RECORD:
                 message = "was written by another version of datapipe: let that one finish the pack"

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, SPLITS, STATE, Manifest
 from ..errors import ManifestError, SettingError
-from ..fsio import atomic_write, locked, make_folder, sync_folder
+from ..fsio import atomic_write, locked, make_folder, read_regular, sync_folder
 from ..process_id import ProcessId
 from .journal import Journal
 from .options import begin_again
@@ -135,7 +135,7 @@ class OutFolder:
         """
         note = self.state / FINISHING
         try:
-            began, process = note.stat().st_mtime, ProcessId.read(json.loads(note.read_bytes()))
+            began, process = note.stat().st_mtime, ProcessId.read(json.loads(read_regular(note)))
         except (OSError, ValueError, KeyError, TypeError):
             return ""
         has_ended = process.find_state() == "ended" or time.time() - began >= patience_s

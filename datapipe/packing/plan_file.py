@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dataset.manifest import SPLITS
 from ..errors import ManifestError
-from ..fsio import UNREADABLE, atomic_write
+from ..fsio import UNREADABLE, atomic_write, open_regular
 from ..sources import Samples, samples_class, samples_name
 from .options import begin_again
 from .plan import Plan, SplitPlan
@@ -65,7 +65,7 @@ def load_plan(folder: Path) -> Plan | None:
     """Read the plan in a folder; None if there is none. Raises ManifestError."""
     path = folder / PLAN
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as content:  # it leaves a bad file open
+        with open(path, "rb", opener=open_regular) as file, np.load(file, allow_pickle=False) as content:
             head = json.loads(content["head"].tobytes())
             if head.get("version") != PLAN_VERSION:
                 raise _OtherVersion

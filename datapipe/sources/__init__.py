@@ -19,8 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
+from ..checks import did_you_mean
 from ..console import format_count
-from ..errors import SettingError, SourceError
+from ..errors import SettingError, SourceError, WrongPathError
 from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
@@ -157,9 +158,9 @@ def open_source(
     """
     path = Path(path).absolute()  # a saved plan may be read from another working directory
     if kind != "auto" and kind not in KINDS:
-        raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}")
+        raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     if not path.exists():
-        raise SourceError("does not exist", path=path)
+        raise WrongPathError("does not exist", path=path)
     if kind == "auto":
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:

@@ -98,7 +98,15 @@ def _unpickle(where: str, data: bytes) -> dict:
         raise SourceError(f"is not a CIFAR pickle: {error}", path=where) from error
     if not isinstance(content, dict):
         raise SourceError("is not a CIFAR pickle: holds no dictionary", path=where)
-    return content
+    named = {_text(key): value for key, value in content.items()}
+    if len(named) < len(content):
+        raise SourceError("is not a CIFAR pickle: has a key twice, as text and as bytes", path=where)
+    return named
+
+
+def _text(value: Any) -> Any:
+    """Decode bytes: what was read with encoding="bytes", as CIFAR's page says, and saved again has them for strings."""
+    return value.decode("latin1") if isinstance(value, bytes) else value
 
 
 def _parse_python(where: str, kind: str, data: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -142,6 +150,7 @@ def _class_names(path: Path, kind: str, version: str, data: bytes) -> list[str]:
         names = _unpickle(f"{path}: meta", data).get(field, [])
     else:
         names = data.decode("latin1").split()
+    names = [_text(name) for name in names] if isinstance(names, list) else names
     is_list = isinstance(names, list) and all(type(name) is str for name in names)
     if not is_list or len(names) != NUM_CLASSES[kind]:
         raise SourceError(f"does not name the {NUM_CLASSES[kind]} classes of {kind}", path=path)

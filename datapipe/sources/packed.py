@@ -12,7 +12,7 @@ from ..dataset import DataSet
 from ..dataset.index import check_keys, read_keys
 from ..dataset.manifest import KEYS, QUARANTINE, Manifest, find_data_sets
 from ..errors import ManifestError, SettingError
-from ..fsio import checksum
+from ..fsio import checksum, read_regular
 from ..images import Buffer, pnm
 from . import Samples, Source
 
@@ -92,7 +92,7 @@ def _read_quarantine(folder: Path, manifest: Manifest) -> list[str]:
     path = folder / QUARANTINE
     try:
         if checksum(path) in [file.xxh3_128 for file in manifest.files if file.name == QUARANTINE]:
-            return path.read_text(encoding="utf-8").splitlines()
+            return read_regular(path).decode().splitlines()
         problem = "is not the file that was packed"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"

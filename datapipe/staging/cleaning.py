@@ -11,7 +11,7 @@ from typing import Any
 
 from ..dataset.block_slots import SLOTS
 from ..dataset.manifest import MANIFEST, read_content
-from ..errors import DatapipeError, ManifestError, StagingError
+from ..errors import DatapipeError, ManifestError, WrongPathError
 from ..foreign import user_name
 from ..fsio import free_bytes, lock_holders
 from ..streams import TIMEOUT_S, in_time
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 def describe(cache: Path) -> list[dict[str, Any]]:
     """Return what `datapipe stage --list` tells of each copy in a cache, as JSON values.
 
-    Raises StagingError where there is no such folder.
+    Raises WrongPathError where there is no such folder.
     """
     if not cache.is_dir():
-        raise StagingError("is not a folder", path=cache)
+        raise WrongPathError("is not a folder", path=cache)
     return [
         {
             "folder": str(copy.folder),
@@ -96,10 +96,10 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
         What was removed, and what is free now.
 
     Raises:
-        StagingError: there is no such folder.
+        WrongPathError: there is no such folder.
     """
     if not cache.is_dir():
-        raise StagingError("is not a folder", path=cache)
+        raise WrongPathError("is not a folder", path=cache)
     cache, done = cache.resolve(), Cleaned()
     for folder in (cache, *(level for top in subfolders(cache) for level in (top, *subfolders(top)))):
         for keep in keeps_in(folder):

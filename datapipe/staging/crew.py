@@ -141,7 +141,8 @@ class Crew:
         mine = find_address(self.gather, self.index, interface, self._placement.master)
         problem = find_unreachable(self.gather, self.index, self.hosts, mine, self.timeout_s)
         if problem:
-            raise CrewError(f"{problem}; choose the network by {option}")
+            chosen = f"{option} has chosen {interface}: leave it out, or choose another"
+            raise CrewError(f"{problem}; {chosen if interface else f'choose the network by {option}'}")
         return mine
 
     def open_store(self, name: str) -> dist.Store:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..dataset.manifest import MANIFEST, read_content
-from ..errors import DatapipeError, SettingError, StagingError
+from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
 from ..foreign import check_folder
 from ..streams import in_time
 from .cache import remove_earlier
@@ -56,9 +56,11 @@ def stage_or_join(
 
 @contextmanager
 def errors_name_the_node() -> Iterator[None]:
-    """Add this node's name to errors: a job's log has those of many."""
+    """Add this node's name to errors that name no other: a job's log has those of many."""
     try:
         yield
+    except OtherNodeError:
+        raise
     except DatapipeError as error:
         error.message += f" (on {socket.gethostname()})"
         raise

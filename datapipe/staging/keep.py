@@ -26,7 +26,7 @@ from pathlib import Path
 from .. import clock
 from ..cluster import job_end
 from ..dataset.manifest import MANIFEST
-from ..errors import StagingError
+from ..errors import StagingError, WrongPathError
 from ..foreign import READ, find_problem, read_own, user_name
 from ..fsio import OWN_MODE, atomic_write, boot_id, lock_holder, make_folder
 from .lock import BusyError
@@ -216,6 +216,6 @@ def _warn_once(message: str) -> None:
 
 def _check_own(local: Path) -> None:
     if not local.is_dir():
-        raise StagingError("is not a folder", path=local)
+        raise WrongPathError("is not a folder", path=local)
     if (owner := local.stat().st_uid) != os.geteuid():
         raise StagingError(f"is user {user_name(owner)}'s: only that user can pin or unpin it", path=local)

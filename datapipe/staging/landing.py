@@ -22,7 +22,7 @@ from pathlib import Path
 from ..dataset.arriving import LANDED, PARTIAL, map_head, temporary_path
 from ..dataset.manifest import FileInfo
 from ..foreign import READ, open_own
-from ..fsio import checksum, named
+from ..fsio import checksum, named, open_regular
 from ..streams import Moved
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Landing:
     def read(self, offset: int, into: memoryview) -> bool:
         """Read bytes that have landed, for another node; return whether they are there."""
         for path in (self._partial, self.target):  # it may get its name meanwhile
-            with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
+            with suppress(FileNotFoundError), open(path, "rb", buffering=0, opener=open_regular) as file:
                 return os.preadv(file.fileno(), [into], offset) == len(into)
         return False
 

@@ -15,11 +15,12 @@ from .options import StageOptions
 from .transfer import Transfer
 
 IN_MEMORY = "tmpfs", "ramfs"
+_told: set[tuple[str, Path]] = set()  # kinds of filesystem, and folders, of which something was said
 logger = logging.getLogger(__name__)
 
 
 def warn_of_place(source: Path, local: Path) -> None:
-    """Say so where LOCAL is not on a disk of this node.
+    """Say so, once, where LOCAL is not on a disk of this node.
 
     Args:
         source: a data set.
@@ -27,10 +28,13 @@ def warn_of_place(source: Path, local: Path) -> None:
     """
     folder = next(path for path in (local, *local.absolute().parents) if path.exists())
     kind = mounted_as(folder)
+    if (place := (kind, local.absolute().parent)) in _told:  # of the first of several splits
+        return
+    _told.add(place)
     if kind in NETWORK_FILESYSTEMS:
         logger.warning("LOCAL: %s is on a shared filesystem (%s): choose a folder on the node's own disk", local, kind)
     elif kind in IN_MEMORY:
-        logger.info("LOCAL: %s is in memory (%s): what is staged there counts against the node's", local, kind)
+        logger.info("LOCAL: %s is in memory (%s): the node has so much less of it", local, kind)
     elif folder.stat().st_dev == source.stat().st_dev:
         logger.info("LOCAL: %s is on the same filesystem as %s", local, source)
 

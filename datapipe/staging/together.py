@@ -7,7 +7,7 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..errors import DatapipeError, SettingError, StagingError
+from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
 from ..streams import in_time
 from .copy import (
     Staged,
@@ -125,7 +125,7 @@ def _agree(
         raise problem
     for host, other in zip(crew.hosts, said, strict=True):
         if other["problem"]:
-            raise StagingError(f"nothing is staged, because of node {host}: {other['problem']}")
+            raise OtherNodeError(f"nothing is staged, because of node {host}: {other['problem']}")
     for host, other in zip(crew.hosts, said, strict=True):
         protocol, chunk_mib, *digests = other["setup"]
         if protocol != PROTOCOL:

@@ -165,7 +165,7 @@ def test_bench_streams_tar_shards(packed_folders, image_folder, command, tmp_pat
         (packed_folders["hdf5"], [], "holds hdf5 shards"),
         (tmp_path / "raw", [], "holds raw pixels"),
     ):
-        done = command("datapipe", "bench", folder, "--loader", "webdataset", *arguments)
+        done = command("datapipe", "bench", folder, "--backend", "webdataset", *arguments)
         assert done.returncode == 2 and message in done.stderr and not done.stdout, done.stderr
 
 

@@ -14,13 +14,12 @@ import typer
 from datapipe import __version__, console
 from datapipe.cluster import name_rank
 
-from .parameters import Changes, Stage
+from .parameters import Changes, RecipeName, Stage
 from .results import compare, recipes, repeat, report
 
 app = typer.Typer(
     help="Train a recipe on a packed data set until a target accuracy, and report the time it took.\n\n"
     "\b\nExample:\n  trainer train fashion-mnist-resnet8 --data data/fashion-mnist --out runs/first",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help, in half the time
@@ -36,9 +35,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="Name of a built-in recipe, or path of a .toml file.")
-    ],
+    recipe: RecipeName,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, for metrics, checkpoint and report.")],
     changes: Annotated[
@@ -108,7 +105,7 @@ def train(
 
 @app.command()
 def launch(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Built-in recipe, or path of a .toml file.")],
+    recipe: RecipeName,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set, on a filesystem that all nodes share.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run, which the script is written to.")],
     scheduler: Annotated[str, typer.Option(metavar="NAME", help="slurm, pbs, mpi (mpirun), or local (this host).")],
@@ -166,7 +163,7 @@ def launch(
 
 @app.command()
 def profile(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Built-in recipe, or path of a .toml file.")],
+    recipe: RecipeName,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for trace.json.gz and profile.json.")],
     steps: Annotated[int, typer.Option(metavar="N", help="How many to time, and to trace.")] = 20,

@@ -10,7 +10,7 @@ import typer
 
 from datapipe.console import print_lines
 
-from .parameters import Changes, Stage
+from .parameters import Changes, RecipeName, Stage, complete_recipe
 
 
 def report(
@@ -45,7 +45,7 @@ def report(
 
 
 def repeat(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Built-in recipe, or path of a .toml file.")],
+    recipe: RecipeName,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Packed data set: the folder that holds train/ and val/.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs: each goes to seed-K in it.")],
     seeds: Annotated[int, typer.Option(metavar="N", help="How many, from the recipe's own seed on.")] = 5,
@@ -111,15 +111,26 @@ def compare(
     print(show_comparison(read_group(a), read_group(b), as_json))
 
 
-def recipes() -> None:
-    """List the built-in recipes, and where their figures come from.
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="A recipe to print, as a file to begin with.", autocompletion=complete_recipe
+        ),
+    ] = None,
+) -> None:
+    """List the built-in recipes, and where their figures come from; or print one of them.
 
     \b
     Example:
       trainer recipes
+      trainer recipes imagenet-resnet50 >my.toml
     """
-    from ..config import built_in
+    from ..config import built_in, find_recipe
 
+    if name is not None:
+        print(find_recipe(name).read_text(encoding="utf-8"), end="")
+        return
     for name, path in built_in().items():
         recipe = tomllib.loads(path.read_text(encoding="utf-8"))
         settings = recipe["train"]

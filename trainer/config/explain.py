@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from datapipe.checks import did_you_mean
 from datapipe.console import printable
 
 if TYPE_CHECKING:
@@ -46,13 +47,28 @@ def _line(finding: ErrorDetails, recipe: type[BaseModel]) -> str:
         case "union_tag_not_found":
             return f"{name}.name is missing"
         case "union_tag_invalid":
-            return f"{name}.name = {value.get('name')!r}: allowed: {finding['ctx']['expected_tags']}"
+            kinds = section_classes(recipe, str(location[0]))
+            known = [kind for each in kinds for kind in get_args(each.model_fields["name"].annotation)]
+            hint = did_you_mean(str(value.get("name")), known)
+            return f"{name}.name = {value.get('name')!r}: allowed: {', '.join(known)}{hint}"
         case "value_error" if section is None or isinstance(value, dict | BaseModel):
             return f"{name}: {finding['ctx']['error']}"
         case "value_error":
             return f"{name} = {value!r}: {finding['ctx']['error']}"
     message = finding["msg"].replace("Input should ", "must ")
-    return f"{name} = {value!r}: {message}"
+    return f"{name} = {value!r}: {message}{_meant(finding)}"
+
+
+def _meant(finding: ErrorDetails) -> str:
+    """Say what a mistyped word, or a number that is written otherwise, may mean; "" where that is not known."""
+    value, most = finding["input"], finding.get("ctx", {}).get("le", finding.get("ctx", {}).get("lt"))
+    if isinstance(value, str) and re.fullmatch("-?[0-9]+,[0-9]+", value):
+        return f"; did you mean {value.replace(',', '.')}?"
+    if finding["type"] == "literal_error":
+        return did_you_mean(str(value), re.findall("'([^']+)'", finding["ctx"]["expected"]))
+    if most == 1 and isinstance(value, int | float) and 1 < value <= 100:
+        return f"; {value:g} % is {value / 100:g}"
+    return ""
 
 
 def _hint(location: Location, known: list[str], recipe: type[BaseModel]) -> str:
@@ -63,9 +79,8 @@ def _hint(location: Location, known: list[str], recipe: type[BaseModel]) -> str:
         return f" for {location[1]}; {', '.join(names)} have it"
     owner = next((name for name in recipe.model_fields if _kinds_with(recipe, name, last)), None)
     if owner:  # a key without its section, or in a wrong one
-        return f", did you mean {owner}.{last}?"
-    close = difflib.get_close_matches(last, known, 1)
-    return f", did you mean {close[0]}?" if close else ""
+        return f"; did you mean {owner}.{last}?"
+    return did_you_mean(last, known)
 
 
 def _how_to_change_kind(findings: list[ErrorDetails], recipe: type[BaseModel]) -> Iterator[str]:

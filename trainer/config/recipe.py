@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -23,7 +22,8 @@ from ..optim import Optimizer
 from ..optim.kfac import SCHEDULED
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
-from . import built_in
+from . import built_in as built_in
+from . import find_recipe
 from .explain import explain
 from .scaling import EPOCHS, scale_schedules
 from .sections import Data, Model, Train
@@ -139,9 +139,7 @@ def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
     Raises:
         SettingError: There is no such recipe, or it is wrong; names each wrong setting, its value and what is allowed.
     """
-    path = built_in().get(name, Path(name))
-    if not path.is_file():
-        raise SettingError(f"recipe {name!r} is not a file, and not built in; built in: {', '.join(built_in())}")
+    path = find_recipe(name)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datapipe.errors import DatapipeError, SettingError
+from datapipe.errors import SettingError, WrongPathError
 
 from ..reporting.formatting import format_figure
 from ..reporting.runlog import NAME as METRICS
@@ -147,7 +147,7 @@ def read_group(folder: Path) -> Group:
         return Group(name, [read_outcome(folder)])
     outcomes = read_outcomes(folder)
     if not outcomes:
-        raise DatapipeError("holds no run, and no folder of runs", path=folder)
+        raise WrongPathError("holds no run, and no folder of runs", path=folder)
     begun = [outcome for outcome in outcomes if outcome.run]
     for outcome in begun:
         if outcome.settings != begun[0].settings:

@@ -162,6 +162,8 @@ def _row(ranks: int, whole: Sequence[Outcome], changed: Sequence[Outcome]) -> Ro
     codes = sorted({str(line["exit_code"]) for line in attempts if line.get("exit_code")})
     if codes and len(finished) < len(whole):
         notes.append(f"exit code {', '.join(codes)}")
+    if len(finished) == 1:
+        notes.append("one run: its spread is not known")
     if changed:
         notes.append(f"without {len(changed)} resumed on other numbers")
     if cores is not None and ranks > cores * (nodes or 1):

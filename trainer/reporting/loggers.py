@@ -10,10 +10,12 @@ import csv
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from datapipe.errors import DatapipeError, SettingError
+from datapipe.checks import did_you_mean
+from datapipe.errors import DatapipeError, SettingError, how_to_install
 
 logger = logging.getLogger(__name__)
 GROUP = "trainer.loggers"
@@ -60,10 +62,8 @@ class TensorBoardLogger:
     """Writes event files to RUN/tensorboard, by step; those of a resumed run take the place of what was cut off."""
 
     def __init__(self, run: Path, lines: Sequence[Line]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise SettingError("--log tensorboard: needs the package tensorboard; pip install tensorboard") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         folder, last = run / "tensorboard", max((int(line.get("step", 0)) for line in lines), default=0)
         missing = () if folder.exists() else lines  # it was not asked for before
         self._writer = SummaryWriter(str(folder), purge_step=last + 1 if lines and not missing else None)
@@ -90,12 +90,14 @@ FAILURES = (Exception, SystemExit)  # of a package that may be a program's: its 
 def find_loggers(names: Sequence[str]) -> dict[str, LoggerFactory]:
     """Return what makes the loggers of these names.
 
-    Raises SettingError where there is none of a name, or the package of one cannot be imported.
+    Raises SettingError where there is none of a name, or the package of one is not installed, or cannot be imported.
     """
     added = {point.name: point for point in entry_points(group=GROUP)}
     factories: dict[str, LoggerFactory] = {}
     for name in names:
         if name in BUILT_IN:
+            if name == "tensorboard" and find_spec(name) is None:  # before there is a folder for the run
+                raise SettingError(f"--log tensorboard: its package is not installed: {how_to_install(name)}")
             factories[name] = BUILT_IN[name]
         elif name in added:
             try:
@@ -105,7 +107,10 @@ def find_loggers(names: Sequence[str]) -> dict[str, LoggerFactory]:
                 raise SettingError(f"--log {name}: {what}") from error
         else:
             allowed = ", ".join(sorted({*BUILT_IN, *added}))
-            raise SettingError(f"--log {name}: is not known; allowed: {allowed}, or what a package adds as {GROUP!r}")
+            hint = did_you_mean(name, {*BUILT_IN, *added})
+            raise SettingError(
+                f"--log {name}: is not known; allowed: {allowed}, or what a package adds as {GROUP!r}{hint}"
+            )
     return factories
 
 

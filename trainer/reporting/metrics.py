@@ -74,9 +74,18 @@ class MetricsFile:
         self.is_empty = size == 0
 
     def log_to(self, factories: Mapping[str, LoggerFactory]) -> None:
-        """Tell loggers whatever is written from now on, and at first the lines so far. Raises what `Loggers` does."""
-        if self._path is not None and factories:
+        """Tell loggers whatever is written from now on, and at first the lines so far.
+
+        Raises what `Loggers` does; the folder holds no run then, if it held none before.
+        """
+        if self._path is None or not factories:
+            return
+        try:
             self.loggers = Loggers(factories, self._path.parent, read_lines(self._path))
+        except BaseException:
+            if self.is_empty:
+                self._path.unlink(missing_ok=True)
+            raise
 
     def write(self, event: str, **fields: object) -> None:
         """Append one line."""

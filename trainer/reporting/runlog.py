@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import harmonic_mean, median
 from typing import Any
 
-from datapipe.errors import DatapipeError
+from datapipe.errors import DatapipeError, WrongPathError
+from datapipe.fsio import read_regular
 
 NAME = "metrics.jsonl"
 FORMAT = 1
@@ -138,7 +139,7 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         inside = next((each.parent for each in sorted(folder.glob(f"*/{NAME}"))), None)
         hint = f"name its runs, such as {inside}" if inside else "is this the folder of a training run?"
-        raise DatapipeError(f"no such file: {hint}", path=path)
+        raise WrongPathError(f"no such file: {hint}", path=path)
     lines = read_lines(path)
     if not lines or lines[0]["event"] != "run":
         raise DatapipeError("does not begin with a whole line about a run: killed at its start?", path=path)
@@ -152,7 +153,7 @@ def read_run(folder: Path) -> Run:
 
 def read_lines(path: Path) -> list[Line]:
     """Return the whole lines of a metrics.jsonl. Raises OSError."""
-    return [*_lines(path.read_text(encoding="utf-8", errors="replace"))]
+    return [*_lines(read_regular(path).decode(errors="replace"))]
 
 
 def _lines(text: str) -> Iterator[Line]:

@@ -49,5 +49,8 @@ def summary(
     if end["status"] == "interrupted":
         stopped_by = end["stopped_by"]
         reason = "since the time is nearly over" if stopped_by == "time" else f"by {stopped_by}"
-        lines.append(f"interrupted {reason}; a checkpoint is saved, and --resume continues {run}")
+        lines.append(
+            f"interrupted {reason}; a checkpoint is saved, and --resume continues {run}; trainer report {run} "
+            "writes its report until here"
+        )
     return "\n".join(map(printable, lines))

@@ -60,7 +60,16 @@ class Figures(NamedTuple):
 
     def duration(self, *rows: str) -> str:
         """Return how much of a step rows of a trace took, as text."""
-        return f"{1000 * self.step_s * sum(self.shares[row] for row in rows):.1f} ms"
+        return format_duration(self.step_s * sum(self.shares[row] for row in rows))
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with as many digits as mean something.
+
+    >>> format_duration(0.01234), format_duration(13.5225)
+    ('12.3 ms', '13.5 s')
+    """
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def find_bound(figures: Figures) -> str:
@@ -78,7 +87,7 @@ def find_bound(figures: Figures) -> str:
 def advise(figures: Figures) -> list[str]:
     """Return the verdict and the advice: the first line says what bounds the run, each other one what may help."""
     bound = find_bound(figures)
-    step = f"each step of {1000 * figures.step_s:.1f} ms"
+    step = f"each step of {format_duration(figures.step_s)}"
     if bound == "memory":
         rest = figures.shares["host"] + figures.shares["communication"]
         lines = [
@@ -195,7 +204,7 @@ def _advise_bucket(bucket_mib: int, sent_mib: float) -> str:
 
 def advise_compute(figures: Figures) -> list[str]:
     """Return what may make computing faster."""
-    settings, step = figures.settings, f"in a step of {1000 * figures.step_s:.1f} ms"
+    settings, step = figures.settings, f"in a step of {format_duration(figures.step_s)}"
     lines: list[str] = []
     lines += _advise_16_bits(settings, "is faster, where the device has units for them")
     if not settings.channels_last:

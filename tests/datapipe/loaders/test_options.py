@@ -55,7 +55,6 @@ def test_a_recipe_s_settings_reach_the_loader(left_out):
 def test_bench_has_the_defaults():
     """Except for the size, which is the images' own, and a batch that suits most accelerators."""
     options = {option.name: option for option in get_command(app).commands["bench"].params}
-    options["backend"] = options.pop("loader")
     assert {"backend", "batch_size", "size", "threads", "order", "io", "device"} == options.keys() & PARAMETERS.keys()
     for name in options.keys() & PARAMETERS.keys() - {"batch_size", "size", "device"}:
         assert options[name].default == PARAMETERS[name].default, name

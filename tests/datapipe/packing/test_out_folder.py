@@ -133,7 +133,7 @@ def test_a_task_looks_at_the_plan_again_when_it_has_waited(image_folder, tmp_pat
     with caplog.at_level("INFO"), locked(tmp_path, wait=True):
         task = threading.Thread(target=late)
         task.start()
-        wait_until(lambda: "waiting for another process that works there" in caplog.text)
+        wait_until(lambda: f"{tmp_path}: waiting until process {os.getpid()} (" in caplog.text)
         with mock.patch("datapipe.packing.out_folder.locked"):  # as the process that has the lock
             pack(image_folder, tmp_path, PackOptions(shard_mib=SMALL, seed=7, overwrite=True))
     task.join(limit_s())
