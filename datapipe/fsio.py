@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 import zipfile

@@ -148,6 +148,8 @@ class ClassTree:
                 message = f"lies beside the class folders, not in one; {LAYOUT}"
                 if not any(is_folder(entry) for entry in entries if entry.name in set(names)):
                     message += f"; if {root.name} is a class folder itself, give {root.parent}"
+                if image.startswith("ILSVRC2012_val_"):
+                    message += f"; with ImageNet's devkit or Kaggle's LOC_val_solution.csv in {root.parent}, give that"
                 raise SourceError(message, path=root / image)
             listed = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
             for entry in entries:

@@ -4,12 +4,14 @@
     ILSVRC2012_img_val.tar          ILSVRC2012_val_00000001.JPEG to …50000.JPEG
     ILSVRC2012_devkit_t12.tar.gz    (or unpacked) the labels of the val images
 
-Class tars may also lie in train/, and what is unpacked into class folders (train/, val/) is read as an ImageFolder.
-Classes are the synsets (WordNet ids) in their order, as everywhere in the field.
+Class tars may also lie in train/, and the val images, unpacked, in val/. What is unpacked into class folders (train/,
+val/) is read as an ImageFolder. Kaggle's archive has train/ and val/ in ILSVRC/Data/CLS-LOC, and the labels of the val
+images in LOC_val_solution.csv. Classes are the synsets (WordNet ids) in their order, as everywhere in the field.
 """
 
 from __future__ import annotations
 
+import csv
 import io
 import os
 import re
@@ -24,6 +26,7 @@ from ..formats.tar_listing import Member, list_members
 from ..splits import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
 from .archive_members import ArchiveMembers, ListedArchive, join
+from .files import Files
 from .imagefolder import ClassTree
 from .listing import LeftOut, Listing, is_hidden, is_image, is_in_hidden
 from .paths import opened
@@ -33,9 +36,13 @@ TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKITS = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz")
 GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
 CLASS_TAR = re.compile(r"(n\d{8})\.tar")
-VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.(?i:jpe?g|png)")
+SOLUTION, KAGGLE = "LOC_val_solution.csv", Path("ILSVRC/Data/CLS-LOC")
+SOLUTION_ID = re.compile(r"ILSVRC2012_val_(\d{8})")
+LABELS = f"{' or '.join(DEVKITS)} (from image-net.org) or {SOLUTION} (from Kaggle)"
 NUM_CLASSES = 1000
 MAX_DEVKIT_BYTES = 64 << 20  # of the two files that are read, which have 1 MB
+LOOKED_AT = 8  # entries of val/, to see what they are
 LISTERS = 32  # class tars listed at once: hides a shared filesystem's latency
 
 
@@ -43,33 +50,58 @@ def detect(path: Path) -> str | None:
     if not path.is_dir():
         return "imagenet" if path.name in (TRAIN, VAL) else None
     names = set(os.listdir(path))
-    return "imagenet" if names & {TRAIN, VAL} or ("train" in names and _class_tars(path / "train")) else None
+    if names & {TRAIN, VAL} or (SOLUTION in names and (path / KAGGLE).is_dir()):
+        return "imagenet"
+    is_ours = ("train" in names and _class_tars(path / "train")) or ("val" in names and _is_flat(path / "val"))
+    return "imagenet" if is_ours else None
+
+
+def _is_flat(folder: Path) -> bool:
+    """Whether a folder begins with val images themselves, as filesystems list it: not in class folders."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(VAL_NAME.fullmatch(entry.name) for entry, _ in zip(entries, range(LOOKED_AT), strict=False))
+    except NotADirectoryError:
+        return False
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
         raise SourceError("is not a folder; give the one that holds the archives of ImageNet", path=path)
     listing.refuse_options(kind)
-    bounds = None if listing.outside else str(path)
-    splits: dict[str, Samples] = {}
+    bounds, root = None if listing.outside else str(path), path
+    if (path / KAGGLE).is_dir():
+        path = path / KAGGLE
     names = set(os.listdir(path))
     _check_names(path, names, listing.left_out)
+    is_flat = "val" in names and _is_flat(path / "val")
+    known = _read_labels(root, path, bounds) if VAL in names or is_flat else None  # at first: it may need a package
+    if known is None and (is_flat or (VAL in names and "val" not in names)):
+        raise SourceError(f"holds {'val images' if is_flat else VAL} without its labels{_advice(path)}", path=path)
+    splits: dict[str, Samples] = {}
     classes, train = _train(path, bounds, listing.left_out)
     if train is not None:
         splits["train"] = train
-    devkit = next((path / name for name in DEVKITS if name in names), None)
-    if VAL in names and devkit:
-        classes, splits["val"] = _val(path, devkit, classes, bounds, listing.left_out)
+    if known is not None:
+        list_val = _in_archive if VAL in names else _in_folder
+        images = list_val(path / (VAL if VAL in names else "val"), bounds, listing.left_out)
+        classes, splits["val"] = images.labelled(known, classes, bounds)
     elif "val" in names:
         tree = ClassTree.scan(path / "val", bounds, listing.left_out)
         tree.check_root()
         classes = classes or tree.names()
         splits["val"] = tree.samples({name: label for label, name in enumerate(classes)}, listing.left_out)
-    elif VAL in names:
-        raise SourceError(f"holds {VAL} without its labels: {' or '.join(DEVKITS)} is missing", path=path)
     if not splits:
         raise SourceError(f"holds neither {TRAIN} nor {VAL}, nor train/ or val/", path=path)
     return Source(kind, classes, splits)
+
+
+def _advice(path: Path) -> str:
+    """Say where the labels of val images may come from."""
+    above = next((folder for folder in path.absolute().parents if (folder / SOLUTION).exists()), None)
+    if above is not None and path.absolute() == above / KAGGLE:
+        return f": give {above}, which has them in {SOLUTION}"
+    return f": {LABELS} is missing; put it there"
 
 
 def _check_names(path: Path, names: set[str], left_out: LeftOut) -> None:
@@ -132,7 +164,7 @@ def _classes_in(path: str, bounds: str | None, left_out: LeftOut) -> list[_Class
         archive = list_members(fd, path)
     tars: dict[str, _ClassTar] = {}
     for member in archive.members:
-        if not (match := CLASS_TAR.fullmatch(_name(member))):
+        if not (match := CLASS_TAR.fullmatch(_name(member.name))):
             left_out.add(f"{path}: {member.name}", "not named as a class's tar")
             continue
         if match[1] in tars:
@@ -155,7 +187,7 @@ def _images_in(files: list[str], tars: list[_ClassTar], bounds: str | None, left
         images = [member for member in archive.members if is_image(member.name) and not is_in_hidden(member.name)]
         for member in set(archive.members) - set(images):
             left_out.add(f"{where}: {member.name}", "not an image")
-        return ListedArchive.from_members(tar.file, [f"{tar.wnid}/{_stem(member)}" for member in images], images)
+        return ListedArchive.from_members(tar.file, [f"{tar.wnid}/{_stem(member.name)}" for member in images], images)
 
     with ThreadPoolExecutor(LISTERS) as pool:
         listed = list(pool.map(list_class, tars))
@@ -163,59 +195,133 @@ def _images_in(files: list[str], tars: list[_ClassTar], bounds: str | None, left
     return join(files, listed, np.repeat(np.arange(len(tars), dtype=np.uint32), counts))
 
 
-def _name(member: Member) -> str:
-    return member.name.rpartition("/")[2]
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
-def _stem(member: Member) -> str:
-    return _name(member).rsplit(".", 1)[0]
+def _stem(path: str) -> str:
+    return _name(path).rsplit(".", 1)[0]
 
 
 # --- val --------------------------------------------------------------------------------------------
 
 
-class _Devkit(NamedTuple):
+class _Known(NamedTuple):
     """The labels of the val images, and all classes, as WordNet ids."""
 
-    wnids: list[str]  # of each val image
+    where: Path
+    wnids: dict[int, str]  # by the image's number
     classes: list[str]
 
 
-def _val(
-    path: Path, devkit: Path, classes: list[str], bounds: str | None, left_out: LeftOut
-) -> tuple[list[str], ArchiveMembers]:
-    """List the val archive: the classes (the devkit's, if there is no train split), and the samples."""
-    known, file = _read_devkit(devkit, bounds), str(path / VAL)
-    with opened(file, bounds) as fd:
-        archive = list_members(fd, file)
-    matches = [
-        (member, None if is_in_hidden(member.name) else VAL_NAME.fullmatch(_name(member))) for member in archive.members
-    ]
-    images = [member for member, match in matches if match]
-    left_out.add_members(file, archive.others)
+class _ValImages(NamedTuple):
+    """The val images: in an archive, whose members are given, or files of a folder."""
+
+    path: Path
+    names: list[str]  # without folders
+    members: list[Member]  # none: files
+
+    def labelled(self, known: _Known, classes: list[str], bounds: str | None) -> tuple[list[str], Samples]:
+        """Return the classes (those of the labels, if there is no train split), and the samples.
+
+        Raises SourceError where an image has no label, or the train split not its class.
+        """
+        numbers = [int(match[1]) for name in self.names if (match := VAL_NAME.fullmatch(name))]
+        if lacking := sorted(set(numbers) - known.wnids.keys()):
+            raise SourceError(
+                f"does not fit {known.where}, which has labels for {len(known.wnids)} images, and none for number "
+                f"{lacking[0]}", path=self.path,
+            )  # fmt: skip
+        wnids = [known.wnids[number] for number in numbers]
+        classes = classes or known.classes
+        if unknown := sorted(set(wnids) - set(classes)):
+            raise SourceError(f"classes that the train split does not have: {', '.join(unknown[:5])}", path=self.path)
+        numbers_by_wnid = {wnid: label for label, wnid in enumerate(classes)}
+        labels = np.array([numbers_by_wnid[wnid] for wnid in wnids], np.uint32)
+        if not self.members:
+            folder = np.zeros(len(self.names), np.int32)
+            return classes, Files(str(self.path), bounds, [""], folder, self.names, labels)
+        names = [f"{wnid}/{_stem(name)}" for wnid, name in zip(wnids, self.names, strict=True)]
+        return classes, join([str(self.path)], [ListedArchive.from_members(0, names, self.members)], labels)
+
+
+def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> _ValImages:
+    """List the val images in their archive."""
+    with opened(str(path), bounds) as fd:
+        archive = list_members(fd, str(path))
+    named = (member for member in archive.members if not is_in_hidden(member.name))
+    images = [member for member in named if VAL_NAME.fullmatch(_name(member.name))]
+    left_out.add_members(str(path), archive.others)
     for member in set(archive.members) - set(images):
-        left_out.add(f"{file}: {member.name}", "not named as a val image")
-    numbers = [int(match[1]) for _, match in matches if match]
-    if images and not 1 <= min(numbers) <= max(numbers) <= len(known.wnids):
-        raise SourceError(f"does not fit its devkit, which has labels for {len(known.wnids)} images", path=file)
-    wnids = [known.wnids[number - 1] for number in numbers]
-    classes = classes or known.classes
-    if unknown := sorted(set(wnids) - set(classes)):
-        raise SourceError(f"classes that the train split does not have: {', '.join(unknown[:5])}", path=file)
-    numbers_by_wnid = {wnid: label for label, wnid in enumerate(classes)}
-    names = [f"{wnid}/{_stem(member)}" for wnid, member in zip(wnids, images, strict=True)]
-    labels = np.array([numbers_by_wnid[wnid] for wnid in wnids], np.uint32)
-    return classes, join([file], [ListedArchive.from_members(0, names, images)], labels)
+        left_out.add(f"{path}: {member.name}", "not named as a val image")
+    return _ValImages(path, [_name(member.name) for member in images], images)
 
 
-def _read_devkit(path: Path, bounds: str | None) -> _Devkit:
+def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImages:
+    """List the val images in a folder, which are not sorted by class. Raises SourceError where some are."""
+    names: list[str] = []
+    with opened(str(folder), bounds) as fd, os.scandir(fd) as entries:
+        for entry in entries:
+            if VAL_NAME.fullmatch(entry.name):
+                names.append(entry.name)
+            elif not is_hidden(entry.name) and entry.is_dir():
+                raise SourceError(
+                    f"holds images beside folders, such as {entry.name}: sort all of them into class folders, or none",
+                    path=folder,
+                )
+            else:
+                left_out.add(str(folder / entry.name), "not named as a val image")
+    return _ValImages(folder, sorted(names), [])
+
+
+def _read_labels(root: Path, path: Path, bounds: str | None) -> _Known | None:
+    """Read the labels of the val images from the devkit, or Kaggle's table; None if there is neither.
+
+    Args:
+        root: The folder that the user gave.
+        path: The folder of the images, the same or below it.
+        bounds: See `paths`.
+
+    Raises:
+        SourceError: They cannot be read, or do not agree.
+    """
+    places = dict.fromkeys(folder / name for folder in (root, path) for name in (*DEVKITS, SOLUTION))
+    found = [place for place in places if place.exists()]
+    known = [(_read_solution if place.name == SOLUTION else _read_devkit)(place, bounds) for place in found]
+    for other in known[1:]:
+        if other.wnids != known[0].wnids:
+            raise SourceError(f"has other labels than {known[0].where}: remove one of them", path=other.where)
+    return known[0] if known else None
+
+
+def _read_solution(path: Path, bounds: str | None) -> _Known:
+    """Read Kaggle's table: the image's name, and in PredictionString its class and a box, once per object."""
+    wnids: dict[int, str] = {}
+    try:
+        text = read_file(str(path), bounds, MAX_DEVKIT_BYTES).decode("utf-8-sig")
+        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+            match, words = SOLUTION_ID.fullmatch(row["ImageId"]), row["PredictionString"].split()
+            (wnid,) = set(words[::5])
+            if not match or len(words) % 5 or int(match[1]) in wnids:
+                raise ValueError
+            wnids[int(match[1])] = wnid
+    except (ValueError, KeyError, AttributeError, csv.Error) as error:
+        where = f"after image {max(wnids)}" if wnids else "in its first row"
+        raise SourceError(
+            f"is not Kaggle's table of the val images' classes: {where} something else stands than ImageId and "
+            "PredictionString", path=path,
+        ) from error  # fmt: skip
+    return _Known(path, wnids, sorted(set(wnids.values())))
+
+
+def _read_devkit(path: Path, bounds: str | None) -> _Known:
     truth, meta = _devkit_files(path, bounds)
     wnids = _wnids(path, meta)
     try:
-        labels = [wnids[int(line)] for line in truth.split()]
+        labels = {number: wnids[int(line)] for number, line in enumerate(truth.split(), 1)}
     except (ValueError, KeyError) as error:
         raise SourceError(f"{GROUND_TRUTH} has a line that is not the number of a class: {error}", path=path) from error
-    return _Devkit(labels, sorted(wnids.values()))
+    return _Known(path, labels, sorted(wnids.values()))
 
 
 def _devkit_files(path: Path, bounds: str | None) -> tuple[bytes, bytes]:

@@ -335,6 +335,90 @@ def test_imagenet_with_val_sorted_into_folders(tmp_path):
     assert content(source.splits["val"]) == {f"{wnid}/{wnid}": wnid.encode() for wnid in WNIDS}
 
 
+SOLUTION = "LOC_val_solution.csv"
+
+
+def put_solution(folder, truth, other=""):
+    """Kaggle's table; `other`: the class of the first image in it, if not its own."""
+    rows = [(name, wnid) for wnid, name in (key.split("/") for key in truth)]
+    rows = [(name, other if other and number == 0 else wnid) for number, (name, wnid) in enumerate(rows)]
+    boxes = [f"{wnid} 1 2 30 40 " * (1 + number % 2) for number, (_, wnid) in enumerate(rows)]
+    lines = [f"{name},{box}\n" for (name, _), box in zip(rows, boxes, strict=True)]
+    (folder / SOLUTION).write_text("ImageId,PredictionString\n" + "".join(lines))
+
+
+def put_flat_val(folder):
+    """The val images in a folder, not sorted by class: numbers of classes, and the truth by key."""
+    numbers, truth = put_val(folder)
+    (folder / "ILSVRC2012_img_val.tar").unlink()
+    (folder / "val").mkdir()
+    for key, data in truth.items():
+        (folder / "val" / f"{key.split('/')[1]}.JPEG").write_bytes(data)
+    return numbers, truth
+
+
+def check_flat(source, truth):
+    samples = source.splits["val"]
+    assert source.kind == "imagenet" and source.classes == WNIDS
+    assert content(samples) == {key.split("/")[1]: data for key, data in truth.items()}
+    wnids = {key.split("/")[1]: key.split("/")[0] for key in truth}
+    assert [WNIDS[label] for label in samples.labels] == [wnids[name] for name in samples.names]
+
+
+@pytest.mark.parametrize(
+    ("labels", "train"),
+    [("devkit", ""), ("unpacked devkit", "folders"), ("solution", "archive"), ("devkit and solution", "tars")],
+)
+def test_imagenet_with_a_flat_val_folder(tmp_path, labels, train):
+    numbers, truth = put_flat_val(tmp_path)
+    if "devkit" in labels:
+        put_devkit(tmp_path, numbers, archived="unpacked" not in labels)
+    if "solution" in labels:
+        put_solution(tmp_path, truth)
+    if train:
+        put_train(tmp_path, train)
+    source = open_source(tmp_path)
+    check_flat(source, truth)
+    assert ("train" in source.splits) == bool(train)
+
+
+def test_imagenet_as_kaggle_has_it(tmp_path):
+    inside = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
+    inside.mkdir(parents=True)
+    _, truth = put_flat_val(inside)
+    put_train(inside, "folders")
+    with pytest.raises(SourceError, match=r"without its labels: .*LOC_val_solution\.csv .*is missing"):
+        open_source(inside)
+    put_solution(tmp_path, truth)
+    for name in ("LOC_train_solution.csv", "LOC_synset_mapping.txt", "LOC_sample_submission.csv"):
+        (tmp_path / name).write_text("")
+    check_flat(open_source(tmp_path, strict=True), truth)
+    with pytest.raises(SourceError, match=rf"give {tmp_path}, which has them in LOC_val_solution.csv"):
+        open_source(inside)
+
+
+def test_labels_of_val_that_cannot_be_right(tmp_path):
+    numbers, truth = put_flat_val(tmp_path)
+    put_devkit(tmp_path, numbers)
+    put_solution(tmp_path, truth, other=WNIDS[1])
+    with pytest.raises(SourceError, match=rf"{SOLUTION}: has other labels than .*{DEVKIT}.tar.gz: remove one"):
+        open_source(tmp_path)
+    (tmp_path / f"{DEVKIT}.tar.gz").unlink()
+    image = next(iter(truth)).split("/")[1]
+    for text in ("a,b\n1,2\n", f"ImageId,PredictionString\n{image},\n", f"ImageId,PredictionString\n{image}\n",
+                 f"ImageId,PredictionString\n{image},n01440764 1 2 3 4 n01443537 1 2 3 4\n", "\xff"):  # fmt: skip
+        (tmp_path / SOLUTION).write_text(text, encoding="latin1")
+        with pytest.raises(SourceError, match=f"{SOLUTION}: is not Kaggle's table"):
+            open_source(tmp_path)
+    put_solution(tmp_path, dict(list(truth.items())[1:]))
+    with pytest.raises(SourceError, match=rf"does not fit .*{SOLUTION}, which has labels for 6 images"):
+        open_source(tmp_path)
+    put_solution(tmp_path, truth)
+    (tmp_path / "val" / WNIDS[0]).mkdir()
+    with pytest.raises(SourceError, match=f"holds images beside folders, such as {WNIDS[0]}: sort all of them"):
+        open_source(tmp_path)
+
+
 def test_imagenet_from_many_threads_and_from_its_fields(tmp_path):
     put_train(tmp_path)
     samples = open_source(tmp_path).splits["train"]
@@ -395,7 +479,7 @@ def test_an_archive_that_shrinks_after_it_was_listed(tmp_path):
 
 def test_val_without_what_it_needs(tmp_path, monkeypatch):
     numbers, _ = put_val(tmp_path)
-    with pytest.raises(SourceError, match=rf"without its labels: {DEVKIT} or {DEVKIT}\.tar\.gz is missing"):
+    with pytest.raises(SourceError, match=rf"without its labels: {DEVKIT} or {DEVKIT}\.tar\.gz .* is missing"):
         open_source(tmp_path)
     devkit = tmp_path / f"{DEVKIT}.tar.gz"
 
@@ -404,7 +488,7 @@ def test_val_without_what_it_needs(tmp_path, monkeypatch):
             open_source(tmp_path)
 
     put_devkit(tmp_path, numbers[:-1])
-    refused("does not fit its devkit, which has labels for 6 images")
+    refused(rf"does not fit .*{DEVKIT}\.tar\.gz, which has labels for 6 images, and none for number 7")
     put_devkit(tmp_path, [*numbers, 77])
     refused("ground_truth.txt has a line that is not the number of a class: 77")
     put_devkit(tmp_path, [*numbers, "cat"])

@@ -20,6 +20,8 @@ LAYOUTS = {
         ["ILSVRC2012_img_train.tar", "val/n01440764/1.JPEG"],
         [f"train/{WNID}.tar", "train/n01443537.tar", "val/n01440764/1.JPEG"],
         ["ILSVRC2012_img_val.tar", f"train/{WNID}/1.JPEG"],
+        [f"train/{WNID}/1.JPEG", "val/ILSVRC2012_val_00000001.JPEG", "val/ILSVRC2012_val_00000002.JPEG"],
+        ["LOC_val_solution.csv", "LOC_sample_submission.csv", f"ILSVRC/Data/CLS-LOC/train/{WNID}/1.JPEG"],
     ],
     "webdataset": [
         ["000000.tar", "000001.tar", "readme.md"],
