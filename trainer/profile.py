@@ -37,6 +37,7 @@ from .reporting.recipe_settings import read_settings
 from .reporting.timing import Clock
 from .reporting.trace import Span, chrome_trace, compute_shares
 from .reporting.verdict import Figures, advise, find_bound
+from .run import remove_if_empty
 from .state import Losses, State
 from .stop import StopSignal
 
@@ -170,6 +171,8 @@ def profile(
         with ended_by_signals() if world.world_size > 1 else nullcontext():
             with together(world):
                 if world.is_main:
+                    if not out.exists():
+                        stack.callback(remove_if_empty, out)
                     make_folder(out)
             job = replace(open_job(recipe, data, out, world, precision, clock, stack), metrics=MetricsFile(None))
             check_start(world, job.module)

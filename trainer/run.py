@@ -238,11 +238,12 @@ def _take(out: Path, world: World, stack: ExitStack) -> None:
     is_new = not out.exists()
     make_folder(out)
     if is_new:
-        stack.callback(_remove_if_empty, out)
+        stack.callback(remove_if_empty, out)
     stack.enter_context(own(out, rank_placement(os.environ).job, world.watch.end))
 
 
-def _remove_if_empty(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder, unless something is in it."""
     with suppress(OSError):
         folder.rmdir()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -81,11 +81,7 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
         if deep:
             known = {problem.key for problem in problems}
             lost = {problem.file for problem in problems if problem.is_lost}
-            problems += [
-                problem
-                for problem in _decode_all(data_set, timeout_s)
-                if problem.key not in known and problem.file not in lost
-            ]
+            problems += [problem for problem in _decode_all(data_set, lost, timeout_s) if problem.key not in known]
     return problems
 
 
@@ -161,20 +157,22 @@ def _why_not_opened(path: Path) -> str | None:
     return None
 
 
-def _decode_all(data_set: DataSet, timeout_s: float) -> Iterator[Problem]:
+def _decode_all(data_set: DataSet, lost: Set[str], timeout_s: float) -> Iterator[Problem]:
     groups = [range(i, min(i + GROUP, len(data_set))) for i in range(0, len(data_set), GROUP)]
-    results = _work_on(groups, partial(_decode, data_set), data_set, timeout_s)
+    results = _work_on(groups, partial(_decode, data_set, lost), data_set, timeout_s)
     with closing(results), Progress(f"decoding {data_set.folder}", len(data_set)) as progress:
         for group, problems in zip(groups, results, strict=True):
             yield from problems
             progress.advance(len(group))
 
 
-def _decode(data_set: DataSet, group: range, moved: Callable[[], None]) -> list[Problem]:
+def _decode(data_set: DataSet, lost: Set[str], group: range, moved: Callable[[], None]) -> list[Problem]:
     problems = []
     for sample in group:
         moved()
         record = data_set.index[sample]
+        if data_set.manifest.shards[record["shard"]].name in lost:
+            continue
         try:
             data = data_set.read(sample)
             if data_set.raw_shape:  # any bytes are pixels

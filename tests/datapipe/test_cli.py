@@ -17,9 +17,12 @@ import typer.testing
 
 from datapipe import cli, names
 from datapipe.cli import app
+from datapipe.dataset import DataSet
 from datapipe.dataset.index import RECORD, write_index, write_keys
 from datapipe.dataset.manifest import FileInfo, Manifest, ShardInfo
+from datapipe.errors import MissingBackendError
 from datapipe.fsio import checksum
+from datapipe.images.codec import read_header
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import open_loader
 from datapipe.packing import PackOptions
@@ -308,3 +311,76 @@ def test_progress_is_a_line_in_a_log_and_a_bar_on_a_terminal(server, image_folde
         screen += part
     os.close(main_end)
     assert child.wait(limit_s()) == 0 and b"packing" in screen and b"images/s" in screen
+
+
+def test_the_shell_completes_commands_options_and_names():
+    """As typer's own scripts ask: by a variable, with what is typed so far."""
+    for typed, expected in {
+        "datapipe ver": ["verify"],
+        "datapipe pack raw out --for": ["--format"],
+        "datapipe pack raw out --format t": ["tar", "tfrecord"],
+        "datapipe fetch ci": ["cifar10", "cifar100"],
+    }.items():
+        words = typed.split(" ")
+        env = {"_DATAPIPE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+        done = typer.testing.CliRunner().invoke(app, [], prog_name="datapipe", env=env)
+        assert done.stdout.split() == expected, done.output
+
+
+def test_a_mistyped_name_is_asked_about():
+    assert "; did you mean tfrecord?" in run("pack", "x", "y", "--format", "tfrecrd").output
+    assert "--resize" in run("pack", "x", "y", "--resiz", "max=1").output
+
+
+def test_a_share_says_who_made_it(image_folder, tmp_path, caplog):
+    """The elements of a job array, one of which packs this source: each would leave two thirds out."""
+    array = {"ID": "5", "MIN": "5", "MAX": "7", "STEP": "1", "COUNT": "3"}
+    env = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
+    line = ["pack", str(image_folder), str(tmp_path / "out"), "--shard-mib", "1"]
+    with caplog.at_level("INFO"):
+        done = typer.testing.CliRunner().invoke(app, line, env=env)
+    said = "task 0 of 3 (as set by Slurm job array; --task 0/1 packs everything here)"
+    assert done.exit_code == 0 and done.stdout.startswith(f"{said} is done; other tasks have "), done
+    assert f"{tmp_path / 'out'}: this is {said}" in caplog.text
+
+
+CHANNELS = {  # options, and the channels that a loader gives of train, which is in colour, and val, which is grey
+    "own": ([], [3, 1]),
+    "grey": (["--channels", 1], [1, 1]),
+    "rgb": (["--channels", 3], [3, 3]),
+    "small": (["--channels", 1, "--resize", "max=20"], [1, 1]),
+    "npy": (["--channels", 3, "--store", "raw", "--size", 20, "--format", "npy"], [3, 3]),
+}
+
+
+def test_colour_in_train_and_grey_in_val(tmp_path, photo, encoded):
+    for split, grey in (("train", False), ("val", True)):
+        (tmp_path / "raw" / split / "a").mkdir(parents=True)
+        for i in range(2):
+            (tmp_path / "raw" / split / "a" / f"{i}.jpg").write_bytes(encoded(photo(40, 30, i, grey=grey)))
+    read = {}
+    for name, (options, channels) in CHANNELS.items():
+        assert run("pack", tmp_path / "raw", tmp_path / name, *options).exit_code == 0
+        read[name] = []
+        for split in ("train", "val"):
+            with open_loader(tmp_path / name / split, batch_size=2, size=20, train=False, threads=1) as loader:
+                read[name].append(next(iter(loader)).images)
+        assert [images.shape[1] for images in read[name]] == channels, name
+    assert (read["rgb"][0] == read["own"][0]).all() and (read["rgb"][1] == read["own"][1]).all()
+    shards = [(tmp_path / name / "train" / "shard-000000.tar").read_bytes() for name in ("own", "grey", "rgb")]
+    assert shards[0] == shards[1] == shards[2]  # files are stored as they are
+    with DataSet(tmp_path / "small" / "train") as data_set:
+        assert read_header(data_set.read(0)).channels == 1  # what is encoded anew has no colour to be left out
+    assert run("convert", tmp_path / "rgb", tmp_path / "zip", "--format", "zip").exit_code == 0
+    assert Manifest.read(tmp_path / "zip" / "val").channels == 3
+
+
+@pytest.mark.parametrize("options", [["--format", "tfrecord"], ["--store", "raw", "--compress", "lz4"]])
+@pytest.mark.parametrize("task", [None, "0/2"])
+def test_a_missing_package_is_told_before_anything_is_done(image_folder, tmp_path, monkeypatch, options, task):
+    for package in ("crc32c", "lz4", "lz4.frame"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("datapipe.packing.open_source", lambda *_: pytest.fail("the source was listed"))
+    done = run("pack", image_folder, tmp_path / "out", *options, *(["--task", task] if task else []))
+    assert isinstance(done.exception, MissingBackendError) and "pip install" in str(done.exception)
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """What a user may get wrong, on the command line: one clear line, the right exit code, and nothing left behind."""
 
 import json
+import sys
 
 import pytest
 
@@ -16,8 +17,16 @@ CASES = {
     # A target above 1.
     "target in percent": (
         "train fashion-mnist-resnet8 --set train.target_accuracy=93",
-        "target_accuracy = 93: must be",
+        "target_accuracy = 93: must be less than or equal to 1; 93 % is 0.93",
     ),
+    # What is mistyped.
+    "comma": ("train fashion-mnist-resnet8 --set optimizer.lr=0,1", "must be a valid number; did you mean 0.1?"),
+    "setting": ("train fashion-mnist-resnet8 --set train.target=0.9", "did you mean target_accuracy?"),
+    "network": ("train fashion-mnist-resnet8 --set model.name=resnet5", "; did you mean resnet50?"),
+    "word": ("train fashion-mnist-resnet8 --set train.precision=bf61", "; did you mean bf16?"),
+    "kind": ("train cifar10-resnet32 --set optimizer.name=sgdd", "soap; did you mean sgd?"),
+    "recipe": ("train fashion-mnist-resnet9", "; did you mean fashion-mnist-resnet8?"),
+    "logger": ("train fashion-mnist-resnet8 --log tensorbord", "; did you mean tensorboard?"),
     # Sizes that BlurPool, a network or the loader cannot do.
     "blur without strides": (
         "train fashion-mnist-speedrun --set model.blur_pool=true",
@@ -92,3 +101,19 @@ def test_a_report_on_runs_of_several_data_sets_says_so(cli, monkeypatch, tmp_pat
     assert code == 0 and "Traceback" not in errors, errors
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Not all runs are known to be of the same data set" in page
+
+
+@pytest.mark.parametrize("line", ["train fashion-mnist-resnet8 --data none --out out", "report none", "compare none",
+                                  "profile fashion-mnist-resnet8 --data none --out out"])  # fmt: skip
+def test_a_path_that_leads_nowhere_is_wrong_use(cli, tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = cli(*line.split())
+    assert code == 2 and "none" in errors.splitlines()[-1] and [*tmp_path.iterdir()] == [], errors
+
+
+def test_tensorboard_that_is_not_installed_leaves_nothing(cli, packed, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    line = "train", "fashion-mnist-resnet8", "--log", "tensorboard", "--data", packed, "--out", tmp_path / "out"
+    code, _, errors = cli(*line)
+    assert code == 2 and "--log tensorboard: its package is not installed" in errors and "pip install" in errors
+    assert not (tmp_path / "out").exists()

@@ -1,12 +1,14 @@
 """The `trainer` command itself: help, the list of recipes, what it says of wrong use, and names of any bytes."""
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import datapipe
 from tests.trainer.runs import finish
+from trainer.config.recipe import load_recipe, parse
 
 IMPORTS = Path(__file__).parent / "children" / "imports_of_help.py"
 ONE_STEP = ["train.epochs=1", "train.batch_size=330"]
@@ -23,6 +25,10 @@ def test_help_has_an_example_and_needs_no_torch(start, arguments):
 def test_recipes_and_version(cli):
     code, out, _ = cli("recipes")
     assert code == 0 and "cifar10-resnet32" in out
+    code, out, _ = cli("recipes", "cifar10-resnet32")
+    assert code == 0 and parse(tomllib.loads(out)) == load_recipe("cifar10-resnet32")
+    code, _, errors = cli("recipes", "cifar10-resnet23")
+    assert code == 2 and "; did you mean cifar10-resnet32?" in errors
     assert cli("--version")[:2] == (0, f"trainer {datapipe.__version__}\n")
 
 

@@ -1,15 +1,18 @@
 """Verification: every damage is named."""
 
 import json
+import os
 import random
 import shutil
+import threading
 
 import pytest
 
 from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.dataset.verify import verify
-from datapipe.errors import ManifestError
+from datapipe.errors import DatapipeError, ManifestError
+from tests.waiting import limit_s
 
 
 @pytest.fixture(params=["tar", "hdf5", "lmdb"])
@@ -71,6 +74,33 @@ def test_other_damage_is_found(copied, how):
         problems = verify(copied, deep=file.name.startswith("shard"))
         assert file.name in {problem.file for problem in problems}
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["shard-000000.tar", "index.npy", "keys.txt", MANIFEST])
+def test_a_pipe_in_a_files_place_does_not_hang(packed_folders, tmp_path, name):
+    """Nothing ever writes to it: what opens it as a file waits for ever."""
+    folder = shutil.copytree(packed_folders["tar"] / "val", tmp_path / "copy")
+    whole = len(verify(folder, deep=True))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    if name == MANIFEST:
+        with pytest.raises(DatapipeError, match="has not been answered for"):
+            verify(folder, timeout_s=0.1)
+        return
+    problems = verify(folder, deep=True)
+    assert whole == 0 and [problem.file for problem in problems] == [name], problems
+    assert "pipe" in problems[0].reason or problems[0].reason.startswith("has 0 bytes"), problems
+
+
+def test_a_hanging_read_of_a_damaged_shard_ends_it(packed_folders, tmp_path, monkeypatch):
+    """The search for the damaged samples reads, too: of a filesystem that stops to answer after the first look."""
+    folder = shutil.copytree(packed_folders["tar"] / "val", tmp_path / "copy")
+    flip(max(folder.glob("*.tar")), 600)
+    answers = threading.Event()
+    monkeypatch.setattr(DataSet, "read", lambda *_: answers.wait(limit_s()))
+    with pytest.raises(DatapipeError, match=r"shard-0.*has not been answered for"):
+        verify(folder, timeout_s=0.1)
+    answers.set()
 
 
 def test_deep_finds_what_was_packed_broken(tmp_path, photo, encoded, command):

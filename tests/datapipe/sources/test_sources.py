@@ -101,6 +101,26 @@ def test_cifar_as_python_2_pickled_it(tmp_path):
     np.testing.assert_array_equal(pixels_of(source.splits["val"]), truth["val"][0])
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_cifar_read_as_bytes_and_saved_again(tmp_path, protocol):
+    """As `pickle.load(file, encoding="bytes")`, of CIFAR's page, returns it, and Python 3 pickles that."""
+
+    def as_bytes(value):
+        if isinstance(value, dict):
+            return {as_bytes(key): as_bytes(each) for key, each in value.items()}
+        return [as_bytes(each) for each in value] if isinstance(value, list) else (
+            value.encode() if isinstance(value, str) else value
+        )  # fmt: skip
+
+    files, truth = cifar_files("cifar10", "python")
+    files = {name: pickle.dumps(as_bytes(pickle.loads(data)), protocol) for name, data in files.items()}
+    source = open_source(put(files, tmp_path / "cifar", False))
+    assert source.kind == "cifar10" and source.classes[3] == "class_3"
+    for split, (images, labels) in truth.items():
+        np.testing.assert_array_equal(pixels_of(source.splits[split]), images)
+        np.testing.assert_array_equal(source.splits[split].labels, labels)
+
+
 class Payload:
     def __init__(self, path):
         self.path = str(path)

@@ -19,6 +19,7 @@ import pytest
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import ManifestError, SettingError, ShardCorruptError, StagingError
 from datapipe.fsio import checksum, locked
+from datapipe.packing import PackOptions, pack
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cache import find_copies
 from datapipe.staging.landing import Landing
@@ -51,6 +52,18 @@ def test_stage_copies_every_split_and_then_nothing(packed_folders, tmp_path, com
     total = [Manifest.read(source / split).size_bytes for split in ("train", "val")]
     assert [row["copied_bytes"] for row in first["data_sets"]] == total
     assert [(row["copied_bytes"], row["kept_bytes"]) for row in second["data_sets"]] == [(0, n) for n in total]
+
+
+def test_files_have_the_mode_that_the_umask_leaves_them(image_folder, tmp_path):
+    """A group's data is to be written by the group, whichever command has made it."""
+    before = os.umask(0o002)
+    try:
+        pack(image_folder, tmp_path / "packed", PackOptions())
+        stage(tmp_path / "packed", tmp_path / "local")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("shard-*.tar")}
+    assert set(modes.values()) == {0o664} and len(modes) == 4, modes
 
 
 def test_stage_continues_where_it_was_stopped(tmp_path):
