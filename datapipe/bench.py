@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from .dataset.manifest import Manifest, find_data_sets
 from .loaders import Loader, open_loader
 from .names import Crop
 from .sampling.augment import Augment
+from .streams import TIMEOUT_S, in_time
 
 STAGES = ("read", "window", "decode", "resize", "copy", "other")
 NOISE = 0.05  # of the time: less waiting than that says nothing
@@ -50,7 +52,7 @@ def bench(
           in which the consumer did not wait for data (accelerator utilisation as in MLPerf Storage: time of computation
           by time in all); `enough_cores`: how many cores would provide that many images.
     """
-    folders = find_data_sets(folder)
+    folders = in_time(partial(find_data_sets, folder), folder, TIMEOUT_S)
     folder = next((path for path in folders if path.name == "train"), folders[0])
     cpu_began, began = _cpu_s(), time.perf_counter()
     size = _own_size(folder) if size is None else size
@@ -141,7 +143,7 @@ def _limit(stages: dict[str, float], waited: float) -> str:
 
 def _own_size(folder: Path) -> int:
     """Return the side of square images that share one size, else 224."""
-    manifest = Manifest.read(folder)
+    manifest = in_time(partial(Manifest.read, folder), folder, TIMEOUT_S)
     return manifest.width if manifest.width and manifest.width == manifest.height else 224
 
 

@@ -228,7 +228,7 @@ def info(folder: DataSetFolder, as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example:  datapipe verify --deep /local/imagenet")
 def verify(
-    folders: Annotated[list[Path], folder_named("DIR...", "Packed data sets, or folders of their splits.")],
+    folders: Annotated[list[Path], folder_named("DIR", "Packed data sets, or folders of their splits.")],
     deep: Annotated[bool, typer.Option("--deep", help="Decode every image, too.")] = False,
     timeout: Timeout = TIMEOUT_S,
     as_json: AsJson = False,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..dataset.manifest import MANIFEST, SPLITS, STATE, Manifest, find_data_sets
 from ..errors import SettingError, WrongPathError
@@ -18,6 +19,7 @@ from ..fsio import checksum
 from ..names import CONVERTED
 from ..sources import open_source
 from ..sources.packed import load as open_packed
+from ..streams import in_time
 from .job import PackJob, PackResult
 from .options import SHARD_MIB, PackOptions
 from .out_folder import OutFolder
@@ -135,18 +137,24 @@ def _conversion_job(folder: Path, out: Path, options: PackOptions) -> PackJob:
     if not folder.exists() and (plan := out_folder.load_plan()):  # what was read of it is in the plan
         known = {name: plan.settings.get(name) for name in ("manifests", "seed", "recode", "shard_mib")}
     else:
-        data_sets = find_data_sets(folder)
-        manifest = Manifest.read(data_sets[0])
-        known = {
-            "manifests": {path.name: checksum(path / MANIFEST) for path in data_sets},
-            "seed": manifest.seed,
-            "recode": manifest.recode,
-            "shard_mib": manifest.shard_mib,
-        }
+        known = in_time(partial(_packed_settings, folder), folder, options.timeout_s)
     source_settings = {"source": str(folder.resolve()), **known}
     if options.shard_mib is not None:
         source_settings["shard_mib"] = options.shard_mib
-    return PackJob(out_folder, options, source_settings, partial(open_packed, folder))
+    list_source = partial(in_time, partial(open_packed, folder), folder, options.timeout_s)
+    return PackJob(out_folder, options, source_settings, list_source)
+
+
+def _packed_settings(folder: Path) -> dict[str, Any]:
+    """Return what a conversion's plan keeps of the data sets in a folder."""
+    data_sets = find_data_sets(folder)
+    manifest = Manifest.read(data_sets[0])
+    return {
+        "manifests": {path.name: checksum(path / MANIFEST) for path in data_sets},
+        "seed": manifest.seed,
+        "recode": manifest.recode,
+        "shard_mib": manifest.shard_mib,
+    }
 
 
 def _find_packed(folder: Path) -> Path | None:

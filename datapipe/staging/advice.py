@@ -10,6 +10,7 @@ from typing import Any
 from ..dataset.manifest import Manifest, find_data_sets
 from ..errors import ManifestError
 from ..fsio import free_bytes
+from ..streams import TIMEOUT_S, in_time
 from .cost import Situation, compare
 from .network import link_speed
 
@@ -39,7 +40,7 @@ def assess(
         where there is no packed data set.
     """
     try:
-        manifests = [Manifest.read(path) for path in find_data_sets(folder)]
+        manifests = in_time(lambda: [Manifest.read(path) for path in find_data_sets(folder)], folder, TIMEOUT_S)
     except ManifestError:
         return None
     local = Path(local or tempfile.gettempdir())

@@ -179,6 +179,11 @@ def test_a_new_format_is_a_file_and_a_line(image_folder, tmp_path):
         (["bench", "{packed}", "--batch-size", "100"], 2, "batch of 100 is larger than the data set of 61"),
         (["bench", "{packed}", "--backend", "magic"], 2, "magic"),
         (["unpack"], 2, "unpack"),
+        (["doctor", "{tmp}/nothing"], 2, "nothing: does not exist"),
+        (["bench", "{tmp}/nothing"], 2, "the folder does not exist"),
+        (["stage", "{tmp}/nothing", "{tmp}/local"], 2, "the folder does not exist"),
+        (["stage", "--list", "{tmp}/nothing"], 2, "nothing: is not a folder"),
+        (["stage", "--pin", "{tmp}/nothing"], 2, "nothing: is not a folder"),
     ],
 )
 def test_mistakes_get_a_clear_answer(command, image_folder, packed_folders, tmp_path, arguments, code, message):

@@ -73,7 +73,7 @@ def test_doctor_measures_and_leaves_nothing(tmp_path, command):
     assert done.returncode == 0 and done.stdout.count("advice: ") == 4
     for bad, message in ((tmp_path / "nowhere", "does not exist"), (__file__, "is not a folder")):
         done = command("datapipe", "doctor", bad)
-        assert done.returncode == 1 and message in done.stderr
+        assert done.returncode == 2 and message in done.stderr
 
 
 def test_doctor_of_a_data_set(packed_folders, tmp_path, command, mounted):

@@ -15,7 +15,7 @@ from .parameters import Changes, RecipeName, Stage, complete_recipe
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared in one report.")
+        list[Path], typer.Argument(metavar="RUN", help="Folders of runs; several are compared in one report.")
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder to write to (default: that of a single run).")

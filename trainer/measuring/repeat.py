@@ -23,6 +23,7 @@ from datapipe.cluster import num_nodes, placement, rank_placement
 from datapipe.dataset.manifest import SPLITS, Manifest
 from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, locked, make_folder
+from datapipe.streams import TIMEOUT_S, in_time
 
 from ..config.recipe import Recipe, load_recipe
 from ..reporting.runlog import NAME as METRICS
@@ -162,7 +163,7 @@ def _choose(plan: Repeats, recipe: Recipe, index: int | None) -> list[int]:
 
 
 def _describe_data(data: Path) -> dict[str, Any]:
-    manifests = [Manifest.read(data / split) for split in SPLITS]
+    manifests = in_time(lambda: [Manifest.read(data / split) for split in SPLITS], data, TIMEOUT_S)
     sums = [manifest.index_checksum for manifest in manifests]
     return {"num_classes": manifests[0].num_classes, "data_sets": sums}
 

@@ -12,6 +12,7 @@ from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, ManifestError
+from datapipe.packing import PackOptions, convert
 from tests.waiting import limit_s
 
 
@@ -86,6 +87,9 @@ def test_a_pipe_in_a_files_place_does_not_hang(packed_folders, tmp_path, name):
     if name == MANIFEST:
         with pytest.raises(DatapipeError, match="has not been answered for"):
             verify(folder, timeout_s=0.1)
+        with pytest.raises(DatapipeError, match="has not been answered for"):
+            convert(folder, tmp_path / "out", PackOptions(timeout_s=0.1))
+        os.close(os.open(folder / name, os.O_RDWR))  # the threads that wait for it end
         return
     problems = verify(folder, deep=True)
     assert whole == 0 and [problem.file for problem in problems] == [name], problems
