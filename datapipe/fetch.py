@@ -22,7 +22,8 @@ from pathlib import Path
 
 from .console import Progress, printable
 from .errors import FetchError, SettingError
-from .fsio import atomic_write, locked, make_folder, open_regular
+from .foreign import open_regular
+from .fsio import atomic_write, locked, make_folder
 from .public_data import DATASETS, DebianPackage, RemoteFile
 
 logger = logging.getLogger(__name__)

@@ -166,12 +166,6 @@ def open_plain(path: Path) -> tuple[int, bool]:
     return fd, is_writable and info.st_uid == os.geteuid() and info.st_nlink == 1
 
 
-def read_plain(path: Path) -> bytes:
-    """Read a plain file of any user's, not a link. Raises OSError where there is none."""
-    with os.fdopen(open_plain(path)[0], "rb") as file:
-        return file.read()
-
-
 def read_own(path: Path, owner: int | None = None) -> bytes:
     """Read a file that is believed.
 
@@ -208,3 +202,29 @@ def read_note(path: Path, dir_fd: int | None = None) -> bytes:
         if not stat.S_ISREG(info.st_mode):
             raise OSError(f"{path} is not a plain file")
         return file.read(-1 if info.st_uid == os.geteuid() else MAX_BYTES)
+
+
+def open_regular(path: str | Path, flags: int) -> int:
+    """Open a file that another process may have made: an `opener` for `open`, which does not wait for a pipe's writer.
+
+    Args:
+        path: Path of the file; links are followed.
+        flags: Flags of open(2).
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: It cannot be opened, or is not a file: a pipe, say, or a device.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, "is a pipe, a device or a folder, not a file", str(path))
+    return fd
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a file that another process may have made. Raises OSError as `open_regular` does."""
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read()

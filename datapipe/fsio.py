@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
 import zipfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import xxhash
+
+from .foreign import open_regular
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -37,6 +38,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[Path] = set()  # what cannot be locked or read, for which a warning has been logged
 _locks: set[int] = set()  # descriptors of this process's locks
 OWN_MODE = 0o755  # what only this user writes to, and others may read
+PRIVATE_MODE = 0o700  # what no other user enters
 BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
 
 
@@ -217,62 +219,6 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
-
-
-def open_plain(path: Path) -> tuple[int, bool]:
-    """Open a plain file, not a link, which another user could have planted.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        Its descriptor, and whether it can be written to, and this user made it.
-
-    Raises:
-        OSError: there is none.
-    """
-    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        fd, is_writable = os.open(path, os.O_RDWR | flags), True
-    except OSError:
-        fd, is_writable = os.open(path, os.O_RDONLY | flags), False
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise OSError(0, "is not a plain file")
-    return fd, is_writable and info.st_uid == os.geteuid() and info.st_nlink == 1
-
-
-def open_regular(path: str | Path, flags: int) -> int:
-    """Open a file that another process may have made: an `opener` for `open`, which does not wait for a pipe's writer.
-
-    Args:
-        path: Path of the file; links are followed.
-        flags: Flags of open(2).
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: It cannot be opened, or is not a file: a pipe, say, or a device.
-    """
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.ENXIO, "is a pipe, a device or a folder, not a file", str(path))
-    return fd
-
-
-def read_regular(path: Path) -> bytes:
-    """Read a file that another process may have made. Raises OSError as `open_regular` does."""
-    with open(path, "rb", opener=open_regular) as file:
-        return file.read()
-
-
-def read_plain(path: Path) -> bytes:
-    """Read a plain file, not a link, which another user could have planted. Raises OSError where there is none."""
-    with os.fdopen(open_plain(path)[0], "rb") as file:
-        return file.read()
 
 
 def sync_folder(folder: Path) -> None:

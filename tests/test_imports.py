@@ -26,11 +26,11 @@ GROUND |= {"splits", "clock", "process_id", "foreign"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
     "errors": "",
-    "fsio": "",
+    "foreign": "errors",
+    "fsio": "foreign",
     "names": "",
     "public_data": "",
     "memory": "errors",
-    "foreign": "errors",
     "cluster": "errors",
     "console": "errors",
     "clock": "",
@@ -58,9 +58,9 @@ DATAPIPE = {
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",
 }
-RUNNING = ["checkpoint", "connection", "consistency", "distributed", "evaluate", "job", "loading", "local_checkpoints"]
-RUNNING += ["loop", "objective", "precise_bn", "precision", "profile", "record", "recovery", "rehearsal", "resume"]
-RUNNING += ["owner", "run", "state", "stop", "watch"]
+RUNNING = ["checkpoint", "connection", "consistency", "device", "distributed", "evaluate", "job", "loading"]
+RUNNING += ["local_checkpoints", "loop", "objective", "owner", "precise_bn", "precision", "profile", "record"]
+RUNNING += ["recovery", "rehearsal", "resume", "run", "state", "stop", "watch"]
 BELOW = (
     "errors config ema host_memory kfac losses mixing models optim reporting time_limit "
     "datapipe datapipe.dataset datapipe.loaders datapipe.sampling datapipe.staging"
@@ -68,7 +68,7 @@ BELOW = (
 TRAINER = {
     # 0
     "errors": "datapipe",
-    "fields": "",
+    "fields": "datapipe",
     "host_memory": "",
     "kfac": "",
     "losses": "",
@@ -99,7 +99,7 @@ PACKAGES = {
     "crc32c": ["datapipe/formats/tfrecord.py"],
     "tfrecord": ["datapipe/formats/tfrecord.py"],
     "pyarrow": ["datapipe/sources/parquet.py"],
-    "scipy": ["datapipe/sources/imagenet.py"],
+    "scipy": ["datapipe/sources/imagenet_labels.py"],
     "webdataset": ["datapipe/loaders/tar_streams.py"],
     "braceexpand": ["datapipe/loaders/tar_streams.py"],
     "nvidia": ["datapipe/loaders/dali.py"],

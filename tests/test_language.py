@@ -40,6 +40,7 @@ INTERFACES = {
 }
 COMMANDS = {
     "datapipe/cli/__init__.py",
+    "datapipe/cli/measure.py",
     "datapipe/cli/stage.py",
     "trainer/cli/__init__.py",
     "trainer/cli/results.py",

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from datapipe.fsio import atomic_write, named, open_regular, partial_path
+from datapipe.foreign import open_regular
+from datapipe.fsio import atomic_write, named, partial_path
 
 from .errors import CheckpointError
 

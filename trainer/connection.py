@@ -7,12 +7,10 @@ import logging
 import os
 import signal
 import sys
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -27,13 +25,13 @@ from datapipe import clock
 from datapipe.cluster import Placement, rank_placement
 from datapipe.console import raised_by_signal
 from datapipe.errors import DatapipeError, SettingError
-from datapipe.loaders.device import explain_unseen_gpus
 from datapipe.staging.crew import Crew
 from datapipe.staging.meeting import explain_end, open_crew
 from datapipe.staging.network import interface_addresses
 from datapipe.staging.secret import choose_file
 from datapipe.staging.store import CrewError
 
+from .device import check_own_gpus, choose_device, share_cores
 from .distributed import World
 from .errors import TrainingError
 from .watch import LONG_FACTOR, RANK_TIMEOUT_S, Watch
@@ -45,85 +43,8 @@ REFUSE_S = 10.0  # how long a rank waits for the others only to tell them that i
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
-DEVICES = "auto", "cpu", "cuda"
 _connections: list[Placement] = []  # of this process: at most one; it stays when the connections have ended
 _refusals: list[tuple[str, Path]] = []  # why this process did not connect, and the folder of its run: at most one
-
-
-def choose_device(device: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
-    """Choose the device of a rank.
-
-    A scheduler may show all GPUs of a node to each of its ranks, or to each its own alone.
-
-    Args:
-        device: "cuda" is a GPU, "cpu" the processor, "auto" a GPU where there are any.
-        local_rank: The rank's number on its node.
-        local_world_size: The number of ranks there.
-
-    Returns:
-        The device.
-
-    Raises:
-        SettingError: There is no GPU for "cuda", or the driver has GPUs that torch does not see for "auto": the run
-            would train on the processor, for hours and unasked.
-    """
-    kind = _device_type(device)
-    if kind == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if 1 < count < local_world_size and local_world_size % count:
-        raise SettingError(f"this node has {count} GPUs for {local_world_size} ranks; a rank needs one")
-    return torch.device("cuda", local_rank % count)
-
-
-def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
-    """Raise SettingError where two ranks would share a GPU.
-
-    Args:
-        gpus: By rank, the name of its host and what identifies its GPU; "" on the processor.
-    """
-    for rank, (host, gpu) in enumerate(gpus):
-        first = gpus.index((host, gpu))
-        if gpu and first < rank:
-            raise SettingError(f"ranks {first} and {rank} would share a GPU of {host}; a rank needs one of its own")
-
-
-def _device_type(device: str) -> str:
-    if device not in DEVICES:
-        raise SettingError(f"--device {device}: allowed: {', '.join(DEVICES)}")
-    if device == "cpu":
-        return device
-    if torch.cuda.is_available():
-        return "cuda"
-    unseen = explain_unseen_gpus()
-    if unseen is not None:
-        raise SettingError(f"--device {device}: {unseen}. Use --device cpu to train on the processor")
-    if device == "cuda":
-        raise SettingError("--device cuda: there is no GPU here; allowed: auto, cpu")
-    return "cpu"
-
-
-def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """Let torch use this rank's cores, unless OMP_NUM_THREADS says otherwise."""
-    chosen = environ.get("OMP_NUM_THREADS")
-    # With several ranks, torchrun itself sets 1 where nothing was chosen: too few on most nodes.
-    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ and world.local_world_size > 1):
-        return
-    torch.set_num_threads(world.cores)
-
-
-def share_cores(allowed: Sequence[Collection[int]], rank: int) -> tuple[int, int]:
-    """Divide the cores of a host among its ranks, each of which may be bound to some of them.
-
-    Args:
-        allowed: By rank of this host, the numbers of the cores that it may use.
-        rank: Which of them asks.
-
-    Returns:
-        How many cores they may use together, and the share of this one: of a core that n may use, an n-th.
-    """
-    users = Counter(core for cores in allowed for core in cores)
-    return len(users), max(1, int(sum(Fraction(1, users[core]) for core in allowed[rank])))
 
 
 @contextmanager

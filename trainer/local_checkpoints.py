@@ -14,8 +14,8 @@ from typing import Any
 
 from datapipe import clock
 from datapipe.errors import SettingError, StagingError
-from datapipe.foreign import check_file, check_folder
-from datapipe.fsio import atomic_write, make_folder, named, open_regular
+from datapipe.foreign import check_file, check_folder, open_regular
+from datapipe.fsio import PRIVATE_MODE, atomic_write, make_folder, named
 
 from .checkpoint import BEST, keep_as, move_earlier, save_checkpoint
 from .checkpoint import NAME as CHECKPOINT
@@ -24,7 +24,6 @@ from .reporting.runlog import NAME as METRICS
 logger = logging.getLogger(__name__)
 
 COPY_BYTES = 1 << 20
-PRIVATE_MODE = 0o700  # of the folders that are made for checkpoints: no other user reads or writes there
 
 
 def local_folder(root: Path, run: Path) -> Path | None:

@@ -24,8 +24,9 @@ from datapipe.fsio import atomic_write, make_folder
 from datapipe.staging import StageOptions, stage
 
 from .config.recipe import Recipe
-from .connection import connected, ended_by_signals, set_threads
+from .connection import connected, ended_by_signals
 from .consistency import check_start
+from .device import set_threads
 from .distributed import World, gather, together
 from .host_memory import keep_freed_memory
 from .job import Job, open_job

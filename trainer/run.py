@@ -23,8 +23,9 @@ from datapipe.staging import StageOptions, stage
 from .checkpoint import NAME as CHECKPOINT
 from .checkpoint import set_aside
 from .config.recipe import Recipe
-from .connection import connected, ended_by_signals, set_threads
+from .connection import connected, ended_by_signals
 from .consistency import check_start
+from .device import set_threads
 from .distributed import World, broadcast, together
 from .errors import DivergedError, TrainingError
 from .host_memory import keep_freed_memory

@@ -213,7 +213,7 @@ def make_slots(folder: Path, num_slots: int, slot_bytes: int, block_bytes: int) 
     try:
         for path, content in zip(paths, (b"", tags.tobytes()), strict=True):
             path.unlink(missing_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)  # others may not change it
             try:
                 os.posix_fallocate(fd, 0, len(content) or num_slots * slot_bytes)
                 os.pwrite(fd, content, 0)

@@ -12,7 +12,8 @@ import xxhash
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
 from ..errors import ManifestError
-from ..fsio import atomic_write, checksum_of, open_regular, read_regular
+from ..foreign import open_regular, read_regular
+from ..fsio import atomic_write, checksum_of
 from ..images import Buffer
 from .manifest import INDEX, KEYS, Manifest
 

@@ -15,7 +15,8 @@ import numpy as np
 from ..checks import check_seconds
 from ..console import Progress, format_count
 from ..errors import DatapipeError, ManifestError
-from ..fsio import checksum, open_regular
+from ..foreign import open_regular
+from ..fsio import checksum
 from ..images.codec import check_image
 from ..streams import TIMEOUT_S, in_time, work_on_files
 from . import DataSet

@@ -125,7 +125,7 @@ class Recoder:
         if options.compress:
             self._compress = pnm.compressor(options.compress)
 
-    def __call__(self, data: Buffer, claim: Callable[[int], None] = lambda size: None) -> Recoded:
+    def __call__(self, data: Buffer, claim: Callable[[int], object] = lambda size: None) -> Recoded:
         """Make what is stored of an image.
 
         Args:

@@ -209,21 +209,19 @@ def _checksum(shards: list[Shard], counts: list[int]) -> str:
 
 def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
     """Count the samples in each shard. Ranks that can talk to each other share the work."""
-    distributed = torch.distributed
-    shared = options.world_size > 1 and distributed.is_available() and distributed.is_initialized()
+    shared = options.world_size > 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
     if not shared:
         return [_count(shard, options.timeout_s) for shard in shards]
     counts: dict[int, int] = {}
-    error = None
+    failure = None
     try:
         mine = range(options.rank, len(shards), options.world_size)
         counts = {i: _count(shards[i], options.timeout_s) for i in mine}
-    except DatapipeError as caught:  # all ranks take part in what follows, or those that do would wait forever
-        error = caught
+    except DatapipeError as error:  # all ranks take part in what follows, or those that do would wait forever
+        failure = [type(error).__name__, error.message, error.path and str(error.path), error.shard, error.key]
     from ..staging.store import gather_bytes
 
-    where = error and [type(error).__name__, error.message, error.path and str(error.path), error.shard, error.key]
-    for its in gather_bytes(json.dumps([[*counts.items()], where]).encode()):
+    for its in gather_bytes(json.dumps([[*counts.items()], failure]).encode()):
         its_counts, failure = json.loads(its)
         if failure is not None:
             kind, message, path, shard, key = failure

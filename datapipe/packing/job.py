@@ -85,7 +85,8 @@ class PackJob:
         """Plan, if nobody has, write this task's shards, and finish if they are the last. Raises what `pack` does."""
         out = self.out
         if self.options.overwrite or not out.is_whole():
-            self._check_installed()
+            Recoder(self.options.recode)  # raises MissingBackendError, before a source is listed and OUT is made
+            shard_format(self.options.format).Writer()
         if self.options.task.count > 1:
             return self._run_part()
         with out.hold_alone():
@@ -174,11 +175,6 @@ class PackJob:
                 raise DatapipeError(message, path=out.folder)
             self._check_source(plan)
             return self._complete(plan)
-
-    def _check_installed(self) -> None:
-        """Raise MissingBackendError, before a source is listed and OUT is made, when a package is not installed."""
-        Recoder(self.options.recode)
-        shard_format(self.options.format).Writer()
 
     def _complete(self, plan: Plan) -> PackResult:
         return PackResult(complete(plan, self.out, self.options.bad_allowed(plan.num_samples)))
@@ -297,11 +293,6 @@ def _measure_stored_share(source: Source, options: PackOptions) -> float:
         budget = Budget(options.memory_bytes(), 1)
         with contextlib.suppress(ValueError, OSError, MemoryError):  # packing reports it
             data = samples.read(i, buffer)
-            after += len(recode(data, partial(_claim, budget))[0])
+            after += len(recode(data, partial(budget.claim, is_awaited=lambda: True))[0])
             before += len(data)
     return after / before if before else 1.0
-
-
-def _claim(budget: Budget, size: int) -> None:
-    """Claim memory that nothing else uses. Raises MemoryError for more than may ever be claimed."""
-    budget.claim(size, lambda: True)

@@ -12,7 +12,8 @@ import numpy as np
 from ..dataset.index import RECORD
 from ..dataset.manifest import FileInfo, ShardInfo
 from ..errors import ManifestError
-from ..fsio import UNREADABLE, atomic_write, open_regular
+from ..foreign import open_regular
+from ..fsio import UNREADABLE, atomic_write
 from .options import begin_again
 
 

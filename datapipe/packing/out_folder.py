@@ -26,7 +26,8 @@ from typing import Any
 
 from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, SPLITS, STATE, Manifest
 from ..errors import ManifestError, SettingError
-from ..fsio import atomic_write, locked, make_folder, read_regular, sync_folder
+from ..foreign import read_regular
+from ..fsio import atomic_write, locked, make_folder, sync_folder
 from ..process_id import ProcessId
 from .journal import Journal
 from .options import begin_again

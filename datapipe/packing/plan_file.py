@@ -13,7 +13,8 @@ import numpy as np
 
 from ..dataset.manifest import SPLITS
 from ..errors import ManifestError
-from ..fsio import UNREADABLE, atomic_write, open_regular
+from ..foreign import open_regular
+from ..fsio import UNREADABLE, atomic_write
 from ..sources import Samples, samples_class, samples_name
 from .options import begin_again
 from .plan import Plan, SplitPlan

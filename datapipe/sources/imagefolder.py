@@ -265,9 +265,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
         ValueError: Folders lie too deep, since a descriptor of each folder above stays open; or a link leads out.
     """
     fd = fds[-1]
-    images: list[str] = []
-    folders: list[str] = []
-    links: list[str] = []
+    images, folders, links = list[str](), list[str](), list[str]()
     try:
         if len(fds) > MAX_DEPTH:
             raise ValueError(f"holds folders more than {MAX_DEPTH} deep")

@@ -11,8 +11,6 @@ images in LOC_val_solution.csv. Classes are the synsets (WordNet ids) in their o
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -21,27 +19,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import MissingBackendError, SourceError
+from ..errors import SourceError
 from ..formats.tar_listing import Member, list_members
 from ..splits import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
 from .archive_members import ArchiveMembers, ListedArchive, join
 from .files import Files
 from .imagefolder import ClassTree
+from .imagenet_labels import DEVKITS, LABELS, SOLUTION, ValLabels, read_labels
 from .listing import LeftOut, Listing, is_hidden, is_image, is_in_hidden
 from .paths import opened
-from .unpacked import members, read_file
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-DEVKITS = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz")
-GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
 CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.(?i:jpe?g|png)")
-SOLUTION, KAGGLE = "LOC_val_solution.csv", Path("ILSVRC/Data/CLS-LOC")
-SOLUTION_ID = re.compile(r"ILSVRC2012_val_(\d{8})")
-LABELS = f"{' or '.join(DEVKITS)} (from image-net.org) or {SOLUTION} (from Kaggle)"
-NUM_CLASSES = 1000
-MAX_DEVKIT_BYTES = 64 << 20  # of the two files that are read, which have 1 MB
+KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 LOOKED_AT = 8  # entries of val/, to see what they are
 LISTERS = 32  # class tars listed at once: hides a shared filesystem's latency
 
@@ -75,7 +67,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     names = set(os.listdir(path))
     _check_names(path, names, listing.left_out)
     is_flat = "val" in names and _is_flat(path / "val")
-    known = _read_labels(root, path, bounds) if VAL in names or is_flat else None  # at first: it may need a package
+    known = read_labels(root, path, bounds) if VAL in names or is_flat else None  # at first: it may need a package
     if known is None and (is_flat or (VAL in names and "val" not in names)):
         raise SourceError(f"holds {'val images' if is_flat else VAL} without its labels{_advice(path)}", path=path)
     splits: dict[str, Samples] = {}
@@ -206,14 +198,6 @@ def _stem(path: str) -> str:
 # --- val --------------------------------------------------------------------------------------------
 
 
-class _Known(NamedTuple):
-    """The labels of the val images, and all classes, as WordNet ids."""
-
-    where: Path
-    wnids: dict[int, str]  # by the image's number
-    classes: list[str]
-
-
 class _ValImages(NamedTuple):
     """The val images: in an archive, whose members are given, or files of a folder."""
 
@@ -221,7 +205,7 @@ class _ValImages(NamedTuple):
     names: list[str]  # without folders
     members: list[Member]  # none: files
 
-    def labelled(self, known: _Known, classes: list[str], bounds: str | None) -> tuple[list[str], Samples]:
+    def labelled(self, known: ValLabels, classes: list[str], bounds: str | None) -> tuple[list[str], Samples]:
         """Return the classes (those of the labels, if there is no train split), and the samples.
 
         Raises SourceError where an image has no label, or the train split not its class.
@@ -272,81 +256,3 @@ def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImage
             else:
                 left_out.add(str(folder / entry.name), "not named as a val image")
     return _ValImages(folder, sorted(names), [])
-
-
-def _read_labels(root: Path, path: Path, bounds: str | None) -> _Known | None:
-    """Read the labels of the val images from the devkit, or Kaggle's table; None if there is neither.
-
-    Args:
-        root: The folder that the user gave.
-        path: The folder of the images, the same or below it.
-        bounds: See `paths`.
-
-    Raises:
-        SourceError: They cannot be read, or do not agree.
-    """
-    places = dict.fromkeys(folder / name for folder in (root, path) for name in (*DEVKITS, SOLUTION))
-    found = [place for place in places if place.exists()]
-    known = [(_read_solution if place.name == SOLUTION else _read_devkit)(place, bounds) for place in found]
-    for other in known[1:]:
-        if other.wnids != known[0].wnids:
-            raise SourceError(f"has other labels than {known[0].where}: remove one of them", path=other.where)
-    return known[0] if known else None
-
-
-def _read_solution(path: Path, bounds: str | None) -> _Known:
-    """Read Kaggle's table: the image's name, and in PredictionString its class and a box, once per object."""
-    wnids: dict[int, str] = {}
-    try:
-        text = read_file(str(path), bounds, MAX_DEVKIT_BYTES).decode("utf-8-sig")
-        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
-            match, words = SOLUTION_ID.fullmatch(row["ImageId"]), row["PredictionString"].split()
-            (wnid,) = set(words[::5])
-            if not match or len(words) % 5 or int(match[1]) in wnids:
-                raise ValueError
-            wnids[int(match[1])] = wnid
-    except (ValueError, KeyError, AttributeError, csv.Error) as error:
-        where = f"after image {max(wnids)}" if wnids else "in its first row"
-        raise SourceError(
-            f"is not Kaggle's table of the val images' classes: {where} something else stands than ImageId and "
-            "PredictionString", path=path,
-        ) from error  # fmt: skip
-    return _Known(path, wnids, sorted(set(wnids.values())))
-
-
-def _read_devkit(path: Path, bounds: str | None) -> _Known:
-    truth, meta = _devkit_files(path, bounds)
-    wnids = _wnids(path, meta)
-    try:
-        labels = {number: wnids[int(line)] for number, line in enumerate(truth.split(), 1)}
-    except (ValueError, KeyError) as error:
-        raise SourceError(f"{GROUND_TRUTH} has a line that is not the number of a class: {error}", path=path) from error
-    return _Known(path, labels, sorted(wnids.values()))
-
-
-def _devkit_files(path: Path, bounds: str | None) -> tuple[bytes, bytes]:
-    """Read the labels of the val images, and the classes, from an unpacked devkit or its archive."""
-    names = {GROUND_TRUTH, META}
-    if path.is_dir():
-        contents = {name: read_file(str(path / name), bounds, MAX_DEVKIT_BYTES) for name in names}
-    else:
-        inside = members(str(path), bounds, names, MAX_DEVKIT_BYTES)
-        contents = {"/".join(name.split("/")[-2:]): data for name, data in inside if data is not None}
-    if missing := names - contents.keys():
-        raise SourceError(f"lacks {' and '.join(sorted(missing))}", path=path)
-    return contents[GROUND_TRUTH], contents[META]
-
-
-def _wnids(path: Path, meta: bytes) -> dict[int, str]:
-    """Return the WordNet id of each class by its number in the challenge, without inner nodes (numbers over 1000)."""
-    try:
-        from scipy.io import loadmat
-    except ImportError as error:
-        message = "the labels of ImageNet's val images need scipy"
-        raise MissingBackendError.for_extra(message, "imagenet", path) from error
-    try:
-        synsets = np.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
-        pairs = [(int(synset["ILSVRC2012_ID"]), str(synset["WNID"])) for synset in synsets]
-    except Exception as error:  # scipy raises all sorts for a broken file
-        raise SourceError(f"{META} cannot be read: {error}", path=path) from error
-    return {number: wnid for number, wnid in pairs if number <= NUM_CLASSES}

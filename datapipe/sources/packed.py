@@ -12,7 +12,8 @@ from ..dataset import DataSet
 from ..dataset.index import check_keys, read_keys
 from ..dataset.manifest import KEYS, QUARANTINE, Manifest, find_data_sets
 from ..errors import ManifestError, SettingError
-from ..fsio import checksum, read_regular
+from ..foreign import read_regular
+from ..fsio import checksum
 from ..images import Buffer, pnm
 from . import Samples, Source
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..dataset.manifest import MANIFEST, read_content
 from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
 from ..foreign import check_folder
+from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
 from ..streams import in_time
 from .cache import remove_earlier
 from .copy import stage_copies
@@ -46,6 +47,8 @@ def stage_or_join(
         if copy.has_slots() or (joins and copy.may_be_used()):
             copy.touch()
             return copy.target, False
+        make_folder(cache.parent, PRIVATE_MODE)
+        make_folder(cache, OWN_MODE)
         is_own = copy.target.parent == cache
         options = replace(options, evict=is_own)
         (staged,) = stage_copies(source, copy.target, [copy], options, trusts=True, holds=holds, checks_beside=False)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ..dataset.arriving import LANDED, PARTIAL, map_head, temporary_path
 from ..dataset.manifest import FileInfo
-from ..foreign import READ, open_own
-from ..fsio import checksum, named, open_regular
+from ..foreign import READ, open_own, open_regular
+from ..fsio import checksum, named
 from ..streams import Moved
 
 logger = logging.getLogger(__name__)

@@ -85,14 +85,14 @@ class LocalCopy:
     def has_manifest(self) -> bool:
         """Return whether the manifest is in place and whole."""
         try:
-            return _read_there(self.target) == self.content
+            return read_content(self.target) == self.content
         except ManifestError:
             return False
 
     def other_manifest(self) -> Manifest | None:
         """Return the manifest that is in place, if it is whole and another data set's."""
         try:
-            content = _read_there(self.target)
+            content = read_content(self.target)
             other = Manifest.parse(content, self.target / MANIFEST)
         except ManifestError:
             return None
@@ -290,13 +290,6 @@ class LocalCopy:
     def _state_of(self, name: str) -> list[int]:
         info = (self.target / name).stat()
         return [info.st_ino, info.st_size, info.st_mtime_ns]
-
-
-def _read_there(folder: Path) -> bytes:
-    """Read a copy's manifest. Raises ManifestError, also where it is a pipe, whose writer might never come."""
-    if not (folder / MANIFEST).is_file():
-        raise ManifestError("is not a file", path=folder / MANIFEST)
-    return read_content(folder)
 
 
 def compute_digest(content: bytes) -> str:

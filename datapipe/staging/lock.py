@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import clock
 from ..errors import StagingError
-from ..foreign import open_plain
+from ..foreign import check_folder, open_plain
 from ..fsio import OWN_MODE, lock_holder, lock_holders, locked, make_folder
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
 
     Raises:
         BusyError: another process holds it, and `waits` is False, or that process does nothing.
+        StagingError: other users could change the folder.
         FileNotFoundError: the folder is removed again and again, or cannot be made.
     """
     begun, said, state = clock.now(), float("-inf"), _state_of(folder)
@@ -74,6 +75,7 @@ def hold_lock(folder: Path, patience_s: float, waits: bool = True) -> Iterator[b
                 said = now
                 logger.info("%s: waiting for %s, which holds its lock", folder, holder)
             time.sleep(LOOK_S)
+        check_folder(folder)  # in a folder such as /tmp, another user may have made it first
         yield is_locked
 
 

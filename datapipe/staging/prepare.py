@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..dataset.manifest import find_data_sets, read_content
+from ..fsio import PRIVATE_MODE, make_folder
 from ..streams import in_time
 from .cache import CachedCopy
 from .keep import hold_copy, keep_for_job
@@ -145,6 +146,7 @@ def prepare(
         StagingError, SettingError: as `stage`.
     """
     beside = check(source, local, copies, options, checks_beside)
+    make_folder(local.parent, PRIVATE_MODE)
     keep_for_job(local, options.placement.job, os.environ)
     in_place = [copy.find_present(options.timeout_s, trusts, False) if copy.has_manifest() else {} for copy in copies]
     is_whole = [len(present) == copy.num_files for copy, present in zip(copies, in_place, strict=True)]

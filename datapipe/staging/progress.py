@@ -20,8 +20,8 @@ from ..dataset.arriving import LANDED
 from ..dataset.block_slots import BlockSlots
 from ..dataset.manifest import MANIFEST
 from ..errors import StagingError
-from ..foreign import open_own, read_plain
-from ..fsio import OWN_MODE, make_folder
+from ..foreign import open_own, read_note
+from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
 from ..streams import TIMEOUT_S
 from .lock import find_holder
 from .origin import ORIGIN, Origin
@@ -121,7 +121,7 @@ def _count(copy: Path, names: Collection[str] = ()) -> tuple[int, int]:
     for entry in os.scandir(copy):
         with suppress(OSError, ValueError):
             if entry.name.endswith(f".{LANDED}") and entry.name.startswith("."):
-                head, flags = read_plain(Path(entry.path)).split(b"\n", 1)
+                head, flags = read_note(Path(entry.path)).split(b"\n", 1)
                 _, size, chunk = head.split()
                 landed += min(flags[:-1].count(1) * int(chunk), int(size))
             elif entry.name.startswith(".") or entry.name == MANIFEST or (names and entry.name not in names):
@@ -173,6 +173,7 @@ def continue_in_background(local: Path) -> Background | None:
     """
     before = _count_landed(local)
     try:
+        make_folder(local.parent, PRIVATE_MODE)
         make_folder(local, OWN_MODE)
         log = open_own(local / LOG, os.O_APPEND)
     except (OSError, StagingError) as error:
@@ -263,7 +264,7 @@ def _count_landed(local: Path) -> int:
 
 def _last_words(local: Path) -> str:
     with suppress(OSError):
-        lines = read_plain(local / LOG).decode(errors="replace").strip().splitlines()
+        lines = read_note(local / LOG).decode(errors="replace").strip().splitlines()
         if lines:
             return f" ({local / LOG}: {lines[-1].removeprefix('error: ')})"
     return ""

@@ -13,6 +13,7 @@ from ..dataset.index import open_index
 from ..dataset.manifest import MANIFEST
 from ..dataset.shard_files import room_for
 from ..errors import SettingError, StagingError
+from ..fsio import PRIVATE_MODE, make_folder
 from ..sampling.block_order import grid, longest
 from ..streams import in_time
 from .copy import Staged, stage_copies
@@ -55,6 +56,7 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
         raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
     _check_folder(largest, options)
     room = in_time(lambda: _plan_room(largest, left, options), largest.source, options.timeout_s)
+    make_folder(local.parent, PRIVATE_MODE)
     with ExitStack() as stack:
         is_alone = False
         if smaller:  # stagers of other data sets wait; else their target is locked

@@ -375,7 +375,7 @@ def test_colour_in_train_and_grey_in_val(tmp_path, photo, encoded):
     shards = [(tmp_path / name / "train" / "shard-000000.tar").read_bytes() for name in ("own", "grey", "rgb")]
     assert shards[0] == shards[1] == shards[2]  # files are stored as they are
     with DataSet(tmp_path / "small" / "train") as data_set:
-        assert read_header(data_set.read(0)).channels == 1  # what is encoded anew has no colour to be left out
+        assert read_header(data_set.read(0)).channels == 1  # what is re-encoded has no colour to be left out
     assert run("convert", tmp_path / "rgb", tmp_path / "zip", "--format", "zip").exit_code == 0
     assert Manifest.read(tmp_path / "zip" / "val").channels == 3
 

@@ -37,7 +37,7 @@ def command_lines(page: Path) -> Iterator[list[str]]:
                 continue
             starts = [words.index(program) for program in PROGRAMS if program in words]
             if starts:
-                yield words[min(starts) :]
+                yield [word for word in words[min(starts) :] if not word.startswith(">")]  # into a file
 
 
 # A test that takes one of these runs once for each such page.

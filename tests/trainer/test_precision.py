@@ -49,7 +49,7 @@ def test_a_gpu_multiplies_in_tf32_where_it_is_asked_for():
     [False, pytest.param(True, marks=pytest.mark.slow)],  # for which torch imports its compiler
 )
 def test_kernels_are_the_fastest_or_give_the_same_bits(deterministic, monkeypatch):
-    """As long as a run goes on; then all is as it was."""
+    """As long as a run lasts; then all is as it was."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.backends.cudnn.benchmark
     with kernels_chosen(deterministic):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
 from trainer import distributed
-from trainer.connection import NCCL_ERRORS, _leave_errors_to_watch, set_threads, share_cores
+from trainer.connection import NCCL_ERRORS, _leave_errors_to_watch
+from trainer.device import set_threads, share_cores
 from trainer.distributed import World, together, wrap
 from trainer.errors import TrainingError
 

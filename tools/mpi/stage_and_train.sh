@@ -51,19 +51,9 @@ if [[ $nodes -ne $(sort -u <<<"$hosts" | wc -l) ]]; then
 fi
 master=${MASTER_ADDR:-$(head -n 1 <<<"$hosts")}
 
-# What lies on a node's disk is trained on. So the folder above it is made with mode 700, and must be this user's or
-# root's, and writable by others only if it is sticky, such as /tmp.
-# shellcheck disable=SC2016
-{
-    stage='above=$(dirname "$2"); mkdir -p -m 700 "$above" || :; '
-    stage+='if [ "$(find "$above" "$above/." -maxdepth 0 \( ! -user 0 ! -user "$(id -u)" '
-    stage+='-o ! -type l -perm /022 ! -perm -1000 \))" ]; then '
-    stage+='echo "$above: other users could change it: choose another LOCAL, or chmod go-w it if it is yours" >&2; '
-    stage+='exit 1; fi; exec "$0" stage "$@"'
-}
 # By their paths, as the other hosts' PATH may not have them. MPICH's mpiexec tells no name of the job: hence the port.
 port=$((20000 + $$ % 10000))
-on_each_host env MASTER_PORT="$port" bash -c "$stage" "$(command -v datapipe)" "$data" "$local" --master "$master"
+on_each_host env MASTER_PORT="$port" "$(command -v datapipe)" stage "$data" "$local" --master "$master"
 # Without this folder on Python's path, a user's own trainer.py there is not what trains.
 on_each_host env PYTHONSAFEPATH=1 "$(command -v torchrun)" --nnodes="$nodes" --nproc-per-node="${RANKS_PER_NODE:-1}" \
     --rdzv-id="mpi-$$" --rdzv-backend=c10d --rdzv-endpoint="$master:$port" \

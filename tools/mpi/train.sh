@@ -20,18 +20,7 @@ export OMPI_MCA_hwloc_base_binding_policy=none PRTE_MCA_hwloc_default_binding_po
 # The processes meet at the first host. Programs by their paths, as the other hosts' PATH may not have them.
 first=$(mpirun "$@" -n 1 hostname)
 
-# What lies on a node's disk is trained on. So the folder above it is made with mode 700, and must be this user's or
-# root's, and writable by others only if it is sticky, such as /tmp.
-# shellcheck disable=SC2016
-{
-    stage='above=$(dirname "$2"); mkdir -p -m 700 "$above" || :; '
-    stage+='if [ "$(find "$above" "$above/." -maxdepth 0 \( ! -user 0 ! -user "$(id -u)" '
-    stage+='-o ! -type l -perm /022 ! -perm -1000 \))" ]; then '
-    stage+='echo "$above: other users could change it: choose another LOCAL, or chmod go-w it if it is yours" >&2; '
-    stage+='exit 1; fi; exec "$0" stage "$@"'
-}
-mpirun "$@" -n 2 --map-by ppr:1:node bash -c "$stage" "$(command -v datapipe)" \
-    /shared/packed/imagenet /local/imagenet --master "$first"
+mpirun "$@" -n 2 --map-by ppr:1:node "$(command -v datapipe)" stage /shared/packed/imagenet /local/imagenet --master "$first"
 export MASTER_ADDR=$first MASTER_PORT=$((20000 + $$ % 10000))
 mpirun "$@" -n 8 --map-by ppr:4:node -x MASTER_ADDR -x MASTER_PORT \
     "$(command -v trainer)" train imagenet-resnet50 --data /local/imagenet --out /shared/runs/imagenet --resume \

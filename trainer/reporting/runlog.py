@@ -13,7 +13,7 @@ from statistics import harmonic_mean, median
 from typing import Any
 
 from datapipe.errors import DatapipeError, WrongPathError
-from datapipe.fsio import read_regular
+from datapipe.foreign import read_regular
 
 NAME = "metrics.jsonl"
 FORMAT = 1

@@ -14,9 +14,10 @@ from datapipe.dataset.verify import verify
 from datapipe.errors import StagingError
 from datapipe.foreign import check_file, check_folder, open_own, read_own
 from datapipe.fsio import boot_id
-from datapipe.staging import stage, stage_once
+from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cache import evict, find_copies
 from datapipe.staging.local_copy import CHECKED
+from datapipe.staging.lock import hold_lock
 from datapipe.staging.origin import ORIGIN
 from tests.datapipe.staging.data_sets import needs_root
 
@@ -112,6 +113,13 @@ def test_local_in_a_folder_that_another_user_has_made(public):
     assert not [*(public / "alice").iterdir()]
 
 
+def test_a_folder_that_another_user_makes_first_is_not_locked(tmp_path):
+    (tmp_path / "fms").mkdir()
+    give_away(tmp_path / "fms")
+    with pytest.raises(StagingError, match=f"^{tmp_path}/fms: is user nobody's"), hold_lock(tmp_path / "fms", 1.0):
+        pass
+
+
 def test_another_users_word_that_files_were_checked_is_not_believed(public, caplog):
     """Bytes were changed, and the note says that they are good."""
     source = public / "source" / "val"
@@ -142,14 +150,20 @@ def test_another_users_word_keeps_no_copy(public, name, caplog):
 
 
 def test_what_staging_makes_is_believed_whatever_the_umask(public, monkeypatch):
+    """And no other user enters the folders above LOCAL that it makes."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     before = os.umask(0)
     try:
-        copy = stage_once(public / "source" / "val", public / "new" / "cache")
+        copy = stage_once(public / "source" / "val", public / "new" / "a" / "cache")
+        stage(public / "source", public / "new" / "b" / "fms")
+        stage(public / "source", public / "new" / "c" / "fms", StageOptions(mode="slice", capacity_bytes=1_000_000))
     finally:
         os.umask(before)
     check_folder(copy)
     for path in (public / "new", *(public / "new").rglob("*")):
         assert not path.stat().st_mode & 0o022, path
+    made = public / "new", *(public / "new" / name for name in "abc")
+    assert [oct(path.stat().st_mode & 0o777) for path in made] == ["0o700"] * 4
+    assert [oct(path.stat().st_mode & 0o777) for path in (public / "new").glob("*/*")] == ["0o755"] * 3
     assert {ORIGIN, CHECKED} <= {path.name for path in copy.iterdir()}
     shutil.rmtree(public / "new")

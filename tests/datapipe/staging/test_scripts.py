@@ -195,29 +195,6 @@ def test_mpi_stages_on_each_host_and_then_trains(run, noted, local, enter, tmp_p
         assert "--rdzv-backend=c10d --rdzv-endpoint=node1:2" in line and line.endswith(run_there)
 
 
-@needs_names
-@pytest.mark.parametrize("kind", ["another user's", "a mode", "a link"])
-def test_nothing_is_staged_below_a_folder_that_others_could_change(run, noted, tmp_path, kind):
-    """In a folder such as /tmp, another user has made USER, or can write to it. If nothing is there, it is made."""
-    above = tmp_path / "tmp" / "somebody"
-    above.parent.mkdir(mode=0o1777)
-    launch = program(tmp_path / "launch", '#!/bin/sh\nOMPI_COMM_WORLD_RANK=0 exec "$@"\n')
-    env = noted | {"LOCAL": str(above / "fashion"), "MPIRUN": str(launch)}
-    run(*mpi_line(tmp_path, "packed"), env=env)
-    assert above.stat().st_mode & 0o7777 == 0o700 and len(read_noted(tmp_path)) == 2
-    if kind == "a mode":
-        above.chmod(0o777)
-    elif kind == "a link":
-        above.rename(tmp_path / "elsewhere")
-        above.symlink_to(tmp_path / "elsewhere")
-        os.chown(above, 65534, 65534, follow_symlinks=False)
-    else:
-        os.chown(above, 65534, 65534)
-    done = run(*mpi_line(tmp_path, "packed"), env=env, check=1)
-    assert f"{above}: other users could change it: choose another LOCAL" in done.stderr
-    assert len(read_noted(tmp_path)) == 2
-
-
 def test_mpi_refuses_two_processes_on_a_host(run, noted, tmp_path):
     text = '#!/bin/sh\nfor rank in 0 1; do OMPI_COMM_WORLD_RANK=$rank "$@"; done\n'
     env = noted | {"LOCAL": str(tmp_path / "local"), "MPIRUN": str(program(tmp_path / "launch", text))}

@@ -1,0 +1,93 @@
+"""The device of a rank, and its share of the node's cores."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+
+import torch
+
+from datapipe.errors import SettingError
+from datapipe.loaders.device import explain_unseen_gpus
+
+from .distributed import World
+
+DEVICES = "auto", "cpu", "cuda"
+
+
+def choose_device(device: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+    """Choose the device of a rank.
+
+    A scheduler may show all GPUs of a node to each of its ranks, or to each its own alone.
+
+    Args:
+        device: "cuda" is a GPU, "cpu" the processor, "auto" a GPU where there are any.
+        local_rank: The rank's number on its node.
+        local_world_size: The number of ranks there.
+
+    Returns:
+        The device.
+
+    Raises:
+        SettingError: There is no GPU for "cuda", or the driver has GPUs that torch does not see for "auto": the run
+            would train on the processor, for hours and unasked.
+    """
+    kind = _device_type(device)
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if 1 < count < local_world_size and local_world_size % count:
+        raise SettingError(f"this node has {count} GPUs for {local_world_size} ranks; a rank needs one")
+    return torch.device("cuda", local_rank % count)
+
+
+def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
+    """Raise SettingError where two ranks would share a GPU.
+
+    Args:
+        gpus: By rank, the name of its host and what identifies its GPU; "" on the processor.
+    """
+    for rank, (host, gpu) in enumerate(gpus):
+        first = gpus.index((host, gpu))
+        if gpu and first < rank:
+            raise SettingError(f"ranks {first} and {rank} would share a GPU of {host}; a rank needs one of its own")
+
+
+def _device_type(device: str) -> str:
+    if device not in DEVICES:
+        raise SettingError(f"--device {device}: allowed: {', '.join(DEVICES)}")
+    if device == "cpu":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    unseen = explain_unseen_gpus()
+    if unseen is not None:
+        raise SettingError(f"--device {device}: {unseen}. Use --device cpu to train on the processor")
+    if device == "cuda":
+        raise SettingError("--device cuda: there is no GPU here; allowed: auto, cpu")
+    return "cpu"
+
+
+def set_threads(world: World, environ: Mapping[str, str] = os.environ) -> None:
+    """Let torch use this rank's cores, unless OMP_NUM_THREADS says otherwise."""
+    chosen = environ.get("OMP_NUM_THREADS")
+    # With several ranks, torchrun itself sets 1 where nothing was chosen: too few on most nodes.
+    if chosen and not (chosen == "1" and "TORCHELASTIC_RUN_ID" in environ and world.local_world_size > 1):
+        return
+    torch.set_num_threads(world.cores)
+
+
+def share_cores(allowed: Sequence[Collection[int]], rank: int) -> tuple[int, int]:
+    """Divide the cores of a host among its ranks, each of which may be bound to some of them.
+
+    Args:
+        allowed: By rank of this host, the numbers of the cores that it may use.
+        rank: Which of them asks.
+
+    Returns:
+        How many cores they may use together, and the share of this one: of a core that n may use, an n-th.
+    """
+    users = Counter(core for cores in allowed for core in cores)
+    return len(users), max(1, int(sum(Fraction(1, users[core]) for core in allowed[rank])))
