@@ -26,7 +26,8 @@ class Placement:
         has_store: whether the launcher keeps a store of torch's at that port.
         launcher: what said so, for messages; empty where nothing did.
         job: the scheduler's number of the job, or else the launcher's own name of it; "" without one.
-        has_own_port: whether other jobs have another port: the job has a name, or the user has set the port.
+        has_own_port: whether other jobs have another port: the job has a name, or the user has set the port, or
+            numbers the processes by hand, and knows which jobs share a host.
     """
 
     rank: int = 0
@@ -88,7 +89,7 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
     address = master or environ.get("MASTER_ADDR") or _first_host(environ, is_step)
     if not address and is_on_one_host(environ, place.launcher):
         address = "localhost"
-    has_own_port = bool(place.job) or "MASTER_PORT" in environ
+    has_own_port = bool(place.job) or "MASTER_PORT" in environ or explicit is not None
     return replace(place, master=address, port=port, has_store=has_store, has_own_port=has_own_port)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import stat
@@ -19,14 +20,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .. import clock
 from ..foreign import READ
 from ..fsio import make_folder
 from .store import CrewError
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "DATAPIPE_SECRET_FILE"
 NUM_DIGITS = 64  # of a secret, and of a tag
 WRITE_S = 10.0  # how long the process that makes the file may take to write to it
 LOOK_S = 0.05
+NO_SECRET = 0o400  # mode of an empty file, by which the process that has made it says that it cannot write there
 REMEDY = f"set {VARIABLE} to a file, which need not exist yet, in a folder of yours that all nodes share"
 
 
@@ -44,8 +49,15 @@ def choose_file(run: Path | None = None) -> Path:
     return Path(state or Path.home() / ".local" / "state", "datapipe", "secret")
 
 
+class _NoRoomError(OSError):
+    """The secret cannot be written."""
+
+
 def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) -> bytes:
     """Read the secret. The first process makes the file, which no other user can read.
+
+    Where nothing can be written to a run's folder, the secret is the one in the user's home: a run may
+    need no room, and else says itself what is wrong.
 
     Args:
         path: Of the file.
@@ -58,7 +70,7 @@ def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) 
     Raises:
         CrewError: It cannot be made or read, or other users could have read or written it.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = clock.now() + patience_s
     try:
         if makes_it:
             _make(path)
@@ -66,26 +78,43 @@ def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) 
             secret = _read(path)
             if len(secret) == NUM_DIGITS:
                 return secret
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise CrewError("holds no whole secret: remove it", path=path)
             time.sleep(LOOK_S)
+    except _NoRoomError as error:
+        own = choose_file()
+        if path == own:
+            raise _explain(path, error) from error
+        logger.info("%s cannot be written: the processes of this job share the secret in %s", path, own)
+        return read_secret(own, makes_it, patience_s)
     except OSError as error:
-        what = "is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
-        raise CrewError(f"{what}: the processes of a job share a secret in it; {REMEDY}", path=path) from error
+        raise _explain(path, error) from error
+
+
+def _explain(path: Path, error: OSError) -> CrewError:
+    what = "is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
+    return CrewError(f"{what}: the processes of a job share a secret in it; {REMEDY}", path=path)
 
 
 def _make(path: Path) -> None:
-    make_folder(path.parent)
+    """Make the file, unless there is one. Raises _NoRoomError."""
     try:
+        make_folder(path.parent)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return
-    with os.fdopen(fd, "wb") as file:
-        file.write(secrets.token_hex(NUM_DIGITS // 2).encode())
+    except OSError as error:
+        if os.path.lexists(path):  # another process has made it
+            return
+        raise _NoRoomError(error.errno, error.strerror) from error
+    try:
+        os.write(fd, secrets.token_hex(NUM_DIGITS // 2).encode())
+    except OSError:
+        os.fchmod(fd, NO_SECRET)  # which `_read` finds, here and on other nodes
+    finally:
+        os.close(fd)
 
 
 def _read(path: Path) -> bytes:
-    """Read what is there of the secret; b"" before there is a file."""
+    """Read what is there of the secret; b"" before there is a file. Raises _NoRoomError."""
     try:
         fd = os.open(path, READ)
     except FileNotFoundError:
@@ -94,6 +123,8 @@ def _read(path: Path) -> bytes:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise CrewError(f"is not a file of mode 600 of this user's: remove it, or {REMEDY}", path=path)
+        if not info.st_size and stat.S_IMODE(info.st_mode) == NO_SECRET:
+            raise _NoRoomError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return file.read(NUM_DIGITS + 1)
 
 

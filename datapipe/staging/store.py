@@ -51,8 +51,8 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float, option
             lambda: dist.TCPStore(*place, is_master=is_keeper, timeout=limit, wait_for_workers=False), name, timeout_s
         )
     except RuntimeError as error:
-        what = "cannot listen" if is_keeper else "process 0 does not answer"
-        raise CrewError(f"{name}: {what}: {error}") from error
+        what = "cannot listen, as another job may do there: set another MASTER_PORT for all processes of this one"
+        raise CrewError(f"{name}: {what if is_keeper else 'process 0 does not answer'}: {error}") from error
     except DatapipeError as error:
         what = f"what listens there is not process 0, or does not answer within {timeout_s:g} s ({option})"
         raise CrewError(f"{name}: {what}") from error

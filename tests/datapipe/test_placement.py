@@ -112,6 +112,11 @@ def test_training_and_staging_have_ports_of_their_own():
     assert store.train_port == store.port == 29500
 
 
+def test_who_numbers_the_nodes_by_hand_need_set_no_port():
+    assert placement({}, "1/4", "n0").find_port_problem() == ""
+    assert placement(MPICH, "1/4", "n0").find_port_problem() == "" != placement(MPICH).find_port_problem()
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [

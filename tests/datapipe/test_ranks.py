@@ -25,7 +25,7 @@ def step(tasks: int, nodes: int, index: int = 0) -> dict[str, str]:
     """What srun gives to a task of a step."""
     return {
         "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_ID": "0", "SLURM_PROCID": str(index), "SLURM_STEP_NODELIST": f"n[1-{nodes}]",
+        "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(index), "SLURM_STEP_NODELIST": f"n[1-{nodes}]",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -70,6 +71,26 @@ def test_a_file_that_others_could_have_read_or_written_is_no_secret(tmp_path):
     (tmp_path / "short").touch(0o600)
     with pytest.raises(CrewError, match="no whole secret: remove it"):
         read_secret(tmp_path / "short", patience_s=0)
+
+
+def test_where_a_run_has_no_room_the_secret_is_the_users_own(tmp_path, monkeypatch):
+    """The process that finds the disk full says so to those that only read: they see an empty file of mode 400."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "file").write_text("in the place of a folder")
+    own = read_secret(tmp_path / "file" / ".secret")
+    assert own == read_secret(choose_file())
+    (tmp_path / "run").mkdir()
+
+    def write(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write)
+        assert read_secret(tmp_path / "run" / ".secret") == own
+    assert read_secret(tmp_path / "run" / ".secret", patience_s=0) == own
+    with pytest.raises(CrewError, match=r"file/datapipe.*set DATAPIPE_SECRET_FILE"):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+        read_secret(tmp_path / "run" / ".secret")
 
 
 def test_where_the_secret_is(monkeypatch):
