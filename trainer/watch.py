@@ -238,9 +238,8 @@ class Watch:
         _, what, _, seconds, _ = self._describe()
         who = "" if self._crew is None else f"rank {self._rank}: "
         line = f"error: {who}the run ends, because {reason}. {'This rank: ' if who else 'It was: '}{what}, for"
-        os.write(
-            2, f"{printable(line)} {seconds:.0f} s\n".encode()
-        )  # not by logging, whose lock a thread that hangs may hold
+        # Not by logging, whose lock a thread that hangs may hold.
+        os.write(2, f"{printable(line)} {seconds:.0f} s\n".encode())
         if self._crew is not None and self._rank == 0:
             try:
                 self._crew.announce(VERDICT, reason)
