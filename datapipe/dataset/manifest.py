@@ -14,7 +14,6 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ManifestError, WrongPathError
-from ..foreign import read_regular
 from ..fsio import atomic_write
 
 MANIFEST = "manifest.json"
@@ -180,7 +179,7 @@ def read_content(folder: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ManifestError(f"has more than {MAX_BYTES:,} bytes: it is not a manifest", path=path)
-        return read_regular(path)
+        return path.read_bytes()
     except FileNotFoundError:
         raise _no_data_set(Path(folder)) from None
     except OSError as error:

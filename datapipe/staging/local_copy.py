@@ -59,18 +59,12 @@ class LocalCopy:
 
     @classmethod
     def of_content(cls, source: Path, target: Path, content: bytes) -> LocalCopy:
-        """Describe the copy of a data set.
+        """Describe the copy of a data set, and return that. Raises ManifestError where the manifest cannot be read.
 
         Args:
             source: the data set's folder.
             target: the copy's.
             content: of the manifest's file.
-
-        Returns:
-            The copy.
-
-        Raises:
-            ManifestError: it cannot be read.
         """
         return cls(source, source.resolve(), target, content, Manifest.parse(content, source / MANIFEST))
 
@@ -85,14 +79,14 @@ class LocalCopy:
     def has_manifest(self) -> bool:
         """Return whether the manifest is in place and whole."""
         try:
-            return read_content(self.target) == self.content
+            return _read_there(self.target) == self.content
         except ManifestError:
             return False
 
     def other_manifest(self) -> Manifest | None:
         """Return the manifest that is in place, if it is whole and another data set's."""
         try:
-            content = read_content(self.target)
+            content = _read_there(self.target)
             other = Manifest.parse(content, self.target / MANIFEST)
         except ManifestError:
             return None
@@ -290,6 +284,13 @@ class LocalCopy:
     def _state_of(self, name: str) -> list[int]:
         info = (self.target / name).stat()
         return [info.st_ino, info.st_size, info.st_mtime_ns]
+
+
+def _read_there(folder: Path) -> bytes:
+    """Read a copy's manifest. Raises ManifestError, also where it is a pipe, whose writer might never come."""
+    if not (folder / MANIFEST).is_file():
+        raise ManifestError("is not a file", path=folder / MANIFEST)
+    return read_content(folder)
 
 
 def compute_digest(content: bytes) -> str:

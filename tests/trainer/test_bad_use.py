@@ -12,8 +12,14 @@ LARS = '--set=optimizer={name="lars", preconditioner="kfac"'
 
 CASES = {
     # A schedule that is longer than the epochs.
-    "milestone": ("train cifar10-resnet32 --set train.epochs=120", "train: epochs = 120: must be more than"),
-    "warm-up alone": ("train imagenet-resnet50-mlperf-lars --set train.epochs=2", "schedule.warmup_epochs = 2"),
+    "milestone": (
+        "train cifar10-resnet32 --set train.epochs=120 --set schedule.milestones=[100,150]",
+        "train: epochs = 120: must be more than",
+    ),
+    "warm-up alone": (
+        "train imagenet-resnet50-mlperf-lars --set train.epochs=2 --set schedule.warmup_epochs=2",
+        "schedule.warmup_epochs = 2",
+    ),
     # A target above 1.
     "target in percent": (
         "train fashion-mnist-resnet8 --set train.target_accuracy=93",

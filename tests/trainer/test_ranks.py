@@ -255,7 +255,7 @@ def test_what_one_rank_lacks_ends_both(train, packed, tmp_path):
     folders = packed, tmp_path / "missing"
     ranks = [train("run", data=data, env=env) for data, env in zip(folders, each_rank(2), strict=True)]
     (code_0, _, err_0), (code_1, _, err_1) = map(finish, ranks)
-    assert (code_0, code_1) == (1, 1)
+    assert (code_0, code_1) == (1, 2)  # the path that was given to rank 1 is wrong
     assert "missing" in err_1
     assert "rank 1: " in err_0
     assert "missing" in err_0

@@ -301,16 +301,16 @@ def test_a_slow_rank_is_named(ranks):
 
 
 @pytest.mark.ranks
-def test_a_rank_that_does_not_come_is_named_in_time(ranks, rank_timeout):
+def test_a_rank_that_does_not_come_is_named_in_time(ranks, patience_s):
     """As its limit says, by its option's name; also where the first does not come, which keeps the store."""
     children = ranks(3)
     children[2].kill()
     (said,) = errors_of(children[:1])
-    assert f"process 2 did not answer for {rank_timeout} s (--rank-timeout)" in said
+    assert f"process 2 did not answer for {patience_s} s (--rank-timeout)" in said
     first, second = ranks(2)
     first.kill()
     (said,) = errors_of([second])
-    assert f"process 0 does not answer within {rank_timeout} s (--rank-timeout)" in said
+    assert f"process 0 does not answer within {patience_s} s (--rank-timeout)" in said
 
 
 @pytest.mark.ranks

@@ -28,6 +28,8 @@ def scale_schedules(table: dict[str, Any], given: Collection[str] = ()) -> None:
     >>> table["schedule"]
     {'for_epochs': 30, 'warmup_epochs': 6, 'milestones': [10.0, 20.0]}
     """
+    if not isinstance(table, dict):  # but what a checkpoint holds in its place
+        return
     sections = {name: value for name in ("train", *EPOCHS) if isinstance(value := table.get(name), dict)}
     meant, epochs = sections.get("schedule", {}).get("for_epochs"), sections.get("train", {}).get("epochs")
     if not (isinstance(meant, int) and isinstance(epochs, int) and min(meant, epochs) > 0) or meant == epochs:

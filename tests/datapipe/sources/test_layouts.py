@@ -99,7 +99,7 @@ REFUSED = {
     "Pascal VOC": (["JPEGImages/{1,2,3}.jpg", "SegmentationClass/1.png"], "JPEGImages would be a class"),
     "Oxford flowers": (["jpg/image_0000{1,2}.jpg", "imagelabels.mat"], "jpg would be a class"),
     "flat splits": (["{train,test}/{1,2}.jpg"], "lies beside the class folders, not in one"),
-    "ImageNet with a flat val": (["train/{n01,n02}/1.JPEG", "val/ILSVRC2012_val_00000001.JPEG"], "lies beside the"),
+    "ImageNet with a flat val": (["train/{n01,n02}/1.JPEG", "val/ILSVRC2012_val_00000001.JPEG"], "without its labels"),
     # Splits.
     "an unknown word": (["{train,validierung}/{cat,dog}/1.jpg"], "train names a split, and validierung does not"),
     "a known word that is not train": (["{images,validation}/{cat,dog}/1.jpg"], "validation names a split, and im"),

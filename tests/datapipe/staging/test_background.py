@@ -280,7 +280,7 @@ def test_what_goes_wrong_in_the_background_is_told(tmp_path, run):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [CHUNK, 2 * CHUNK])
     assert "nothing was staged there" in run("--status", local, code=1)
-    assert "no data set" in run(tmp_path / "nowhere", local, "--background", code=1)
+    assert "no data set" in run(tmp_path / "nowhere", local, "--background", code=2)
     (source / "shard-000001.tar").write_bytes(bytes(2 * CHUNK))
     with suppress(AssertionError):  # it may have brought the first file before it met the second
         run(source, local, "--background", "--chunk-mib", 1)
@@ -313,7 +313,7 @@ def test_where_all_is_in_place_it_returns_at_once(tmp_path, run):
     if os.geteuid() == 0:
         subprocess.run(["mount", "-o", "bind,ro", local, local], check=True)
         try:
-            assert "copied" in run(source, local, "--background")
+            assert "0.0 MiB read from DIR" in run(source, local, "--background")
         finally:
             subprocess.run(["umount", local], check=True)
     assert "into itself" in run(source, source / "local", "--background", code=2)

@@ -278,7 +278,7 @@ def test_pinned_copies_stay(tmp_path, start):
     assert start("--unpin", copy).wait(limit_s()) == 0
     assert run_out_of_room(tmp_path / "cache") == []
     child = start("--pin", copy)
-    assert "is not a folder" in child.communicate(timeout=limit_s())[1] and child.returncode == 1
+    assert "is not a folder" in child.communicate(timeout=limit_s())[1] and child.returncode == 2
 
 
 # --- making room ---
@@ -456,7 +456,7 @@ def test_list(packed_folders, tmp_path, held, start, stage_command):
     assert [name for name, row in told.items() if row["evictable"]] == ["unfinished", "unused"]
     assert told["unused"]["size_bytes"] >= Manifest.read(source).size_bytes
     done = stage_command("--list", tmp_path / "nothing")
-    assert done.returncode == 1 and "is not a folder" in done.stderr
+    assert done.returncode == 2 and "is not a folder" in done.stderr
 
 
 def test_clean(tmp_path, start, stage_command):

@@ -158,10 +158,10 @@ def test_pbs(run, job, local, tmp_path):
     done = run("bash", PBS, env=job, cwd="/")
     staged(local)
     assert "2 ranks" in done.stdout + done.stderr and (tmp_path / "run" / "report.html").exists()
-    assert done.stdout.count("MiB copied") == 4 > done.stdout.count("0.0 MiB copied"), done.stdout
+    assert done.stdout.count("MiB read from DIR") == 4 > done.stdout.count("0.0 MiB read from DIR"), done.stdout
     program(tmp_path / "bin" / "torchrun", "#!/bin/sh\n")
     again = run("bash", PBS, env=job, cwd="/")
-    assert again.stdout.count("0.0 MiB copied") == 4, again.stdout
+    assert again.stdout.count("0.0 MiB read from DIR") == 4, again.stdout
 
 
 @needs_names

@@ -63,7 +63,7 @@ def test_a_job_that_stages_and_trains(cluster, run, sample_dir):
     assert log.splitlines()[-1].startswith("report "), log
     assert (cluster.backing / "run" / "report.html").exists()
     again = cluster.logs(cluster.submit(*line, check=0))
-    assert again.count("0.0 MiB copied") == 4, again
+    assert again.count("0.0 MiB read from DIR") == 4, again
 
 
 @pytest.fixture

@@ -218,4 +218,4 @@ def test_the_command(five, command, tmp_path):
         2,
         "",
     ) and "error: (A, a, seed-0) and (B, b, seed-0) cannot be compared: validation images 10000 and 5" in refused.stderr
-    assert command("trainer", "compare", tmp_path / "nothing", a).returncode == 1
+    assert command("trainer", "compare", tmp_path / "nothing", a).returncode == 2

@@ -13,6 +13,8 @@ from trainer.measuring.runs import Outcome, read_outcome
 from trainer.measuring.scaling import read_scales, write_scaling
 from trainer.measuring.segments import Segment, split_run, tabulate
 
+ONE_RUN = "one run: its spread is not known"
+
 
 def resume(step: int, ranks: int) -> dict:
     return {"event": "resume", "step": step, "world_size": ranks, "elapsed_s": 1.0}
@@ -78,7 +80,7 @@ def test_what_failed_and_what_is_too_much(tmp_path):
     scales[8] = [Outcome("seed-0", None, [{"exit_code": 2, "nodes": 2, "cores": 2}])]
     rows = {row.ranks: row for row in tabulate(scales)}
     assert rows[2].note == "failed before it began"
-    assert rows[4].note == "1 of 2 finished; exit code 1; more ranks than cores, 2"
+    assert rows[4].note == "1 of 2 finished; exit code 1; one run: its spread is not known; more ranks than cores, 2"
     assert rows[8].note == "failed; 0 of 1 finished; exit code 2; more ranks than cores, 4"
     assert (rows[8].nodes, rows[1].nodes) == (2, None)
     assert math.isnan(rows[8].efficiency) and rows[4].efficiency == 0.25
@@ -104,9 +106,9 @@ def test_weak_scaling_says_batch_and_rate(tmp_path):
         run = write(tmp_path / f"ranks-{ranks}" / "seed-0", begin, epoch(1, 0.5), end())
         scales[ranks] = [read_outcome(run)]
     one, four = tabulate(scales)
-    assert one.note == "batch 128, 128 per rank, learning rate 0.1 (scaled: linear)"
-    assert four.note == "batch 512, 128 per rank, learning rate 0.4 (not scaled)"
-    assert tabulate({1: scales[1]})[0].note == ""  # all alike
+    assert one.note == f"batch 128, 128 per rank, learning rate 0.1 (scaled: linear); {ONE_RUN}"
+    assert four.note == f"batch 512, 128 per rank, learning rate 0.4 (not scaled); {ONE_RUN}"
+    assert tabulate({1: scales[1]})[0].note == ONE_RUN  # all alike
 
 
 def test_files(tmp_path):

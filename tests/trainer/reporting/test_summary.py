@@ -34,4 +34,6 @@ def test_summary(tmp_path):
     ):
         stopped = end | {"wait_share": 0.01, "status": "interrupted", "stopped_by": reason}
         last = summary(stopped, 0.99, None, tmp_path).splitlines()[-1]
-        assert last.startswith(words) and last.endswith(f"--resume continues {tmp_path}")  # and no word of data-bound
+        assert (
+            last.startswith(words) and f"--resume continues {tmp_path}; trainer report" in last and "bound" not in last
+        )
