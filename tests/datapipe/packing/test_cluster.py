@@ -112,7 +112,7 @@ class TestSlurm:
         log = cluster.logs(job)
         assert contents(out) == alone["tar"]
         assert log.count(f"{out}/train: 265 images of 5 classes in 16 shards") >= 1, log
-        assert log.count("of 4 is done") + log.count("300 images in") == 4, log
+        assert log.count("is done; other tasks have") + log.count("300 images in") == 4, log
         again = cluster.submit(*line, check=0)
         assert "is complete" in cluster.logs(again)
         assert contents(out) == alone["tar"]
@@ -175,7 +175,7 @@ class TestSlurm:
         job = cluster.submit("-N4", ROOT / "tools/slurm/pack.sbatch", bad, out, "--shard-mib", 1, check=1)
         log = cluster.logs(job)
         assert f"{bad / late_image}, shard shard-000010.tar: cannot be packed" in log
-        assert log.count("of 4 is done") == 3
+        assert log.count("is done; other tasks have") == 3
         assert f"datapipe pack {bad} {out} --shard-mib 1 --finish" in log
         assert finished(out) >= {number for number in range(NUM_SHARDS) if number % 4 != 2}
         assert not list(out.rglob("*.partial"))
@@ -231,7 +231,7 @@ class TestSlurm:
         job = cluster.submit("-N2", "--ntasks-per-node=2", f"--wrap={line} --shard-mib 1", check=0)
         assert contents(out) == alone["tar"]
         # Who finds all packed says what is there: the last, and those that waited for it; and then --finish.
-        assert cluster.logs(job).count("of 4 is done") + cluster.logs(job).count("300 images in") == 5
+        assert cluster.logs(job).count("is done; other tasks have") + cluster.logs(job).count("300 images in") == 5
 
 
 # --- one machine ------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_mpirun(raw, alone, tmp_path, run):
     launch = ["bash", ROOT / "tools/mpi/pack.sh", *AS_ROOT, "--oversubscribe", "-n", 3, "--"]
     done = run(*launch, raw, tmp_path / "out", "--shard-mib", 1)
     assert contents(tmp_path / "out") == alone["tar"]
-    assert done.stdout.count("of 3 is done") + done.stdout.count("300 images in") == 4  # and --finish
+    assert done.stdout.count("is done; other tasks have") + done.stdout.count("300 images in") == 4  # and --finish
 
 
 @needs_open_mpi
