@@ -126,7 +126,7 @@ def _removing(secret: Path | None, run: Path | None) -> Iterator[None]:
     finally:
         if run is not None and secret is not None and secret.parent == run:
             with suppress(OSError):
-                secret.unlink()
+                secret.unlink(missing_ok=True)  # a signal may have come before it was made
                 run.rmdir()
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import finish
 from tests.waiting import read_until
+from trainer.connection import _removing
 
 LEAVING = Path(__file__).parent / "children" / "leaving.py"
 ONE_EPOCH = ["train.epochs=1", "train.batch_size=64"]
@@ -79,6 +80,14 @@ def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(train, tmp_pa
     child.send_signal(number)  # its own handlers run, since torch waits in a thread: it tells the others that it leaves
     assert finish(child)[0] == 128 + number
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_stopped_before_it_has_a_secret_leaves_no_folder(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt), _removing(run / ".secret", run):
+        run.mkdir()
+        raise KeyboardInterrupt
+    assert not run.exists()
 
 
 def test_success_takes_the_connections_down(two):
