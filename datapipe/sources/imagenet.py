@@ -256,3 +256,81 @@ def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImage
             else:
                 left_out.add(str(folder / entry.name), "not named as a val image")
     return _ValImages(folder, sorted(names), [])
+
+
+def _read_labels(root: Path, path: Path, bounds: str | None) -> _Known | None:
+    """Read the labels of the val images from the devkit, or Kaggle's table; None if there is neither.
+
+    Args:
+        root: The folder that the user gave.
+        path: The folder of the images, the same or below it.
+        bounds: See `paths`.
+
+    Raises:
+        SourceError: They cannot be read, or do not agree.
+    """
+    places = dict.fromkeys(folder / name for folder in (root, path) for name in (*DEVKITS, SOLUTION))
+    files = [place for place in places if place.exists()]
+    known = [(_read_solution if place.name == SOLUTION else _read_devkit)(place, bounds) for place in files]
+    for other in known[1:]:
+        if other.wnids != known[0].wnids:
+            raise SourceError(f"has other labels than {known[0].where}: remove one of them", path=other.where)
+    return known[0] if known else None
+
+
+def _read_solution(path: Path, bounds: str | None) -> _Known:
+    """Read Kaggle's table: the image's name, and in PredictionString its class and a box, once per object."""
+    wnids: dict[int, str] = {}
+    try:
+        text = read_file(str(path), bounds, MAX_DEVKIT_BYTES).decode("utf-8-sig")
+        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+            match, words = SOLUTION_ID.fullmatch(row["ImageId"]), row["PredictionString"].split()
+            (wnid,) = set(words[::5])
+            if not match or len(words) % 5 or int(match[1]) in wnids:
+                raise ValueError
+            wnids[int(match[1])] = wnid
+    except (ValueError, KeyError, AttributeError, csv.Error) as error:
+        where = f"after image {max(wnids)}" if wnids else "in its first row"
+        raise SourceError(
+            f"is not Kaggle's table of the val images' classes: {where} something else stands than ImageId and "
+            "PredictionString", path=path,
+        ) from error  # fmt: skip
+    return _Known(path, wnids, sorted(set(wnids.values())))
+
+
+def _read_devkit(path: Path, bounds: str | None) -> _Known:
+    truth, meta = _devkit_files(path, bounds)
+    wnids = _wnids(path, meta)
+    try:
+        labels = {number: wnids[int(line)] for number, line in enumerate(truth.split(), 1)}
+    except (ValueError, KeyError) as error:
+        raise SourceError(f"{GROUND_TRUTH} has a line that is not the number of a class: {error}", path=path) from error
+    return _Known(path, labels, sorted(wnids.values()))
+
+
+def _devkit_files(path: Path, bounds: str | None) -> tuple[bytes, bytes]:
+    """Read the labels of the val images, and the classes, from an unpacked devkit or its archive."""
+    names = {GROUND_TRUTH, META}
+    if path.is_dir():
+        contents = {name: read_file(str(path / name), bounds, MAX_DEVKIT_BYTES) for name in names}
+    else:
+        inside = members(str(path), bounds, names, MAX_DEVKIT_BYTES)
+        contents = {"/".join(name.split("/")[-2:]): data for name, data in inside if data is not None}
+    if missing := names - contents.keys():
+        raise SourceError(f"lacks {' and '.join(sorted(missing))}", path=path)
+    return contents[GROUND_TRUTH], contents[META]
+
+
+def _wnids(path: Path, meta: bytes) -> dict[int, str]:
+    """Return the WordNet id of each class by its number in the challenge, without inner nodes (numbers over 1000)."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        message = "the labels of ImageNet's val images need scipy"
+        raise MissingBackendError.for_extra(message, "imagenet", path) from error
+    try:
+        synsets = np.atleast_1d(loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"])
+        pairs = [(int(synset["ILSVRC2012_ID"]), str(synset["WNID"])) for synset in synsets]
+    except Exception as error:  # scipy raises all sorts for a broken file
+        raise SourceError(f"{META} cannot be read: {error}", path=path) from error
+    return {number: wnid for number, wnid in pairs if number <= NUM_CLASSES}

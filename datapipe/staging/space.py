@@ -15,7 +15,7 @@ from .options import StageOptions
 from .transfer import Transfer
 
 IN_MEMORY = "tmpfs", "ramfs"
-_said: set[tuple[str, Path]] = set()  # kinds of filesystem, and folders, of which something was said
+_reported: set[tuple[str, Path]] = set()  # kinds of filesystem, and folders, of which something was said
 logger = logging.getLogger(__name__)
 
 
@@ -28,9 +28,9 @@ def warn_of_place(source: Path, local: Path) -> None:
     """
     folder = next(path for path in (local, *local.absolute().parents) if path.exists())
     kind = mounted_as(folder)
-    if (place := (kind, local.absolute().parent)) in _said:  # of the first of several splits
+    if (place := (kind, local.absolute().parent)) in _reported:  # of the first of several splits
         return
-    _said.add(place)
+    _reported.add(place)
     if kind in NETWORK_FILESYSTEMS:
         logger.warning("LOCAL: %s is on a shared filesystem (%s): choose a folder on the node's own disk", local, kind)
     elif kind in IN_MEMORY:

@@ -49,8 +49,6 @@ def summary(
     if end["status"] == "interrupted":
         stopped_by = end["stopped_by"]
         reason = "since the time is nearly over" if stopped_by == "time" else f"by {stopped_by}"
-        lines.append(
-            f"interrupted {reason}; a checkpoint is saved, and --resume continues {run}; trainer report {run} "
-            "writes its report until here"
-        )
+        lines.append(f"trainer report {run} writes a report until here")
+        lines.append(f"interrupted {reason}; a checkpoint is saved, and --resume continues {run}")
     return "\n".join(map(printable, lines))
