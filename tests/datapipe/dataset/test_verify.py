@@ -91,7 +91,7 @@ def test_a_pipe_in_a_files_place_does_not_hang(packed_folders, tmp_path, name):
             convert(folder, tmp_path / "out", PackOptions(timeout_s=0.1))
         os.close(os.open(folder / name, os.O_RDWR))  # the threads that wait for it end
         return
-    problems = verify(folder, deep=True, timeout_s=3)  # which what hangs would take
+    problems = verify(folder, deep=True, timeout_s=limit_s())
     assert whole == 0 and [problem.file for problem in problems] == [name], problems
     assert "pipe" in problems[0].reason or problems[0].reason.startswith("has 0 bytes"), problems
 
