@@ -143,7 +143,7 @@ def format_count(number: int, thing: str, things: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would act on in a text that others wrote, such as a file's name.
+    r"""Escape what a terminal would act on in a text that others wrote, such as a file's name.
 
     >>> printable("a\x1b[2Jb.jpg")
     'a\\x1b[2Jb.jpg'
@@ -152,7 +152,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Do what `printable` does, and keep line breaks: for a text of several lines, whose parts have none of their own.
+    r"""Do what `printable` does, and keep line breaks: for a text of several lines, whose parts have none of their own.
 
     >>> printable_lines("a\x1b[2J\nb")
     'a\\x1b[2J\nb'

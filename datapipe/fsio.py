@@ -34,7 +34,7 @@ AT_ONCE = 32  # requests at a time to a filesystem that has
 # Kinds in /proc/mounts that are shared over a network, and slow at opening files.
 NETWORK_FILESYSTEMS: tuple[str, ...] = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs")
 NETWORK_FILESYSTEMS += ("smb3", "9p", "glusterfs")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID, LOCKS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/locks")
 _warned: set[Path] = set()  # what cannot be locked or read, for which a warning has been logged
 _locks: set[int] = set()  # descriptors of this process's locks
 OWN_MODE = 0o755  # what only this user writes to, and others may read
@@ -171,11 +171,14 @@ def lock_holder(path: Path, shared: bool = False) -> str:
 def lock_holders(path: Path, shared: bool = False) -> list[int]:
     """List the processes that hold a folder's or file's lock, those that can be seen from here.
 
-    Those that share it count only if `shared`.
+    None without /proc/locks. Those that share it count only if `shared`.
     """
     kinds, info = ("WRITE", "READ") if shared else ("WRITE",), os.stat(path)
     place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    try:
+        lines = [line.split() for line in LOCKS.read_text().splitlines()]
+    except OSError:
+        return []
     # proc(5): "1: FLOCK ADVISORY WRITE pid dev:inode 0 EOF"; a line with "->" is of a process that waits
     locks = [row for row in lines if len(row) > 5 and row[1] == "FLOCK" and row[3] in kinds and row[5] == place]
     return [int(row[4]) for row in locks if row[4] != "0"]

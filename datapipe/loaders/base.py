@@ -36,6 +36,9 @@ class Batch:
     samples: torch.Tensor  # int64[B]: numbers in the data set, -1 for padding
     valid: torch.Tensor  # bool[B]: False for padding and for bad samples, whose images are black
 
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a batch is not (images, labels): loop over loader.as_tuples(), or take its attributes")
+
     def to(self, device: torch.device | str | int, non_blocking: bool = True) -> Batch:
         """Copy to a device.
 

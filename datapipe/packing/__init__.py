@@ -43,8 +43,7 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
 
     Raises:
         SourceError: The source cannot be used, or too many samples are bad (a WrongPathError where there is none).
-            Nothing is written for a source that
-            cannot be listed.
+            Nothing is written for a source that cannot be listed.
         SettingError: `out` holds something else and `overwrite` is not set, or lies in the source, or another process
             packs there; or the source has changed since the unfinished pack was planned.
         DatapipeError: A read or write hangs.

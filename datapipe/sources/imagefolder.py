@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import SourceError
+from ..errors import SourceError, WrongPathError
 from ..fsio import side_by_side
 from ..splits import SPLIT_OF, is_split_name, split_words
 from . import Source
@@ -34,7 +34,7 @@ def detect(path: Path) -> str:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
-        raise SourceError(f"is not a folder, and not an archive that datapipe knows; {LAYOUT}", path=path)
+        raise WrongPathError(f"is not a folder, and not an archive that datapipe knows; {LAYOUT}", path=path)
     trees = {split: _scan(path, roots, listing) for split, roots in _split_roots(path, listing).items()}
     first = trees["train"] if "train" in trees else next(iter(trees.values()))
     if listing.labels == "numbers":

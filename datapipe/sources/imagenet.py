@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import SourceError
+from ..errors import SourceError, WrongPathError
 from ..formats.tar_listing import Member, list_members
 from ..splits import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
@@ -59,7 +59,7 @@ def _is_flat(folder: Path) -> bool:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
-        raise SourceError("is not a folder; give the one that holds the archives of ImageNet", path=path)
+        raise WrongPathError("is not a folder; give the one that holds the archives of ImageNet", path=path)
     listing.refuse_options(kind)
     bounds, root = None if listing.outside else str(path), path
     if (path / KAGGLE).is_dir():

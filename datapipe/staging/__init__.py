@@ -41,6 +41,7 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
     source, local, options = Path(source), Path(local), options or StageOptions()
     with errors_name_the_node():
         if options.resolved_mode() == "exchange":
+            from .meeting import leave_crews
             from .together import stage_together
 
             problem = None
@@ -48,7 +49,11 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
                 from .mpi import find_problem
 
                 problem = find_problem(options.placement)  # in the thread that MPI belongs to
-            return apart(lambda: stage_together(source, local, options, problem))
+            try:
+                return apart(lambda: stage_together(source, local, options, problem))
+            except (KeyboardInterrupt, SystemExit) as end:
+                leave_crews(end)
+                raise
         copies = in_time(lambda: list_copies(source, local), source, options.timeout_s)
         if options.mode == "slice":
             from .slice import stage_slice

@@ -159,6 +159,7 @@ def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> None:
             make_folder(local, OWN_MODE)
             try:
                 if os.stat(local).st_uid == os.geteuid():
+                    _remove_ended(local)
                     with atomic_write(local / f".keep-{quote(job)}.json", alone=False, is_own=True) as file:
                         file.write(json.dumps(fields).encode())
             except FileNotFoundError:
@@ -166,6 +167,13 @@ def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> None:
             except OSError as error:
                 logger.warning("%s cannot be kept for job %s: %s", local, job, error.strerror)
             return
+
+
+def _remove_ended(local: Path) -> None:
+    """Remove the notes of jobs whose time is over, or that ran before the node booted: no epilog has done it."""
+    for keep in keeps_in(local):
+        if not keep.is_valid():
+            keep.path.unlink(missing_ok=True)
 
 
 def quote(job: str) -> str:

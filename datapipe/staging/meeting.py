@@ -20,6 +20,7 @@ from .secret import SignedStore, choose_file, read_secret
 from .store import CrewError, connect_store
 
 _numbers = itertools.count()  # of crews in this process, whose keys differ
+_crews: list[Crew] = []  # of this process, that are open
 
 
 def explain_end(error: BaseException) -> str:
@@ -30,6 +31,12 @@ def explain_end(error: BaseException) -> str:
     """
     number = raised_by_signal(error)
     return f"it got {signal.Signals(number).name}" if number else str(error) or type(error).__name__
+
+
+def leave_crews(error: BaseException) -> None:
+    """Tell the others why this process ends, where it is another thread that meets them or works with them."""
+    for crew in [*_crews]:
+        crew.leave(explain_end(error))
 
 
 @contextmanager
@@ -72,6 +79,7 @@ def open_crew(
     stores = SignedStore(store, prefix, shared, place), SignedStore(beats, prefix, shared, place)
     token = hmac.new(shared, prefix.encode(), hashlib.sha256).hexdigest()  # torch's own keys are not to be guessed
     crew = Crew(noun, f"{prefix}/{token}", stores, placement, timeout_s, option)
+    _crews.append(crew)
     try:
         if refusal:
             raise CrewError(refusal)
@@ -81,4 +89,5 @@ def open_crew(
         crew.leave(explain_end(error))
         raise
     finally:
+        _crews.remove(crew)
         crew.close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import clock
 from ..cluster import Placement
-from ..errors import DatapipeError, StagingError
+from ..errors import DatapipeError, OtherNodeError, StagingError
 from ..streams import in_time
 
 LOOK_S = 0.1
@@ -22,7 +22,7 @@ class CrewError(StagingError):
     """The nodes cannot continue together; each can alone."""
 
 
-class LeftError(CrewError):
+class LeftError(CrewError, OtherNodeError):
     """Another process has left, and says why."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from datapipe import fsio
 from datapipe.fsio import boot_id, locked
 from datapipe.process_id import ProcessId
+from tests.waiting import limit_s
 
 
 def test_whether_a_process_lives_is_known_where_it_would_be_seen() -> None:
@@ -43,6 +46,23 @@ def test_without_a_boot_id_hosts_are_told_apart_by_their_names(
     (line,) = caplog.messages
     assert f"{tmp_path}/boot_id" in line and line.endswith("hosts are told apart by their names alone")
     assert ProcessId.here().find_state() == "unknown"
+
+
+def test_a_lock_is_waited_for_where_its_holders_cannot_be_seen(tmp_path: Path, monkeypatch, caplog) -> None:
+    """In a container whose /proc has process numbers alone."""
+    monkeypatch.setattr(fsio, "LOCKS", tmp_path / "locks")
+    waiting = threading.Event()
+    monkeypatch.setattr(fsio.logger, "info", lambda *_: waiting.set())
+
+    def hold_too() -> None:
+        with locked(tmp_path, wait=True):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path, wait=False):
+            future = pool.submit(hold_too)
+            assert waiting.wait(limit_s())
+        assert future.result(limit_s()) is None
 
 
 def test_a_child_of_a_fork_does_not_keep_a_lock(tmp_path: Path) -> None:

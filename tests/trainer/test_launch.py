@@ -244,7 +244,8 @@ def test_after_long_staging_there_is_time_for_a_step(tmp_path, scheduler, took_s
     """More than `trainer train` refuses as too short, which would be wrong use. All programs are played."""
     date = f"[ -f {tmp_path}/staged ] && echo $((1000 + {took_s})) || echo 1000"
     noting = f'echo "$@" >>{tmp_path}/noted'
-    programs = {"date": date, "datapipe": f"touch {tmp_path}/staged", "trainer": noting, "torchrun": noting}
+    programs = {"date": date, "datapipe": f"touch {tmp_path}/staged", "trainer": noting}
+    programs |= {"torchrun": f'[ "$PYTHONSAFEPATH" = 1 ] && {noting}'}  # else a user's own trainer.py would train
     programs |= {"mpirun": 'while [ "${1#/}" = "$1" ]; do shift; [ $# -gt 0 ] || exit 0; done; exec "$@"'}
     programs |= {"pbsdsh": 'shift && PBS_NODENUM=0 exec "$@"'}
     for name, text in programs.items():

@@ -55,6 +55,8 @@ master=${MASTER_ADDR:-$(head -n 1 <<<"$hosts")}
 port=$((20000 + $$ % 10000))
 on_each_host env MASTER_PORT="$port" "$(command -v datapipe)" stage "$data" "$local" --master "$master"
 # Without this folder on Python's path, a user's own trainer.py there is not what trains.
-on_each_host env PYTHONSAFEPATH=1 "$(command -v torchrun)" --nnodes="$nodes" --nproc-per-node="${RANKS_PER_NODE:-1}" \
-    --rdzv-id="mpi-$$" --rdzv-backend=c10d --rdzv-endpoint="$master:$port" \
+# shellcheck disable=SC2016
+on_each_host env PYTHONSAFEPATH=1 sh -c 'exec "$0" --node-rank="${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" "$@"' \
+    "$(command -v torchrun)" --nnodes="$nodes" --nproc-per-node="${RANKS_PER_NODE:-1}" \
+    --rdzv-id="mpi-$$" --master-addr="$master" --master-port="$port" \
     -m trainer train "$recipe" --data "$local" --out "$run" --resume "$@"

@@ -56,6 +56,12 @@ def test_training_drops_and_continues_as_the_loader_does(packed_folders):
         next(iter(loader))
 
 
+def test_a_batch_says_how_to_loop_over_pairs(loader):
+    with pytest.raises(TypeError, match=r"loader\.as_tuples\(\)"):
+        for _images, _labels in loader:
+            pass
+
+
 @pytest.mark.parametrize("epoch", [1.5, -1, "1", True, None])
 def test_an_epoch_that_is_none_is_refused(loader, epoch):
     with pytest.raises(SettingError, match=f"epoch: {epoch!r} is out of range; allowed: whole numbers from 0"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datapipe.errors import SettingError, SourceError
+from datapipe.errors import SettingError, SourceError, WrongPathError
 from datapipe.images.codec import decode
 from datapipe.sources import open_source
 
@@ -445,7 +445,7 @@ def read(samples, i=0, size=1000):
     return bytes(samples.read(i, memoryview(bytearray(size))))
 
 
-def test_links_below_a_class_are_not_followed(linked):
+def test_links_below_a_class_lead_to_it_once(linked):
     (linked / "a" / "loop").symlink_to(linked / "a")
     (linked / "b").symlink_to(linked / "a")
     (linked / "a" / "2.jpg").symlink_to("1.jpg")
@@ -590,11 +590,13 @@ def test_samples_are_what_their_fields_say(linked):
 
 
 def test_what_is_no_source(tmp_path):
-    with pytest.raises(SourceError, match="does not exist"):
+    with pytest.raises(WrongPathError, match="does not exist"):
         open_source(tmp_path / "nothing")
     (tmp_path / "file").write_bytes(b"hello")
-    with pytest.raises(SourceError):
+    with pytest.raises(WrongPathError, match="is not a folder, and not an archive"):
         open_source(tmp_path / "file")
+    with pytest.raises(WrongPathError, match="is not a folder"):
+        open_source(tmp_path / "file", kind="imagenet")
     with pytest.raises(SettingError, match="kind: 'tiff'"):
         open_source(tmp_path, "tiff")
     for kind in ("cifar10", "cifar100", "idx", "imagefolder"):

@@ -25,7 +25,7 @@ from datapipe.loaders import open_loader
 from datapipe.staging import StageOptions, stage, stage_once
 from datapipe.staging.cache import evict, find_copies, remove
 from datapipe.staging.cleaning import clean, describe
-from datapipe.staging.keep import pin, unpin
+from datapipe.staging.keep import keep_for_job, keeps_in, pin, unpin
 from datapipe.staging.lock import BusyError, find_holder
 from datapipe.staging.origin import Origin
 from datapipe.staging.progress import find_progress
@@ -237,6 +237,14 @@ def test_a_note_that_does_not_count(tmp_path, note):
     else:
         path.write_bytes(note)
     assert run_out_of_room(tmp_path / "cache") == []
+
+
+def test_a_note_that_is_over_goes_with_the_next_one(tmp_path):
+    """Where no epilog has removed it, as of a job that was killed with its node."""
+    keep_for_job(tmp_path, "17", {"SLURM_JOB_END_TIME": str(int(time.time()) - 1)})
+    keep_for_job(tmp_path, "18", {})
+    keep_for_job(tmp_path, "19", {})
+    assert [keep.job for keep in keeps_in(tmp_path)] == ["18", "19"]
 
 
 def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start):

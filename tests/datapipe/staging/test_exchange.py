@@ -141,7 +141,7 @@ def test_all_processes_of_all_nodes_hear_of_what_is_wrong_on_one(nodes, tmp_path
     assert [child.returncode for child in children[::2]] == [1, 2], said
     assert all(child.returncode in (1, 2) for child in children[1::2]), said
     assert "local-1 is a file" in said[2] and "nothing is staged, because of node node1: LOCAL: " in said[0], said
-    assert "has left: nothing is staged, because of node node1: LOCAL" in said[1], said
+    assert "has left: nothing is staged, because of node node1: LOCAL" in said[1] and "(on node0)" not in said[1], said
     assert not [*tmp_path.glob("local-0/*.tar")]
 
 
@@ -183,6 +183,16 @@ def test_a_signal_ends_a_node_in_mid_exchange(nodes, tmp_path, number):
     assert children[1].wait(limit_s()) == 128 + number
     results(children[:1])
     assert same(tmp_path / "source", tmp_path / "local-0")
+
+
+def test_a_node_that_is_terminated_while_they_meet_is_named(nodes, tmp_path, patience_s):
+    """At once, and not when its time is over: nobody waits for one that says it leaves."""
+    make_data_set(tmp_path / "source", SIZES)
+    children = nodes(3, "--timeout", patience_s, programs={2: ("echo",)})
+    read_until("waiting for process 2", children[1].stderr, children[1])
+    children[1].terminate()
+    assert children[1].wait(limit_s()) == 128 + signal.SIGTERM
+    assert "process 1 has left: it got SIGTERM" in children[0].communicate(timeout=limit_s())[1]
 
 
 def test_two_processes_of_a_node_stage_once(nodes, tmp_path):

@@ -152,7 +152,7 @@ def launch(cluster, run, sample_dir):
         changes = "train.epochs=3", "train.target_accuracy=none", "data.threads=1", "train.log_every=1"
         data, out = cluster.shared / "to-train", cluster.shared / name
         script = Launch("fashion-mnist-resnet8", data, out, nodes=2, changes=changes).write()
-        text = script.read_text().replace("--resume", "--resume --rank-timeout 15").replace("--wait=300", "--wait=30")
+        text = script.read_text().replace("--resume", "--resume --rank-timeout 15").replace("--wait=60", "--wait=30")
         script.write_text(text)  # as a user would, who has no time
         job = cluster.submit(script)
         wait_until((cluster.backing / name / "checkpoint.pt").exists, 180)
