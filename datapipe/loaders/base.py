@@ -276,7 +276,7 @@ class Loader(ABC):
 
     @property
     def dataset(self) -> Sequence[int]:
-        """The numbers of the samples, of all ranks: `len(loader.dataset)` is `num_samples`."""
+        """The numbers of the samples, of all ranks, so that `len(loader.dataset)` is `num_samples`."""
         return range(self.num_samples)
 
     def as_tuples(self) -> TupleLoader:
