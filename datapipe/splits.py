@@ -7,9 +7,10 @@ A name speaks of a split if a word of it is one of WORDS, in any case, whatever 
 from __future__ import annotations
 
 import fnmatch
+import glob
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,17 @@ WORDS = {
 }
 SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
 KINDS = "sets?|splits?|data|images?|imgs?|pictures|photos|jpe?g|png|shards?|folder"  # what a split may be a split of
+OF_FILES = "images?|imgs?|pictures|photos|jpe?gs?|pngs?|shards?|tars?|labels?"  # folders named after what lies in them
+SUFFIXES = {"tar", "gz", "tgz", "zst", "bz", "xz", "parquet", "csv", "tfrecord", "idx"}  # of files, without numbers
+HASH = re.compile(r"\b(?=[a-f]*[0-9])[0-9a-f]{6,}\b")  # in names of files that are called by their content
+FOLD = re.compile(r"(?:fold|cv)[-_ ]?([0-9]+)", re.IGNORECASE)
 WORD = re.compile(rf"({'|'.join(sorted(SPLIT_OF, key=len, reverse=True))})({KINDS})?")
 GLUED = re.compile("(?i)(?<![a-z])train[a-z]|[a-z]train(?![a-z])")  # as in imagenettrain.tar, beside another name
 PART = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a name in camel case
 # What is written as one word, or as several.
 SPELT = {"h[oe]ld[-_ ]?out": "-holdout-", "t10k": "-test-", "train[-_ ]?val(?![a-z])": "-train-val-"}
 NAMED = 3  # names that a message gives
+CHOOSE = "say with --split train=PATTERN and --split val=PATTERN what to take; the rest is left out"
 
 
 def _words(name: str) -> list[str]:
@@ -55,6 +61,15 @@ def is_split_name(name: str) -> bool:
     """Whether a name says nothing but a split: `val`, `Train2017`, `test_images`; not `bullet_train`."""
     others = [word for word in _words(name) if not WORD.fullmatch(word) and not re.fullmatch(KINDS, word)]
     return bool(split_words(name)) and not others
+
+
+def have_twins(names: Iterable[str]) -> bool:
+    """Whether two names differ in the word for a split alone, such as `seg_train` and `seg_test`."""
+    splits: dict[tuple[str, ...], set[str]] = {}
+    for name in names:
+        others = tuple(word for word in _words(name) if not WORD.fullmatch(word))
+        splits.setdefault(others, set()).update(SPLIT_OF[word] for word in split_words(name))
+    return any(len(of_stem) > 1 for of_stem in splits.values())
 
 
 class AmbiguousSplitError(SourceError):
@@ -86,6 +101,11 @@ class SplitRule:
             patterns.append((split, pattern.removeprefix("./").rstrip("/") or "."))
         return cls(tuple(patterns))
 
+    def below(self, source: Path) -> SplitRule:
+        """Return the rule with patterns that begin with the source's own path made relative to it."""
+        cut = f"{source}/"
+        return SplitRule(tuple((split, pattern.removeprefix(cut) or ".") for split, pattern in self.patterns))
+
     def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
         """Divide the parts of a data set, which are files or folders, by split.
 
@@ -110,7 +130,8 @@ class SplitRule:
         if silent := [name for name in without if name not in speaking] or without:
             first = next(name for name in speaking if name not in silent)
             why = f"{first} names a split, and {_list(silent)} {'do' if len(silent) > 1 else 'does'} not"
-            raise AmbiguousSplitError(source, why, _advice(first, silent[0], [*words[first], TRAIN][0]))
+            known = {name: SPLIT_OF[[*words[name], TRAIN][0]] for name in names if name not in silent}
+            raise AmbiguousSplitError(source, why, _advise(known, silent))
         splits: dict[str, list[str]] = {}
         synonyms: dict[str, str] = {}
         for name in names:
@@ -122,9 +143,11 @@ class SplitRule:
             (split,), word = chosen, words[name][-1]
             if synonyms.setdefault(split, word) != word:
                 why = f"holds both {synonyms[split]} ({splits[split][0]}) and {word} ({name}), which mean the same"
-                advice = "say with --split train=PATTERN and --split val=PATTERN what to take; the rest is left out"
-                raise AmbiguousSplitError(source, why, advice)
+                raise AmbiguousSplitError(source, why, CHOOSE)
             splits.setdefault(split, []).append(name)
+        for split, of_split in splits.items():
+            if (split != TEST or VAL not in splits) and (why := _find_variants(of_split)):
+                raise AmbiguousSplitError(source, f"{why}, all of {split}", CHOOSE)
         return {split: splits[split] for split in (TRAIN, VAL, TEST) if split in splits}
 
     def _divide_by_pattern(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
@@ -147,12 +170,34 @@ class SplitRule:
 
         `my-test` may be a trial, so words for a test split count only if the name says nothing else.
         """
-        splits = {SPLIT_OF[word] for word in split_words(source.name)}
-        if splits != {VAL} and not (splits == {TEST} and is_split_name(source.name)):
+        splits = own_splits(source)
+        if splits != {VAL} and splits != {TEST}:
             return
-        why = f"is called {source.name}, and nothing in it names a split"
+        name = naming_folder(source).name
+        why = f"is called {name}" if name == source.name else f"lies in {name}"
+        why += ", and nothing in it names a split"
         advice = "type --split val=. if its images are for validation, or --split train=. if they are for training"
         raise AmbiguousSplitError(source, why, advice)
+
+
+def naming_folder(source: Path) -> Path:
+    """Return the first of a source and the folders above it whose name says more than `images` or `data.csv` does.
+
+    >>> naming_folder(Path("/raw/val/images/0.tar")), naming_folder(Path("/raw/val-2017"))
+    (PosixPath('/raw/val'), PosixPath('/raw/val-2017'))
+    """
+    for place in (source, *source.parents):
+        is_file = place.suffix[1:].lower() in SUFFIXES and not split_words(place.name)
+        if not is_file and not re.fullmatch(OF_FILES, place.name.lower()):
+            return place
+    return source
+
+
+def own_splits(source: Path) -> set[str]:
+    """Return the splits that a source's own name speaks of; `my-test` may be a trial: see `check_own_name`."""
+    name = naming_folder(source).name
+    splits = {SPLIT_OF[word] for word in split_words(name)}
+    return set() if splits == {TEST} and not is_split_name(name) else splits
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -177,19 +222,50 @@ def _differing(words: list[list[str]]) -> list[list[str]]:
     return cut if all(cut) else words
 
 
-def _pattern(name: str, word: str) -> str:
-    """Return a pattern of names like this one: `*val*` of `imagenet-val-000.tar`."""
-    at = name.lower().rfind(word)
-    return f"*{name[at : at + len(word)]}*" if at >= 0 else name
+def _find_variants(names: Sequence[str]) -> str:
+    """Say which files or folders of a split may be folds, or parts of each other; "" if none are."""
+    if len(folds := {match[1] for name in names for match in FOLD.finditer(name)}) > 1:
+        return f"holds folds {', '.join(sorted(folds, key=int))}"
+    stems: dict[frozenset[str], str] = {}
+    for name in names:
+        stems.setdefault(frozenset(_words(HASH.sub("", name))) - SUFFIXES, name)
+    least = min(stems, key=len)
+    more = next((name for stem, name in stems.items() if least < stem), None)
+    return f"holds {stems[least]} and {more}" if more else ""
 
 
-def _advice(speaking: str, silent: str, word: str) -> str:
-    split = SPLIT_OF[word].replace(TEST, VAL)
-    other = VAL if split == TRAIN else TRAIN
-    return (
-        f"if they are {other} type --split {split}={shlex.quote(_pattern(speaking, word))} "
-        f"--split {other}={shlex.quote(silent)} (patterns, any number of them); what no --split names is left out"
-    )
+def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
+    """Say what to type where some names speak of no split.
+
+    Args:
+        known: The split of each name that does.
+        silent: The others.
+    """
+    splits = set(known.values())
+    as_val = TEST if VAL not in splits else VAL  # a test split is val, if there is none
+    groups = {TRAIN: [name for name in known if known[name] == TRAIN]}
+    groups[VAL] = [name for name in known if known[name] == as_val]
+    rest = "(patterns, any number of them); what no --split names is left out"
+    if groups[TRAIN] and groups[VAL]:
+        options = _options(groups, [*silent, *(name for name in known if known[name] not in (TRAIN, as_val))])
+        return f"type {options} {rest}" if options else CHOOSE
+    other = VAL if groups[TRAIN] else TRAIN
+    options = _options({split: its or list(silent) for split, its in groups.items()}, [])
+    return f"if they are {other} type {options} {rest}" if options else CHOOSE
+
+
+def _options(groups: Mapping[str, list[str]], others: Sequence[str]) -> str:
+    """Return `--split` options that name the names of each split, and no others; "" where few patterns do not."""
+    words = []
+    for split, names in groups.items():
+        of_others = [*others, *(name for key, its in groups.items() if key != split for name in its)]
+        patterns = [glob.escape(name) for name in names]
+        if len(names) > NAMED:
+            patterns = list(dict.fromkeys(re.sub("[0-9]+", "*", pattern) for pattern in patterns))
+        if len(patterns) > NAMED or any(matches(name, pattern) for name in of_others for pattern in patterns):
+            return ""
+        words += [f"--split {split}={shlex.quote(pattern)}" for pattern in patterns]
+    return " ".join(words)
 
 
 def _list(names: Sequence[str]) -> str:

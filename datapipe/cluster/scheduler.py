@@ -16,8 +16,8 @@ def job_end(environ: Mapping[str, str], now: float) -> float | None:
 
     Slurm tells the time itself, Torque the length (PBS_WALLTIME). PBS Pro, LSF and Grid Engine tell neither.
 
-    >>> job_end({"SLURM_JOB_END_TIME": "1700000000"}, now=0), job_end({"PBS_WALLTIME": "3600"}, now=100.0), job_end({}, 0)
-    (1700000000.0, 3700.0, None)
+    >>> job_end({"SLURM_JOB_END_TIME": "1700000000"}, now=0), job_end({"PBS_WALLTIME": "3600"}, now=1.0), job_end({}, 0)
+    (1700000000.0, 3601.0, None)
     """
     for name, begin in (("SLURM_JOB_END_TIME", 0.0), ("PBS_WALLTIME", now)):
         value = environ.get(name, "")

@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..formats.naming import IMAGES, LABELS, read_label, split_name
 from ..formats.tar_listing import list_members
-from ..splits import AmbiguousSplitError, SplitRule
+from ..splits import TRAIN, AmbiguousSplitError, SplitRule, own_splits, split_words
 from .base import DataDescription, Place
 from .options import LoaderOptions
 from .threads import call_in_time
@@ -194,6 +194,8 @@ def _of_split(folder: Path, split: str | None) -> list[str]:
     except AmbiguousSplitError as error:
         which = f"give those that you mean, such as {folder}/shard-{{000..009}}.tar"
         raise SettingError(f"path: {folder}: {error.why}; {which}") from error
+    if [*names_of] == [TRAIN] and not any(map(split_words, names)) and len(own := own_splits(folder.absolute())) == 1:
+        names_of = {own.pop(): names}
     if split is None and len(names_of) > 1:
         which = ", ".join(f"{name} (such as {of_name[0]})" for name, of_name in names_of.items())
         raise SettingError(f"path: {folder} holds shards of {which}: choose one, as split={next(iter(names_of))!r}")

@@ -165,7 +165,7 @@ def open_source(
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:
         module = _module(KINDS[kind])
-    listing = Listing(outside, SplitRule.parse(splits), labels)
+    listing = Listing(outside, SplitRule.parse(splits).below(path), labels)
     source = module.load(path, kind, listing)
     for name, samples in source.splits.items():
         if not len(samples):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os.path import relpath
 from pathlib import Path
+from shlex import quote
+from types import MappingProxyType
 
 import numpy as np
 
 from ..errors import SourceError, WrongPathError
 from ..fsio import side_by_side
-from ..splits import SPLIT_OF, is_split_name, split_words
+from ..splits import SPLIT_OF, AmbiguousSplitError, have_twins, is_split_name, split_words
 from . import Source
-from .class_folders import doubt_root
+from .class_folders import OF_IMAGES, doubt_root
 from .files import Files
 from .labels import SAME_LOOK, alike, number_labels, out_of_order
 from .listing import EXTENSIONS, HIDDEN, LeftOut, Listing, is_folder, is_hidden, is_image
@@ -35,11 +39,20 @@ def detect(path: Path) -> str:
 def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
         raise WrongPathError(f"is not a folder, and not an archive that datapipe knows; {LAYOUT}", path=path)
-    trees = {split: _scan(path, roots, listing) for split, roots in _split_roots(path, listing).items()}
+    roots = _split_roots(path, listing)
+    trees = {split: _scan(path, of_split, listing) for split, of_split in roots.items()}
+    if not listing.rule.patterns:
+        for tree in trees.values():
+            tree.check_root(path, {split: folder for split, (folder,) in roots.items()})
     first = trees["train"] if "train" in trees else next(iter(trees.values()))
     if listing.labels == "numbers":
         names = sorted({name for tree in trees.values() for name in tree.classes})
         classes, numbers = number_labels(path, {"": names}, "numbers")
+        if len(set(numbers[""].tolist())) < len(names):
+            pair = next(pair for pair in itertools.pairwise(sorted(names, key=int)) if int(pair[0]) == int(pair[1]))
+            raise SourceError(
+                f"{pair[0]} and {pair[1]} are the same number: rename one, or type --labels names", path=path
+            )
         label_of = dict(zip(names, numbers[""].tolist(), strict=True))
     else:
         classes = first.names()
@@ -63,22 +76,27 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
         divided = listing.divide(sorted(chosen | others), path)
         return {split: [path / name for name in names] for split, names in divided.items()}
     if not folders:
-        more = f"; if it is a class folder itself, give {path.parent}" if any(is_image(e.name) for e in entries) else ""
+        more = f"; {_advise_flat(path)}" if any(is_image(entry.name) for entry in entries) else ""
         raise SourceError(f"holds no class folders{more}; {LAYOUT}", path=path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
     only = [name for name in naming if is_split_name(name)]
     all_name_splits = len(naming) == len(folders) > 0 and len(set().union(*naming.values())) > 1
-    # A class may also be called "train", or "test tube": then it lies beside others, and holds images, not classes.
+    # A class may be called "test tube": then it lies beside others, and holds images, not classes.
     if not (
-        all_name_splits or len(only) == len(folders) > 0 or len(only) > 1
+        all_name_splits or len(only) == len(folders) > 0 or len(only) > 1 or have_twins(naming)
         or any(_holds_folders(path / name) for name in naming)
     ):  # fmt: skip
-        listing.rule.check_own_name(path)
+        if not only:
+            listing.rule.check_own_name(path)
         return {"train": [path]}
     for entry in entries:
         if entry.name not in folders:
             listing.left_out.add(str(path / entry.name), "beside the folders of splits")
-    divided = listing.divide(folders, path)
+    try:
+        divided = listing.divide(folders, path)
+    except AmbiguousSplitError as error:
+        error.message += "; if all are class folders type --split train=."
+        raise
     for split, names in divided.items():
         if len(names) > 1:
             raise SourceError(
@@ -92,14 +110,27 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
 def _scan(path: Path, roots: list[Path], listing: Listing) -> ClassTree:
     """List the class folders of a split."""
     trees = [ClassTree.scan(root, None if listing.outside else str(path), listing.left_out) for root in roots]
-    for tree in trees:
-        tree.check_root(is_chosen=bool(listing.rule.patterns))
+    for tree in trees if listing.rule.patterns else ():
+        tree.check_root(is_chosen=True)
     return trees[0] if len(trees) == 1 else ClassTree.merged(path, trees)
+
+
+def _advise_flat(folder: Path) -> str:
+    """Say what a folder of images without class folders may be, and what to give then."""
+    table = "if a table has their classes, give that, a CSV file with the columns path, label and, if need be, split"
+    if folder.name.lower() in OF_IMAGES or split_words(folder.name):
+        return table
+    return f"if it is a class folder itself, give {folder.parent}; {table}"
 
 
 def _holds_folders(path: Path) -> bool:
     with os.scandir(path) as entries:
         return any(not is_image(entry.name) and not is_hidden(entry.name) and is_folder(entry) for entry in entries)
+
+
+def _options(source: Path, roots: Mapping[str, Path]) -> str:
+    """Return `--split` options that name the folder of each split's class folders."""
+    return " ".join(f"--split {split}={quote(glob.escape(relpath(root, source)))}" for split, root in roots.items())
 
 
 @dataclass(frozen=True)
@@ -147,7 +178,7 @@ class ClassTree:
             if image := next(filter(is_image, names), None):
                 message = f"lies beside the class folders, not in one; {LAYOUT}"
                 if not any(is_folder(entry) for entry in entries if entry.name in set(names)):
-                    message += f"; if {root.name} is a class folder itself, give {root.parent}"
+                    message += f"; {_advise_flat(root)}"
                 if image.startswith("ILSVRC2012_val_"):
                     message += f"; with ImageNet's devkit or Kaggle's LOC_val_solution.csv in {root.parent}, give that"
                 raise SourceError(message, path=root / image)
@@ -182,20 +213,35 @@ class ClassTree:
         """Return the names of the classes."""
         return list(self.classes)
 
-    def check_root(self, is_chosen: bool = False) -> None:
-        """Raise SourceError if the root does not look like the folder of class folders; warn if the user chose it."""
+    def check_root(
+        self, source: Path | None = None, roots: Mapping[str, Path] = MappingProxyType({}), is_chosen: bool = False
+    ) -> None:
+        """Raise SourceError if the root does not look like the folder of class folders; warn if the user chose it.
+
+        Args:
+            source: What the user has given (default: the root).
+            roots: The folder of each split's class folders below it.
+            is_chosen: Whether the user has said that it is the root.
+        """
         doubt = doubt_root(
             [(path, len(images)) for content in self.classes.values() for path, images in content.folders]
         )
         if doubt is None:
             return
-        if is_chosen or doubt.is_slight:
+        if is_chosen or (doubt.is_slight and not (doubt.names_split and self.root == source)):
             logger.warning("%s: is taken for the folder of class folders, and %s", self.root, doubt.why)
             return
-        advice = f"if the class folders are in {self.root / doubt.likely}, give that; " if doubt.likely else ""
+        source, likely = source or self.root, self.root / doubt.likely if doubt.likely else None
+        as_it_is = _options(source, roots or {"train": self.root})
+        if likely and len(roots) > 1:
+            of_split = {split: root / likely.relative_to(self.root) for split, root in roots.items()}
+            of_split = {split: folder if folder.is_dir() else roots[split] for split, folder in of_split.items()}
+            advice = f"if the class folders are in {likely}, type {_options(source, of_split)}; "
+        else:
+            advice = f"if the class folders are in {likely}, give that; " if likely else ""
         raise SourceError(
             f"does not look like the folder of class folders: {doubt.why}; {advice}if it is right as it is, type "
-            f"--split train=. (or =FOLDER, the folder that holds the class folders); {LAYOUT}",
+            f"{as_it_is} (folders that hold the class folders); {LAYOUT}",
             path=self.root,
         )
 

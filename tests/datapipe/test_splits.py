@@ -99,9 +99,59 @@ def test_what_a_refusal_says_to_type_divides():
     with pytest.raises(AmbiguousSplitError) as caught:
         SplitRule().divide(names, SOURCE)
     words = shlex.split(str(caught.value).partition(" type ")[2].partition(" (")[0])
-    assert words == ["--split", "val=*holdout*", "--split", "train=it's.tar"]
-    divided = SplitRule.parse([*words[1::2], "train=plain.tar"]).divide(names, SOURCE)
-    assert divided == {"train": ["it's.tar", "plain.tar"], "val": ["holdout-0.tar"]}
+    assert words[::2] == 3 * ["--split"]
+    assert SplitRule.parse(words[1::2]).divide(names, SOURCE) == {"train": names[1:], "val": names[:1]}
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["contest", "test"], "if they are train type --split train=contest --split val=test (patterns"),
+        (["seg_pred", "seg_test", "seg_train"], ": type --split train=seg_train --split val=seg_test (patterns"),
+        (["annotations", "train2017", "val2017"], ": type --split train=train2017 --split val=val2017 (patterns"),
+        (["ground_truth", "test", "train"], ": type --split train=train --split val=test (patterns"),
+        (["meta", "test", "train", "val"], ": type --split train=train --split val=val (patterns"),
+        ([*(f"train-{i}.tar" for i in range(9)), "x.tar"], "type --split train='train-*.tar' --split val=x.tar (pat"),
+        ([*(f"0-{i}.tar" for i in range(9)), "0-train.tar"], ": say with --split train=PATTERN and"),  # 0-* is both
+        ([*(f"{c}.tar" for c in "abcde"), "train.tar"], ": say with --split train=PATTERN and"),
+        (["[a].tar", "train.tar"], "type --split train=train.tar --split val='[[]a].tar'"),
+    ],
+)
+def test_a_refusal_says_what_to_type_for_all_names(names, advice):
+    with pytest.raises(AmbiguousSplitError) as caught:
+        SplitRule().divide(names, SOURCE)
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["train_0.tar", "train_mini_0.tar", "val_0.tar"], "holds train_0.tar and train_mini_0.tar, all of train: say"),
+        (["train/0.tar", "val/0.tar", "val_small/0.tar"], "holds val/0.tar and val_small/0.tar, all of val"),
+        (["train-00.tar", "train-00-fixed.tar"], "holds train-00.tar and train-00-fixed.tar, all of train"),
+        (["test.tar", "test_hard.tar", "train.tar"], "holds test.tar and test_hard.tar, all of test"),
+        ([f"{split}_fold{i}.csv" for i in (0, 10, 9) for split in ("train", "val")], "holds folds 0, 9, 10, all of"),
+        (["train/cv-1.csv", "train/cv-2.csv"], "holds folds 1, 2, all of train"),
+    ],
+)  # fmt: skip
+def test_variants_and_folds_of_a_split_are_not_joined(names, why):
+    with pytest.raises(AmbiguousSplitError) as caught:
+        SplitRule().divide(names, SOURCE)
+    assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train/cat.tar", "train/dog.tar"],
+        ["train-00000-of-00002-a09b74b3ef9c3b56.parquet", "train-00001-of-00002-1234567890123456.parquet"],
+        ["train-0.tar", "train-1.tar.gz"],
+        ["test_hard.tar", "test.tar", "train.tar", "val.tar"],  # a test split is left out
+        ["train_fold0.csv", "val_fold0.csv"],
+    ],
+)
+def test_parts_of_a_split_are_joined(names):
+    assert sum(map(len, SplitRule().divide(names, SOURCE).values())) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +194,13 @@ def test_what_is_no_pattern(text):
 def test_a_source_that_is_called_as_a_split_needs_to_be_told(name):
     with pytest.raises(AmbiguousSplitError, match=f"is called {name}, and nothing in it .* --split val=. if"):
         SplitRule().check_own_name(Path("/raw") / name)
+    for inside in ("labels.csv", "0.tar", "images", "shards/0.tar"):
+        with pytest.raises(AmbiguousSplitError, match=f"lies in {name}, and nothing in it .* --split val=. if"):
+            SplitRule().check_own_name(Path("/raw") / name / inside)
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "imagenet", "imagenet-train", "my-test", "test_of_val0", "contest", "valley"]
+    "name", ["train", "imagenet", "imagenet-train", "my-test", "test_of_val0", "contest", "valley", "val/imagenet.v1"]
 )
 def test_other_sources_are_training_images(name):
     SplitRule().check_own_name(Path("/raw") / name)

@@ -115,9 +115,7 @@ def test_wrong_use(start, packed, recipe_file, tmp_path, arguments, says):
 def test_a_full_disk(start, packed, recipe_file):
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("needs root, and unshare, to mount")
-    on_tmpfs = (
-        'mkdir disk && mount -t tmpfs -o size=4k tmpfs disk || exit 99; "$@"; code=$?; ls -A disk; exit $code'
-    )
+    on_tmpfs = 'mkdir disk && mount -t tmpfs -o size=4k tmpfs disk || exit 99; "$@"; code=$?; ls -A disk; exit $code'
     command = ["-m", "trainer", "profile", recipe_file, "--data", packed, "--out", "disk/profile", "--steps", 2]
     child = start(*command, prefix=["unshare", "-m", "sh", "-c", on_tmpfs, "sh"])
     said, errors = child.communicate(timeout=limit_s())

@@ -382,6 +382,14 @@ def test_a_split_of_what_has_none(shard, packed_folders):
         open_loader(packed_folders["tar"], 4)
 
 
+def test_a_folder_of_shards_that_is_called_as_a_split(shard):
+    shard("val/0.tar", 7)
+    folder = shard("val/1.tar", 8).parent
+    assert labels_of(folder) == labels_of(folder, split="val") == [7, 8]
+    with pytest.raises(SettingError, match=r"split: 'train' is not in .*/val, which has val"):
+        labels_of(folder, split="train")
+
+
 def test_samples_that_the_library_skips_are_told(shard, caplog):
     path = shard("0.tar", 0)
     more = shard("more", 1, 2)

@@ -41,11 +41,22 @@ READ = {
     "iNaturalist 2021": (["{2021_train,2021_valid}/{cat,dog}/1.jpg"], [], {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
     "words for kinds of files": (["{train_images,testset}/{cat,dog}/1.jpg"], [],
                                  {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
-    "a class called train": (["{train,bus}/1.jpg"], [], {"train": ["bus: bus/1", "train: train/1"]}),
+    "a class called train": (["{train,bus}/1.jpg"], ["train=."], {"train": ["bus: bus/1", "train: train/1"]}),
+    "a class called train in each split": (["{train,test}/{bus,car,train}/1.jpg"], [],
+                                           {split: [f"{c}: {c}/1" for c in ("bus", "car", "train")]
+                                            for split in ("train", "val")}),
     "classes that speak of a split": (["{train_x,test_tube,a}/1.jpg"], [],
                                       {"train": ["a: a/1", "test_tube: test_tube/1", "train_x: train_x/1"]}),
-    "class called validation, beside others": (["{cat,dog,validation}/1.jpg"], [],
+    "class called validation, beside others": (["{cat,dog,validation}/1.jpg"], ["train=."],
                                                {"train": [*CAT_AND_DOG, "validation: validation/1"]}),
+    "a folder of images in each class, with more": (["{cat,dog}/images/1.jpg", "cat/images/more/2.jpg"], [],
+                                                    {"train": ["cat: cat/images/1", "cat: cat/images/more/2",
+                                                               "dog: dog/images/1"]}),
+    "a folder in each split, as advised": (["{train,val}/images/{cat,dog}/1.jpg"],
+                                           ["train=train/images", "val=val/images"],
+                                           {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
+    "a folder by its whole path": (["x/{train,val}/{cat,dog}/1.jpg"], ["train=/x/train", "val=/x/val"],
+                                   {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
     "a few folders in class folders": (["cat/{1,2,3}.jpg", "cat/more/4.jpg", "dog/1.jpg"], [],
                                        {"train": [*(f"cat: cat/{i}" for i in (1, 2, 3, "more/4")), "dog: dog/1"]}),
     "junk of systems": (["{cat,dog}/1.jpg", "__MACOSX/cat/._1.jpg", "@eaDir/cat/1.jpg", "cat/@eaDir/1.jpg/2.jpg",
@@ -66,6 +77,7 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_a_layout_that_is_read(tmp_path, name):
     files, splits, expected = READ[name]
+    splits = [split.replace("=/", f"={tmp_path}/raw/") for split in splits]
     assert labelled(open_source(put(tmp_path / "raw", *files), splits=splits)) == expected
 
 
@@ -103,9 +115,23 @@ REFUSED = {
     # Splits.
     "an unknown word": (["{train,validierung}/{cat,dog}/1.jpg"], "train names a split, and validierung does not"),
     "a known word that is not train": (["{images,validation}/{cat,dog}/1.jpg"], "validation names a split, and im"),
-    "extra images": (["{train,test,extra}/{cat,dog}/1.jpg"], "and extra does not: if they are"),
+    "extra images": (["{train,test,extra}/{cat,dog}/1.jpg"], "extra does not: type --split train=train --split val="),
     "COCO": (["{train2017,val2017}/1.jpg", "annotations/1.json"], "names a split, and annotations does not"),
-    "a small train split": (["{train,train_mini,val}/{cat,dog}/1.jpg"], "holds 2 folders for train: train, train_mini"),
+    "a small train split": (["{train,train_mini,val}/{cat,dog}/1.jpg"], "holds train and train_mini, all of train"),
+    "a class that is called as a split": (["{cat,dog,test_data}/1.jpg"], "test_data names a split, and would be a"),
+    "a class called train, or a split": (["{cat,dog,train}/1.jpg"], "train names a split, .* type --split train=. "),
+    "a split beside other images": (["{train,unlabeled}/1.jpg"], "train names a split, and would be a class"),
+    "a split in a split": (["train/{cat,dog}/1.jpg", "train/val/cat/2.jpg"], "val names a split, and would be a"),
+    "Market-1501": (["bounding_box_{train,test}/1.jpg", "query/1.jpg"], "bounding_box_test names a split, and query"),
+    "scenes": (["seg_{train,test}/{sea,city}/1.jpg", "seg_pred/1.jpg"], "seg_pred .* train=seg_train --split val="),
+    "contest": (["{test,contest}/{cat,dog}/1.jpg"], "if they are train type --split train=contest --split val=test "),
+    "a folder more in each split": (["{train,val}/images/{cat,dog}/1.jpg"],
+                                    "/train/images, type --split train=train/images --split val=val/images; "),
+    "YOLO": (["{train,valid}/images/{1,2}.jpg"], "right as it is, type --split train=train --split val=valid "),
+    "Office-31": (["{amazon,dslr}/images/{bike,mug}/1.jpg"],
+                  "amazon/images/bike, amazon/images/mug would be one class, amazon"),
+    "two folders in each group": (["A/x/y/{cat,dog}/1.jpg", "B/x/y/{cat,dog}/1.jpg"], "A/x/y/cat, A/x/y/dog would be"),
+    "Stanford Cars": (["cars_{train,test}/1.jpg"], "beside the class folders.*; if a table has their classes"),
     "synonyms": (["{train,val,validation}/{cat,dog}/1.jpg"], "holds both val .* and validation"),
     "train and val in one name": (["train_val2018/{Aves,Fungi}/1.jpg"], "has train and val in it"),
     "CycleGAN": (["{trainA,trainB,testA,testB}/1.jpg"], "holds 2 folders for train: trainA, trainB"),
@@ -121,6 +147,11 @@ def test_a_layout_that_is_refused(tmp_path, name):
     files, message = REFUSED[name]
     with pytest.raises(SourceError, match=message):
         open_source(put(tmp_path / "raw", *files))
+
+
+def test_folders_of_the_same_number(tmp_path):
+    with pytest.raises(SourceError, match="0 and 00 are the same number: rename one, or type --labels names"):
+        open_source(put(tmp_path / "raw", "{00,0,1}/1.jpg"), labels="numbers")
 
 
 @pytest.mark.parametrize("name", ["val", "imagenet-val", "test"])

@@ -20,6 +20,7 @@ from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.dataset.shard_reader import ShardReader
 from datapipe.dataset.verify import verify
 from datapipe.errors import StagingError
+from datapipe.fsio import lock_holders, locked
 from datapipe.loaders import Batch, open_loader
 from datapipe.staging import stage
 from datapipe.staging.landing import Landing
@@ -348,13 +349,16 @@ def test_what_a_planted_link_says_does_not_count(tmp_path, name, run):
 
 def test_ctrl_c_ends_what_was_begun(tmp_path, start):
     source, local = tmp_path / "source", tmp_path / "local"
-    make_data_set(source, [6 * CHUNK])
-    # The first chunk does not wait, the second 10 s.
-    child = start(source, local, "--background", "--chunk-mib", 1, "--max-mbps", 0.1)
-    wait_until(lambda: landed(local) >= 0, child)
-    child.send_signal(signal.SIGINT)
-    assert child.wait(limit_s()) == 130
-    wait_until(lambda: find_progress(local).state == "stopped")
+    make_data_set(source, [CHUNK])
+    local.mkdir(mode=0o700)
+    log = local / ".stage.log"
+    with locked(local, wait=False):  # nothing arrives, for which the command would not wait any longer
+        child = start(source, local, "--background")
+        wait_until(lambda: log.exists() and "waiting" in log.read_text(), child)
+        assert lock_holders(log, shared=True)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(limit_s()) == 130
+        wait_until(lambda: not lock_holders(log, shared=True))
 
 
 def test_nodes_exchange_in_the_background(start, tmp_path, run):
