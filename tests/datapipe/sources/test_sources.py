@@ -332,11 +332,6 @@ def test_a_test_split_is_val(tmp_path):
     assert paths_of(source.splits["val"]) == ["b/2.jpg"] and source.splits["val"].labels.tolist() == [1]
 
 
-def test_a_class_may_be_called_train(tmp_path):
-    source = open_source(tree(tmp_path / "raw", "train/1.jpg", "car/2.jpg"))
-    assert source.classes == ["car", "train"] and list(source.splits) == ["train"]
-
-
 def test_classes_are_in_order_however_many_threads_list_them(tmp_path, monkeypatch):
     paths = [f"{c:03d}/{i}.jpg" for c in range(40) for i in range(3)]
     tree(tmp_path / "raw", *paths)
