@@ -73,7 +73,7 @@ def bench(
         "first_batch_s": None if first_batch_at is None else first_batch_at - began,
         "wait_s": stages["queue_empty"],
         "stages_s": stages,
-        "limit": _limit(stages, stages["queue_empty"] / seconds),
+        "limit": find_limit(stages, stages["queue_empty"] / seconds),
         "epochs": rows,
     }
     if step_s:
@@ -133,7 +133,7 @@ def format_result(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _limit(stages: dict[str, float], waited: float) -> str:
+def find_limit(stages: dict[str, float], waited: float) -> str:
     """Name the stage that takes longest, or the consumer if it `waited` for hardly any (share) of the time."""
     known = [name for name in STAGES if name in stages]
     if waited <= NOISE:
