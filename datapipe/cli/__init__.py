@@ -119,6 +119,9 @@ def pack(
         str, typer.Option(help="Numbers of classes, or names to be numbered.", **one_of(LABELS))
     ] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse to leave anything in SOURCE out.")] = False,
+    left_out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="List what is left out of SOURCE in FILE, as lines of JSON.")
+    ] = None,
     channels: Annotated[
         int | None,
         typer.Option(metavar="1|3", help="Read all as grey (1) or RGB (3), in all splits (default: grey if all are)."),
@@ -164,6 +167,7 @@ def pack(
         split=split or (),
         labels=labels,
         strict=strict,
+        left_out=left_out,
         timeout_s=timeout,
         memory=memory,
         recode=recode,

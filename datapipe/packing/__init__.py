@@ -124,8 +124,20 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
     for name, value in (("split", list(options.split)), ("labels", options.labels)):
         if value not in ([], "auto"):  # as in plans of earlier versions
             source_settings[name] = value
-    split, labels, strict = options.split, options.labels, options.strict
-    list_source = partial(open_source, source_path, options.kind, options.outside, split, labels, strict)
+    if options.left_out is not None:
+        place = options.left_out.resolve()
+        if inside := next((folder for folder in (out, source_path) if folder.resolve() in place.parents), None):
+            raise SettingError(f"left_out: {options.left_out} lies in {inside}; choose another place")
+    list_source = partial(
+        open_source,
+        source_path,
+        options.kind,
+        options.outside,
+        options.split,
+        options.labels,
+        options.strict,
+        options.left_out,
+    )
     return PackJob(OutFolder(out, source_path), options, source_settings, list_source)
 
 

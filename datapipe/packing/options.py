@@ -40,6 +40,7 @@ class PackOptions:
         split: Splits and patterns of their names, such as "val=holdout"; none: what names say (see `splits`).
         labels: What labels in tables and archives are, one of `names.LABELS` (see `sources.labels`).
         strict: Refuse a source of which something would be left out.
+        left_out: A file in which all of that is listed, as lines of JSON; None: the log names ten of each kind.
         timeout_s: A read or write that takes longer, in seconds, is an error.
         memory: For images in all threads together, such as "8GiB", at least "1MiB"; None: half of what the machine or
             the control group has.
@@ -59,6 +60,7 @@ class PackOptions:
     split: Sequence[str] = ()
     labels: str = "auto"
     strict: bool = False
+    left_out: Path | None = None
     timeout_s: float = TIMEOUT_S
     memory: str | None = None
     recode: RecodeOptions = field(default_factory=RecodeOptions)

@@ -11,8 +11,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -21,12 +24,12 @@ import numpy as np
 
 from ..checks import did_you_mean
 from ..console import format_count
-from ..errors import SettingError, SourceError, WrongPathError
+from ..errors import DatapipeError, SettingError, SourceError, WrongPathError
 from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
 from ..splits import SplitRule
-from .listing import Listing
+from .listing import Listing, advise, is_folder, is_hidden
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ SAMPLES = {
     "packed": ("packed", "PackedSamples"),
 }
 NAMED = 5  # classes that a message names
+LOOKED_AT = 100  # entries of a folder, to see whether it holds folders
 
 
 class Samples(Protocol):
@@ -138,6 +142,7 @@ def open_source(
     splits: Sequence[str] = (),
     labels: str = "auto",
     strict: bool = False,
+    left_out: Path | None = None,
 ) -> Source:
     """List the samples of a raw data set.
 
@@ -148,6 +153,7 @@ def open_source(
         splits: What belongs to which split, such as "val=holdout-*.tar"; none: what the names say (see `splits`).
         labels: What labels in tables and archives are, one of `names.LABELS` (see `labels.number_labels`).
         strict: Refuse to leave anything out.
+        left_out: A file to list what is left out in, as lines of JSON; None: the log alone names some of it.
 
     Returns:
         The samples by split, and the classes.
@@ -161,18 +167,54 @@ def open_source(
         raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     if not path.exists():
         raise WrongPathError("does not exist", path=path)
-    if kind == "auto":
+    is_found = kind == "auto"
+    if is_found:
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:
         module = _module(KINDS[kind])
     listing = Listing(outside, SplitRule.parse(splits).below(path), labels)
-    source = module.load(path, kind, listing)
+    try:
+        source = module.load(path, kind, listing)
+    except DatapipeError as error:
+        if is_found and kind != "imagefolder" and (folder := _class_folder(path)):
+            error.add_note(f"it was taken for {kind}: if {folder} is one of class folders, type --kind imagefolder")
+        raise
     for name, samples in source.splits.items():
         if not len(samples):
-            raise SourceError(f"split {name} holds no images", path=path)
+            more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
+            others = chain.from_iterable(listing.left_out.paths(path).values())
+            raise SourceError(f"split {name} holds no images{more}{advise(others)}", path=path)
+    _check_names(path, source)
     _check_classes(path, source)
-    listing.report(path, strict)
+    listing.report(path, strict, left_out)
     return source
+
+
+def _class_folder(path: Path) -> str | None:
+    """Find a folder of images or folders in a source, which may be a class or a split; return its name."""
+    if not path.is_dir():
+        return None
+    folders = sorted(entry.name for entry in os.scandir(path) if not is_hidden(entry.name) and is_folder(entry))
+    for name in folders:
+        with suppress(OSError), os.scandir(path / name) as entries:
+            inside = islice(entries, LOOKED_AT)
+            if any(is_folder(entry) for entry in inside if not is_hidden(entry.name)):
+                return name
+    return None
+
+
+def _check_names(path: Path, source: Source) -> None:
+    """Raise SourceError for names that this process reads otherwise than one whose file names are UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8":
+        return
+    names = chain(source.classes, *(samples.names for samples in source.splits.values()))
+    if other := next((name for name in names if not name.isascii()), None):
+        raise SourceError(
+            f"has names that are not ASCII, such as {other!a}, and the locale says that names of files are {encoding}: "
+            "keys and classes would not be those of other machines; set PYTHONUTF8=1 (type it before the command)",
+            path=path,
+        )
 
 
 def _check_classes(path: Path, source: Source) -> None:

@@ -5,7 +5,9 @@ The formats are described at https://www.cs.toronto.edu/~kriz/cifar.html.
 
 from __future__ import annotations
 
-from collections.abc import Set
+import os
+import re
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from ..errors import SourceError
 from . import Source, numbered
-from .listing import Listing
+from .listing import Listing, is_folder, is_hidden
 from .pickled import Array, read_pickle
 from .unpacked import members, read_file
 
@@ -28,6 +30,10 @@ LAYOUTS: dict[tuple[str, str], _Layout] = {
     ("cifar100", "python"): (("train",), ("test",), "meta"),
     ("cifar100", "binary"): (("train.bin",), ("test.bin",), "fine_label_names.txt"),
 }
+BESIDE = {"file.txt~", "coarse_label_names.txt"}  # what the archives hold, too, and no class or image
+# What the archives are called, and the folders that they become.
+ARCHIVE = re.compile(r"cifar-100?-(python|binary)\.(tar|tgz|tar\.[a-z0-9]+)")
+FOLDER = re.compile(r"cifar-10-batches-(py|bin)|cifar-100-(python|binary)")
 NUM_CLASSES = {"cifar10": 10, "cifar100": 100}
 MAX_BYTES = 1 << 30  # of all files in an archive, which has 180 MB, or of a file in a folder
 
@@ -35,7 +41,7 @@ MAX_BYTES = 1 << 30  # of all files in an archive, which has 180 MB, or of a fil
 def detect(path: Path) -> str | None:
     if not path.is_dir() and not path.name.lower().startswith("cifar"):  # another archive is not CIFAR's
         return None
-    names = _Archive(path).names()
+    names = {Path(name).name for name, _ in _Archive(path).files(set())}
     return next((kind for (kind, _), layout in LAYOUTS.items() if _has(names, layout)), None)
 
 
@@ -48,7 +54,8 @@ def _has(names: Set[str], layout: _Layout) -> bool:
 def load(path: Path, kind: str, listing: Listing) -> Source:
     listing.refuse_options(kind)
     layouts = {version: layout for (name, version), layout in LAYOUTS.items() if name == kind}
-    content = _Archive(path).read({name for train, test, meta in layouts.values() for name in (*train, *test, meta)})
+    archive = _Archive(path)
+    content = archive.read({name for train, test, meta in layouts.values() for name in (*train, *test, meta)})
     version = next((version for version, layout in layouts.items() if _has(content.keys(), layout)), None)
     if version is None:
         raise SourceError(f"is not a {kind} archive or folder (python or binary version)", path=path)
@@ -56,6 +63,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     missing = [name for name in (*train, *test) if name not in content]
     if missing:
         raise SourceError(f"is incomplete: {', '.join(missing)} missing", path=path)
+    archive.count_others({*train, *test, meta}, listing)
     parse = _parse_python if version == "python" else _parse_binary
     classes = _class_names(path, kind, version, content[meta])
     splits = {}
@@ -67,28 +75,62 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
 
 
 class _Archive:
-    """The files of a folder, or of a tar file, by base name."""
+    """The files of a folder, or of a tar file.
+
+    A folder that holds nothing but the archive, or the unpacked folder (beside the archive or not), stands for it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.source = self.path = path
+        if path.is_dir():
+            entries = [entry for entry in os.scandir(path) if not is_hidden(entry.name)]
+            inner = [entry.name for entry in entries if entry.name.startswith("cifar-") and is_folder(entry)]
+            if not any(map(is_folder, entries)):
+                inner = [entry.name for entry in entries if ARCHIVE.fullmatch(entry.name)]
+            if len(inner) > 1 and all(FOLDER.fullmatch(name) or ARCHIVE.fullmatch(name) for name in inner):
+                raise SourceError(f"holds several data sets, {', '.join(sorted(inner))}: give one of them", path=path)
+            self.path = path / inner[0] if len(inner) == 1 else path
+        self._others: set[str] = set()  # paths of what was not asked for
+        self._read: Set[str] = set()
 
-    def names(self) -> Set[str]:
-        if self.path.is_dir():
-            return {entry.name for entry in self._folder().iterdir()}
-        return {Path(name).name for name, _ in members(str(self.path), None, set(), 0)}
+    def files(self, names: Set[str]) -> Iterator[tuple[str, bytes | None]]:
+        """Yield the path of each file below the folder or in the archive, and the content of those asked for."""
+        if not self.path.is_dir():
+            yield from members(str(self.path), None, names, MAX_BYTES)
+            return
+        for name in sorted(os.listdir(self.path)):
+            is_read = name in names and (self.path / name).is_file()
+            yield name, read_file(str(self.path / name), None, MAX_BYTES) if is_read else None
 
     def read(self, names: Set[str]) -> dict[str, bytes]:
-        if self.path.is_dir():
-            folder = self._folder()
-            paths = (folder / name for name in names if (folder / name).is_file())
-            return {path.name: read_file(str(path), None, MAX_BYTES) for path in paths}
-        inside = members(str(self.path), None, names, MAX_BYTES)
-        return {Path(name).name: data for name, data in inside if data is not None}
+        """Read the files of some names, whatever folder of the archive they are in. Raises SourceError for a twin."""
+        contents: dict[str, bytes] = {}
+        for place, data in self.files(names):
+            name = Path(place).name
+            if data is None:
+                self._others.add(place)
+            elif name in contents:
+                raise SourceError(f"holds {name} twice", path=self.path)
+            else:
+                contents[name] = data
+        self._read = contents.keys()
+        return contents
 
-    def _folder(self) -> Path:
-        """Return the folder of the files: the archive's, when a folder holds nothing else."""
-        inner = [path for path in self.path.iterdir() if path.name.startswith("cifar-") and path.is_dir()]
-        return inner[0] if len(inner) == 1 else self.path
+    def count_others(self, known: Set[str], listing: Listing) -> None:
+        """Count what was not read, or is not known.
+
+        Args:
+            known: Names of the files that images and classes come from.
+            listing: Has what is left out.
+        """
+        reason = "beside the files of CIFAR"
+        if self.path.is_dir():
+            listing.left_out.add_entries(self.path, reason, known | BESIDE)
+        else:
+            others = {*self._others, *(self._read - known)}
+            listing.left_out.add_members(str(self.path), [(reason, name) for name in others])
+        if self.path != self.source:
+            listing.left_out.add_entries(self.source, reason, {self.path.name})
 
 
 def _unpickle(where: str, data: bytes) -> dict:

@@ -56,6 +56,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
             raise SourceError("holds no .csv files", path=path)
         for name in tables:
             reader.read(path / name, reader.bounds)
+        listing.left_out.add_unnamed(path, reader.names(tables), "named by no row")
     else:
         reader.read(path, None)  # the user named it, so it may be a link
     if not reader.rows:
@@ -171,6 +172,15 @@ class _Reader:
                     self._add(path, label, table.name if columns[2] is None else self._checked(split))
             except (ValueError, csv.Error) as error:
                 raise SourceError(f"line {max(1, rows.line_num)}: {error}", path=table) from error
+
+    def names(self, tables: Sequence[str]) -> dict[str, set[str]]:
+        """Return the names of the files that rows name, and of the tables, by the path of their folder."""
+        names = {"": set(tables)}
+        for rows in self.rows.values():
+            of_folder = [names.setdefault(folder, set()) for folder in rows.folders]
+            for folder, file in zip(rows.folder, rows.files, strict=True):
+                of_folder[folder].add(file)
+        return names
 
     def _add(self, path: str, label: str, split: str) -> None:
         if not path or not label:

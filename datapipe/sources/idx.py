@@ -37,16 +37,19 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if not files:
         raise SourceError("holds no *-images-idx3-ubyte[.gz]", path=path)
     pixels: dict[str, Pixels] = {}
+    known = set(files)
     for split, names in listing.divide(files, path).items():
         if len(names) > 1:
             raise SourceError(f"holds several files of images for {split}, {' and '.join(names)}: say which is, as "
                               f"--split {split}={names[0]}, for each split", path=path)  # fmt: skip
         images_path = path / names[0]
         labels_path = _find_labels(images_path)
+        known.add(labels_path.name)
         images, labels = _read(images_path, 3), _read(labels_path, 1)
         if len(images) != len(labels):
             raise SourceError(f"holds {len(labels)} labels for {len(images)} images", path=labels_path)
         pixels[split] = numbered(str(images_path), labels, images)
+    _count_others(path, known, listing)
     texts = {split: list(map(str, samples.labels.tolist())) for split, samples in pixels.items()}
     classes, numbers = number_labels(path, texts, listing.labels)
     return Source(kind, classes, {split: replace(samples, labels=numbers[split]) for split, samples in pixels.items()})
@@ -56,6 +59,13 @@ def _image_files(folder: Path) -> list[str]:
     """Find the files of images; of a plain and a gzipped one, the plain one."""
     names = sorted(name for name in os.listdir(folder) if IMAGES.fullmatch(name) and not is_hidden(name))
     return [name for name in names if name.removesuffix(".gz") == name or name.removesuffix(".gz") not in names]
+
+
+def _count_others(folder: Path, known: set[str], listing: Listing) -> None:
+    """Count what lies in the folder and is not read."""
+    twins = {f"{name}.gz" for name in known} & set(os.listdir(folder))
+    listing.left_out.add_all((str(folder / name) for name in twins), "beside the same file unpacked, which is read")
+    listing.left_out.add_entries(folder, "beside the IDX files", known | twins)
 
 
 def _find_labels(images_path: Path) -> Path:

@@ -22,7 +22,7 @@ from . import Source
 from .class_folders import OF_IMAGES, doubt_root
 from .files import Files
 from .labels import SAME_LOOK, alike, number_labels, out_of_order
-from .listing import EXTENSIONS, HIDDEN, LeftOut, Listing, is_folder, is_hidden, is_image
+from .listing import EXTENSIONS, HIDDEN, LeftOut, Listing, advise, is_folder, is_harmless, is_hidden, is_image
 from .paths import follow, is_inside, opened, real_path, real_path_of, refused
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ def detect(path: Path) -> str:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
-        raise WrongPathError(f"is not a folder, and not an archive that datapipe knows; {LAYOUT}", path=path)
+        what = "is not a folder, and not an archive that datapipe knows"
+        raise WrongPathError(f"{what}{advise([path.name])}; {LAYOUT}", path=path)
+    listing.left_out.add_entries(path, HIDDEN, hidden_only=True)
     roots = _split_roots(path, listing)
     trees = {split: _scan(path, of_split, listing) for split, of_split in roots.items()}
     if not listing.rule.patterns:
@@ -77,6 +79,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
         return {split: [path / name for name in names] for split, names in divided.items()}
     if not folders:
         more = f"; {_advise_flat(path)}" if any(is_image(entry.name) for entry in entries) else ""
+        more += advise(entry.name for entry in entries)
         raise SourceError(f"holds no class folders{more}; {LAYOUT}", path=path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
     only = [name for name in naming if is_split_name(name)]
@@ -183,15 +186,13 @@ class ClassTree:
                     message += f"; with ImageNet's devkit or Kaggle's LOC_val_solution.csv in {root.parent}, give that"
                 raise SourceError(message, path=root / image)
             listed = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
-            for entry in entries:
-                if is_hidden(entry.name) and (is_image(entry.name) or entry.is_dir(follow_symlinks=False)):
-                    left_out.add(str(root / entry.name), HIDDEN)
+            left_out.add_entries(root, HIDDEN, hidden_only=True)
         classes = {name: content for name, content in zip(names, listed, strict=True) if content is not None}
         for name in names:
             if name not in classes:
                 left_out.add(str(root / name), "beside the class folders")
         if not classes:
-            raise SourceError(f"holds no class folders; {LAYOUT}", path=root)
+            raise SourceError(f"holds no class folders{advise(names)}; {LAYOUT}", path=root)
         if pair := alike(classes):
             raise SourceError(f"holds two class folders that {SAME_LOOK}: {pair[0]!a}, {pair[1]!a}", path=root)
         return cls(root, bounds, classes)
@@ -274,8 +275,7 @@ class ClassTree:
                 (HIDDEN, content.hidden),
                 ("a link to a folder that it lies in", content.circles),
             ):
-                if paths:
-                    left_out.add(f"{self.root}/{min(paths)}", reason, len(paths))
+                left_out.add_all((f"{self.root}/{path}" for path in paths), reason)
         if sum(len(content.others) for content in self.classes.values()) > num_images:
             logger.warning("%s: most of its files are %s: is it the right folder?", self.root, not_named)
 
@@ -319,7 +319,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
             for entry in entries:
                 name = entry.name
                 if is_hidden(name):
-                    if is_image(name) or entry.is_dir(follow_symlinks=False):
+                    if not is_harmless(name) or entry.is_dir(follow_symlinks=False):
                         content.hidden.append(f"{folder}/{name}")
                 elif is_image(name):
                     images.append(name)

@@ -27,7 +27,7 @@ from .archive_members import ArchiveMembers, ListedArchive, join
 from .files import Files
 from .imagefolder import ClassTree
 from .imagenet_labels import DEVKITS, LABELS, SOLUTION, ValLabels, read_labels
-from .listing import LeftOut, Listing, is_hidden, is_image, is_in_hidden
+from .listing import HIDDEN, LeftOut, Listing, is_hidden, is_image, is_in_hidden
 from .paths import opened
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -70,6 +70,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     known = read_labels(root, path, bounds) if VAL in names or is_flat else None  # at first: it may need a package
     if known is None and (is_flat or (VAL in names and "val" not in names)):
         raise SourceError(f"holds {'val images' if is_flat else VAL} without its labels{_advice(path)}", path=path)
+    listing.left_out.add_entries(root, HIDDEN, hidden_only=True)
     splits: dict[str, Samples] = {}
     classes, train = _train(path, bounds, listing.left_out)
     if train is not None:
@@ -254,5 +255,5 @@ def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImage
                     path=folder,
                 )
             else:
-                left_out.add(str(folder / entry.name), "not named as a val image")
+                left_out.add(str(folder / entry.name), HIDDEN if entry.is_dir() else "not named as a val image")
     return _ValImages(folder, sorted(names), [])

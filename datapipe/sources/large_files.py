@@ -10,8 +10,6 @@ from ..dataset.manifest import MANIFEST
 from ..splits import split_words
 from .listing import EXTENSIONS, Listing, is_folder, is_hidden
 
-ARCHIVES = (".tar", ".zip", ".tgz", ".gz", ".xz", ".bz2", ".zst", ".7z", ".rar", ".parquet", ".tfrecord")
-
 
 def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] = ()) -> bool:
     """Return whether a path is a data set of few large files.
@@ -84,16 +82,8 @@ def _files_in(path: Path, folder: str, suffixes: tuple[str, ...], alone: bool = 
 
 
 def _count_others(path: Path, names: Sequence[str], suffixes: tuple[str, ...], listing: Listing) -> None:
-    """Count what lies beside the files and may hold samples: folders, images, and files such as `1.tar.part`."""
+    """Count what lies beside the files, in the same folders."""
     places = {"", *map(os.path.dirname, names)}
     for folder in sorted(places):
-        for entry in os.scandir(path / folder):
-            place, name = os.path.join(folder, entry.name), entry.name.lower()
-            if place in names or place in places or is_hidden(entry.name):
-                continue
-            if (
-                name.endswith((*EXTENSIONS, *ARCHIVES))
-                or any(suffix in name for suffix in suffixes)
-                or is_folder(entry)
-            ):
-                listing.left_out.add(str(path / place), f"beside the {suffixes[0]} files")
+        known = {os.path.basename(name) for name in (*names, *places) if name and os.path.dirname(name) == folder}
+        listing.left_out.add_entries(path / folder, f"beside the {suffixes[0]} files", known)

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..console import format_count, printable
 from ..errors import SettingError, SourceError
+from ..fsio import atomic_write, side_by_side
 from ..splits import TEST, TRAIN, VAL, SplitRule, split_words
 
 logger = logging.getLogger(__name__)
 
 HIDDEN = "hidden, or a system's"
 EXTENSIONS = (".jpg", ".jpeg", ".png")
+# Of archives and tables, which may hold samples.
+ARCHIVES = (".tar", ".zip", ".tgz", ".gz", ".xz", ".bz2", ".zst", ".7z", ".rar")
+TABLES = (".csv", ".parquet", ".arrow", ".tfrecord", ".h5", ".hdf5", ".npz")
+# What to do about them where images are looked for.
+ADVICE = {
+    ARCHIVES[1:]: "is an archive: unpack it, and give the folder that it becomes",
+    (".tar",): "is an archive: give it itself if it is a shard of WebDataset, or else unpack it",
+    (".parquet", ".csv"): "is a table: give it or its folder if it is one of images",
+    (".tfrecord", ".tfrecords", ".arrow", ".h5", ".hdf5", ".mdb", ".npz", ".npy", ".beton", ".mat", ".rec"):
+        "is not read: write its images as files, or into Parquet or WebDataset's tars",
+}  # fmt: skip
 # What systems leave beside images without asking, in lower case: those of macOS, Windows, Linux, Synology, QNAP. All
 # that begins with a dot is hidden, too.
 JUNK = {"__macosx", "network trash folder", "temporary items", "icon\r"}
 JUNK |= {"$recycle.bin", "recycler", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 JUNK |= {"lost+found", "__pycache__", "@eadir", "@tmp", "#recycle", "#snapshot", "~snapshot"}
 JUNK |= {"@recycle", "@recently-snapshot", "@__thumb", "@sharebin"}
+# Files that say something about a data set.
+ABOUT = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|md5sums?|sha[0-9]+sums?|checksums?)"
+    r"(\.(md|txt|rst|html?|pdf|bib|cff))?",
+    re.IGNORECASE,
+)
+NAMED = 10  # paths that are named for each reason
 
 
 def is_image(name: str) -> bool:
@@ -35,6 +56,17 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name.lower() in JUNK
 
 
+def is_harmless(name: str) -> bool:
+    """Whether a file is passed over without a word: it is hidden, a system's or a README, and can hold no sample.
+
+    >>> is_harmless(".DS_Store"), is_harmless("README.md"), is_harmless(".hidden.jpg"), is_harmless("notes.txt")
+    (True, True, False, False)
+    """
+    return (is_hidden(name) or ABOUT.fullmatch(name) is not None) and not name.lower().endswith(
+        (*EXTENSIONS, *ARCHIVES, *TABLES)
+    )
+
+
 def is_folder(entry: os.DirEntry) -> bool:
     """Whether an entry is a folder, or leads to one; not if it is a link in a circle, say, which opening it reports."""
     try:
@@ -43,40 +75,122 @@ def is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
+def advise(names: Iterable[str]) -> str:
+    """Say what to do about files that may hold images, and are not images; "" if there are none.
+
+    >>> advise(["notes.txt", "archive.zip"])
+    '; archive.zip is an archive: unpack it, and give the folder that it becomes'
+    """
+    names = sorted(names)
+    texts = []
+    for suffixes, advice in ADVICE.items():
+        if named := [name for name in names if name.lower().endswith(suffixes) or f"{suffixes[0]}-" in name.lower()]:
+            others = f" (and {format_count(len(named) - 1, 'other')} like it)" if len(named) > 1 else ""
+            texts.append(f"; {printable(named[0])}{others} {advice}")
+    return "".join(texts)
+
+
+def _name(path: str) -> str:
+    """Return the last part of a path, of a file or of an archive and a member."""
+    return path.rpartition("/")[2].rpartition(": ")[2]
+
+
 def is_in_hidden(path: str) -> bool:
     """Whether a path in an archive has a hidden part."""
     return any(is_hidden(part) for part in path.split("/") if part not in (".", ".."))
 
 
 class LeftOut:
-    """What a listing leaves out: how much, and the first, for each reason. Threads may add at the same time."""
+    """What a listing leaves out: the paths, by the reason. Threads may add at the same time."""
 
     def __init__(self) -> None:
-        self._reasons: dict[str, tuple[int, str]] = {}
+        self._reasons: dict[str, set[str]] = {}
         self._lock = threading.Lock()
 
-    def add(self, first: str, reason: str, count: int = 1) -> None:
-        """Count what is left out.
+    def add(self, path: str, reason: str) -> None:
+        """Add what is left out: its path, and what it is."""
+        self.add_all([path], reason)
 
-        Args:
-            first: The path of the first.
-            reason: What each of them is.
-            count: How many there are.
-        """
+    def add_all(self, paths: Iterable[str], reason: str) -> None:
+        """Add several of one reason. Those that are named as harmless files are passed over, unless it is HIDDEN."""
+        self._add((path for path in paths if reason == HIDDEN or not is_harmless(_name(path))), reason)
+
+    def _add(self, paths: Iterable[str], reason: str) -> None:
         with self._lock:
-            before, was_first = self._reasons.get(reason, (0, first))
-            self._reasons[reason] = before + count, min(first, was_first)
+            self._reasons.setdefault(reason, set()).update(paths)
 
     def add_members(self, archive: str, others: Iterable[tuple[str, str]]) -> None:
         """Add members of an archive: what each is, and its name."""
         for reason, name in others:
             self.add(f"{archive}: {name}", reason)
 
-    def lines(self) -> list[str]:
+    def add_hidden_member(self, archive: str, name: str) -> None:
+        """Add a member of an archive that is hidden, unless it is harmless."""
+        if not is_harmless(_name(name)):
+            self.add(f"{archive}: {name}", HIDDEN)
+
+    def add_entries(self, folder: Path, reason: str, known: Collection[str] = (), hidden_only: bool = False) -> None:
+        """Add what lies in a folder, except what is known, or harmless.
+
+        Args:
+            folder: The folder.
+            reason: What they are, if they are not hidden.
+            known: Names of those that are taken, or counted elsewhere.
+            hidden_only: Add those that are hidden, and no other.
+        """
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = entry.name
+                if name in known or (hidden_only and not is_hidden(name)):
+                    continue
+                if not is_harmless(name) or is_folder(entry):
+                    self._add([os.path.join(folder, name)], HIDDEN if is_hidden(name) else reason)
+
+    def add_unnamed(self, root: Path, names: Mapping[str, Collection[str]], reason: str) -> None:
+        """Add what a table does not name, of what lies in the folders that it names: one scan of each.
+
+        Args:
+            root: The folder of the table.
+            names: The names of the files that are known, by the path of their folder below `root`.
+            reason: What the others are.
+
+        Raises:
+            SourceError: A folder cannot be listed.
+        """
+        known: dict[str, set[str]] = {"": set()}
+        for folder, files in names.items():
+            if os.path.isabs(folder) or folder.split("/")[0] == "..":
+                continue
+            known.setdefault(folder, set()).update(files)
+            while folder:
+                folder, name = os.path.split(folder)
+                known.setdefault(folder, set()).add(name)
+
+        def add_folder(folder: str) -> None:
+            try:
+                self.add_entries(root / folder, reason, known[folder])
+            except (FileNotFoundError, NotADirectoryError):
+                pass  # reading its images reports it
+            except OSError as error:
+                raise SourceError(f"cannot be listed: {error.strerror}", path=root / folder) from error
+
+        side_by_side(add_folder, sorted(known))
+
+    def paths(self, source: Path) -> dict[str, list[str]]:
+        """Return the paths that were left out, sorted, by reason. Those in the source begin below it."""
+        above = f"{source if source.is_dir() else source.parent}/"
+        return {
+            reason: sorted(path.removeprefix(above) for path in paths)
+            for reason, paths in sorted(self._reasons.items())
+            if paths
+        }
+
+    def lines(self, source: Path) -> list[str]:
         """Say what is left out, in a line per reason."""
         return [
-            f"{format_count(count, 'entry', 'entries')} ({reason}){', the first' * (count > 1)}: {printable(first)}"
-            for reason, (count, first) in sorted(self._reasons.items())
+            f"{format_count(len(paths), 'entry', 'entries')} ({reason}): {printable(', '.join(paths[:NAMED]))}"
+            + (f" and {format_count(len(paths) - NAMED, 'other')} (--left-out FILE lists all)" * (len(paths) > NAMED))
+            for reason, paths in self.paths(source).items()
         ]
 
 
@@ -103,14 +217,12 @@ class Listing:
         splits = self.rule.divide(names, source)
         test = splits.pop(TEST, [])
         if test and VAL in splits:
-            self.left_out.add(test[0], f"of a test split, and {splits[VAL][0]} is taken for val", len(test))
+            self.left_out.add_all(test, f"of a test split, and {splits[VAL][0]} is taken for val")
         elif test:
             splits[VAL] = test
         if self.rule.patterns:
             chosen = {name for of_split in splits.values() for name in of_split}
-            for name in names:
-                if name not in chosen:
-                    self.left_out.add(name, "not named by any --split")
+            self.left_out.add_all((name for name in names if name not in chosen), "not named by any --split")
         return {split: splits[split] for split in (TRAIN, VAL) if split in splits}
 
     def refuse_options(self, kind: str) -> None:
@@ -119,9 +231,19 @@ class Listing:
             if is_given:
                 raise SettingError(f"{name}: {kind} has its own; leave --{name} out, or say with --kind what is meant")
 
-    def report(self, path: Path, strict: bool) -> None:
-        """Log what was left out. Raises SourceError for it if `strict`."""
-        lines = self.left_out.lines()
+    def report(self, path: Path, strict: bool, file: Path | None = None) -> None:
+        """Log what was left out.
+
+        Args:
+            path: The source.
+            strict: Raise SourceError for it.
+            file: Where all of it is written, as lines of JSON; None: nowhere.
+        """
+        if file is not None:
+            with atomic_write(file, alone=False) as out:
+                for reason, paths in self.left_out.paths(path).items():
+                    out.writelines(f"{json.dumps({'reason': reason, 'path': name})}\n".encode() for name in paths)
+        lines = self.left_out.lines(path)
         for line in lines:
             logger.warning("%s: left out %s", path, line)
         if strict and lines:

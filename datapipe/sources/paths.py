@@ -96,6 +96,8 @@ def refused(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        if isinstance(error, FileNotFoundError) and os.path.islink(path):
+            reason = "is a link that leads nowhere: mend or remove it"
         raise SourceError(reason, path=path) from error
 
 

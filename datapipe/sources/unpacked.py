@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator, Set
 from typing import IO, cast
 
 from ..errors import SourceError
-from ..formats.tar_listing import MAX_HEADER_BYTES
+from ..formats.tar_listing import END, MAX_HEADER_BYTES
 from .paths import opened
 
 MAGIC: dict[bytes, Callable[[io.BufferedReader], io.BufferedIOBase]] = {
     b"\x1f\x8b": gzip.open,
-    b"BZ": bz2.open,
+    b"BZh": bz2.open,
     b"\xfd7": lzma.open,
 }
+ZSTANDARD = b"\x28\xb5\x2f\xfd"
 DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 MAX_MEMBERS = 10_000  # the archives that are read here have about a hundred
+MAX_PADDING_BYTES = 16 << 20  # of zeros behind an archive's end mark; writers fill up a few KiB
 
 
 def read_file(path: str, bounds: str | None, max_bytes: int) -> bytes:
@@ -52,7 +54,7 @@ def read_file(path: str, bounds: str | None, max_bytes: int) -> bytes:
 
 
 def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> Iterator[tuple[str, bytes | None]]:
-    """Read the files in a tar archive, compressed or not.
+    """Read the files in a tar archive, compressed or not, to its end, where its checksum stands if it is compressed.
 
     Args:
         path: The archive.
@@ -61,14 +63,17 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
         max_bytes: The largest size that these contents can have together.
 
     Yields:
-        The name of each file, and its content or None.
+        The name of each member that is not a folder, and its content or None.
 
     Raises:
-        SourceError: The archive is damaged, or claims to hold more.
+        SourceError: The archive is damaged or cut short, or claims to hold more. What was yielded may be damaged, too.
     """
     with opened(path, bounds) as fd, open(fd, "rb", closefd=False) as file:
         try:
-            unpack = MAGIC.get(file.peek(2)[:2])
+            magic = file.peek(4)
+            if magic.startswith(ZSTANDARD):
+                raise SourceError("is compressed with Zstandard, and not read: unpack it with zstd -d", path=path)
+            unpack = next((unpack for start, unpack in MAGIC.items() if magic.startswith(start)), None)
             stream = _Stream(unpack(file) if unpack else file)
             with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as archive:  # it only reads, seeks and tells
                 for number, member in enumerate(archive):
@@ -76,10 +81,10 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
                         raise tarfile.ReadError(f"it has more than {MAX_MEMBERS} members")
                     if member.size < 0:  # the next header would be an earlier one: an endless loop
                         raise tarfile.ReadError(f"it gives {member.name} a size of {member.size} bytes")
-                    if not member.isreg():
+                    if member.isdir():
                         continue
                     data = None
-                    if any(f"/{member.name}".endswith(f"/{name}") for name in names):
+                    if member.isreg() and any(f"/{member.name}".endswith(f"/{name}") for name in names):
                         _check_size(f"{path}: {member.name}", member.size, max_bytes)
                         max_bytes -= member.size
                         stream.max_bytes = io.DEFAULT_BUFFER_SIZE + member.size
@@ -88,6 +93,7 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
                         data = content.read()
                         stream.max_bytes = MAX_HEADER_BYTES
                     yield member.name, data
+                stream.read_end()
         except DAMAGE as error:
             raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=path) from error
 
@@ -106,8 +112,22 @@ class _Stream:
     def __init__(self, file: io.BufferedIOBase) -> None:
         self.max_bytes = MAX_HEADER_BYTES
         self.seek, self.tell, self._file = file.seek, file.tell, file
+        self._last = b""
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= self.max_bytes:
             raise tarfile.ReadError(f"it has a header of {size} bytes")
-        return self._file.read(size)
+        self._last = self._file.read(size)
+        return self._last
+
+    def read_end(self) -> None:
+        """Read what follows the last member. Raises what stands in DAMAGE unless it is an end mark, and zeros."""
+        if self._last != END:  # tarfile takes a header that it cannot read for the end
+            raise tarfile.ReadError("it ends without an end mark")
+        for _ in range(MAX_PADDING_BYTES // io.DEFAULT_BUFFER_SIZE):
+            data = self._file.read(io.DEFAULT_BUFFER_SIZE)
+            if not data:
+                return
+            if data.strip(b"\0"):
+                break
+        raise tarfile.ReadError("something follows its end mark")

@@ -16,7 +16,7 @@ from . import Source
 from .archive_members import ListedArchive, join
 from .labels import number_labels
 from .large_files import has_large_files, large_files
-from .listing import HIDDEN, LeftOut, Listing, is_in_hidden
+from .listing import LeftOut, Listing, is_in_hidden
 from .paths import opened
 
 TAR = (".tar",)
@@ -36,7 +36,8 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         raise SourceError("holds no tar shards, neither itself nor in folders train and val", path=path)
     for file in (file for files in shards.values() for file in files):
         if file.lower().endswith(COMPRESSED):
-            raise SourceError("is compressed, so no image in it can be read by itself; unpack it to .tar", path=file)
+            advice = "unpack it to .tar if it is a shard, or to a folder if it holds folders of images"
+            raise SourceError(f"is compressed, so no image in it can be read by itself; {advice}", path=file)
     listed = {split: _list(files, bounds, listing.left_out) for split, files in shards.items()}
     texts = {split: [label for shard in of_split for label in shard.labels] for split, of_split in listed.items()}
     classes, labels = number_labels(path, texts, listing.labels)
@@ -66,7 +67,7 @@ def _list_shard(number: int, path: str, bounds: str | None, left_out: LeftOut) -
     for member in archive.members:
         key, extension = split_name(member.name)
         if is_in_hidden(member.name):
-            left_out.add(f"{path}: {member.name}", HIDDEN)
+            left_out.add_hidden_member(path, member.name)
         elif extension in LABELS:
             if extension in labels.setdefault(key, {}):
                 raise SourceError(f"has two .{extension}", path=path, key=key)

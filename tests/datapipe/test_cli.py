@@ -95,6 +95,7 @@ NOT_CONVERTED = {
     "split",
     "labels",
     "strict",
+    "left_out",
 }  # the source's own, or without a meaning
 
 

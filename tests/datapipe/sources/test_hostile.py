@@ -176,7 +176,7 @@ def large_cifar(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE)
         path.write_bytes(gzip.compress(head) + bomb(size))
     else:
         path.write_bytes(head)
-        os.truncate(path, len(head) + size)
+        os.truncate(path, len(head) + size + 1024)
     return path
 
 

@@ -135,6 +135,19 @@ REFUSED = {
     "synonyms": (["{train,val,validation}/{cat,dog}/1.jpg"], "holds both val .* and validation"),
     "train and val in one name": (["train_val2018/{Aves,Fungi}/1.jpg"], "has train and val in it"),
     "CycleGAN": (["{trainA,trainB,testA,testB}/1.jpg"], "holds 2 folders for train: trainA, trainB"),
+    # Of other kinds.
+    "Kaggle's archive": (["archive.zip", "{train,sample}.csv"], "; archive.zip is an archive: unpack .*; sample.csv "
+                         r"\(and 1 other like it\) is a table: give it"),
+    "archives": (["train.7z", "val.rar"], r"train.7z \(and 1 other like it\) is an archive: unpack it"),
+    "archives of splits": (["{train,val}/images.zip"], "raw/train: holds no .*; images.zip is an archive: unpack"),
+    "an archive beside text": (["a/x.txt", "train.zip"], "train.zip is an archive: unpack it"),
+    "TFRecords": (["x.tfrecord-0000{0,1}-of-00002"], r"and 1 other like it\) is not read: write its images as files"),
+    "HDF5": (["train.h5", "val.hdf5"], "train.h5 .* is not read: write its images as files"),
+    "saved by Hugging Face's datasets": (["data-00000-of-00001.arrow", "state.json"], "arrow is not read: write its"),
+    "LMDB": (["train.lmdb/{data,lock}.mdb"], "train.lmdb/data.mdb .* is not read: write its images"),
+    "compressed shards": (["train-0.tar.gz"], "unpack it to .tar if it is a shard, or to a folder if"),
+    "several CIFARs": (["cifar-10-batches-py/batches.meta", "cifar-100-python/meta"], "holds several data sets"),
+    "several archives of CIFAR": (["cifar-10-{binary,python}.tar.gz"], "cifar-10-python.tar.gz: give one of them"),
     "a split without a class's folder": (["train/{cat,dog}/1.jpg", "val/{cat,cow}/1.jpg"], "does not have: cow"),
     "a split without a class's images": (["train/cat/1.jpg", "train/dog/1.txt", "val/{cat,dog}/1.jpg"],
                                          "1 class of val has no images in train: dog"),
@@ -164,14 +177,16 @@ def test_class_folders_in_a_folder_that_is_called_as_a_split(tmp_path, name):
 
 
 LEFT_OUT = [
-    (["cat/1.webp"], r"1 entry \(not named .jpg, .jpeg, .png\): /.*/cat/1.webp"),
-    (["cat/{1,2}.txt", "dog/1.csv"], r"3 entries \(not named .*\), the first: /.*/cat/1.txt"),
+    (["cat/1.webp"], r"1 entry \(not named .jpg, .jpeg, .png\): cat/1.webp"),
+    (["cat/{1,2}.txt", "dog/1.csv"], r"3 entries \(not named .*\): cat/1.txt, cat/2.txt, dog/1.csv"),
     (
-        ["cat/._1.jpg", "@eaDir/1.jpg", "dog/@eaDir/1.jpg"],
-        r"3 entries \(hidden, or a system's\), the first: /.*/@eaDir",
+        ["cat/._1.jpg", "@eaDir/1.jpg", "dog/@eaDir/1.jpg", ".x.tar"],
+        r"4 entries \(hidden, or a system's\): .x.tar, @eaDir, cat/._1.jpg, dog/@eaDir",
     ),
-    (["labels.csv", "old.zip"], r"2 entries \(beside the class folders\), the first: /.*/labels.csv"),
-]
+    (["labels.csv", "old.zip"], r"2 entries \(beside the class folders\): labels.csv, old.zip"),
+    (["cat/{a,b,c,d,e,f,g,h,i,j,k,l}.txt"],
+     r"12 entries \(.*\): cat/a.txt, .*, cat/j.txt and 2 others \(--left-out FILE lists all\)"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "message"), LEFT_OUT)
@@ -186,7 +201,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, caplog, files, message)
 
 def test_what_lies_beside_splits_is_counted(tmp_path, caplog):
     open_source(put(tmp_path / "raw", "{train,val,test}/{cat,dog}/1.jpg", "cover.jpg", "LOC_val.csv"))
-    assert "left out 2 entries (beside the folders of splits), the first:" in caplog.text
+    assert "left out 2 entries (beside the folders of splits): LOC_val.csv, cover.jpg\n" in caplog.text
     assert "left out 1 entry (of a test split, and val is taken for val): test" in caplog.text
 
 
@@ -206,7 +221,9 @@ def test_links_within_the_source_are_followed(tmp_path, caplog):
     for place, target in (("dog/deep/up", ".."), ("dog/deep/here", "."), ("dog/all", "../../raw")):
         (root / place).symlink_to(target)
     assert len(open_source(root).splits["train"]) == 10
-    assert "left out 3 entries (a link to a folder that it lies in), the first:" in caplog.text
+    assert (
+        "left out 3 entries (a link to a folder that it lies in): dog/all, dog/deep/here, dog/deep/up\n" in caplog.text
+    )
     (root / "cat" / "out").symlink_to(tmp_path)
     with pytest.raises(SourceError, match="cat: is a link that leads out of the source"):
         open_source(root)
