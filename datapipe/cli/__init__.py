@@ -67,7 +67,10 @@ def _run() -> None:
     try:
         app()
     except SettingError as error:
-        raise SettingError(name_as_typed(str(error), app)) from error
+        typed = SettingError(name_as_typed(str(error), app))
+        for note in getattr(error, "__notes__", []):
+            typed.add_note(note)
+        raise typed from error
 
 
 @app.callback(invoke_without_command=True)

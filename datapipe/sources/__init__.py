@@ -28,7 +28,7 @@ from ..errors import DatapipeError, SettingError, SourceError, WrongPathError
 from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
-from ..splits import SplitRule
+from ..splits import SplitRule, split_words
 from .listing import Listing, advise, is_folder, is_hidden
 
 logger = logging.getLogger(__name__)
@@ -175,9 +175,9 @@ def open_source(
     listing = Listing(outside, SplitRule.parse(splits).below(path), labels)
     try:
         source = module.load(path, kind, listing)
-    except DatapipeError as error:
+    except (DatapipeError, SettingError) as error:
         if is_found and kind != "imagefolder" and (folder := _class_folder(path)):
-            error.add_note(f"it was taken for {kind}: if {folder} is one of class folders, type --kind imagefolder")
+            error.add_note(f"it was taken for {kind}: if {folder} is a class or a split, type --kind imagefolder")
         raise
     for name, samples in source.splits.items():
         if not len(samples):
@@ -191,16 +191,16 @@ def open_source(
 
 
 def _class_folder(path: Path) -> str | None:
-    """Find a folder of images or folders in a source, which may be a class or a split; return its name."""
+    """Find a folder in a source that may be a class, or a split: it holds folders, or is one of several."""
     if not path.is_dir():
         return None
     folders = sorted(entry.name for entry in os.scandir(path) if not is_hidden(entry.name) and is_folder(entry))
     for name in folders:
         with suppress(OSError), os.scandir(path / name) as entries:
-            inside = islice(entries, LOOKED_AT)
-            if any(is_folder(entry) for entry in inside if not is_hidden(entry.name)):
+            if any(is_folder(entry) for entry in islice(entries, LOOKED_AT) if not is_hidden(entry.name)):
                 return name
-    return None
+    others = [name for name in folders if not split_words(name)]  # train/ and test/ may hold the images of a table
+    return others[0] if len(others) > 1 else None
 
 
 def _check_names(path: Path, source: Source) -> None:

@@ -38,8 +38,8 @@ def detect(path: Path) -> str:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
-        what = "is not a folder, and not an archive that datapipe knows"
-        raise WrongPathError(f"{what}{advise([path.name])}; {LAYOUT}", path=path)
+        more = f"{advise([path.name])}; {LAYOUT}"
+        raise WrongPathError(f"is not a folder, and not an archive that datapipe knows{more}", path=path)
     listing.left_out.add_entries(path, HIDDEN, hidden_only=True)
     roots = _split_roots(path, listing)
     trees = {split: _scan(path, of_split, listing) for split, of_split in roots.items()}

@@ -199,13 +199,25 @@ def test_a_compression_that_is_not_read(tmp_path):
         open_source(tmp_path)
 
 
-def test_a_table_that_is_none_beside_class_folders(tmp_path):
-    put_folders(tmp_path)
+@pytest.mark.parametrize("folders", [["train/a", "train/b", "val/a"], ["a", "b"], ["train", "test"], ["images"]])
+@pytest.mark.parametrize("splits", [(), ("train=train",)])
+def test_a_table_that_is_none_beside_class_folders(tmp_path, folders, splits):
+    for place in folders:
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "1.jpg").write_bytes(b"x")
     (tmp_path / "train-annotations.csv").write_text("image_id,xmin\n")
     with pytest.raises(SourceError, match="names no column of paths") as caught:
-        open_source(tmp_path)
-    assert caught.value.__notes__ == ["it was taken for csv: if train is one of class folders, type --kind imagefolder"]
-    assert len(open_source(tmp_path, "imagefolder").splits["train"]) == 2
+        open_source(tmp_path, splits=splits)
+    note = f"it was taken for csv: if {folders[0][:5]} is a class or a split, type --kind imagefolder"
+    assert getattr(caught.value, "__notes__", []) == [note] * (folders[0] in ("train/a", "a"))
+
+
+def test_a_table_beside_class_folders_that_a_split_is_said_of(tmp_path, command):
+    put_folders(tmp_path)
+    (tmp_path / "train.csv").write_text("path,label\ntrain/a/1.jpg,0\n")
+    done = command("datapipe", "pack", tmp_path, tmp_path.with_suffix(".out"), "--split", "train=train")
+    assert done.returncode == 2 and "--split: 'train' names nothing in" in done.stderr
+    assert done.stderr.endswith("; it was taken for csv: if train is a class or a split, type --kind imagefolder\n")
 
 
 def test_links_that_lead_nowhere_when_they_are_packed(tmp_path, caplog, encoded, photo):
