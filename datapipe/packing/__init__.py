@@ -126,6 +126,9 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
             source_settings[name] = value
     if options.left_out is not None:
         place = options.left_out.resolve()
+        if place.is_dir() or not place.parent.is_dir():
+            problem = "is a folder" if place.is_dir() else "lies in a folder that does not exist"
+            raise SettingError(f"left_out: {options.left_out} {problem}; allowed: a file")
         if inside := next((folder for folder in (out, source_path) if folder.resolve() in place.parents), None):
             raise SettingError(f"left_out: {options.left_out} lies in {inside}; choose another place")
     list_source = partial(

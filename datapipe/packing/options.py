@@ -85,6 +85,8 @@ class PackOptions:
         for name, kind in (("recode", RecodeOptions), ("task", Task)):
             if not isinstance(getattr(self, name), kind):
                 raise SettingError(f"{name}: {getattr(self, name)!r} is not a {kind.__name__}(…)")
+        if self.left_out is not None:
+            object.__setattr__(self, "left_out", Path(self.left_out))
         self.bad_allowed(1)
         self.memory_bytes()
         if self.overwrite and self.task.count > 1:

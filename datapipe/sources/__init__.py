@@ -179,6 +179,8 @@ def open_source(
         if is_found and kind != "imagefolder" and (folder := _class_folder(path)):
             error.add_note(f"it was taken for {kind}: if {folder} is a class or a split, type --kind imagefolder")
         raise
+    if left_out is not None:
+        listing.left_out.write(path, left_out)
     for name, samples in source.splits.items():
         if not len(samples):
             more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
@@ -186,7 +188,7 @@ def open_source(
             raise SourceError(f"split {name} holds no images{more}{advise(others)}", path=path)
     _check_names(path, source)
     _check_classes(path, source)
-    listing.report(path, strict, left_out)
+    listing.report(path, strict)
     return source
 
 

@@ -85,8 +85,9 @@ class _Archive:
         if path.is_dir():
             entries = [entry for entry in os.scandir(path) if not is_hidden(entry.name)]
             inner = [entry.name for entry in entries if entry.name.startswith("cifar-") and is_folder(entry)]
-            if not any(map(is_folder, entries)):
-                inner = [entry.name for entry in entries if ARCHIVE.fullmatch(entry.name)]
+            archives = [entry.name for entry in entries if ARCHIVE.fullmatch(entry.name)]
+            if archives and not any(map(is_folder, entries)):
+                inner = archives
             if len(inner) > 1 and all(FOLDER.fullmatch(name) or ARCHIVE.fullmatch(name) for name in inner):
                 raise SourceError(f"holds several data sets, {', '.join(sorted(inner))}: give one of them", path=path)
             self.path = path / inner[0] if len(inner) == 1 else path
@@ -127,7 +128,7 @@ class _Archive:
         if self.path.is_dir():
             listing.left_out.add_entries(self.path, reason, known | BESIDE)
         else:
-            others = {*self._others, *(self._read - known)}
+            others = {*(name for name in self._others if Path(name).name not in BESIDE), *(self._read - known)}
             listing.left_out.add_members(str(self.path), [(reason, name) for name in others])
         if self.path != self.source:
             listing.left_out.add_entries(self.source, reason, {self.path.name})

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,7 +57,8 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
             raise SourceError("holds no .csv files", path=path)
         for name in tables:
             reader.read(path / name, reader.bounds)
-        listing.left_out.add_unnamed(path, reader.names(tables), "named by no row")
+        named = chain([("", name) for name in tables], *(rows.places() for rows in reader.rows.values()))
+        listing.left_out.add_unnamed(path, named, "named by no row")
     else:
         reader.read(path, None)  # the user named it, so it may be a link
     if not reader.rows:
@@ -97,10 +99,14 @@ class _Rows:
         self.files.append(file)
         self.labels.append(label)
 
+    def places(self) -> Iterator[tuple[str, str]]:
+        """Iterate over the folders and names of the files."""
+        folders = list(self.folders)
+        return ((folders[folder], file) for folder, file in zip(self.folder, self.files, strict=True))
+
     def paths(self) -> Iterator[str]:
         """Iterate over the paths."""
-        folders = list(self.folders)
-        return (os.path.join(folders[folder], file) for folder, file in zip(self.folder, self.files, strict=True))
+        return (os.path.join(*place) for place in self.places())
 
     @classmethod
     def joined(cls, parts: list[_Rows]) -> _Rows:
@@ -172,15 +178,6 @@ class _Reader:
                     self._add(path, label, table.name if columns[2] is None else self._checked(split))
             except (ValueError, csv.Error) as error:
                 raise SourceError(f"line {max(1, rows.line_num)}: {error}", path=table) from error
-
-    def names(self, tables: Sequence[str]) -> dict[str, set[str]]:
-        """Return the names of the files that rows name, and of the tables, by the path of their folder."""
-        names = {"": set(tables)}
-        for rows in self.rows.values():
-            of_folder = [names.setdefault(folder, set()) for folder in rows.folders]
-            for folder, file in zip(rows.folder, rows.files, strict=True):
-                of_folder[folder].add(file)
-        return names
 
     def _add(self, path: str, label: str, split: str) -> None:
         if not path or not label:

@@ -40,8 +40,8 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
         more = f"{advise([path.name])}; {LAYOUT}"
         raise WrongPathError(f"is not a folder, and not an archive that datapipe knows{more}", path=path)
-    listing.left_out.add_entries(path, HIDDEN, hidden_only=True)
     roots = _split_roots(path, listing)
+    listing.count_beside(path, roots)
     trees = {split: _scan(path, of_split, listing) for split, of_split in roots.items()}
     if not listing.rule.patterns:
         for tree in trees.values():
@@ -79,8 +79,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
         return {split: [path / name for name in names] for split, names in divided.items()}
     if not folders:
         more = f"; {_advise_flat(path)}" if any(is_image(entry.name) for entry in entries) else ""
-        more += advise(entry.name for entry in entries)
-        raise SourceError(f"holds no class folders{more}; {LAYOUT}", path=path)
+        raise SourceError(f"holds no class folders{more}{advise(e.name for e in entries)}; {LAYOUT}", path=path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
     only = [name for name in naming if is_split_name(name)]
     all_name_splits = len(naming) == len(folders) > 0 and len(set().union(*naming.values())) > 1

@@ -19,6 +19,7 @@ from ..splits import TEST, TRAIN, VAL, SplitRule, split_words
 logger = logging.getLogger(__name__)
 
 HIDDEN = "hidden, or a system's"
+NOT_NAMED = "not named by any --split"
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 # Of archives and tables, which may hold samples.
 ARCHIVES = (".tar", ".zip", ".tgz", ".gz", ".xz", ".bz2", ".zst", ".7z", ".rar")
@@ -146,25 +147,26 @@ class LeftOut:
                 if not is_harmless(name) or is_folder(entry):
                     self._add([os.path.join(folder, name)], HIDDEN if is_hidden(name) else reason)
 
-    def add_unnamed(self, root: Path, names: Mapping[str, Collection[str]], reason: str) -> None:
-        """Add what a table does not name, of what lies in the folders that it names: one scan of each.
+    def add_unnamed(self, root: Path, names: Iterable[tuple[str, str]], reason: str) -> None:
+        """Add what nothing names and lies beside what is named, or beside a folder above that: one scan per folder.
 
         Args:
-            root: The folder of the table.
-            names: The names of the files that are known, by the path of their folder below `root`.
+            root: The folder that the names begin in.
+            names: The folder, below `root`, and the name of each.
             reason: What the others are.
 
         Raises:
             SourceError: A folder cannot be listed.
         """
         known: dict[str, set[str]] = {"": set()}
-        for folder, files in names.items():
-            if os.path.isabs(folder) or folder.split("/")[0] == "..":
-                continue
-            known.setdefault(folder, set()).update(files)
-            while folder:
-                folder, name = os.path.split(folder)
-                known.setdefault(folder, set()).add(name)
+        for folder, name in names:
+            if folder in known:  # most are in a folder that was seen before
+                known[folder].add(name)
+            elif not os.path.isabs(folder) and folder.split("/", 1)[0] != "..":
+                known[folder] = {name}
+                while folder:
+                    folder, name = os.path.split(folder)
+                    known.setdefault(folder, set()).add(name)
 
         def add_folder(folder: str) -> None:
             try:
@@ -180,10 +182,16 @@ class LeftOut:
         """Return the paths that were left out, sorted, by reason. Those in the source begin below it."""
         above = f"{source if source.is_dir() else source.parent}/"
         return {
-            reason: sorted(path.removeprefix(above) for path in paths)
+            reason: sorted({path.removeprefix(above) for path in paths})
             for reason, paths in sorted(self._reasons.items())
             if paths
         }
+
+    def write(self, source: Path, file: Path) -> None:
+        """Write all that is left out of a source to a file, as lines of JSON, sorted by reason and path."""
+        with atomic_write(file, alone=False) as out:
+            for reason, paths in self.paths(source).items():
+                out.writelines(f"{json.dumps({'reason': reason, 'path': path})}\n".encode() for path in paths)
 
     def lines(self, source: Path) -> list[str]:
         """Say what is left out, in a line per reason."""
@@ -222,8 +230,15 @@ class Listing:
             splits[VAL] = test
         if self.rule.patterns:
             chosen = {name for of_split in splits.values() for name in of_split}
-            self.left_out.add_all((name for name in names if name not in chosen), "not named by any --split")
+            self.left_out.add_all((name for name in names if name not in chosen), NOT_NAMED)
         return {split: splits[split] for split in (TRAIN, VAL) if split in splits}
+
+    def count_beside(self, source: Path, splits: Mapping[str, Sequence[Path]]) -> None:
+        """Count what is hidden in a source, and what lies beside the folders of splits if the user has named them."""
+        self.left_out.add_entries(source, HIDDEN, hidden_only=True)
+        chosen = [os.path.relpath(folder, source) for folders in splits.values() for folder in folders]
+        if self.rule.patterns and "." not in chosen:
+            self.left_out.add_unnamed(source, map(os.path.split, chosen), NOT_NAMED)
 
     def refuse_options(self, kind: str) -> None:
         """Raise SettingError if the user says what splits or labels are, for a kind that has its own."""
@@ -231,18 +246,8 @@ class Listing:
             if is_given:
                 raise SettingError(f"{name}: {kind} has its own; leave --{name} out, or say with --kind what is meant")
 
-    def report(self, path: Path, strict: bool, file: Path | None = None) -> None:
-        """Log what was left out.
-
-        Args:
-            path: The source.
-            strict: Raise SourceError for it.
-            file: Where all of it is written, as lines of JSON; None: nowhere.
-        """
-        if file is not None:
-            with atomic_write(file, alone=False) as out:
-                for reason, paths in self.left_out.paths(path).items():
-                    out.writelines(f"{json.dumps({'reason': reason, 'path': name})}\n".encode() for name in paths)
+    def report(self, path: Path, strict: bool) -> None:
+        """Log what was left out. Raises SourceError for it if `strict`."""
         lines = self.left_out.lines(path)
         for line in lines:
             logger.warning("%s: left out %s", path, line)

@@ -205,6 +205,18 @@ def test_what_lies_beside_splits_is_counted(tmp_path, caplog):
     assert "left out 1 entry (of a test split, and val is taken for val): test" in caplog.text
 
 
+def test_what_lies_beside_splits_that_are_chosen_is_counted(tmp_path, caplog):
+    files = (
+        "Data/CLS/{train,val,test}/cat/1.jpg",
+        "Data/{notes.txt,README}",
+        "{cover.jpg,LICENSE}",
+        "{Other,.old}/1.jpg",
+    )
+    open_source(put(tmp_path / "raw", *files), splits=["train=Data/CLS/train", "val=Data/*/val"])
+    assert "left out 4 entries (not named by any --split): Data/CLS/test, Data/notes.txt, Other, cover" in caplog.text
+    assert "left out 1 entry (hidden, or a system's): .old\n" in caplog.text
+
+
 def test_names_of_files_reach_no_terminal_raw(tmp_path, caplog):
     open_source(put(tmp_path / "raw", "cat/1.jpg", "cat/\x1b[2J.txt"))
     assert r"\x1b[2J.txt" in caplog.text and "\x1b" not in caplog.text

@@ -135,9 +135,14 @@ def test_all_that_is_left_out_is_listed_in_a_file(tmp_path, encoded, photo):
     reason = "not named .jpg, .jpeg, .png"
     rows = [json.dumps({"reason": reason, "path": f"cat/{i:02d}.txt"}) for i in range(12)]
     assert file.read_text().splitlines() == rows
-    for place in (tmp_path / "out" / "x", raw / "cat" / "x"):
-        with pytest.raises(SettingError, match=r"left_out: .* lies in .*; choose another place"):
+    for place, problem in ((raw / "cat" / "x", "lies in"), (tmp_path / "out" / "x", "lies in"), (raw, "is a folder"),
+                           (tmp_path / "no" / "x", "lies in a folder that does not exist")):  # fmt: skip
+        with pytest.raises(SettingError, match=f"left_out: {place} {problem}"):
             pack(raw, tmp_path / "out", PackOptions(overwrite=True, left_out=place))
+    (raw / "cat" / "1.png").unlink()
+    with pytest.raises(SourceError, match="split train holds no images; left out: 12 entries"):
+        pack(raw, tmp_path / "out", PackOptions(overwrite=True, left_out=file))
+    assert file.read_text().splitlines() == rows
 
 
 def test_an_idx_file_that_is_there_twice(tmp_path, caplog):
@@ -160,7 +165,7 @@ def test_a_file_of_cifar_too_many(tmp_path, caplog):
     path.write_bytes(packed_cifar([*files.items(), ("data_batch_1", files["data_batch_2"])]))
     with pytest.raises(SourceError, match="holds data_batch_1 twice"):
         open_source(path)
-    path.write_bytes(packed_cifar(files.items()))
+    path.write_bytes(packed_cifar([*files.items(), ("readme.html", b""), ("file.txt~", b"")]))  # as CIFAR-100 has it
     (tmp_path / "README").touch()
     assert len(open_source(tmp_path, strict=True).splits["train"]) == 10  # the archive is all that the folder holds
     (tmp_path / "cifar-10-batches-py").mkdir()
