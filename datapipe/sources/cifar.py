@@ -104,14 +104,12 @@ class _Archive:
             yield name, read_file(str(self.path / name), None, MAX_BYTES) if is_read else None
 
     def read(self, names: Set[str]) -> dict[str, bytes]:
-        """Read the files of some names, whatever folder of the archive they are in. Raises SourceError for a twin."""
+        """Read the files of some names, whatever folder of the archive they are in."""
         contents: dict[str, bytes] = {}
         for place, data in self.files(names):
             name = Path(place).name
             if data is None:
                 self._others.add(place)
-            elif name in contents:
-                raise SourceError(f"holds {name} twice", path=self.path)
             else:
                 contents[name] = data
         self._read = contents.keys()

@@ -33,6 +33,7 @@ from .paths import opened
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.(?i:jpe?g|png)")
+OWN = "ILSVRC", "LOC_"  # what begins the names of all that belongs to ImageNet
 KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 LOOKED_AT = 8  # entries of val/, to see what they are
 LISTERS = 32  # class tars listed at once: hides a shared filesystem's latency
@@ -70,7 +71,9 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     known = read_labels(root, path, bounds) if VAL in names or is_flat else None  # at first: it may need a package
     if known is None and (is_flat or (VAL in names and "val" not in names)):
         raise SourceError(f"holds {'val images' if is_flat else VAL} without its labels{_advice(path)}", path=path)
-    listing.left_out.add_entries(root, HIDDEN, hidden_only=True)
+    for folder in {root, path}:
+        own = {n for n in os.listdir(folder) if not is_hidden(n) and (split_words(n) or n.startswith(OWN))}
+        listing.left_out.add_entries(folder, "beside the files of ImageNet", own)
     splits: dict[str, Samples] = {}
     classes, train = _train(path, bounds, listing.left_out)
     if train is not None:

@@ -22,14 +22,31 @@ HIDDEN = "hidden, or a system's"
 NOT_NAMED = "not named by any --split"
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 # Of archives and tables, which may hold samples.
-ARCHIVES = (".tar", ".zip", ".tgz", ".gz", ".xz", ".bz2", ".zst", ".7z", ".rar")
+ARCHIVES = (
+    ".tar",
+    ".zip",
+    ".7z",
+    ".rar",
+    ".gz",
+    ".xz",
+    ".bz2",
+    ".zst",
+    ".lz4",
+    ".tgz",
+    ".txz",
+    ".tbz",
+    ".tbz2",
+    ".tzst",
+)
 TABLES = (".csv", ".parquet", ".arrow", ".tfrecord", ".h5", ".hdf5", ".npz")
 # What to do about them where images are looked for.
 ADVICE = {
     ARCHIVES[1:]: "is an archive: unpack it, and give the folder that it becomes",
     (".tar",): "is an archive: give it itself if it is a shard of WebDataset, or else unpack it",
     (".parquet", ".csv"): "is a table: give it or its folder if it is one of images",
-    (".tfrecord", ".tfrecords", ".arrow", ".h5", ".hdf5", ".mdb", ".npz", ".npy", ".beton", ".mat", ".rec"):
+    (".tsv", ".jsonl", ".xlsx"): "is not read: write a .csv of paths and labels, if it is a table of images",
+    (".tfrecord", ".tfrecords", ".arrow", ".h5", ".hdf5", ".lmdb", ".mdb", ".npz", ".npy", ".mat", ".pkl", ".pt",
+     ".pth", ".bin", ".beton", ".mds", ".rec", ".sqsh", ".sqfs", ".squashfs", ".iso"):
         "is not read: write its images as files, or into Parquet or WebDataset's tars",
 }  # fmt: skip
 # What systems leave beside images without asking, in lower case: those of macOS, Windows, Linux, Synology, QNAP. All

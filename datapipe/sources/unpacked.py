@@ -66,7 +66,8 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
         The name of each member that is not a folder, and its content or None.
 
     Raises:
-        SourceError: The archive is damaged or cut short, or claims to hold more. What was yielded may be damaged, too.
+        SourceError: The archive is damaged or cut short, holds one of `names` twice, or claims to hold more.
+            What was yielded before may be damaged, too.
     """
     with opened(path, bounds) as fd, open(fd, "rb", closefd=False) as file:
         try:
@@ -74,6 +75,7 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
             if magic.startswith(ZSTANDARD):
                 raise SourceError("is compressed with Zstandard, and not read: unpack it with zstd -d", path=path)
             unpack = next((unpack for start, unpack in MAGIC.items() if magic.startswith(start)), None)
+            read: set[str] = set()
             stream = _Stream(unpack(file) if unpack else file)
             with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as archive:  # it only reads, seeks and tells
                 for number, member in enumerate(archive):
@@ -84,7 +86,11 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
                     if member.isdir():
                         continue
                     data = None
-                    if member.isreg() and any(f"/{member.name}".endswith(f"/{name}") for name in names):
+                    name = next((name for name in names if f"/{member.name}".endswith(f"/{name}")), None)
+                    if member.isreg() and name is not None:
+                        if name in read:
+                            raise SourceError(f"holds {name} twice", path=path)
+                        read.add(name)
                         _check_size(f"{path}: {member.name}", member.size, max_bytes)
                         max_bytes -= member.size
                         stream.max_bytes = io.DEFAULT_BUFFER_SIZE + member.size
