@@ -22,22 +22,7 @@ HIDDEN = "hidden, or a system's"
 NOT_NAMED = "not named by any --split"
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 # Of archives and tables, which may hold samples.
-ARCHIVES = (
-    ".tar",
-    ".zip",
-    ".7z",
-    ".rar",
-    ".gz",
-    ".xz",
-    ".bz2",
-    ".zst",
-    ".lz4",
-    ".tgz",
-    ".txz",
-    ".tbz",
-    ".tbz2",
-    ".tzst",
-)
+ARCHIVES = tuple(".tar .zip .7z .rar .gz .xz .bz2 .zst .lz4 .tgz .txz .tbz .tbz2 .tzst".split())
 TABLES = (".csv", ".parquet", ".arrow", ".tfrecord", ".h5", ".hdf5", ".npz")
 # What to do about them where images are looked for.
 ADVICE = {
