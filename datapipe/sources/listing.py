@@ -22,7 +22,8 @@ HIDDEN = "hidden, or a system's"
 NOT_NAMED = "not named by any --split"
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 # Of archives and tables, which may hold samples.
-ARCHIVES = tuple(".tar .zip .7z .rar .gz .xz .bz2 .zst .lz4 .tgz .txz .tbz .tbz2 .tzst".split())
+ARCHIVES = (".tar", ".zip", ".7z", ".rar", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".tgz", ".txz", ".tbz", ".tbz2",
+            ".tzst")  # fmt: skip
 TABLES = (".csv", ".parquet", ".arrow", ".tfrecord", ".h5", ".hdf5", ".npz")
 # What to do about them where images are looked for.
 ADVICE = {
