@@ -6,30 +6,16 @@ import glob
 import itertools
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from os.path import relpath
 from pathlib import Path
-from shlex import quote
-from types import MappingProxyType
-
-import numpy as np
 
 from ..errors import SourceError, WrongPathError
-from ..fsio import side_by_side
 from ..splits import SPLIT_OF, AmbiguousSplitError, have_twins, is_split_name, split_words
 from . import Source
-from .class_folders import OF_IMAGES, doubt_root
-from .files import Files
-from .labels import SAME_LOOK, alike, number_labels, out_of_order
-from .listing import EXTENSIONS, HIDDEN, LeftOut, Listing, advise, is_folder, is_harmless, is_hidden, is_image
-from .paths import follow, is_inside, opened, real_path, real_path_of, refused
+from .class_tree import LAYOUT, ClassTree, advise_flat
+from .labels import number_labels, out_of_order
+from .listing import Listing, advise, is_folder, is_hidden, is_image
 
 logger = logging.getLogger(__name__)
-
-LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
-MAX_DEPTH = 100  # of folders in a class folder
-LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def detect(path: Path) -> str:
@@ -78,7 +64,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
         divided = listing.divide(sorted(chosen | others), path)
         return {split: [path / name for name in names] for split, names in divided.items()}
     if not folders:
-        more = f"; {_advise_flat(path)}" if any(is_image(entry.name) for entry in entries) else ""
+        more = f"; {advise_flat(path)}" if any(is_image(entry.name) for entry in entries) else ""
         raise SourceError(f"holds no class folders{more}{advise(e.name for e in entries)}; {LAYOUT}", path=path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
     only = [name for name in naming if is_split_name(name)]
@@ -117,229 +103,6 @@ def _scan(path: Path, roots: list[Path], listing: Listing) -> ClassTree:
     return trees[0] if len(trees) == 1 else ClassTree.merged(path, trees)
 
 
-def _advise_flat(folder: Path) -> str:
-    """Say what a folder of images without class folders may be, and what to give then."""
-    table = "if a table has their classes, give that, a CSV file with the columns path, label and, if need be, split"
-    if folder.name.lower() in OF_IMAGES or split_words(folder.name):
-        return table
-    return f"if it is a class folder itself, give {folder.parent}; {table}"
-
-
 def _holds_folders(path: Path) -> bool:
     with os.scandir(path) as entries:
         return any(not is_image(entry.name) and not is_hidden(entry.name) and is_folder(entry) for entry in entries)
-
-
-def _options(source: Path, roots: Mapping[str, Path]) -> str:
-    """Return `--split` options that name the folder of each split's class folders."""
-    return " ".join(f"--split {split}={quote(glob.escape(relpath(root, source)))}" for split, root in roots.items())
-
-
-@dataclass(frozen=True)
-class _Class:
-    """What lies in and below a class folder."""
-
-    folders: list[tuple[str, list[str]]] = field(default_factory=list)  # path from the root, names of the images
-    others: list[str] = field(default_factory=list)  # paths of files that are not images
-    hidden: list[str] = field(default_factory=list)  # paths of folders and images that are hidden
-    circles: list[str] = field(default_factory=list)  # paths of links to a folder that they lie in
-
-
-@dataclass(frozen=True)
-class ClassTree:
-    """The class folders of a split, listed.
-
-    `bounds`: links that lead out of this folder are refused; None: links may lead anywhere.
-    """
-
-    root: Path
-    bounds: str | None
-    classes: dict[str, _Class]
-
-    @classmethod
-    def scan(cls, root: Path, bounds: str | None, left_out: LeftOut) -> ClassTree:
-        """List each folder once.
-
-        A name alone decides what is an image: on filesystems that list no types, to ask takes a request per file.
-
-        Args:
-            root: The folder of the class folders.
-            bounds: The folder that links must not leave; None: they may lead anywhere.
-            left_out: Where other entries are counted.
-
-        Returns:
-            The class folders.
-
-        Raises:
-            SourceError: There are none, or links lead out of `bounds`.
-        """
-        with opened(str(root), bounds) as fd:
-            with refused(str(root)):
-                entries = sorted(os.scandir(fd), key=lambda entry: entry.name)
-            names = [entry.name for entry in entries if not is_hidden(entry.name)]
-            if image := next(filter(is_image, names), None):
-                message = f"lies beside the class folders, not in one; {LAYOUT}"
-                if not any(is_folder(entry) for entry in entries if entry.name in set(names)):
-                    message += f"; {_advise_flat(root)}"
-                if image.startswith("ILSVRC2012_val_"):
-                    message += f"; with ImageNet's devkit or Kaggle's LOC_val_solution.csv in {root.parent}, give that"
-                raise SourceError(message, path=root / image)
-            listed = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
-            left_out.add_entries(root, HIDDEN, hidden_only=True)
-        classes = {name: content for name, content in zip(names, listed, strict=True) if content is not None}
-        for name in names:
-            if name not in classes:
-                left_out.add(str(root / name), "beside the class folders")
-        if not classes:
-            raise SourceError(f"holds no class folders{advise(names)}; {LAYOUT}", path=root)
-        if pair := alike(classes):
-            raise SourceError(f"holds two class folders that {SAME_LOOK}: {pair[0]!a}, {pair[1]!a}", path=root)
-        return cls(root, bounds, classes)
-
-    @classmethod
-    def merged(cls, source: Path, trees: list[ClassTree]) -> ClassTree:
-        """Join trees below a source; class folders of one name become one class."""
-        classes: dict[str, _Class] = {}
-        for tree in trees:
-            above = os.path.relpath(tree.root, source)
-            for name, content in tree.classes.items():
-                joined = classes.setdefault(name, _Class())
-                joined.folders.extend((f"{above}/{folder}", images) for folder, images in content.folders)
-                for kind in ("others", "hidden", "circles"):
-                    getattr(joined, kind).extend(f"{above}/{path}" for path in getattr(content, kind))
-        return cls(source, trees[0].bounds, dict(sorted(classes.items())))
-
-    def names(self) -> list[str]:
-        """Return the names of the classes."""
-        return list(self.classes)
-
-    def check_root(
-        self, source: Path | None = None, roots: Mapping[str, Path] = MappingProxyType({}), is_chosen: bool = False
-    ) -> None:
-        """Raise SourceError if the root does not look like the folder of class folders; warn if the user chose it.
-
-        Args:
-            source: What the user has given (default: the root).
-            roots: The folder of each split's class folders below it.
-            is_chosen: Whether the user has said that it is the root.
-        """
-        doubt = doubt_root(
-            [(path, len(images)) for content in self.classes.values() for path, images in content.folders]
-        )
-        if doubt is None:
-            return
-        if is_chosen or (doubt.is_slight and not (doubt.names_split and self.root == source)):
-            logger.warning("%s: is taken for the folder of class folders, and %s", self.root, doubt.why)
-            return
-        source, likely = source or self.root, self.root / doubt.likely if doubt.likely else None
-        as_it_is = _options(source, roots or {"train": self.root})
-        if likely and len(roots) > 1:
-            of_split = {split: root / likely.relative_to(self.root) for split, root in roots.items()}
-            of_split = {split: folder if folder.is_dir() else roots[split] for split, folder in of_split.items()}
-            advice = f"if the class folders are in {likely}, type {_options(source, of_split)}; "
-        else:
-            advice = f"if the class folders are in {likely}, give that; " if likely else ""
-        raise SourceError(
-            f"does not look like the folder of class folders: {doubt.why}; {advice}if it is right as it is, type "
-            f"{as_it_is} (folders that hold the class folders); {LAYOUT}",
-            path=self.root,
-        )
-
-    def samples(self, label_of: Mapping[str, int], left_out: LeftOut) -> Files:
-        """Return the samples by class, folder and name. Raises SourceError for a class folder without a label."""
-        if unknown := sorted(self.classes.keys() - label_of.keys()):
-            message = f"class folders that the train split does not have: {', '.join(unknown[:5])}"
-            if pair := alike([*unknown, *label_of]):
-                message += f"; {pair[0]!a} and {pair[1]!a} {SAME_LOOK}"
-            raise SourceError(message, path=self.root)
-        folders: list[str] = []
-        files: list[str] = []
-        labels: list[int] = []  # of each folder
-        counts: list[int] = []
-        for name in sorted(self.classes, key=label_of.__getitem__):
-            for folder, images in self.classes[name].folders:
-                folders.append(folder)
-                labels.append(label_of[name])
-                counts.append(len(images))
-                files += images
-        self._count_others(len(files), left_out)
-        number = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
-        return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
-
-    def _count_others(self, num_images: int, left_out: LeftOut) -> None:
-        not_named = f"not named {', '.join(EXTENSIONS)}"
-        for content in self.classes.values():
-            for reason, paths in (
-                (not_named, content.others),
-                (HIDDEN, content.hidden),
-                ("a link to a folder that it lies in", content.circles),
-            ):
-                left_out.add_all((f"{self.root}/{path}" for path in paths), reason)
-        if sum(len(content.others) for content in self.classes.values()) > num_images:
-            logger.warning("%s: most of its files are %s: is it the right folder?", self.root, not_named)
-
-
-def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Class | None:
-    """List a class folder; None if it is not a folder."""
-    with refused(str(root / name)):
-        real_bounds = bounds and real_path(bounds)
-        try:
-            fd = os.open(name, LIST_FLAGS, dir_fd=root_fd)
-        except NotADirectoryError:  # a file, or a link
-            if not os.path.isdir(real_path(name, root_fd)):
-                return None
-            fd = os.open(follow(name, real_bounds, root_fd), LIST_FLAGS)
-        content = _Class()
-        _list_folder([fd], name, real_bounds, content)
-    return content
-
-
-def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: _Class) -> None:
-    """Add what lies in and below a folder to `content`, and close it.
-
-    Folders below are opened relative to it, which takes one look-up instead of one per part of the path. Links to
-    folders are followed, unless they lead to one that they lie in.
-
-    Args:
-        fds: The folder, given open, behind those that it lies in.
-        folder: Its path from the root.
-        real_bounds: The folder that links must not leave; None: links may lead anywhere.
-        content: What is added to.
-
-    Raises:
-        ValueError: Folders lie too deep, since a descriptor of each folder above stays open; or a link leads out.
-    """
-    fd = fds[-1]
-    images, folders, links = list[str](), list[str](), list[str]()
-    try:
-        if len(fds) > MAX_DEPTH:
-            raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                name = entry.name
-                if is_hidden(name):
-                    if not is_harmless(name) or entry.is_dir(follow_symlinks=False):
-                        content.hidden.append(f"{folder}/{name}")
-                elif is_image(name):
-                    images.append(name)
-                elif entry.is_dir(follow_symlinks=False):
-                    folders.append(name)
-                elif entry.is_symlink() and is_folder(entry):
-                    links.append(name)
-                else:
-                    content.others.append(f"{folder}/{name}")
-        if images:
-            content.folders.append((folder, sorted(images)))
-        for name in sorted(folders + links):
-            path = f"{folder}/{name}"
-            if name in links:
-                real = follow(name, real_bounds, fd)
-                if any(is_inside(real_path_of(above), real) for above in fds):
-                    content.circles.append(path)
-                    continue
-                inside = os.open(real, LIST_FLAGS)
-            else:
-                inside = os.open(name, LIST_FLAGS, dir_fd=fd)
-            _list_folder([*fds, inside], path, real_bounds, content)
-    finally:
-        os.close(fd)

@@ -24,8 +24,8 @@ from ..formats.tar_listing import Member, list_members
 from ..splits import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
 from .archive_members import ArchiveMembers, ListedArchive, join
+from .class_tree import ClassTree
 from .files import Files
-from .imagefolder import ClassTree
 from .imagenet_labels import DEVKITS, LABELS, SOLUTION, ValLabels, read_labels
 from .listing import HIDDEN, LeftOut, Listing, is_hidden, is_image, is_in_hidden
 from .paths import opened
