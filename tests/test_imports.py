@@ -97,7 +97,7 @@ PACKAGES = {
     "lmdb": ["datapipe/formats/lmdb.py"],
     "crc32c": ["datapipe/formats/tfrecord.py"],
     "tfrecord": ["datapipe/formats/tfrecord.py"],
-    "pyarrow": ["datapipe/sources/parquet.py"],
+    "pyarrow": ["datapipe/sources/parquet.py", "datapipe/sources/parquet_rows.py"],
     "scipy": ["datapipe/sources/imagenet_labels.py"],
     "webdataset": ["datapipe/loaders/tar_streams.py"],
     "braceexpand": ["datapipe/loaders/tar_streams.py"],

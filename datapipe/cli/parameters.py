@@ -31,7 +31,8 @@ MaxBad = Annotated[str, typer.Option(metavar="N|P%", help="Skip up to N (or P%) 
 Split = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=PATTERN", help="Files or folders of split train or val, e.g. val='holdout-*.tar'; repeatable."
+        metavar="NAME=PATTERN",
+        help="Files, folders, values of a column or paths of split train or val, e.g. val='holdout-*.tar'; repeatable.",
     ),
 ]
 

@@ -23,6 +23,7 @@ EXTENSIONS = {
 IMAGES = ("jpg", "jpeg", "png")
 LABELS = ("cls", "json")
 LABEL_FIELDS = ("label", "cls", "class", "class_id")
+WHOLE = re.compile("-?[0-9]{1,4000}")  # as many digits as int() takes
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -41,30 +42,74 @@ def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
     Args:
         path: The archive, for messages.
         key: The sample's key, for messages.
-        contents: What the sample's label files hold, by extension (those of LABELS); `cls` takes precedence.
+        contents: What the sample's label files hold, by extension (those of LABELS).
 
     Returns:
-        The label as text; not empty.
+        The label as text; not empty. Of a number and a name the first, where `cls` comes first.
 
     Raises:
-        SourceError: There is no label, or it cannot be read.
+        SourceError: There is no label, it cannot be read, or there are two numbers or names that differ.
     """
+    return read_fields(path, key, contents)[0]
+
+
+def read_fields(path: str, key: str, contents: Mapping[str, bytes]) -> tuple[str, dict[str, object]]:
+    """Read a sample's label and JSON.
+
+    Args:
+        path: As for `read_label`.
+        key: As for `read_label`.
+        contents: As for `read_label`.
+
+    Returns:
+        The label, as `read_label` returns it, and all fields of the JSON.
+
+    Raises:
+        SourceError: As for `read_label`.
+    """
+    fields: dict[str, object] = {}
+    labels: dict[str, str] = {}  # by where they stand
     if "cls" in contents:
         text = contents["cls"].strip()
         if not (match := re.fullmatch(rb"(-?[0-9]+)(\.0*)?", text)):
             raise SourceError(f"its .cls holds no whole number, but {text[:20]!r}", path=path, key=key)
-        return match[1].decode()
-    if "json" not in contents:
+        labels[".cls"] = match[1].decode()
+    elif "json" not in contents:
         raise SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
-    try:
-        content = json.loads(contents["json"])
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"its .json cannot be read: {error}", path=path, key=key) from error
-    fields = content if isinstance(content, dict) else {}
-    label = next((fields[name] for name in LABEL_FIELDS if name in fields), None)
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)
-    if isinstance(label, bool) or not isinstance(label, int | str) or label == "":
+    if "json" in contents:
+        try:
+            content = json.loads(contents["json"])
+            fields = content if isinstance(content, dict) else {}
+        except (ValueError, RecursionError) as error:
+            if not labels:
+                raise SourceError(f"its .json cannot be read: {error}", path=path, key=key) from error
+    for name in LABEL_FIELDS:
+        if name not in fields:
+            continue
+        label = fields[name]
+        if isinstance(label, float) and label.is_integer():
+            label = int(label)
+        if not isinstance(label, bool) and isinstance(label, int | str) and label != "":
+            labels[f"{name} of .json"] = str(label)
+        elif not labels:
+            break  # the first that is there counts
+    if not labels:
         message = f"its .json has no whole number or name under any of {', '.join(LABEL_FIELDS)}"
         raise SourceError(message, path=path, key=key)
-    return str(label)
+    _check_same(path, key, labels)
+    return next(iter(labels.values())), fields
+
+
+def _check_same(path: str, key: str, labels: Mapping[str, str]) -> None:
+    """Raise SourceError for two numbers, or two names, that differ. A number and a name may mean the same."""
+    if len(labels) == 1:
+        return
+    for is_number in (True, False):
+        alike = {where: text for where, text in labels.items() if bool(WHOLE.fullmatch(text)) == is_number}
+        if len({int(text) if is_number else text for text in alike.values()}) > 1:
+            said = " and ".join(f"{where} says {text!r}" for where, text in alike.items())
+            raise SourceError(
+                f"has labels that differ: {said}; write the shards again with one of them, under .cls or as label",
+                path=path,
+                key=key,
+            )

@@ -157,16 +157,15 @@ def describe(path: str, split: str | None, options: LoaderOptions) -> tuple[list
         )
     if not shards:
         raise ManifestError("holds no tar shards", path=path)
-    counts = _count_all(shards, options)
-    if not sum(counts):
+    if not sum(counts := _count_all(shards, options)):
         raise ManifestError("its tar shards hold no samples", path=path)
     return shards, counts, DataDescription(sum(counts), None, 3, None, None, None, _checksum(shards, counts))
 
 
 def _list_shards(path: str, split: str | None) -> tuple[list[Shard], Manifest | None]:
-    if split is not None and not os.path.isdir(path):
-        raise SettingError(f"split: {split!r} has no meaning for what is not a folder; leave it out")
     if not os.path.isdir(path):  # a Path would raise where a command is longer than a name may be
+        if split is not None:
+            raise SettingError(f"split: {split!r} has no meaning for what is not a folder; leave it out")
         import braceexpand
 
         return [url for part in path.split("::") if part for url in braceexpand.braceexpand(part)], None
@@ -186,9 +185,8 @@ def _of_split(folder: Path, split: str | None) -> list[str]:
     """List the tar shards of a split, or of the only one. Raises SettingError."""
     entries = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     names = [name for name in entries if name.lower().endswith(SUFFIX)]
-    for name in entries:
-        if names and name not in names and SUFFIX in name.lower():
-            logger.warning("%s: is not read: it is not named as a tar shard", folder / name)
+    for name in (name for name in entries if names and name not in names and SUFFIX in name.lower()):
+        logger.warning("%s: is not read: it is not named as a tar shard", folder / name)
     try:
         names_of = SplitRule().divide(names, folder) if names else {}
     except AmbiguousSplitError as error:

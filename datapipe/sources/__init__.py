@@ -29,7 +29,7 @@ from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
 from ..splits import SplitRule, split_words
-from .listing import Listing, advise, is_folder, is_hidden
+from .listing import Listing, advise, is_folder, is_hidden, is_image
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ MODULES = tuple(dict.fromkeys(KINDS.values()))  # in the order in which `auto` a
 SAMPLES = {
     "files": ("files", "Files"),
     "slices": ("archive_members", "ArchiveMembers"),
-    "rows": ("parquet", "ParquetRows"),
+    "rows": ("parquet_rows", "ParquetRows"),
     "pixels": ("", "Pixels"),
     "packed": ("packed", "PackedSamples"),
 }
@@ -193,16 +193,25 @@ def open_source(
 
 
 def _class_folder(path: Path) -> str | None:
-    """Find a folder in a source that may be a class, or a split: it holds folders, or is one of several."""
-    if not path.is_dir():
-        return None
-    folders = sorted(entry.name for entry in os.scandir(path) if not is_hidden(entry.name) and is_folder(entry))
-    for name in folders:
-        with suppress(OSError), os.scandir(path / name) as entries:
-            if any(is_folder(entry) for entry in islice(entries, LOOKED_AT) if not is_hidden(entry.name)):
-                return name
-    others = [name for name in folders if not split_words(name)]  # train/ and test/ may hold the images of a table
-    return others[0] if len(others) > 1 else None
+    """Find a folder in a source that may be a class, or a split: it holds folders of images, or is one of several."""
+    folders = _folders(path) if path.is_dir() else []
+    for folder in folders:
+        if any(map(_holds_images, _folders(folder)[:LOOKED_AT])):
+            return folder.name
+    others = [folder.name for folder in folders if not split_words(folder.name) and _holds_images(folder)]
+    return others[0] if len(others) > 1 else None  # train/ and test/ may hold the images of a table
+
+
+def _folders(path: Path) -> list[Path]:
+    with suppress(OSError), os.scandir(path) as entries:
+        return sorted(path / entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry))
+    return []
+
+
+def _holds_images(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return any(is_image(entry.name) for entry in islice(entries, LOOKED_AT))
+    return False
 
 
 def _check_names(path: Path, source: Source) -> None:

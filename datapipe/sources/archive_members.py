@@ -56,6 +56,13 @@ class ArchiveMembers:
     def close(self) -> None:
         self._descriptors.close()
 
+    def picked(self, samples: np.ndarray, labels: np.ndarray) -> ArchiveMembers:
+        """Pick some of the samples, int64[M], with labels, uint32[M]; only their files are kept."""
+        used, file = np.unique(self.file[samples], return_inverse=True)
+        files = [self.files[number] for number in used.tolist()]
+        names = [self.names[i] for i in samples.tolist()]
+        return ArchiveMembers(files, file.astype(np.int32), self.offset[samples], self.size[samples], names, labels)
+
 
 class ListedArchive(NamedTuple):
     """The samples of one archive."""

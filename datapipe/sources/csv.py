@@ -1,8 +1,8 @@
 """A CSV table of image files and labels: one file, or a folder with a table for each split.
 
 The first row names the columns. The first name of PATHS that is there is the column of paths, and likewise with LABELS.
-A column `split` says which split a row belongs to (or one of SPLITS, or one called as a split is, such as `is_valid`);
-without it the file's name does (see `splits`). Paths are relative to the table's folder.
+A column of splits says which split a row belongs to, or the file's name, or else the paths (see `parts`). Paths are
+relative to the table's folder.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import logging
 import os
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,15 +25,17 @@ from ..errors import SourceError
 from ..splits import split_words
 from . import Source
 from .files import Files
-from .labels import number_labels
+from .labels import check_same_classes, number_labels
 from .listing import Listing, is_hidden
+from .parts import Listed, choose_files, divide, pick
 from .paths import is_inside, opened, real_path
+from .split_columns import Columns, Part, Said
+from .split_paths import Paths
 
 logger = logging.getLogger(__name__)
 
 PATHS = ("path", "file", "filename", "image", "image_path")
 LABELS = ("label", "class", "target", "category")
-SPLITS = ("split", "subset", "set", "partition", "phase", "usage", "fold")
 MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
 
 
@@ -51,81 +54,45 @@ def _tables(folder: Path) -> list[str]:
 def load(path: Path, kind: str, listing: Listing) -> Source:
     folder = path if path.is_dir() else path.parent
     reader = _Reader(str(folder), None if listing.outside else str(folder), listing)
-    if path.is_dir():
-        tables = _tables(path)
-        if not tables:
-            raise SourceError("holds no .csv files", path=path)
-        for name in tables:
-            reader.read(path / name, reader.bounds)
-        named = chain([("", name) for name in tables], *(rows.places() for rows in reader.rows.values()))
-        listing.left_out.add_unnamed(path, named, "named by no row")
-    else:
-        reader.read(path, None)  # the user named it, so it may be a link
-    if not reader.rows:
+    tables = _tables(path) if path.is_dir() else [path.name]
+    if not tables:
+        raise SourceError("holds no .csv files", path=path)
+    files = choose_files(tables, listing, path)
+    for name in files:
+        reader.read(folder / name, reader.bounds if path.is_dir() else None)  # one that the user named may be a link
+    if not reader.files:
         raise SourceError("holds no rows", path=path)
-    picked = {
-        split: _Rows.joined([reader.rows[name] for name in names])
-        for split, names in listing.divide(list(reader.rows), path).items()
-    }
-    classes, labels = number_labels(path, {split: rows.labels for split, rows in picked.items()}, listing.labels)
-    _check_rows(path, picked, {split: [classes[label] for label in of_split] for split, of_split in labels.items()})
-    splits = {
-        split: Files(
+    listed = reader.listed(folder)
+    picked = divide(listed, files, listing, path)
+    texts = {split: pick(reader.labels, rows) for split, rows in picked.items()}
+    classes, labels = number_labels(path, texts, listing.labels)
+    paths = listed.paths()
+    if path.is_dir():
+        places = zip((paths.folders[number] for number in paths.folder.tolist()), paths.files, strict=True)
+        listing.left_out.add_unnamed(path, chain([("", name) for name in tables], places), "named by no row")
+    splits = {}
+    for split, rows in picked.items():
+        used, numbers = np.unique(paths.folder[rows], return_inverse=True)
+        splits[split] = Files(
             root=str(folder),
             bounds=reader.bounds,
-            folders=list(rows.folders),
-            folder=np.array(rows.folder, np.int32),
-            files=rows.files,
+            folders=[paths.folders[number] for number in used.tolist()],
+            folder=numbers.astype(np.int32),
+            files=list(pick(paths.files, rows)),
             labels=labels[split],
         )
-        for split, rows in picked.items()
-    }
+    _check_rows(path, splits, classes)
     return Source(kind, classes, splits)
 
 
-@dataclass
-class _Rows:
-    """Rows of one split."""
-
-    folders: dict[str, int] = field(default_factory=dict)  # a folder's number by its path
-    folder: list[int] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-
-    def add(self, path: str, label: str) -> None:
-        """Add a row."""
-        folder, file = os.path.split(path)
-        self.folder.append(self.folders.setdefault(folder, len(self.folders)))
-        self.files.append(file)
-        self.labels.append(label)
-
-    def places(self) -> Iterator[tuple[str, str]]:
-        """Iterate over the folders and names of the files."""
-        folders = list(self.folders)
-        return ((folders[folder], file) for folder, file in zip(self.folder, self.files, strict=True))
-
-    def paths(self) -> Iterator[str]:
-        """Iterate over the paths."""
-        return (os.path.join(*place) for place in self.places())
-
-    @classmethod
-    def joined(cls, parts: list[_Rows]) -> _Rows:
-        """Join rows, in this order."""
-        if len(parts) == 1:
-            return parts[0]
-        joined = cls()
-        for part in parts:
-            for path, label in zip(part.paths(), part.labels, strict=True):
-                joined.add(path, label)
-        return joined
-
-
-def _check_rows(source: Path, splits: Mapping[str, _Rows], labels: Mapping[str, Sequence[str]]) -> None:
+def _check_rows(source: Path, splits: Mapping[str, Files], classes: Sequence[str]) -> None:
     """Warn of images that have two labels, or are in two splits."""
 
     def rows() -> Iterator[tuple[str, str, str]]:
         for name, part in splits.items():
-            yield from ((path, name, label) for path, label in zip(part.paths(), labels[name], strict=True))
+            columns = part.folder.tolist(), part.files, part.labels.tolist()
+            for folder, file, label in zip(*columns, strict=True):
+                yield os.path.join(part.folders[folder], file), name, classes[label]
 
     hashes = np.fromiter((hash(path) for path, _, _ in rows()), np.int64)  # eight bytes of each, for a while
     distinct, counts = np.unique(hashes, return_counts=True)
@@ -145,14 +112,21 @@ def _check_rows(source: Path, splits: Mapping[str, _Rows], labels: Mapping[str, 
 
 
 class _Reader:
-    """The rows of tables, by what says which split they belong to: the column `split`, or the table's name."""
+    """The rows of tables, one after the other. `labels` and `files` have an entry per row."""
 
     def __init__(self, folder: str, bounds: str | None, listing: Listing) -> None:
         self.bounds = bounds
-        self.rows: dict[str, _Rows] = {}
+        self.files: list[str] = []
+        self.labels: list[str] = []  # "": none
+        self._folders: dict[str, int] = {}  # a folder's number by its path
+        self._folder = array("i")
+        self._parts: dict[Part, int] = {}
+        self._part = array("i")
+        self._unlabelled = array("q"), array("q")  # rows without a label, and their lines; 0: the table has no labels
+        self._headers: dict[str, str] = {}  # of each table, for messages
         self._listing = listing
         self._roots = (folder, real_path(folder))  # an absolute path in the folder begins with one of them
-        self._labels: dict[str, str] = {}  # one copy of each, to save memory
+        self._texts: dict[str, str] = {}  # one copy of each label, to save memory
 
     def read(self, table: Path, bounds: str | None) -> None:
         """Add the rows of a table.
@@ -168,28 +142,63 @@ class _Reader:
             rows = csv.reader(_lines(table, file), strict=True)
             try:
                 header = [name.strip().lower() for name in next(rows, [])]
-                *columns, others = _columns(header)
+                path_at, label_at, others = _columns(header)
+                self._headers[table.name] = ", ".join(header)
+                rivals = [
+                    header.index(name) for name in others if name in LABELS and header[label_at or 0] != LABELS[0]
+                ]
+                pairs: dict[int, set[tuple[str, str]]] = {at: set() for at in rivals}
                 for other in others:
                     self._listing.left_out.add(f"{table}: {other}", "a column that may hold paths or labels, too")
+                columns = Columns(self._listing.rule)
+                may_say = [
+                    at for at in range(len(header)) if at not in (path_at, label_at) and header[at] not in others
+                ]
                 for row in filter(None, rows):  # without blank lines
                     if len(row) != len(header):
                         raise ValueError(f"{len(row)} fields, where the header names {len(header)}")
-                    path, label, split = ("" if at is None else row[at].strip() for at in columns)
-                    self._add(path, label, table.name if columns[2] is None else self._checked(split))
+                    said: Said = ()
+                    if may_say:
+                        said = columns.said((header[at], row[at].strip()) for at in may_say)
+                        if len(said) < len(may_say):
+                            kept = columns.alive(header)
+                            may_say = [at for at in may_say if header[at] in kept]
+                    label = "" if label_at is None else row[label_at].strip()
+                    self._add(row[path_at].strip(), label, Part(table.name, said))
+                    for at in rivals:
+                        pairs[at].add((label, row[at].strip()))
+                    if not label:
+                        self._unlabelled[0].append(len(self.files) - 1)
+                        self._unlabelled[1].append(0 if label_at is None else rows.line_num)
+                for at in rivals:
+                    check_same_classes(table, (header[label_at or 0], header[at]), pairs[at])
             except (ValueError, csv.Error) as error:
                 raise SourceError(f"line {max(1, rows.line_num)}: {error}", path=table) from error
 
-    def _add(self, path: str, label: str, split: str) -> None:
-        if not path or not label:
-            raise ValueError("no label" if path else "no path")
-        rows = self.rows.setdefault(split, _Rows())
-        rows.add(self._relative(path), self._labels.setdefault(label, label))
+    def listed(self, folder: Path) -> Listed:
+        """Return the rows of all tables that were read."""
+        folders = list(self._folders)
+        paths = Paths(folders, np.frombuffer(self._folder, np.int32), self.files)
 
-    def _checked(self, split: str) -> str:
-        if not split or not (split_words(split) or self._listing.rule.patterns):
-            raise ValueError(f"split {split!r} is none that datapipe knows: say which it is, as --split val={split!r}, "
-                             "and likewise for the others")  # fmt: skip
-        return split
+        parts = list(self._parts)
+
+        def unlabelled(row: int) -> SourceError:
+            rows, lines = self._unlabelled
+            line, table = lines[bisect_left(rows, row)], parts[self._part[row]].file
+            header = f"line 1: names no column of labels ({', '.join(LABELS)}), but {self._headers[table]}"
+            return SourceError(f"line {line}: no label" if line else header, path=folder / table)
+
+        part = np.frombuffer(self._part, np.int32)
+        return Listed(parts, part, self.labels, [folders, self.files], lambda: paths, unlabelled)
+
+    def _add(self, path: str, label: str, part: Part) -> None:
+        if not path:
+            raise ValueError("no path")
+        folder, file = os.path.split(self._relative(path))
+        self._folder.append(self._folders.setdefault(folder, len(self._folders)))
+        self._part.append(self._parts.setdefault(part, len(self._parts)))
+        self.files.append(file)
+        self.labels.append(self._texts.setdefault(label, label))
 
     def _relative(self, path: str) -> str:
         """Return a path relative to the folder. Raises ValueError for a path that leaves the bounds."""
@@ -214,22 +223,21 @@ def _lines(table: Path, file: BinaryIO) -> Iterator[str]:
             raise SourceError(f"line {number}: {error}", path=table) from error
 
 
-def _columns(header: list[str]) -> tuple[int, int, int | None, list[str]]:
-    """Return the columns of path, label and split (None: there is no such column), and other candidates for the first.
+def _columns(header: list[str]) -> tuple[int, int | None, list[str]]:
+    """Return the columns of paths and of labels (None: there is none), and other candidates for them.
 
     Raises ValueError.
     """
-    columns: list[int] = []
+    columns: list[int | None] = []
     others: list[str] = []
     for what, names in (("path", PATHS), ("label", LABELS)):
         named = [name for name in names if name in header]
-        if not named:
+        if not named and what == "path":
             raise ValueError(f"names no column of {what}s ({', '.join(names)}), but {', '.join(header) or 'none'}")
-        if header.count(named[0]) > 1:
+        if named and header.count(named[0]) > 1:
             raise ValueError(f"names two columns {named[0]}")
-        columns.append(header.index(named[0]))
+        columns.append(header.index(named[0]) if named else None)
         others += named[1:]
-    splits = [at for at, name in enumerate(header) if name in SPLITS or (at not in columns and split_words(name))]
-    if len(splits) > 1:
-        raise ValueError(f"names several columns of splits: {', '.join(header[at] for at in splits)}; leave one")
-    return columns[0], columns[1], splits[0] if splits else None, others
+    path, label = columns
+    assert path is not None
+    return path, label, others

@@ -26,13 +26,14 @@ from . import Samples, Source
 from .archive_members import ArchiveMembers, ListedArchive, join
 from .class_tree import ClassTree
 from .files import Files
-from .imagenet_labels import DEVKITS, LABELS, SOLUTION, ValLabels, read_labels
+from .imagenet_labels import DEVKITS, LABELS, SOLUTION, TRAIN_SOLUTION, ValLabels, read_labels
 from .listing import HIDDEN, LeftOut, Listing, is_hidden, is_image, is_in_hidden
 from .paths import opened
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 CLASS_TAR = re.compile(r"(n\d{8})\.tar")
-VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.(?i:jpe?g|png)")
+VAL_PREFIX = "ILSVRC2012_val_"
+VAL_NAME = re.compile(VAL_PREFIX + r"(\d{8})\.(?i:jpe?g|png)")
 OWN = "ILSVRC", "LOC_"  # what begins the names of all that belongs to ImageNet
 KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 LOOKED_AT = 8  # entries of val/, to see what they are
@@ -81,7 +82,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if known is not None:
         list_val = _in_archive if VAL in names else _in_folder
         images = list_val(path / (VAL if VAL in names else "val"), bounds, listing.left_out)
-        classes, splits["val"] = images.labelled(known, classes, bounds)
+        classes, splits["val"] = images.labelled(known, classes, bounds, listing.left_out)
     elif "val" in names:
         tree = ClassTree.scan(path / "val", bounds, listing.left_out)
         tree.check_root()
@@ -102,7 +103,7 @@ def _advice(path: Path) -> str:
 
 def _check_names(path: Path, names: set[str], left_out: LeftOut) -> None:
     """Count what is called as a split and is not read. Raises SourceError if it may be a split that is meant."""
-    for name in sorted(names - {TRAIN, VAL, "train", "val", *DEVKITS}):
+    for name in sorted(names - {TRAIN, VAL, "train", "val", *DEVKITS, SOLUTION, TRAIN_SOLUTION}):
         if is_hidden(name) or not split_words(name):
             continue
         if is_split_name(name) and SPLIT_OF[split_words(name)[-1]] != "test" and (path / name).is_dir():
@@ -209,7 +210,9 @@ class _ValImages(NamedTuple):
     names: list[str]  # without folders
     members: list[Member]  # none: files
 
-    def labelled(self, known: ValLabels, classes: list[str], bounds: str | None) -> tuple[list[str], Samples]:
+    def labelled(
+        self, known: ValLabels, classes: list[str], bounds: str | None, left_out: LeftOut
+    ) -> tuple[list[str], Samples]:
         """Return the classes (those of the labels, if there is no train split), and the samples.
 
         Raises SourceError where an image has no label, or the train split not its class.
@@ -220,6 +223,9 @@ class _ValImages(NamedTuple):
                 f"does not fit {known.where}, which has labels for {len(known.wnids)} images, and none for number "
                 f"{lacking[0]}", path=self.path,
             )  # fmt: skip
+        if absent := sorted(known.wnids.keys() - set(numbers)):
+            images = (f"{known.where}: {VAL_PREFIX}{number:08d}" for number in absent)
+            left_out.add_all(images, "labels of val images that are not there")
         wnids = [known.wnids[number] for number in numbers]
         classes = classes or known.classes
         if unknown := sorted(set(wnids) - set(classes)):

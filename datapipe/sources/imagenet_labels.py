@@ -16,6 +16,7 @@ from .unpacked import members, read_file
 DEVKITS = ("ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12.tar.gz")
 GROUND_TRUTH, META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
 SOLUTION = "LOC_val_solution.csv"
+TRAIN_SOLUTION = "LOC_train_solution.csv"  # beside it; says again what train's folders say
 SOLUTION_ID = re.compile(r"ILSVRC2012_val_(\d{8})")
 LABELS = f"{' or '.join(DEVKITS)} (from image-net.org) or {SOLUTION} (from Kaggle)"
 NUM_CLASSES = 1000

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..console import format_count
 from ..errors import SourceError
+from ..splits import is_split_name
 
 NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
@@ -61,6 +62,9 @@ def number_labels(
 
 def _check_one_kind(path: Path, numbers: Sequence[str], names: Sequence[str]) -> None:
     """Raise SourceError unless labels are all whole numbers, or all names."""
+    if len(names) > 1 and not numbers and all(map(is_split_name, names)):
+        what = f"holds labels that are all names of splits: {_some(names)}"
+        raise SourceError(f"{what}; call that column split, or take them as classes with --labels names", path=path)
     odd = [name for name in names if name.lower() in MISSING or _is_fraction(name)]
     if odd or (names and numbers):
         what = f"mixes labels that are numbers ({_some(numbers)}) with names ({_some(names)})"
@@ -98,6 +102,26 @@ def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") ->
             path=path,
         )
     return [str(number) for number in range(high + 1)]
+
+
+def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collection[tuple[str, str]]) -> None:
+    """Check that two columns of labels, none of which is called `label`, divide the samples into the same classes.
+
+    Args:
+        path: The table, for messages.
+        columns: Their names.
+        pairs: Their values, of all rows.
+
+    Raises:
+        SourceError: They do not, so that it is not clear which of them is meant.
+    """
+    if any(len({pair[side] for pair in pairs}) < len(set(pairs)) for side in (0, 1)):
+        first, second = columns
+        raise SourceError(
+            f"has two columns of labels that are not of the same classes, {first} and {second}: call the one that is "
+            "meant label, and write the table again",
+            path=path,
+        )
 
 
 def _some(labels: Sequence[str]) -> str:

@@ -1,14 +1,20 @@
-"""Find the files of a data set of few large files, and tell their splits apart."""
+"""Find the files of a data set of few large files."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..dataset.manifest import MANIFEST
+from ..errors import SourceError
 from ..splits import split_words
-from .listing import EXTENSIONS, Listing, is_folder, is_hidden
+from .listing import EXTENSIONS, Listing, is_folder, is_hidden, is_image
+
+PARTITION = re.compile(r"[^=]+=.*")  # a folder as Hive and Spark name it
+LOOKED_AT = 8  # entries of a folder, to see what it holds
+FOLDERS = 3  # looked at, so that an ImageFolder is not listed twice
 
 
 def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] = ()) -> bool:
@@ -23,43 +29,99 @@ def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] 
     """
     if not path.is_dir():
         return path.name.lower().endswith(suffixes)
+    if _lie_deeper(path, suffixes):
+        return True
     folders = _folders_of_splits(path)
     return any(_files_in(path, name, suffixes, alone=True) for name in ("", *below, *folders))
 
 
 def large_files(
     path: Path, listing: Listing, suffixes: tuple[str, ...], below: Sequence[str] = ()
-) -> dict[str, list[str]]:
+) -> tuple[Path, list[str]]:
     """Find the files of a data set of few large files.
 
     They are `path` itself, or lie in it, in a folder `below`, or in folders beside each other of which one is named as
-    a split. Names of files and folders say which split they belong to.
+    a split.
 
     Args:
         path: A file or folder.
-        listing: How to tell splits apart.
+        listing: Where what lies beside them is counted.
         suffixes: What the files' names end in, lower case.
         below: Names of folders in `path` that may hold the files.
 
     Returns:
-        The sorted paths by split, "train" and "val"; {} if there are none.
+        The folder, and the paths of the files below it, sorted by folder and name; [] if there are none.
 
     Raises:
-        SourceError: What belongs to which split can be read in two ways.
+        SourceError: None lie there, and some in a folder below, which must be given.
     """
     if not path.is_dir():
-        if not path.name.lower().endswith(suffixes):
-            return {}
-        root, names = path.parent, [path.name]
-        divided = listing.divide(names, root / path.name)
+        return path.parent, [path.name] if path.name.lower().endswith(suffixes) else []
+    folders = [*below, *_folders_of_splits(path)]
+    if len(folders) > len(below):  # then those beside them may be splits, too
+        folders = sorted(entry.name for entry in os.scandir(path) if not is_hidden(entry.name))
+    names = [name for folder in ("", *folders) for name in _files_in(path, folder, suffixes)]
+    if not names:
+        _check_below(path, suffixes)
+    _count_others(path, names, suffixes, listing)
+    return path, names
+
+
+def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Raise SourceError if folders that are not called as splits hold files, and say which folder to give.
+
+    Such are a configuration of Hugging Face's, `plain_text/train/0000.parquet`, and partitions, `label=0/a.parquet`.
+    """
+    places = {name: place for name in _folders(path) if (place := _place(path / name, suffixes)) is not None}
+    inner = list(places)
+    parts = [part for name, place in places.items() for part in (name, *place.split("/"))]
+    if partition := next(filter(PARTITION.fullmatch, parts), None):
+        column = partition.partition("=")[0]
+        what = f"its files lie in partitions such as {partition}, so that their rows lack {column}"
+        advice = f"write {column} into the files, as a column"
+    elif any(map(split_words, inner)):
+        what = f"its {suffixes[0]} files lie in {inner[0]}/{places[inner[0]]}"
+        advice = f"move them into {path / inner[0]}, and those of the other folders likewise"
+    elif len(inner) > 1:
+        more = f" and {len(inner) - FOLDERS} others" if len(inner) > FOLDERS else ""
+        what = f"{', '.join(inner[:FOLDERS])}{more} hold a data set each"
+        advice = f"give one of them, such as {path / inner[0]}"
+    elif inner:
+        what, advice = f"its {suffixes[0]} files lie in {inner[0]}", f"give {path / inner[0]}"
     else:
-        root, folders = path, [*below, *_folders_of_splits(path)]
-        if len(folders) > len(below):  # then those beside them may be splits, too
-            folders = sorted(entry.name for entry in os.scandir(path) if not is_hidden(entry.name))
-        names = [name for folder in ("", *folders) for name in _files_in(path, folder, suffixes)]
-        _count_others(path, names, suffixes, listing)
-        divided = listing.divide(names, path)
-    return {split: [str(root / name) for name in of_split] for split, of_split in divided.items()}
+        return
+    raise SourceError(f"{what}: {advice}", path=path)
+
+
+def _lie_deeper(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether all folders in a folder that holds no such files itself, as far as is looked at, hold some."""
+    if any(name.lower().endswith((*suffixes, *EXTENSIONS)) for name in os.listdir(path)):
+        return False
+    folders = _folders(path)[:FOLDERS]
+    return bool(folders) and all(_place(path / name, suffixes) is not None for name in folders)
+
+
+def _folders(path: Path) -> list[str]:
+    with os.scandir(path) as entries:
+        named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
+        return sorted(entry.name for entry in named if is_folder(entry))
+
+
+def _place(folder: Path, suffixes: tuple[str, ...], deeper: bool = True) -> str | None:
+    """Find where such files lie, by the first entries of a folder, and of those in it.
+
+    Returns:
+        The path below the folder, "" for itself; None if there are none, or images.
+    """
+    with os.scandir(folder) as scanned:
+        entries = [entry for entry, _ in zip(scanned, range(LOOKED_AT), strict=False)]
+    names = [entry.name for entry in entries]
+    if any(map(is_image, names)) or MANIFEST in names:
+        return None
+    if any(name.lower().endswith(suffixes) for name in names):
+        return ""
+    inner = sorted(entry.name for entry in entries if deeper and not is_hidden(entry.name) and is_folder(entry))
+    return next((name for name in inner if _place(folder / name, suffixes, False) is not None), None)
 
 
 def _folders_of_splits(path: Path) -> list[str]:

@@ -225,16 +225,40 @@ class Listing:
         """Divide names by split, "train" and "val": see `SplitRule`. Without a val split, a test split is val."""
         if not self.rule.patterns and not any(map(split_words, names)):
             self.rule.check_own_name(source)
-        splits = self.rule.divide(names, source)
-        test = splits.pop(TEST, [])
-        if test and VAL in splits:
-            self.left_out.add_all(test, f"of a test split, and {splits[VAL][0]} is taken for val")
-        elif test:
-            splits[VAL] = test
+        return self.choose(self.rule.divide(names, source), names)
+
+    def choose(
+        self,
+        splits: Mapping[str, list[str]],
+        names: Sequence[str],
+        unlabelled: Collection[str] = (),
+        keep_test: bool = False,
+    ) -> dict[str, list[str]]:
+        """Choose of the splits that there are "train" and "val", and count what is left out.
+
+        Args:
+            splits: What `SplitRule.divide` returned.
+            names: What it divided.
+            unlabelled: Those that have no labels: a test split of them is left out.
+            keep_test: Leave a test split under its own name, if there is no val split.
+
+        Returns:
+            The names of each split that is taken.
+        """
+        chosen = dict(splits)
+        test = chosen.pop(TEST, [])
+        if test and VAL in chosen:
+            self.left_out.add_all(test, f"of a test split, and {chosen[VAL][0]} is taken for val")
+            test = []
+        if bare := [name for name in test if name in unlabelled]:
+            self.left_out.add_all(bare, "of a test split, without labels")
+            test = [name for name in test if name not in unlabelled]
+        if test:
+            chosen[TEST if keep_test else VAL] = test
         if self.rule.patterns:
-            chosen = {name for of_split in splits.values() for name in of_split}
-            self.left_out.add_all((name for name in names if name not in chosen), NOT_NAMED)
-        return {split: splits[split] for split in (TRAIN, VAL) if split in splits}
+            named = {name for of_split in chosen.values() for name in of_split}
+            self.left_out.add_all((name for name in names if name not in named), NOT_NAMED)
+        return {split: chosen[split] for split in (TRAIN, VAL, TEST) if split in chosen}
 
     def count_beside(self, source: Path, splits: Mapping[str, Sequence[Path]]) -> None:
         """Count what is hidden in a source, and what lies beside the folders of splits if the user has named them."""

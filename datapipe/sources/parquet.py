@@ -8,32 +8,34 @@ whole, so its samples are a block.
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..errors import MissingBackendError, SourceError
-from ..images import Buffer
+from ..errors import SourceError
+from ..splits import SplitRule, split_words
 from . import Source
-from .labels import NUMBER, number_labels
+from .labels import NUMBER, check_same_classes, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
+from .parquet_rows import ParquetRows, import_parquet
+from .parts import Listed, choose_files, divide, pick
 from .paths import check_inside
+from .split_columns import Columns, Part, Said
+from .split_paths import Paths
 
 if TYPE_CHECKING:
     import pyarrow
 
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
-SPLITS = ("split", "subset", "partition")
+PATHS = ("path", "file", "filename", "file_name", "image_path")
+RIVAL = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
 LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
-KEPT_BYTES = 256 << 20  # of row groups, beside the one that was read last
 
 
 def detect(path: Path) -> str | None:
@@ -41,81 +43,190 @@ def detect(path: Path) -> str | None:
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
-    _import_parquet(path)
+    import_parquet(path)
     bounds = None if listing.outside or not path.is_dir() else str(path)
-    files = large_files(path, listing, (".parquet",), below=("data",))
-    if not files:
+    root, names = large_files(path, listing, (".parquet",), below=("data",))
+    if not names:
         raise SourceError("holds no .parquet files, neither itself nor in data, train and val", path=path)
+    files = choose_files(names, listing, path)
+    with_paths = not all(files.values())
     with ThreadPoolExecutor(LISTERS) as pool:
-        tables = {split: list(pool.map(lambda file: _list(file, bounds), paths)) for split, paths in files.items()}
-    for table in (table for of_split in tables.values() for table in of_split):
+        tables = list(pool.map(lambda name: _list(str(root / name), name, bounds, listing.rule, with_paths), files))
+    for table in tables:
         for column in table.others:
             listing.left_out.add(f"{table.path}: {column}", "a column that may hold images or labels, too")
-        if table.split_column and not listing.rule.patterns:
-            raise SourceError(
-                f"has a column {table.split_column}, and rows are not divided by it: write a file for each split, or "
-                "say with --split train=PATTERN and --split val=PATTERN what the files are",
-                path=table.path,
-            )
-    classes, labels = _classes(path, tables, listing.labels)
-    splits = {split: _join(files[split], listed, labels[split]) for split, listed in tables.items()}
+    listed = _join_listed(tables)
+    picked = divide(listed, files, listing, path)
+    file_of_row = np.repeat(np.arange(len(tables)), [len(table.labels) for table in tables])
+    used = {split: np.unique(file_of_row[rows]).tolist() for split, rows in picked.items()}
+    texts = {split: pick(listed.labels, rows) for split, rows in picked.items()}
+    named = {split: [tables[number] for number in numbers] for split, numbers in used.items()}
+    classes, labels = _classes(path, named, texts, listing.labels)
+    splits = {}
+    for split, rows in picked.items():
+        of_split = np.zeros(len(file_of_row), bool)
+        of_split[rows] = True
+        splits[split] = _join(named[split], of_split[np.isin(file_of_row, used[split])], labels[split])
     return Source(kind, classes, splits)
-
-
-def _import_parquet(path: Path | str) -> ModuleType:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingBackendError.for_extra("Parquet files need pyarrow", "parquet", path) from error
-    return pyarrow.parquet
-
-
-# --- the listing ------------------------------------------------------------------------------------
 
 
 class _Table(NamedTuple):
     """A file, without its images."""
 
     path: str
+    name: str  # below the source
     column: str  # with the images' bytes
-    labels: list[str]
-    names: list[str]  # of the classes; empty if the file has none
+    label: str | None  # the column; None: it has none
+    labels: list[str]  # "": none
+    classes: list[str]  # their names; empty if the file has none
     num_rows: list[int]  # of each row group
     num_bytes: list[int]  # of its images
     others: list[str]  # columns that may hold images or labels, too
-    split_column: str | None
+    said: list[Said]  # of each row's split; empty: nothing
+    paths: list[str]  # of the images, as the file gives them; empty: it does not, or they are not asked for
 
 
-def _list(path: str, bounds: str | None) -> _Table:
+def _list(path: str, name: str, bounds: str | None, rule: SplitRule, with_paths: bool) -> _Table:
     check_inside(path, bounds)
-    parquet = _import_parquet(path)
+    parquet = import_parquet(path)
     try:
         with parquet.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
             column, label = _columns(path, schema)
-            labels = file.read(columns=[label], use_threads=False).column(label)
+            labels = _texts(file, label) if label else [""] * metadata.num_rows
+            for other in _rivals(schema, label):
+                check_same_classes(path, (label or "", other), set(zip(labels, _texts(file, other), strict=True)))
+            said = _said(path, file, rule, {column.split(".")[0], label, *PATHS})
+            path_column = _path_column(schema) if with_paths else None
+            paths = _texts(file, path_column) if path_column else []
     except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are subclasses
         raise SourceError(f"cannot be read: {error}", path=path) from error
-    if labels.null_count:
-        row = labels.to_pylist().index(None)
-        raise SourceError(f"row {row} has no {label}", path=path)
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     num_bytes = [group.column(leaf).total_uncompressed_size for group in groups]
-    texts = [str(value) for value in labels.to_pylist()]
     others = [name for name in (*IMAGES, *LABELS) if name in schema.names and name not in (column.split(".")[0], label)]
-    split_column = next((name for name in schema.names if name in SPLITS and name not in (column, label)), None)
     num_rows = [group.num_rows for group in groups]
-    return _Table(path, column, texts, _class_names(schema, label), num_rows, num_bytes, others, split_column)
+    classes = _class_names(schema, label)
+    return _Table(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths)
 
 
-def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str]:
-    """Return the columns of the images' bytes and of the labels. Raises SourceError."""
+def _texts(file: pyarrow.parquet.ParquetFile, column: str) -> list[str]:
+    """Read a column, or a field of one (`image.path`), as texts; "" for null."""
+    values = file.read(columns=[column], use_threads=False).column(0)
+    for part in column.split(".")[1:]:
+        from pyarrow import compute
+
+        values = compute.struct_field(values, part)
+    return ["" if value is None else str(value) for value in values.to_pylist()]
+
+
+def _rivals(schema: pyarrow.Schema, label: str | None) -> list[str]:
+    """List the columns that may be of labels as well as that one, if none is called so."""
+    from pyarrow import types
+
+    if label in (None, "label", "labels"):
+        return []
+    rivals = (name for name in schema.names if RIVAL.fullmatch(name) and name != label)
+    return [name for name in rivals if not types.is_nested(schema.field(name).type)]
+
+
+def _path_column(schema: pyarrow.Schema) -> str | None:
+    """Return the column of the images' paths, or None."""
+    from pyarrow import types
+
+    for name in (*IMAGES, *PATHS):
+        kind = schema.field(name).type if name in schema.names else None
+        if kind is not None and types.is_struct(kind) and kind.get_field_index("path") >= 0:
+            return f"{name}.path"
+        if kind is not None and name in PATHS and (types.is_string(kind) or types.is_large_string(kind)):
+            return name
+    return None
+
+
+def _said(path: str, file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | None]) -> list[Said]:
+    """List what a file's columns say of each row's split. The first row group tells that a text column is of others.
+
+    Args:
+        path: The file, for messages.
+        file: The same, open.
+        rule: How splits are told apart.
+        others: Columns that are known to hold other things.
+
+    Returns:
+        What is said, by row; empty if no column says anything.
+
+    Raises:
+        SourceError: A column of splits holds what is none.
+    """
+    from pyarrow import types
+
+    schema, columns = file.schema_arrow, Columns(rule)
+    names = []
+    for name in schema.names:
+        kind = schema.field(name).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        is_text = types.is_string(kind) or types.is_large_string(kind)
+        if name in others or types.is_nested(kind) or not (is_text or columns.is_named(name)):
+            continue
+        if not columns.is_named(name) and file.metadata.num_row_groups:
+            values = file.read_row_group(0, columns=[name], use_threads=False).column(0).unique().to_pylist()
+            if not all(value is None or not value or split_words(value) for value in values):
+                continue
+        names.append(name)
+    values = [_named(schema, name, _texts(file, name)) for name in names]
+    said = []
+    for row, of_row in enumerate(zip(*values, strict=True)):
+        try:
+            said.append(columns.said(zip(names, of_row, strict=True)))
+        except ValueError as error:
+            raise SourceError(f"row {row}: {error}", path=path) from error
+    return said
+
+
+def _named(schema: pyarrow.Schema, column: str, texts: list[str]) -> list[str]:
+    """Replace numbers by names, where Hugging Face's `datasets` has written these into the schema."""
+    names = _class_names(schema, column)
+    return [names[int(text)] if text.isdecimal() and int(text) < len(names) else text for text in texts]
+
+
+def _join_listed(tables: list[_Table]) -> Listed:
+    parts: dict[Part, int] = {}
+    part = [np.zeros(0, np.int32)]
+    for table in tables:
+        if table.said:
+            part.append(
+                np.array([parts.setdefault(Part(table.name, said), len(parts)) for said in table.said], np.int32)
+            )
+        elif table.labels:
+            part.append(np.full(len(table.labels), parts.setdefault(Part(table.name), len(parts)), np.int32))
+    paths: list[str] = []
+    if any(table.paths for table in tables):
+        paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
+    labels = [label for table in tables for label in table.labels]
+
+    def unlabelled(i: int) -> SourceError:
+        for table in tables:
+            if i < len(table.labels):
+                break
+            i -= len(table.labels)
+        if table.label is None:
+            expected = f"image ({', '.join(IMAGES)}) and label ({', '.join(LABELS)})"
+            return SourceError(f"has not both columns, {expected}", path=table.path)
+        return SourceError(f"row {i} has no {table.label}", path=table.path)
+
+    def all_paths() -> Paths:
+        return Paths.from_texts(paths or [""] * len(labels))
+
+    return Listed(list(parts), np.concatenate(part), labels, [paths], all_paths, unlabelled)
+
+
+def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str | None]:
+    """Return the columns of the images' bytes and of the labels (None: there is none). Raises SourceError."""
     from pyarrow import types
 
     image = next((name for name in IMAGES if name in schema.names), None)
     label = next((name for name in LABELS if name in schema.names), None)
-    if image is None or label is None:
+    if image is None:
         expected = f"image ({', '.join(IMAGES)}) and label ({', '.join(LABELS)})"
         raise SourceError(f"has not both columns, {expected}, but {', '.join(schema.names)}", path=path)
     kind, column = schema.field(image).type, image
@@ -123,6 +234,8 @@ def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str]:
         kind, column = kind.field("bytes").type, f"{image}.bytes"
     if not (types.is_binary(kind) or types.is_large_binary(kind)):
         raise SourceError(f"column {image} holds no encoded images, but {schema.field(image).type}", path=path)
+    if label is None:
+        return column, None
     kind = schema.field(label).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_string(kind) or types.is_large_string(kind)):
@@ -130,8 +243,8 @@ def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str]:
     return column, label
 
 
-def _class_names(schema: pyarrow.Schema, label: str) -> list[str]:
-    """Return the class names that Hugging Face's `datasets` has written into the schema; [] if it has not."""
+def _class_names(schema: pyarrow.Schema, label: str | None) -> list[str]:
+    """Return a column's class names that Hugging Face's `datasets` has written into the schema; [] if it has not."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = features[label]["names"]
@@ -140,141 +253,42 @@ def _class_names(schema: pyarrow.Schema, label: str) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _classes(path: Path, tables: dict[str, list[_Table]], how: str) -> tuple[list[str], dict[str, np.ndarray]]:
+def _classes(
+    path: Path, tables: dict[str, list[_Table]], texts: dict[str, Sequence[str]], how: str
+) -> tuple[list[str], dict[str, np.ndarray]]:
     """Return the classes, and the labels of each split. Raises SourceError. `how`: see `number_labels`."""
-    texts = {split: [text for table in of_split for text in table.labels] for split, of_split in tables.items()}
     first, *others = (table for of_split in tables.values() for table in of_split)
-    if first.names and how == "auto" and all(map(NUMBER.fullmatch, set().union(*texts.values()))):
+    if first.classes and how == "auto" and all(map(NUMBER.fullmatch, set().union(*texts.values()))):
         how = "numbers"  # of the names that the file gives: classes without images are meant
     classes, labels = number_labels(path, texts, how)
-    if differing := next((table for table in others if table.names != first.names), None):
+    if differing := next((table for table in others if table.classes != first.classes), None):
         raise SourceError(f"names other classes than {first.path}", path=differing.path)
-    if first.names and classes == [str(number) for number in range(len(classes))]:
-        if len(classes) > len(first.names):
-            raise SourceError(f"holds the label {len(classes) - 1}, but names {len(first.names)} classes", path=path)
-        classes = first.names
+    if first.classes and classes == [str(number) for number in range(len(classes))]:
+        if len(classes) > len(first.classes):
+            message = f"holds the label {len(classes) - 1}, but names {len(first.classes)} classes"
+            raise SourceError(message, path=path)
+        classes = first.classes
     return classes, labels
 
 
-# --- the samples ------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class ParquetRows:
-    """Samples that are rows of Parquet files, in their order; a row group is a block."""
-
-    files: list[str]
-    column: str  # with the images' bytes
-    file: np.ndarray  # int32[G]: of each row group
-    group: np.ndarray  # int32[G]: its number in its file
-    start: np.ndarray  # int64[G]: its first sample
-    num_bytes: np.ndarray  # int64[G]: of its images, about
-    labels: np.ndarray
-    blocks: np.ndarray  # int64[N]: row group of each sample
-    _row_groups: _RowGroups = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._row_groups = _RowGroups(self._decode)
-
-    @property
-    def names(self) -> list[str]:
-        stems = [Path(file).stem for file in self.files]
-        rows = zip(self.file[self.blocks].tolist(), self._rows().tolist(), strict=True)
-        return [f"{stems[file]}/{row:06d}" for file, row in rows]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def where(self, i: int) -> str:
-        return f"{self.files[self.file[self.blocks[i]]]}, row {self._rows()[i]}"
-
-    def size_bytes(self, i: int) -> int:
-        """Return the mean size in the row group."""
-        block = self.blocks[i]
-        return int(self.num_bytes[block] // np.count_nonzero(self.blocks == block))
-
-    def read(self, i: int, buffer: memoryview) -> Buffer:
-        block = int(self.blocks[i])
-        value = self._row_groups.get(block)[i - int(self.start[block])].as_buffer()
-        if value is None:
-            raise ValueError("holds no image: null")
-        if value.size > len(buffer):
-            return value.to_pybytes()
-        buffer[: value.size] = memoryview(value).cast("B")
-        return buffer[: value.size]
-
-    def close(self) -> None:
-        self._row_groups = _RowGroups(self._decode)
-
-    def _rows(self) -> np.ndarray:
-        """Return int64[N], the row of each sample in its file."""
-        _, first, number = np.unique(self.file, return_index=True, return_inverse=True)
-        return np.arange(len(self)) - self.start[first][number][self.blocks]
-
-    def _decode(self, block: int) -> pyarrow.ChunkedArray:
-        """Read the images of a row group, as binary."""
-        path = self.files[self.file[block]]
-        parquet = _import_parquet(path)
-        from pyarrow import compute
-
-        group = int(self.group[block])
-        try:
-            with parquet.ParquetFile(path) as file:
-                table = file.read_row_group(group, columns=[self.column], use_threads=False)
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError, NotImplementedError, IndexError) as error:  # Arrow's errors are subclasses
-            # Never the fault of one image: the disk fails, or the file has been truncated since it was listed.
-            raise SourceError(f"row group {group} cannot be read: {error}", path=path) from error
-        images = table.column(0)
-        return compute.struct_field(images, "bytes") if self.column.endswith(".bytes") else images
-
-
-def _join(files: list[str], tables: list[_Table], labels: np.ndarray) -> ParquetRows:
+def _join(tables: list[_Table], mask: np.ndarray, labels: np.ndarray) -> ParquetRows:
+    """Join those rows of some files that a mask, bool[rows of all], picks; the labels are theirs."""
+    first, last = tables[0], tables[-1]
+    if columns := {table.column for table in tables} - {first.column}:
+        raise SourceError(f"has its images in another column than {first.path}: {', '.join(columns)}", path=last.path)
     num_groups = [len(table.num_rows) for table in tables]
     num_rows = np.array([count for table in tables for count in table.num_rows], np.int64)
-    if columns := {table.column for table in tables[1:]} - {tables[0].column}:
-        raise SourceError(f"has its images in another column than {files[0]}: {', '.join(columns)}", path=files[-1])
+    num_bytes = np.array([size for table in tables for size in table.num_bytes], np.int64)
+    starts = [np.cumsum([0, *table.num_rows[:-1]])[: len(table.num_rows)] for table in tables]
+    rows = [np.arange(sum(table.num_rows), dtype=np.int64) for table in tables]
     return ParquetRows(
-        files=files,
-        column=tables[0].column,
-        file=np.repeat(np.arange(len(files), dtype=np.int32), num_groups),
+        files=[table.path for table in tables],
+        column=first.column,
+        file=np.repeat(np.arange(len(tables), dtype=np.int32), num_groups),
         group=np.concatenate([np.arange(count, dtype=np.int32) for count in num_groups]),
-        start=np.cumsum(num_rows) - num_rows,
-        num_bytes=np.array([size for table in tables for size in table.num_bytes], np.int64),
+        start=np.concatenate(starts).astype(np.int64),
+        image_bytes=num_bytes // np.maximum(1, num_rows),
+        row=np.concatenate(rows)[mask],
         labels=labels,
-        blocks=np.repeat(np.arange(len(num_rows)), num_rows),
+        blocks=np.repeat(np.arange(len(num_rows)), num_rows)[mask],
     )
-
-
-class _RowGroups:
-    """The row groups that were decoded last. One that several threads ask for is decoded once."""
-
-    def __init__(self, decode: Callable[[int], pyarrow.ChunkedArray]) -> None:
-        self._decode = decode
-        self._lock = threading.Lock()
-        self._futures: dict[int, Future] = {}  # in the order in which they were last asked for
-
-    def get(self, block: int) -> pyarrow.ChunkedArray:
-        with self._lock:
-            future = self._futures.pop(block, None)
-            is_new = future is None
-            self._futures[block] = future = future or Future()
-        if is_new:
-            try:
-                future.set_result(self._decode(block))
-            except BaseException as error:
-                with self._lock:
-                    self._futures.pop(block, None)
-                future.set_exception(error)
-            self._drop()
-        return future.result()
-
-    def _drop(self) -> None:
-        with self._lock:
-            sizes = {block: future.result().nbytes for block, future in self._futures.items() if future.done()}
-            total = sum(sizes.values())
-            for block in list(sizes)[:-1]:
-                if total > KEPT_BYTES:
-                    del self._futures[block]
-                    total -= sizes[block]

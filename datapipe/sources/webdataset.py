@@ -1,27 +1,38 @@
 """Tar shards as WebDataset writes them: `key.jpg` (.jpeg, .png) beside `key.cls` or `key.json`.
 
-How they are named is in `formats.naming`.
+How they are named is in `formats.naming`. A field of the JSON, or `key.split`, may say which split a sample belongs to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from ..errors import SourceError
-from ..formats.naming import IMAGES, LABELS, read_label, split_name
+from ..formats.naming import IMAGES, LABEL_FIELDS, LABELS, read_fields, split_name
 from ..formats.tar_listing import Member, list_members
+from ..splits import SplitRule
 from . import Source
 from .archive_members import ListedArchive, join
 from .labels import number_labels
 from .large_files import has_large_files, large_files
-from .listing import LeftOut, Listing, is_in_hidden
+from .listing import Listing, is_in_hidden
+from .parts import Listed, choose_files, divide, pick
 from .paths import opened
+from .split_columns import Columns, Part, Said
+from .split_paths import Paths
 
 TAR = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 NOT_NAMED = f"not named .{', .'.join(IMAGES + LABELS)}"
+SPLITS = ("split", "subset", "set")  # extensions of texts that say which split a sample belongs to
+TEXTS = (*LABELS, *SPLITS)
+NO_LABELS = np.zeros(0, np.uint32)
+NO_FIELDS: dict[str, object] = {}
 LISTERS = 32  # shards listed at once: hides a shared filesystem's latency
 
 
@@ -31,56 +42,149 @@ def detect(path: Path) -> str | None:
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     bounds = None if listing.outside or not path.is_dir() else str(path)
-    shards = large_files(path, listing, TAR + COMPRESSED)
-    if not shards:
+    root, names = large_files(path, listing, TAR + COMPRESSED)
+    if not names:
         raise SourceError("holds no tar shards, neither itself nor in folders train and val", path=path)
-    for file in (file for files in shards.values() for file in files):
-        if file.lower().endswith(COMPRESSED):
+    files = choose_files(names, listing, path, may_wait=False)
+    for name in files:
+        if name.lower().endswith(COMPRESSED):
             advice = "unpack it to .tar if it is a shard, or to a folder if it holds folders of images"
-            raise SourceError(f"is compressed, so no image in it can be read by itself; {advice}", path=file)
-    listed = {split: _list(files, bounds, listing.left_out) for split, files in shards.items()}
-    texts = {split: [label for shard in of_split for label in shard.labels] for split, of_split in listed.items()}
+            message = f"is compressed, so no image in it can be read by itself; {advice}"
+            raise SourceError(message, path=root / name)
+    shards = _list(root, list(files), bounds, listing)
+    listed = _join_listed(shards, list(files))
+    divided = divide(listed, files, listing, path)
+    texts = {split: pick(listed.labels, samples) for split, samples in divided.items()}
     classes, labels = number_labels(path, texts, listing.labels)
-    splits = {
-        split: join(shards[split], [shard.images for shard in of_split], labels[split])
-        for split, of_split in listed.items()
-    }
-    return Source(kind, classes, splits)
+    everything = join([str(root / name) for name in files], [shard.images for shard in shards], NO_LABELS)
+    return Source(
+        kind, classes, {split: everything.picked(samples, labels[split]) for split, samples in divided.items()}
+    )
 
 
 class _Shard(NamedTuple):
     images: ListedArchive
-    labels: list[str]
+    labels: list[str]  # "": none
+    said: list[Said]  # of each sample's split
+    unlabelled: SourceError | None  # for the first image without a label
 
 
-def _list(files: list[str], bounds: str | None, left_out: LeftOut) -> list[_Shard]:
+def _list(root: Path, names: list[str], bounds: str | None, listing: Listing) -> list[_Shard]:
+    def list_shard(number: int) -> _Shard:
+        return _list_shard(number, str(root / names[number]), bounds, listing)
+
     with ThreadPoolExecutor(LISTERS) as pool:
-        return list(pool.map(lambda number: _list_shard(number, files[number], bounds, left_out), range(len(files))))
+        return list(pool.map(list_shard, range(len(names))))
 
 
-def _list_shard(number: int, path: str, bounds: str | None, left_out: LeftOut) -> _Shard:
+def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) -> _Shard:
+    left_out = listing.left_out
     with opened(path, bounds) as fd:
-        archive = list_members(fd, path, keep_content=lambda name: split_name(name)[1] in LABELS)
+        archive = list_members(fd, path, keep_content=lambda name: split_name(name)[1] in TEXTS)
     left_out.add_members(path, archive.others)
     images: dict[str, Member] = {}
-    labels: dict[str, dict[str, bytes]] = {}  # of each key, by extension
+    texts: dict[str, dict[str, bytes]] = {}  # of each key, by extension
+    others: list[tuple[str, str]] = []  # what is not taken, and its name
     for member in archive.members:
         key, extension = split_name(member.name)
         if is_in_hidden(member.name):
             left_out.add_hidden_member(path, member.name)
-        elif extension in LABELS:
-            if extension in labels.setdefault(key, {}):
+        elif extension in TEXTS:
+            if extension in texts.setdefault(key, {}):
                 raise SourceError(f"has two .{extension}", path=path, key=key)
-            labels[key][extension] = member.content or b""
+            texts[key][extension] = member.content or b""
         elif extension not in IMAGES:
             left_out.add(f"{path}: {member.name}", NOT_NAMED)
+            others.append((NOT_NAMED, member.name))
         elif key in images:
             raise SourceError(f"has two images: {images[key].name} and {member.name}", path=path, key=key)
         else:
             images[key] = member
-    without = next((key for key in labels if key not in images), None)
+    without = next((key for key in texts if key not in images and set(LABELS) & texts[key].keys()), None)
     if without is not None:
-        raise SourceError("has a label, but no image", path=path, key=without)
+        raise SourceError(_no_image(without, [*archive.others, *others]), path=path, key=without)
     listed = ListedArchive.from_members(number, list(images), list(images.values()))
-    texts = [read_label(path, key, labels.get(key, {})) for key in images]
-    return _Shard(listed, texts)
+    return _Shard(listed, *_read_texts(path, images, texts, listing.rule))
+
+
+def _read_texts(
+    path: str, keys: Iterable[str], texts: Mapping[str, Mapping[str, bytes]], rule: SplitRule
+) -> tuple[list[str], list[Said], SourceError | None]:
+    """Read what the members beside images say.
+
+    Args:
+        path: The shard, for messages.
+        keys: Of the images.
+        texts: The contents of the other members, by key and extension.
+        rule: How splits are told apart.
+
+    Returns:
+        The labels, what is said of splits, and the error for the first image without a label, as in `_Shard`.
+
+    Raises:
+        SourceError: A label cannot be read, or a field of splits holds what is none.
+    """
+    columns, labels, said = Columns(rule), [], []
+    others_named = set(LABEL_FIELDS)  # fields that are not of splits
+    unlabelled: SourceError | None = None
+    for key in keys:
+        contents = texts.get(key, {})
+        label, fields = "", NO_FIELDS
+        if "cls" in contents or "json" in contents:
+            label, fields = read_fields(path, key, contents)
+        elif unlabelled is None:
+            unlabelled = SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
+        if any(isinstance(value, dict) for value in fields.values()):
+            fields = _flat(fields)
+        values = []
+        for name, value in fields.items():
+            if name in others_named:
+                continue
+            if isinstance(value, str) or (columns.is_named(name) and isinstance(value, int | float)):
+                values.append((name, str(value)))
+            else:
+                others_named.add(name)
+        for name in SPLITS:
+            if name in contents:
+                values.append((f".{name}", contents[name].decode("utf-8", "replace").strip()))
+        try:
+            said.append(columns.said(values) if values else ())
+        except ValueError as error:
+            raise SourceError(f"its {error}", path=path, key=key) from error
+        if len(said[-1]) < len(values):
+            others_named.update({name for name, _ in values} - set(columns.alive(name for name, _ in values)))
+        labels.append(label)
+    return labels, said, unlabelled
+
+
+def _flat(fields: Mapping[str, object]) -> dict[str, object]:
+    """Name the fields of objects in a JSON's fields as `meta.split`."""
+    inner = ((name, value) for name, value in fields.items() if isinstance(value, dict))
+    return {**fields, **{f"{name}.{field}": content for name, value in inner for field, content in value.items()}}
+
+
+def _no_image(key: str, others: list[tuple[str, str]]) -> str:
+    """Say what lies there in place of a sample's image."""
+    beside = [f"{name} ({what})" for what, name in others if split_name(name)[0] == key]
+    advice = "; sparse files: pack them without tar's option -S" * any("sparse" in text for text in beside)
+    return (
+        f"has a label, but no image: {', '.join(beside)} is not taken{advice}"
+        if beside
+        else "has a label, but no image"
+    )
+
+
+def _join_listed(shards: list[_Shard], files: list[str]) -> Listed:
+    """Join what is listed of all shards."""
+    parts: dict[Part, int] = {}
+    pairs = ((file, said) for file, shard in zip(files, shards, strict=True) for said in shard.said)
+    part = [parts.setdefault(Part(file, said), len(parts)) for file, said in pairs]
+    keys = [key for shard in shards for key in shard.images.names]
+
+    def unlabelled(i: int) -> SourceError:
+        error = shards[files.index(list(parts)[part[i]].file)].unlabelled
+        assert error is not None
+        return error
+
+    labels = [label for shard in shards for label in shard.labels]
+    return Listed(list(parts), np.array(part, np.int32), labels, [keys], lambda: Paths.from_texts(keys), unlabelled)

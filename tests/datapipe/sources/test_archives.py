@@ -397,6 +397,21 @@ def test_imagenet_as_kaggle_has_it(tmp_path):
         open_source(inside)
 
 
+def test_side_files_of_imagenet_are_not_left_out(tmp_path, caplog):
+    _, truth = put_flat_val(tmp_path)
+    put_train(tmp_path, "folders")
+    put_solution(tmp_path, truth)
+    (tmp_path / "LOC_train_solution.csv").write_text("")
+    check_flat(open_source(tmp_path, strict=True), truth)
+    missing = sorted(truth, key=lambda key: key[-8:])[0].split("/")[1]
+    (tmp_path / "val" / f"{missing}.JPEG").unlink()
+    open_source(tmp_path)
+    assert "left out 1 entry (labels of val images that are not there): " in caplog.text
+    assert f"{SOLUTION}: {missing}" in caplog.text
+    with pytest.raises(SourceError, match=r"--strict: .*labels of val images that are not there"):
+        open_source(tmp_path, strict=True)
+
+
 def test_labels_of_val_that_cannot_be_right(tmp_path):
     numbers, truth = put_flat_val(tmp_path)
     put_devkit(tmp_path, numbers)
@@ -602,7 +617,7 @@ def test_names_as_labels_and_cls_before_json(tmp_path):
         *[("./a.jpg", b"a"), ("./a.json", json.dumps({"label": "zebra"}).encode())],
         *[("b.JPG", b"b"), ("b.json", json.dumps({"class": "cat"}).encode())],
         *[("c.json", b"{"), ("c.jpg", b"c"), ("c.cls", b" 3\n")],
-        *[("d.jpg", b"d"), ("d.json", json.dumps({"class_id": 7, "cls": 8}).encode()), ("d.seg.png", b"")],
+        *[("d.jpg", b"d"), ("d.json", json.dumps({"class_id": 8, "cls": 8}).encode()), ("d.seg.png", b"")],
     ]
     (tmp_path / "x.tar").write_bytes(tar(members))
     with pytest.raises(SourceError, match=r"mixes labels that are numbers \(3, 8\) with names \(cat, zebra\)"):
@@ -639,6 +654,40 @@ def test_bad_shards_are_named(tmp_path, members, message):
     (tmp_path / "x.tar").write_bytes(tar(members))
     with pytest.raises(SourceError, match=message):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (("k/a.webp", b"x"), r"k/a\.webp \(not named \.jpg, .*\) is not taken"),
+        ((member("k/a.jpg", type=tarfile.SYMTYPE, linkname="no"), b""), r"k/a\.jpg \(link that leads to no file"),
+        ((member("k/a.png", type=tarfile.FIFOTYPE), b""), r"k/a\.png \(pipe\) is not taken"),
+        ((member("k/a.jpg", type=b"V"), b""), r"k/a\.jpg \(member of unknown type\) is not taken"),
+    ],
+)
+def test_what_lies_in_place_of_an_image_is_named(tmp_path, image, message):
+    (tmp_path / "x.tar").write_bytes(tar([*SAMPLE, image, ("k/a.cls", b"0")]))
+    with pytest.raises(SourceError, match=rf"x\.tar, key k/a: has a label, but no image: {message}"):
+        open_source(tmp_path)
+
+
+def test_a_sparse_image_is_named(tmp_path):
+    sparse(tmp_path)
+    (tmp_path / "a.jpg").unlink()
+    (tmp_path / "sparse.jpg").unlink()
+    with open(tmp_path / "x.tar", "ab") as file:
+        file.write(tar([("a.cls", b"0"), ("sparse.cls", b"0")]))
+    with pytest.raises(SourceError, match=r"sparse\.jpg \(sparse file\) is not taken; sparse files: pack them without"):
+        open_source(tmp_path / "x.tar")
+
+
+def test_a_member_that_names_a_split(tmp_path):
+    members = [(f"{name}.{suffix}", content) for name, split in (("a", b"train"), ("b", b"val\n"))
+               for suffix, content in (("jpg", b"x"), ("cls", b"0"), ("split", split))]  # fmt: skip
+    (tmp_path / "x.tar").write_bytes(tar(members))
+    assert {split: samples.names for split, samples in open_source(tmp_path).splits.items()} == {
+        "train": ["a"], "val": ["b"],
+    }  # fmt: skip
 
 
 def test_links_in_shards_are_left_out_aloud(tmp_path, caplog):

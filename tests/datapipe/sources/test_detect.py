@@ -44,6 +44,8 @@ LAYOUTS = {
         [f"train/{WNID}/1.JPEG", f"val/{WNID}/1.JPEG"],
         ["a/1.jpg", "a/1.tar", "a/train.csv"],
         ["a/1.jpg", "cifar-notes.txt", "val.csv"],
+        ["a/1.jpg", "a/1.tar", "b/1.jpg", "b/1.tar"],
+        ["a/1.tar", "b/1.jpg"],
         [],
     ],
 }  # fmt: skip

@@ -215,14 +215,6 @@ def test_a_table_that_is_none_beside_class_folders(tmp_path, folders, splits):
     assert getattr(caught.value, "__notes__", []) == [note] * (folders[0] in ("train/a", "a"))
 
 
-def test_a_table_beside_class_folders_that_a_split_is_said_of(tmp_path, command):
-    put_folders(tmp_path)
-    (tmp_path / "train.csv").write_text("path,label\ntrain/a/1.jpg,0\n")
-    done = command("datapipe", "pack", tmp_path, tmp_path.with_suffix(".out"), "--split", "train=train")
-    assert done.returncode == 2 and "--split: 'train' names nothing in" in done.stderr
-    assert done.stderr.endswith("; it was taken for csv: if train is a class or a split, type --kind imagefolder\n")
-
-
 def test_links_that_lead_nowhere_when_they_are_packed(tmp_path, caplog, encoded, photo):
     """As an image it is a bad one; as a class it is an error, whatever may be bad; anything else is left out."""
     raw = tmp_path / "raw"

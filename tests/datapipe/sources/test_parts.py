@@ -1,0 +1,321 @@
+"""Which split rows of tables and members of archives belong to."""
+
+import csv
+import io
+import json
+import tarfile
+
+import pytest
+
+from datapipe.errors import SettingError, SourceError
+from datapipe.sources import open_source
+from datapipe.sources.split_columns import is_column
+
+
+def write_csv(folder, name, rows):
+    """Rows: dicts with path, label and other columns."""
+    with open(folder / f"{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_parquet(folder, name, rows):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {key: [row[key] or None for row in rows] for key in rows[0] if key != "path"}
+    images = [{"bytes": row["path"].encode(), "path": row["path"]} for row in rows]
+    pq.write_table(pa.table({"image": images, **columns}), folder / f"{name}.parquet", row_group_size=3)
+
+
+def write_tar(folder, name, rows):
+    with tarfile.open(folder / f"{name}.tar", "w") as archive:
+        for row in rows:
+            fields = {key: value for key, value in row.items() if key != "path"}
+            key = row["path"].removesuffix(".jpg")
+            contents = {".jpg": row["path"].encode()}
+            if row.get("label"):
+                contents[".json"] = json.dumps(fields).encode()
+            for suffix, content in contents.items():
+                info = tarfile.TarInfo(key + suffix)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+
+
+WRITERS = {"csv": write_csv, "parquet": write_parquet, "webdataset": write_tar}
+KINDS = pytest.mark.parametrize("kind", WRITERS)
+
+
+def rows(header, *values):
+    """A row for each tuple: path, then the label that is "a" for even ones, and the columns of the header."""
+    names = header.split()
+    return [
+        {"path": path, "label": "ab"[number % 2], **dict(zip(names, others, strict=True))}
+        for number, (path, *others) in enumerate(values)
+    ]
+
+
+def divided(tmp_path, kind, files, **options):
+    """The samples' names by split, of files of rows."""
+    for name, of_file in files.items():
+        WRITERS[kind](tmp_path, name, of_file)
+    path = tmp_path / f"{next(iter(files))}.{kind}" if kind == "csv" and len(files) == 1 else tmp_path
+    source = open_source(path, kind, **options)
+    splits = {}
+    for split, samples in source.splits.items():
+        texts = (
+            [bytes(samples.read(i, memoryview(bytearray(99)))) for i in range(len(samples))] if kind != "csv" else []
+        )
+        splits[split] = " ".join(text.decode().removesuffix(".jpg") for text in texts) or " ".join(samples.names)
+    return splits
+
+
+FOUR = [("0.jpg", "train"), ("1.jpg", "train"), ("2.jpg", "val"), ("3.jpg", "val")]
+TWO_AND_TWO = {"train": "0 1", "val": "2 3"}
+
+
+@KINDS
+@pytest.mark.parametrize("header", ["dataset", "group", "stage", "data_split", "set_name", "tvt"])
+def test_a_column_of_nothing_but_splits_whatever_it_is_called(tmp_path, kind, header):
+    assert divided(tmp_path, kind, {"data": rows(header, *FOUR)}) == TWO_AND_TWO
+
+
+def test_what_a_column_is_of():
+    named = (
+        "split",
+        "Subset",
+        "data split",
+        "split_name",
+        "fold",
+        "kfold",
+        "is_valid",
+        "in_train",
+        "Is Test Set",
+        "val",
+    )
+    assert all(map(is_column, named))
+    others = ("test_score", "label", "dataset", "group", "train_loss", "offset", "settings", "unfolded", "")
+    assert not any(map(is_column, others))
+
+
+@KINDS
+@pytest.mark.parametrize("values", ["xxxx", ("train", "val", "x", "val"), ("dev board",) * 4])
+def test_a_column_of_other_things(tmp_path, kind, values):
+    data = {"data": rows("country", *((f"{i}.jpg", value) for i, value in enumerate(values)))}
+    assert divided(tmp_path, kind, data) == {"train": "0 1 2 3"}
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ("train/0 train/1 val/2 val/3", {"train": "train/0 train/1", "val": "val/2 val/3"}),
+        ("im/Train2017/x/0 im/Train2017/y/1 im/val2017/x/2 im/val2017/y/3", "im/Train2017/x/0 im/Train2017/y/1"),
+        ("cars_train/0 cars_train/1 cars_test/2 cars_test/3", "cars_train/0 cars_train/1"),
+        ("cat/train/0 dog/train/1 cat/test/2 dog/test/3", "cat/train/0 dog/train/1"),
+        ("train_0 train_1 val_0 val_1", "train_0 train_1"),
+        ("im/COCO_train2014_0 im/COCO_train2014_1 im/COCO_val2014_0 im/COCO_val2014_1", None),
+        ("val/0 val/1 val/2 val/3", {"val": "val/0 val/1 val/2 val/3"}),
+        ("a/0 b/1 a/2 b/3", {"train": "a/0 b/1 a/2 b/3"}),
+        ("a/0 test/1 a/2 test/3", "names a split, and a does not: .*--split"),
+        ("train/0 train/1 query/2 query/3", "names a split, and query does not"),
+        ("train/0 train/1 val/2 3", r"names a split, and 3(\.jpg)? does not"),
+        ("train_0 train_1 val_0 other", "names a split, and other.* does not"),
+        ("val/0 val/1 valid/2 valid/3", "which mean the same"),
+        ("test_tube/0 b/1 test_tube/2 b/3", {"train": "test_tube/0 b/1 test_tube/2 b/3"}),  # of one class: a class
+    ],
+)
+def test_folders_and_names_in_paths(tmp_path, kind, paths, expected):
+    data = {"data": rows("", *((f"{path}.jpg",) for path in paths.split()))}
+    if isinstance(expected, str) and ("names" in expected or "mean" in expected):
+        with pytest.raises(SourceError, match=expected):
+            divided(tmp_path, kind, data)
+        return
+    splits = divided(tmp_path, kind, data)
+    first, rest = " ".join(paths.split()[:2]), " ".join(paths.split()[2:])
+    assert splits == (expected if isinstance(expected, dict) else {"train": first, "val": rest})
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("header", "values", "message"),
+    [
+        ("split dataset", [("0.jpg", "train", "train"), ("1.jpg", "train", "val")],
+         "disagree: in .* split is 'train' where dataset is 'val': .*--split train=split=train --split val=split=val"),
+        ("split", [("train/0.jpg", "val"), ("val/1.jpg", "train")],
+         "1 sample of train lies in val, such as val/1.*--split train=train"),
+        ("split", [("0.jpg", "train"), ("1.jpg", "train+val")], "has train and val in it"),
+        ("split fold", [("0.jpg", "train", "0")], "fold is '0', .*; if split counts, --split train=split=PATTERN"),
+        ("split", [("0.jpg", "train"), ("1.jpg", "extra")], "split is 'extra', which names no split"),
+        ("dataset", [("0.jpg", "train"), ("1.jpg", "val"), ("2.jpg", "")], "names a split, and dataset= does not"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused(tmp_path, kind, header, values, message):
+    with pytest.raises(SourceError, match=message):
+        divided(tmp_path, kind, {"data": rows(header, *values)})
+
+
+@pytest.mark.parametrize("kind", ["csv", "webdataset"])  # where files say it, Parquet's paths are not read
+def test_paths_that_contradict_the_files(tmp_path, kind):
+    files = {"train-0": rows("", ("x/0.jpg",), ("val/1.jpg",)), "val-0": rows("", ("x/2.jpg",))}
+    with pytest.raises(SourceError, match=r"1 sample of train-0.* lies in val, such as val/1"):
+        divided(tmp_path, kind, files)
+
+
+@KINDS
+def test_a_column_that_contradicts_the_files(tmp_path, kind):
+    files = {"train-0": rows("split", ("0.jpg", "train")), "val-0": rows("split", ("1.jpg", "train"))}
+    with pytest.raises(SourceError, match=r"val-0.* has rows whose split is 'train': .* --split train=FILE"):
+        divided(tmp_path, kind, files)
+
+
+@KINDS
+def test_labels_that_are_splits(tmp_path, kind):
+    data = {"data": [{"path": f"{i}.jpg", "label": name} for i, name in enumerate(("train", "train", "val"))]}
+    with pytest.raises(SourceError, match="labels that are all names of splits: train, val; call that column split"):
+        divided(tmp_path, kind, data)
+    assert divided(tmp_path, kind, data, labels="names") == {"train": "0 1 2"}
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ({"meta": {"split": "val"}}, {"train": "0", "val": "1"}),
+        ({}, "only some samples of data.tar have meta.split: say what to take, as --split train=meta.split=train"),
+        ({"meta": {"split": 7}}, "its meta.split is '7', which names no split"),
+    ],
+)
+def test_fields_in_fields(tmp_path, second, expected):
+    first = {"path": "0.jpg", "label": "a", "meta": {"split": "train", "width": 3}}
+    data = {"data": [first, {"path": "1.jpg", "label": "a", **second}]}
+    if isinstance(expected, dict):
+        assert divided(tmp_path, "webdataset", data) == expected
+        return
+    with pytest.raises(SourceError, match=expected):
+        divided(tmp_path, "webdataset", data)
+
+
+def test_val_that_is_carved_out_of_train(tmp_path, caplog):
+    data = rows("split", *((f"train/{i}.jpg", split) for i, split in enumerate(("train", "train", "val", "val"))))
+    assert divided(tmp_path, "csv", {"data": data}) == {"train": "train/0 train/1", "val": "train/2 train/3"}
+    assert not caplog.records
+    divided(tmp_path, "csv", {"data": [*data, *rows("split", ("test/4.jpg", "test"))]})
+    assert "2 samples of val lie in train, such as train/2.jpg: taken as what val says" in caplog.text
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["train=."], {"train": "a/0 a/1 b/2 b/3"}),
+        (["train=x", "val=y"], {"train": "a/0 b/3", "val": "a/1 b/2"}),
+        (["train=subset=x", "val=subset=y"], {"train": "a/0 b/3", "val": "a/1 b/2"}),
+        (["val=split=val", "train=train"], {"train": "a/0 a/1", "val": "b/2 b/3"}),
+        (["train=a", "val=b"], {"train": "a/0 a/1", "val": "b/2 b/3"}),
+        (["train=a/*", "val=b/2*"], {"train": "a/0 a/1", "val": "b/2"}),
+        (["train=data.*"], {"train": "a/0 a/1 b/2 b/3"}),
+        (["train=x", "val=b"], "the patterns name different things in "),
+        (["train=nothing"], "'nothing' names nothing in .*; there is split=train, subset=x, subset=y, data"),
+        (["train=*[xv]*", "val=*[ty]*"], "fit several columns of .*, split and subset: say which is meant, as "),
+    ],
+)
+def test_patterns_of_values_paths_and_files(tmp_path, kind, patterns, expected):
+    values = ("a/0.jpg", "train", "x"), ("a/1.jpg", "train", "y"), ("b/2.jpg", "val", "y"), ("b/3.jpg", "val", "x")
+    data = {"data": rows("split subset", *values)}
+    if isinstance(expected, dict):
+        assert divided(tmp_path, kind, data, splits=patterns) == expected
+        return
+    with pytest.raises(SettingError, match=expected):
+        divided(tmp_path, kind, data, splits=patterns)
+
+
+@KINDS
+def test_a_pattern_of_any_column(tmp_path, kind):
+    data = {"data": rows("country", ("0.jpg", "fr"), ("1.jpg", "fr"), ("2.jpg", "de"), ("3.jpg", "de"))}
+    assert divided(tmp_path, kind, data, splits=["train=country=f*", "val=Country=de"]) == TWO_AND_TWO
+
+
+@KINDS
+def test_files_that_no_pattern_names_are_not_read(tmp_path, kind, caplog):
+    files = {"train": rows("", ("0.jpg",)), "val": rows("", ("1.jpg",))}
+    (tmp_path / f"test.{'tar' if kind == 'webdataset' else kind}").write_bytes(b"\0broken")
+    suffix = "tar" if kind == "webdataset" else kind
+    for row in files["val"]:
+        row["label"] = "a"
+    patterns = [f"train=train.{suffix}", f"val=val.{suffix}"]
+    assert divided(tmp_path, kind, files, splits=patterns) == {"train": "0", "val": "1"}
+    assert f"1 entry (not named by any --split): test.{suffix}" in caplog.text
+
+
+# --- samples without labels -------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("missing", ["", "-1"])
+def test_a_test_split_without_labels_is_left_out(tmp_path, kind, caplog, missing):
+    data = rows("split", ("0.jpg", "train"), ("1.jpg", "train"), ("2.jpg", "test"), ("3.jpg", "test"))
+    for row, label in zip(data, ("0", "1", missing, missing), strict=True):
+        row["label"] = label
+    if kind == "webdataset":  # a member without a label has no JSON
+        data = [{"path": row["path"], "label": row["label"]} for row in data]
+    files = {"train": data[:2], "test": data[2:]} if kind == "webdataset" else {"data": data}
+    assert divided(tmp_path, kind, files) == {"train": "0 1"}
+    assert "1 entry (of a test split, without labels): test" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_test_table_without_the_column(tmp_path, kind, caplog):
+    bare = [{"path": "2.jpg"}]
+    files = {"train": rows("", ("0.jpg",), ("1.jpg",)), "test": bare}
+    assert divided(tmp_path, kind, files) == {"train": "0 1"}
+    assert "1 entry (of a test split, without labels): test" in caplog.text
+    with pytest.raises(SourceError, match=r"test\..*: (line 1: names no column of labels|has not both columns)"):
+        divided(tmp_path, kind, files, splits=["train=train.*", "val=test.*"])
+    files = {"train": files["train"], "val": bare}
+    (tmp_path / f"test.{kind}").unlink()
+    with pytest.raises(SourceError, match=r"val\..*: (line 1: names no column of labels|has not both columns)"):
+        divided(tmp_path, kind, files)
+
+
+# --- labels that differ -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [(["x", "y", "x"], None), (["x", "x", "x"], "two columns of labels"), (["x", "y", "z"], "two columns of labels")],
+)
+def test_two_columns_of_labels(tmp_path, kind, second, message):
+    first, other = ("class", "category") if kind == "csv" else ("fine_label", "coarse_label")
+    data = {"data": [{"path": f"{i}.jpg", first: "aba"[i], other: text} for i, text in enumerate(second)]}
+    if message is None:
+        assert divided(tmp_path, kind, data) == {"train": "0 1 2"}
+    else:
+        with pytest.raises(SourceError, match=f"{message}.*{first} and {other}: call the one that is meant label"):
+            divided(tmp_path, kind, data)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "expected"),
+    [
+        (1, {"label": 1.0}, ["0", "1"]),
+        (1, {"label": "cat"}, ["0", "1"]),
+        (None, {"label": 1, "class": "cat", "class_id": 1}, ["0", "1"]),
+        (1, {"label": 0}, ".cls says '1' and label of .json says '0'"),
+        (None, {"label": 1, "cls": 0}, "label of .json says '1' and cls of .json says '0'"),
+        (None, {"label": "cat", "class": "dog"}, "label of .json says 'cat' and class of .json says 'dog'"),
+    ],
+)
+def test_two_labels_of_a_member(tmp_path, cls, fields, expected):
+    contents = {"a.jpg": b"a", "a.json": json.dumps(fields).encode()}
+    if cls is not None:
+        contents["a.cls"] = b"%d" % cls
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, content in contents.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    if isinstance(expected, list):
+        assert open_source(tmp_path).classes == expected
+        return
+    with pytest.raises(SourceError, match=f"key a: has labels that differ: {expected}"):
+        open_source(tmp_path)
