@@ -380,8 +380,7 @@ def test_scaling_is_stopped(scaling, tmp_path):
     (tmp_path / "bin" / "trainer").write_text(
         f"""#!/bin/sh
 trap 'kill $!; echo stopped >>{tmp_path}/played; exit 143' TERM
-sleep infinity &
-echo "$@" >>{tmp_path}/played
+(echo "$@" >>{tmp_path}/played; exec sleep infinity) & # which a signal ends from then on: its traps are its own
 wait
 """
     )
