@@ -121,6 +121,9 @@ def pack(
     labels: Annotated[
         str, typer.Option(help="Numbers of classes, or names to be numbered.", **one_of(LABELS))
     ] = "auto",
+    label_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Column of a table's labels (default: as it is usually called).")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse to leave anything in SOURCE out.")] = False,
     left_out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="List what is left out of SOURCE in FILE, as lines of JSON.")
@@ -169,6 +172,7 @@ def pack(
         outside=outside,
         split=split or (),
         labels=labels,
+        label_column=label_column,
         strict=strict,
         left_out=left_out,
         timeout_s=timeout,

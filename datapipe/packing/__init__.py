@@ -121,8 +121,9 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
         "outside": options.outside,
         "check": options.recode.check,
     }
-    for name, value in (("split", list(options.split)), ("labels", options.labels)):
-        if value not in ([], "auto"):  # as in plans of earlier versions
+    said = ("split", list(options.split)), ("labels", options.labels), ("label_column", options.label_column)
+    for name, value in said:
+        if value not in ([], "auto", None):  # as in plans of earlier versions
             source_settings[name] = value
     if options.left_out is not None:
         place = options.left_out.resolve()
@@ -138,6 +139,7 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
         options.outside,
         options.split,
         options.labels,
+        options.label_column,
         options.strict,
         options.left_out,
     )

@@ -141,6 +141,7 @@ def open_source(
     outside: bool = False,
     splits: Sequence[str] = (),
     labels: str = "auto",
+    label_column: str | None = None,
     strict: bool = False,
     left_out: Path | None = None,
 ) -> Source:
@@ -152,6 +153,7 @@ def open_source(
         outside: Follow links and paths that lead out of `path`; else they are refused.
         splits: What belongs to which split, such as "val=holdout-*.tar"; none: what the names say (see `splits`).
         labels: What labels in tables and archives are, one of `names.LABELS` (see `labels.number_labels`).
+        label_column: The column of a table's labels; None: as it is usually called.
         strict: Refuse to leave anything out.
         left_out: A file to list what is left out in, as lines of JSON; None: the log alone names some of it.
 
@@ -172,7 +174,9 @@ def open_source(
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:
         module = _module(KINDS[kind])
-    listing = Listing(outside, SplitRule.parse(splits).below(path), labels)
+    if label_column is not None and kind not in ("csv", "parquet"):
+        raise SettingError(f"label_column: tables alone, csv and parquet, have columns, and {path} is {kind}")
+    listing = Listing(outside, SplitRule.parse(splits).below(path), labels, label_column)
     try:
         source = module.load(path, kind, listing)
     except (DatapipeError, SettingError) as error:

@@ -142,7 +142,7 @@ class _Reader:
             rows = csv.reader(_lines(table, file), strict=True)
             try:
                 header = [name.strip().lower() for name in next(rows, [])]
-                path_at, label_at, others = _columns(header)
+                path_at, label_at, others = _columns(header, self._listing.label_column)
                 self._headers[table.name] = ", ".join(header)
                 rivals = [
                     header.index(name) for name in others if name in LABELS and header[label_at or 0] != LABELS[0]
@@ -223,16 +223,16 @@ def _lines(table: Path, file: BinaryIO) -> Iterator[str]:
             raise SourceError(f"line {number}: {error}", path=table) from error
 
 
-def _columns(header: list[str]) -> tuple[int, int | None, list[str]]:
+def _columns(header: list[str], label_column: str | None) -> tuple[int, int | None, list[str]]:
     """Return the columns of paths and of labels (None: there is none), and other candidates for them.
 
     Raises ValueError.
     """
     columns: list[int | None] = []
     others: list[str] = []
-    for what, names in (("path", PATHS), ("label", LABELS)):
+    for what, names in (("path", PATHS), ("label", (label_column.lower(),) if label_column else LABELS)):
         named = [name for name in names if name in header]
-        if not named and what == "path":
+        if not named and (what == "path" or label_column):
             raise ValueError(f"names no column of {what}s ({', '.join(names)}), but {', '.join(header) or 'none'}")
         if named and header.count(named[0]) > 1:
             raise ValueError(f"names two columns {named[0]}")

@@ -118,8 +118,8 @@ def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collec
     if any(len({pair[side] for pair in pairs}) < len(set(pairs)) for side in (0, 1)):
         first, second = columns
         raise SourceError(
-            f"has two columns of labels that are not of the same classes, {first} and {second}: call the one that is "
-            "meant label, and write the table again",
+            f"has two columns of labels that are not of the same classes, {first} and {second}: say which is meant, as "
+            f"--label-column {first}",
             path=path,
         )
 

@@ -213,12 +213,14 @@ class Listing:
         outside: Follow links and paths that lead out of the source.
         rule: How splits are told apart.
         labels: What labels are, one of `names.LABELS`.
+        label_column: The column of a table's labels; None: as it is usually called.
         left_out: What was left out so far.
     """
 
     outside: bool = False
     rule: SplitRule = field(default_factory=SplitRule)
     labels: str = "auto"
+    label_column: str | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:

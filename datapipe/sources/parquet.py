@@ -51,7 +51,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     files = choose_files(names, listing, path)
     with_paths = not all(files.values())
     with ThreadPoolExecutor(LISTERS) as pool:
-        tables = list(pool.map(lambda name: _list(str(root / name), name, bounds, listing.rule, with_paths), files))
+        tables = list(pool.map(lambda name: _list(str(root / name), name, bounds, listing, with_paths), files))
     for table in tables:
         for column in table.others:
             listing.left_out.add(f"{table.path}: {column}", "a column that may hold images or labels, too")
@@ -86,15 +86,16 @@ class _Table(NamedTuple):
     paths: list[str]  # of the images, as the file gives them; empty: it does not, or they are not asked for
 
 
-def _list(path: str, name: str, bounds: str | None, rule: SplitRule, with_paths: bool) -> _Table:
+def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths: bool) -> _Table:
+    rule, label_column = listing.rule, listing.label_column
     check_inside(path, bounds)
     parquet = import_parquet(path)
     try:
         with parquet.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
-            column, label = _columns(path, schema)
+            column, label = _columns(path, schema, label_column)
             labels = _texts(file, label) if label else [""] * metadata.num_rows
-            for other in _rivals(schema, label):
+            for other in () if label_column else _rivals(schema, label):
                 check_same_classes(path, (label or "", other), set(zip(labels, _texts(file, other), strict=True)))
             said = _said(path, file, rule, {column.split(".")[0], label, *PATHS})
             path_column = _path_column(schema) if with_paths else None
@@ -104,7 +105,8 @@ def _list(path: str, name: str, bounds: str | None, rule: SplitRule, with_paths:
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     num_bytes = [group.column(leaf).total_uncompressed_size for group in groups]
-    others = [name for name in (*IMAGES, *LABELS) if name in schema.names and name not in (column.split(".")[0], label)]
+    others = [name for name in (*IMAGES, *(() if label_column else LABELS)) if name in schema.names]
+    others = [name for name in others if name not in (column.split(".")[0], label)]
     num_rows = [group.num_rows for group in groups]
     classes = _class_names(schema, label)
     return _Table(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths)
@@ -220,14 +222,15 @@ def _join_listed(tables: list[_Table]) -> Listed:
     return Listed(list(parts), np.concatenate(part), labels, [paths], all_paths, unlabelled)
 
 
-def _columns(path: str, schema: pyarrow.Schema) -> tuple[str, str | None]:
+def _columns(path: str, schema: pyarrow.Schema, label_column: str | None) -> tuple[str, str | None]:
     """Return the columns of the images' bytes and of the labels (None: there is none). Raises SourceError."""
     from pyarrow import types
 
     image = next((name for name in IMAGES if name in schema.names), None)
-    label = next((name for name in LABELS if name in schema.names), None)
-    if image is None:
-        expected = f"image ({', '.join(IMAGES)}) and label ({', '.join(LABELS)})"
+    labels = LABELS if label_column is None else (label_column,)
+    label = next((name for name in labels if name in schema.names), None)
+    if image is None or (label_column and label is None):
+        expected = f"image ({', '.join(IMAGES)}) and label ({', '.join(labels)})"
         raise SourceError(f"has not both columns, {expected}, but {', '.join(schema.names)}", path=path)
     kind, column = schema.field(image).type, image
     if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:

@@ -290,8 +290,27 @@ def test_two_columns_of_labels(tmp_path, kind, second, message):
     if message is None:
         assert divided(tmp_path, kind, data) == {"train": "0 1 2"}
     else:
-        with pytest.raises(SourceError, match=f"{message}.*{first} and {other}: call the one that is meant label"):
+        with pytest.raises(SourceError, match=f"{message}.*{first} and {other}: say .* --label-column {first}"):
             divided(tmp_path, kind, data)
+        for column, classes in ((first, ["a", "b"]), (other, sorted(set(second)))):
+            assert open_source(tmp_path, kind, label_column=column).classes == classes
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_of_labels_that_the_user_names(tmp_path, kind):
+    data = {"data": [{"path": f"{i}.jpg", "breed": text, "label": f"l{i}"} for i, text in enumerate("xyx")]}
+    divided(tmp_path, kind, data)
+    source = open_source(tmp_path, kind, label_column="breed")
+    assert source.classes == ["x", "y"] and source.splits["train"].labels.tolist() == [0, 1, 0]
+    with pytest.raises(SourceError, match=r"column of labels \(race\)|label \(race\)"):
+        open_source(tmp_path, kind, label_column="race")
+
+
+def test_what_has_no_columns(tmp_path):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").touch()
+    with pytest.raises(SettingError, match="label_column: tables alone, csv and parquet, have columns"):
+        open_source(tmp_path, label_column="breed")
 
 
 @pytest.mark.parametrize(
