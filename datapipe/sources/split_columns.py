@@ -51,11 +51,11 @@ class Columns:
         for name, value in fields:
             if self.is_named(name):
                 if not self._patterns and not _speaks(value):
-                    meant = shlex.quote(f"{name}={value}")
                     other = next((f"; if {column} counts, --split train={column}=PATTERN" for column, _ in said), "")
+                    options = shlex.join(["--split", f"train={name}=PATTERN", "--split", f"val={name}=PATTERN"])
                     raise ValueError(
-                        f"{name} is {value!r}, which names no split that datapipe knows: say which it is, as "
-                        f"--split val={meant}, and likewise for the others{other}"
+                        f"{name} is {value!r}, which names no split that datapipe knows: say which of its values are "
+                        f"which, as {options}{other}"
                     )
             elif name in self._dropped:
                 continue

@@ -141,7 +141,7 @@ def test_a_table_that_is_a_link(raw):
         (b"path,label\r4.jpg,a\r", "line 1: "),
         (
             b"path,label,split\n4.jpg,a,other\n",
-            "line 2: split is 'other', which names no split that datapipe knows.* --split val=split=other",
+            "line 2: split is 'other', which names no split that datapipe knows.* --split val=split=PATTERN",
         ),
         (b"path,label\n4.jpg,-1\n4.jpg,3\n", "holds the label -1; allowed: 0 to 999999"),
         (b"path,label\n4.jpg,1000000\n", "holds the label 1000000; allowed"),
@@ -198,7 +198,7 @@ def test_columns_of_splits(raw, header, values, options, expected):
 @pytest.mark.parametrize(
     ("header", "values", "message"),
     [
-        (("path", "label", "fold"), ("0", "1"), "fold is '0', which names no split .* --split val=fold=0"),
+        (("path", "label", "fold"), ("0", "1"), "fold is '0', which names no split .* --split val=fold=PATTERN"),
         (("path", "label", "is_valid"), ("True", "False"), "is_valid is 'True', which names no split"),
         (("path", "label", "set"), ("train", ""), "set is '', which names no split"),
         (("path", "label", "split"), ("train", "extra"), "split is 'extra', which names no split"),
@@ -215,7 +215,7 @@ def test_columns_that_can_be_read_in_two_ways(raw, header, values, message):
 
 
 def test_two_columns_of_splits(raw):
-    with pytest.raises(SourceError, match=r"fold is '0', which names no split .*--split val=fold=0"):
+    with pytest.raises(SourceError, match=r"fold is '0', which names no split .*--split val=fold=PATTERN"):
         open_source(table(raw / "all.csv", ("path", "label", "fold", "is_test"), ("4.jpg", "a", "0", "no")))
 
 
