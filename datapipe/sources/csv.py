@@ -22,7 +22,7 @@ import numpy as np
 
 from ..console import format_count, printable
 from ..errors import SourceError
-from ..splits import split_words
+from ..splits import SPLIT_OF, TRAIN, split_words
 from . import Source
 from .files import Files
 from .labels import check_same_classes, number_labels
@@ -42,8 +42,8 @@ MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
 def detect(path: Path) -> str | None:
     if not path.is_dir():
         return "csv" if path.name.lower().endswith(".csv") else None
-    tables = _tables(path)
-    return "csv" if tables and all(map(split_words, tables)) and any("train" in name for name in tables) else None
+    words = list(map(split_words, _tables(path)))
+    return "csv" if words and all(words) and any(SPLIT_OF[word] == TRAIN for word in chain(*words)) else None
 
 
 def _tables(folder: Path) -> list[str]:

@@ -35,7 +35,8 @@ LAYOUTS = {
         ["train-00000-of-00001.parquet", "dataset_infos.json"],
         ["train/0000.parquet", "test/0000.parquet"],
     ],
-    "csv": [["train.csv", "images/1.jpg"], ["train.csv", "val.csv", "test.csv", "a/1.jpg", "b/1.jpg"]],
+    "csv": [["train.csv", "images/1.jpg"], ["train.csv", "val.csv", "test.csv", "a/1.jpg", "b/1.jpg"],
+            ["Train.csv", "Val.csv", "i/1.jpg"], ["TRN_labels.CSV", "a/1.jpg"]],
     "imagefolder": [
         ["a/1.jpg", "b/1.jpg"],
         ["train/a/1.jpg", "val/a/1.jpg"],
