@@ -23,6 +23,7 @@ EXTENSIONS = {
 IMAGES = ("jpg", "jpeg", "png")
 LABELS = ("cls", "json")
 LABEL_FIELDS = ("label", "cls", "class", "class_id")
+WHOLE_WITH_POINT, FRACTION = re.compile(r"-?[0-9]+(\.0*)?"), re.compile(r"-?[0-9]*\.[0-9]*[1-9][0-9]*")
 WHOLE = re.compile("-?[0-9]{1,4000}")  # as many digits as int() takes
 
 
@@ -53,13 +54,16 @@ def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
     return read_fields(path, key, contents)[0]
 
 
-def read_fields(path: str, key: str, contents: Mapping[str, bytes]) -> tuple[str, dict[str, object]]:
+def read_fields(
+    path: str, key: str, contents: Mapping[str, bytes], label_column: str | None = None
+) -> tuple[str, dict[str, object]]:
     """Read a sample's label and JSON.
 
     Args:
         path: As for `read_label`.
         key: As for `read_label`.
         contents: As for `read_label`.
+        label_column: The only one that counts: "cls" or a field of the JSON; None: as they are usually called.
 
     Returns:
         The label, as `read_label` returns it, and all fields of the JSON.
@@ -69,11 +73,11 @@ def read_fields(path: str, key: str, contents: Mapping[str, bytes]) -> tuple[str
     """
     fields: dict[str, object] = {}
     labels: dict[str, str] = {}  # by where they stand
-    if "cls" in contents:
-        text = contents["cls"].strip()
-        if not (match := re.fullmatch(rb"(-?[0-9]+)(\.0*)?", text)):
-            raise SourceError(f"its .cls holds no whole number, but {text[:20]!r}", path=path, key=key)
-        labels[".cls"] = match[1].decode()
+    if "cls" in contents and label_column in (None, "cls"):
+        text = contents["cls"].decode("utf-8", "replace").strip()
+        if not text.isprintable() or not text or FRACTION.fullmatch(text):
+            raise SourceError(f"its .cls holds no whole number or name, but {text[:20]!r}", path=path, key=key)
+        labels[".cls"] = text.partition(".")[0] if WHOLE_WITH_POINT.fullmatch(text) else text
     elif "json" not in contents:
         raise SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
     if "json" in contents:
@@ -83,8 +87,9 @@ def read_fields(path: str, key: str, contents: Mapping[str, bytes]) -> tuple[str
         except (ValueError, RecursionError) as error:
             if not labels:
                 raise SourceError(f"its .json cannot be read: {error}", path=path, key=key) from error
-    for name in LABEL_FIELDS:
-        if name not in fields:
+    names = LABEL_FIELDS if label_column is None else (label_column,)
+    for name in names:
+        if name not in fields or (label_column and labels):
             continue
         label = fields[name]
         if isinstance(label, float) and label.is_integer():
@@ -94,7 +99,7 @@ def read_fields(path: str, key: str, contents: Mapping[str, bytes]) -> tuple[str
         elif not labels:
             break  # the first that is there counts
     if not labels:
-        message = f"its .json has no whole number or name under any of {', '.join(LABEL_FIELDS)}"
+        message = f"its .json has no whole number or name under any of {', '.join(names)}"
         raise SourceError(message, path=path, key=key)
     _check_same(path, key, labels)
     return next(iter(labels.values())), fields
@@ -109,7 +114,8 @@ def _check_same(path: str, key: str, labels: Mapping[str, str]) -> None:
         if len({int(text) if is_number else text for text in alike.values()}) > 1:
             said = " and ".join(f"{where} says {text!r}" for where, text in alike.items())
             raise SourceError(
-                f"has labels that differ: {said}; write the shards again with one of them, under .cls or as label",
+                f"has labels that differ: {said}; say which counts, as datapipe pack --label-column "
+                f"{next(iter(alike)).partition(' ')[0].removeprefix('.')}",
                 path=path,
                 key=key,
             )

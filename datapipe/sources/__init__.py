@@ -174,8 +174,8 @@ def open_source(
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:
         module = _module(KINDS[kind])
-    if label_column is not None and kind not in ("csv", "parquet"):
-        raise SettingError(f"label_column: tables alone, csv and parquet, have columns, and {path} is {kind}")
+    if label_column is not None and kind not in ("csv", "parquet", "webdataset"):
+        raise SettingError(f"label_column: only csv, parquet and webdataset have several, and {path} is {kind}")
     listing = Listing(outside, SplitRule.parse(splits).below(path), labels, label_column)
     try:
         source = module.load(path, kind, listing)

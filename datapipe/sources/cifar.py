@@ -99,7 +99,9 @@ class _Archive:
         if not self.path.is_dir():
             yield from members(str(self.path), None, names, MAX_BYTES)
             return
-        for name in sorted(os.listdir(self.path)):
+        with os.scandir(self.path) as entries:
+            files = sorted(entry.name for entry in entries if not is_folder(entry))
+        for name in files:
             is_read = name in names and (self.path / name).is_file()
             yield name, read_file(str(self.path / name), None, MAX_BYTES) if is_read else None
 

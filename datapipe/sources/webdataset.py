@@ -15,7 +15,6 @@ import numpy as np
 from ..errors import SourceError
 from ..formats.naming import IMAGES, LABEL_FIELDS, LABELS, read_fields, split_name
 from ..formats.tar_listing import Member, list_members
-from ..splits import SplitRule
 from . import Source
 from .archive_members import ListedArchive, join
 from .labels import number_labels
@@ -104,11 +103,11 @@ def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) ->
     if without is not None:
         raise SourceError(_no_image(without, [*archive.others, *others]), path=path, key=without)
     listed = ListedArchive.from_members(number, list(images), list(images.values()))
-    return _Shard(listed, *_read_texts(path, images, texts, listing.rule))
+    return _Shard(listed, *_read_texts(path, images, texts, listing))
 
 
 def _read_texts(
-    path: str, keys: Iterable[str], texts: Mapping[str, Mapping[str, bytes]], rule: SplitRule
+    path: str, keys: Iterable[str], texts: Mapping[str, Mapping[str, bytes]], listing: Listing
 ) -> tuple[list[str], list[Said], SourceError | None]:
     """Read what the members beside images say.
 
@@ -116,7 +115,7 @@ def _read_texts(
         path: The shard, for messages.
         keys: Of the images.
         texts: The contents of the other members, by key and extension.
-        rule: How splits are told apart.
+        listing: How splits are told apart, and which field holds the labels.
 
     Returns:
         The labels, what is said of splits, and the error for the first image without a label, as in `_Shard`.
@@ -124,14 +123,14 @@ def _read_texts(
     Raises:
         SourceError: A label cannot be read, or a field of splits holds what is none.
     """
-    columns, labels, said = Columns(rule), [], []
-    others_named = set(LABEL_FIELDS)  # fields that are not of splits
+    columns, labels, said = Columns(listing.rule), [], []
+    others_named = {*LABEL_FIELDS, listing.label_column}  # fields that are not of splits
     unlabelled: SourceError | None = None
     for key in keys:
         contents = texts.get(key, {})
         label, fields = "", NO_FIELDS
         if "cls" in contents or "json" in contents:
-            label, fields = read_fields(path, key, contents)
+            label, fields = read_fields(path, key, contents, listing.label_column)
         elif unlabelled is None:
             unlabelled = SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
         if any(isinstance(value, dict) for value in fields.values()):

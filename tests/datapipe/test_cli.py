@@ -87,6 +87,7 @@ SPELT = {"timeout_s": "timeout"}  # how the command says an option, where it is 
 # Options of the library that the command computes, or that another part of it sets.
 NOT_ASKED_FOR = {"recode", "headerless"}
 NOT_CONVERTED = {
+    "label_column",
     "kind",
     "seed",
     "max_bad",

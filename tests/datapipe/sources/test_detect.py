@@ -40,6 +40,7 @@ LAYOUTS = {
     "imagefolder": [
         ["a/1.jpg", "b/1.jpg"],
         ["train/a/1.jpg", "val/a/1.jpg"],
+        ["train/a/1.jpg", "test/a/1.jpg", "meta/train.txt"],  # called as files of CIFAR-100
         ["train/a/1.jpg", "val/a/1.jpg", "train.tar", "val.tar.gz", "all.parquet", "labels.csv"],  # left beside
         ["train/a/1.jpg", "train/a.tar", "train/a.parquet"],
         [f"train/{WNID}/1.JPEG", f"val/{WNID}/1.JPEG"],

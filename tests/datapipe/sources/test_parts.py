@@ -309,7 +309,7 @@ def test_a_column_of_labels_that_the_user_names(tmp_path, kind):
 def test_what_has_no_columns(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.jpg").touch()
-    with pytest.raises(SettingError, match="label_column: tables alone, csv and parquet, have columns"):
+    with pytest.raises(SettingError, match="label_column: only csv, parquet and webdataset have several"):
         open_source(tmp_path, label_column="breed")
 
 
@@ -318,6 +318,7 @@ def test_what_has_no_columns(tmp_path):
     [
         (1, {"label": 1.0}, ["0", "1"]),
         (1, {"label": "cat"}, ["0", "1"]),
+        ("dog", {"width": 8}, ["dog"]),
         (None, {"label": 1, "class": "cat", "class_id": 1}, ["0", "1"]),
         (1, {"label": 0}, ".cls says '1' and label of .json says '0'"),
         (None, {"label": 1, "cls": 0}, "label of .json says '1' and cls of .json says '0'"),
@@ -327,7 +328,7 @@ def test_what_has_no_columns(tmp_path):
 def test_two_labels_of_a_member(tmp_path, cls, fields, expected):
     contents = {"a.jpg": b"a", "a.json": json.dumps(fields).encode()}
     if cls is not None:
-        contents["a.cls"] = b"%d" % cls
+        contents["a.cls"] = str(cls).encode()
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         for name, content in contents.items():
             info = tarfile.TarInfo(name)
@@ -336,5 +337,9 @@ def test_two_labels_of_a_member(tmp_path, cls, fields, expected):
     if isinstance(expected, list):
         assert open_source(tmp_path).classes == expected
         return
-    with pytest.raises(SourceError, match=f"key a: has labels that differ: {expected}"):
+    with pytest.raises(SourceError, match=f"key a: has labels that differ: {expected}; .* --label-column (cls|label)$"):
         open_source(tmp_path)
+    for name, value in (("cls", fields.get("cls", cls)), *fields.items()):
+        if value is not None:
+            source = open_source(tmp_path, label_column=name, labels="names")
+            assert source.classes == [str(value)]
