@@ -31,6 +31,10 @@ def test_the_ratio_is_the_geometric_mean_of_the_seeds() -> None:
     assert compared["step"]["ratio"] == pytest.approx(0.25)  # of 1/2 and 1/8
     low, high = compared["cpu_s"]["interval"]
     assert low * high == pytest.approx(compared["cpu_s"]["ratio"] ** 2)
+    other[0][0]["cpu_s"], other[1][0]["cpu_s"] = 4000.0, 240.0  # another program beside one run
+    compared = bench.ratios(kfac, other, 0.9)
+    assert compared is not None and compared["cpu_s"]["ratio"] < 0.05
+    assert compared["median_cpu_s"]["ratio"] == pytest.approx(0.25 / 51.5)  # the median of 100 and 3 seconds a step
 
 
 def test_a_target_that_the_other_misses_is_a_bound_and_one_that_kfac_misses_no_ratio() -> None:
