@@ -52,7 +52,7 @@ def doctor(
         `filesystem`, `node`, `decoders`, `staging` (None without a data set) and `advice` (lines).
 
     Raises:
-        WrongPathError: there is no such folder.
+        WrongPathError: The folder does not exist.
         DatapipeError: it cannot be written to and has nothing to read.
         SettingError: a number is out of its range.
     """

@@ -64,7 +64,7 @@ class Manifest(_Record):
         split: "train" or "val".
         num_samples: at least 1.
         classes: their names, by label.
-        channels: of the images as they are read: what was asked for, else 1 when every image is grey, else 3.
+        channels: The images' channels as they are read: what was asked for, else 1 if all are grey, else 3.
         width: of every image, in pixels; None when they differ.
         height: the same.
         seed: of the order in which the samples lie in the shards.

@@ -49,7 +49,7 @@ def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
         The label as text; not empty. Of a number and a name the first, where `cls` comes first.
 
     Raises:
-        SourceError: There is no label, it cannot be read, or there are two numbers or names that differ.
+        SourceError: The label is missing or cannot be read, or two numbers or two names differ.
     """
     return read_fields(path, key, contents)[0]
 

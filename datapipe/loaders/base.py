@@ -51,7 +51,7 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Copy to pinned memory, from which a GPU copies without the host's waiting; what is on a device stays there.
 
-        Raises RuntimeError where there is no accelerator.
+        Raises RuntimeError without an accelerator.
         """
         tensors = (getattr(self, field.name) for field in fields(self))
         return Batch(*(tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in tensors))

@@ -39,7 +39,7 @@ class PackOptions:
         outside: Follow links and paths that lead out of the source.
         split: Splits and patterns of their names, such as "val=holdout"; none: what names say (see `splits`).
         labels: What labels in tables and archives are, one of `names.LABELS` (see `sources.labels`).
-        label_column: The column of a table's labels; None: as it is usually called (see `sources.csv`, `.parquet`).
+        label_column: The column of a table's labels; None: as it is usually called (see `sources`).
         strict: Refuse a source of which something would be left out.
         left_out: A file in which all of that is listed, as lines of JSON; None: the log names ten of each kind.
         timeout_s: A read or write that takes longer, in seconds, is an error.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from os.path import relpath
 from pathlib import Path
 from shlex import quote
-from types import MappingProxyType
 
 import numpy as np
 
@@ -122,13 +121,13 @@ class ClassTree:
         return list(self.classes)
 
     def check_root(
-        self, source: Path | None = None, roots: Mapping[str, Path] = MappingProxyType({}), is_chosen: bool = False
+        self, source: Path | None = None, roots: Mapping[str, Path] | None = None, is_chosen: bool = False
     ) -> None:
         """Raise SourceError if the root does not look like the folder of class folders; warn if the user chose it.
 
         Args:
             source: What the user has given (default: the root).
-            roots: The folder of each split's class folders below it.
+            roots: The folder of each split's class folders below it (default: this root, of train).
             is_chosen: Whether the user has said that it is the root.
         """
         doubt = doubt_root(
@@ -139,8 +138,8 @@ class ClassTree:
         if is_chosen or (doubt.is_slight and not (doubt.names_split and self.root == source)):
             logger.warning("%s: is taken for the folder of class folders, and %s", self.root, doubt.why)
             return
-        source, likely = source or self.root, self.root / doubt.likely if doubt.likely else None
-        as_it_is = _options(source, roots or {"train": self.root})
+        source, roots = source or self.root, roots or {"train": self.root}
+        likely = self.root / doubt.likely if doubt.likely else None
         if likely and len(roots) > 1:
             of_split = {split: root / likely.relative_to(self.root) for split, root in roots.items()}
             of_split = {split: folder if folder.is_dir() else roots[split] for split, folder in of_split.items()}
@@ -149,7 +148,7 @@ class ClassTree:
             advice = f"if the class folders are in {likely}, give that; " if likely else ""
         raise SourceError(
             f"does not look like the folder of class folders: {doubt.why}; {advice}if it is right as it is, type "
-            f"{as_it_is} (folders that hold the class folders); {LAYOUT}",
+            f"{_options(source, roots)} (folders that hold the class folders); {LAYOUT}",
             path=self.root,
         )
 

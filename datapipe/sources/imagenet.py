@@ -213,7 +213,7 @@ class _ValImages(NamedTuple):
     def labelled(
         self, known: ValLabels, classes: list[str], bounds: str | None, left_out: LeftOut
     ) -> tuple[list[str], Samples]:
-        """Return the classes (those of the labels, if there is no train split), and the samples.
+        """Return the classes (without a train split, those of the labels), and the samples.
 
         Raises SourceError where an image has no label, or the train split not its class.
         """

@@ -242,7 +242,7 @@ class Listing:
             splits: What `SplitRule.divide` returned.
             names: What it divided.
             unlabelled: Those that have no labels: a test split of them is left out.
-            keep_test: Leave a test split under its own name, if there is no val split.
+            keep_test: Whether a test split that takes the place of val keeps its own name.
 
         Returns:
             The names of each split that is taken.

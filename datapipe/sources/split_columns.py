@@ -74,7 +74,7 @@ def is_column(name: str) -> bool:
 
 
 def column_value(part: Part, column: str | None) -> str:
-    """Return what a part's column says, `column=` if that is nothing; the file, if there is no such column."""
+    """Return a column's value in a part, `column=` if it is empty; the part's file if it lacks the column."""
     value = dict(part.said).get(column or "")
     return part.file if value is None else value or f"{column}="
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def describe(cache: Path) -> list[dict[str, Any]]:
     """Return what `datapipe stage --list` tells of each copy in a cache, as JSON values.
 
-    Raises WrongPathError where there is no such folder.
+    Raises WrongPathError if the folder does not exist.
     """
     if not cache.is_dir():
         raise WrongPathError("is not a folder", path=cache)
@@ -96,7 +96,7 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
         What was removed, and what is free now.
 
     Raises:
-        WrongPathError: there is no such folder.
+        WrongPathError: The folder does not exist.
     """
     if not cache.is_dir():
         raise WrongPathError("is not a folder", path=cache)

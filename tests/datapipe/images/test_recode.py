@@ -250,6 +250,7 @@ def test_without_any_backend_that_is_said_at_once(monkeypatch):
     Recoder(RecodeOptions(restart=8, resize="short=256"))  # which encodes again
 
 
+@pytest.mark.slow
 def test_the_command_says_what_works_without_any_backend(image_folder, command, tmp_path):
     """As with no more than pip and the extra `turbo`: no jpegtran, and libturbojpeg 3.0 or none."""
     if hasattr(turbojpeg.lossless(), "__self__"):

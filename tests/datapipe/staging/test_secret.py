@@ -111,5 +111,5 @@ def test_without_a_name_of_the_job_or_a_port_nobody_meets():
 def test_nothing_that_another_process_has_sent_is_unpickled():
     """Collectives of torch's whose name ends with _object unpickle it, which may run code."""
     files = [path for name in ("datapipe", "trainer") for path in (ROOT / name).rglob("*.py")]
-    found = [str(path) for path in files if re.search(r"(?<!ctypes)\.\w+_object(_list)?\(", path.read_text())]
-    assert len(files) > 200 and found == []
+    callers = [str(path) for path in files if re.search(r"(?<!ctypes)\.\w+_object(_list)?\(", path.read_text())]
+    assert len(files) > 200 and callers == []
