@@ -34,6 +34,7 @@ pytestmark = [
     ),
 ]
 SIZES = [6 * CHUNK + 5, 4 * CHUNK, *[1000] * 20, 2 * CHUNK]
+HELD_UP = [24 * CHUNK] * 2  # with `slow_at`: half a minute with three nodes, until one is made to leave
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def nodes(begin, port, tmp_path):
 
 
 def slow_at(which: int, count: int) -> list[tuple[str, ...]]:
-    """Have one node hold up an exchange, which lasts until that node is gone: it reads a chunk in 2 s."""
+    """Have one node hold up an exchange of HELD_UP, which lasts until that node is gone: it reads a chunk in 2 s."""
     return [("--max-mbps", "0.5") if i == which else () for i in range(count)]
 
 
@@ -176,7 +177,7 @@ def test_a_process_group_of_the_caller_stays_as_it_is(begin, port, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_node_in_mid_exchange(nodes, tmp_path, number):
-    make_data_set(tmp_path / "source", [6 * CHUNK] * 2)
+    make_data_set(tmp_path / "source", HELD_UP)
     children = nodes(2, own=slow_at(1, 2))
     wait_until(lambda: chunks_on_their_way(tmp_path / "local-1"), *children)
     children[1].send_signal(number)
@@ -205,7 +206,7 @@ def test_two_processes_of_a_node_stage_once(nodes, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_waits_for_its_node_does_not_need_process_0(nodes, tmp_path, patience_s):
     """Which keeps the store by which the others hear that their node is staged."""
-    make_data_set(tmp_path / "source", [10 * CHUNK] * 2)
+    make_data_set(tmp_path / "source", HELD_UP)
     children = nodes(3, "--timeout", patience_s, hosts=(0, 1, 1), own=slow_at(0, 3))
     wait_until(lambda: chunks_on_their_way(tmp_path / "local-1"), *children)
     children.pop(0).kill()
@@ -226,7 +227,7 @@ def test_a_process_that_waits_for_its_node_does_not_need_process_0(nodes, tmp_pa
 )
 def test_a_node_that_dies_or_stops_is_named_and_not_needed(nodes, tmp_path, which, number, patience_s):
     """Process 0 keeps the store at which they meet; it is not needed either."""
-    make_data_set(tmp_path / "source", [10 * CHUNK] * 2)
+    make_data_set(tmp_path / "source", HELD_UP)
     breaks_at_once = number == signal.SIGKILL and which != 0
     children = nodes(3, "--timeout", 6 * patience_s if breaks_at_once else patience_s, own=slow_at(which, 3))
     wait_until(lambda: chunks_on_their_way(tmp_path / "local-2"), *children)
@@ -251,10 +252,10 @@ def test_nodes_that_are_suspended_for_longer_than_one_may_be_silent_continue_tog
 
 def test_a_node_whose_disk_is_full_leaves(nodes, tmp_path):
     """It says why to the others, which finish without it."""
-    make_data_set(tmp_path / "source", [6 * CHUNK] * 2)
+    make_data_set(tmp_path / "source", HELD_UP)
     local = tmp_path / "local-1"
     local.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", local], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", local], capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
         children = nodes(3, own=slow_at(1, 3))
