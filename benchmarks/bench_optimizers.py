@@ -28,11 +28,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import optuna
-from scipy.stats import t as student
 from torch.quasirandom import SobolEngine
 
 from benchmarks.measure import RESULTS, command_line, environment, process, table, write_record
 from benchmarks.optimizer_run import TARGETS, Run
+from trainer.measuring.statistics import student_quantile
 
 SPREAD = 4  # trials at points of the Sobol sequence
 WIDENED = 10  # by what a box widens
@@ -183,7 +183,7 @@ def reached(lines: list[dict], target: float) -> dict | None:
 def interval(values: list[float]) -> dict[str, float | None]:
     """The mean, and half the width of its 95 % interval (Student's t), which a single value has not."""
     n = len(values)
-    half_width = student.ppf(0.975, n - 1) * statistics.stdev(values) / n**0.5 if n > 1 else None
+    half_width = student_quantile(n - 1) * statistics.stdev(values) / n**0.5 if n > 1 else None
     return {"mean": statistics.mean(values), "half_width": half_width}
 
 

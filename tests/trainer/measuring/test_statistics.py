@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from trainer.measuring.statistics import Estimate, describe, mean_difference, mean_ratio, student_quantile
 
@@ -16,11 +15,15 @@ SIMULATIONS = 4000
 
 @given(st.floats(1, 5000))
 def test_quantiles(freedom):
+    from scipy import stats  # which takes a second, in each worker
+
     assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
 
 
 @given(VALUES)
 def test_a_mean(values):
+    from scipy import stats
+
     sample = describe(values)
     assert (sample.num, sample.mean) == (len(values), pytest.approx(np.mean(values)))
     assert sample.std == pytest.approx(np.std(values, ddof=1), abs=1e-9)
@@ -31,6 +34,8 @@ def test_a_mean(values):
 
 @given(VALUES, VALUES)
 def test_a_difference_is_welchs(a, b):
+    from scipy import stats
+
     estimate = mean_difference(a, b)
     if min(np.std(values) / max(values) for values in (a, b)) > 1e-6:  # scipy warns of less
         interval = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
@@ -41,6 +46,8 @@ def test_a_difference_is_welchs(a, b):
 @given(VALUES, VALUES, st.floats(0.1, 10))
 def test_a_ratio(a, b, factor):
     """The other way round it is the inverse, and in other units the same."""
+    from scipy import stats
+
     ratio, inverse = mean_ratio(a, b), mean_ratio(b, a)
     assert ratio.value == pytest.approx(stats.gmean(b) / stats.gmean(a))
     assert ratio.low <= ratio.value <= ratio.high
