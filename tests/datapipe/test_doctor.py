@@ -87,8 +87,9 @@ def test_doctor_of_a_data_set(packed_folders, tmp_path, command, mounted):
     staging = json.loads(done.stdout)["staging"]
     assert staging["mode"] == "exchange" and staging["data_bytes"] == size and staging["copy_bytes"] == 4 * size
     assert staging["exchange_s"] >= staging["one_node_s"] > 0 and staging["free_bytes"] > size
-    said = command(*line).stdout
-    assert "advice: mode: exchange, in which" in said and "\n  copy: " in said and "at 1,000 MB/s" in said
+    done = command(*line)
+    said = done.stdout
+    assert "advice: mode: exchange, in which" in said and "\n  copy: " in said and "at 1,000 MB/s" in said, done
     job = command("datapipe", "doctor", mounted.path / "data", "--json", env=os.environ | {"SLURM_JOB_NUM_NODES": "3"})
     assert json.loads(job.stdout)["staging"]["num_nodes"] == 3
 
