@@ -82,6 +82,13 @@ def test_a_column_of_nothing_but_splits_whatever_it_is_called(tmp_path, kind, he
     assert divided(tmp_path, kind, {"data": rows(header, *FOUR)}) == TWO_AND_TWO
 
 
+@KINDS
+def test_text_that_names_splits(tmp_path, kind):
+    words = ["train", "val", *(f"word {i}" for i in range(30))]
+    data = {"data": rows("text", *((f"{i}.jpg", word) for i, word in enumerate(words)))}
+    assert divided(tmp_path, kind, data).keys() == {"train"}
+
+
 def test_what_a_column_is_of():
     named = (
         "split",
@@ -261,20 +268,22 @@ def test_files_that_no_pattern_names_are_not_read(tmp_path, kind, caplog):
 
 # --- what columns say, together ---------------------------------------------------------------------
 
-TRUE_AND_FALSE = [(False, True), (0, 1), ("0.0", "1.0"), ("no", "yes"), ("FALSE", "TRUE"), ("f", "t")]
-
 
 @KINDS
-@pytest.mark.parametrize("values", TRUE_AND_FALSE)
 @pytest.mark.parametrize(
-    "name", ["is_valid", "is_val", "is_test", "in_validation", "is_train", "is_training_image", "for_training"]
+    ("name", "values"),
+    [
+        *[("is_valid", pair) for pair in ((False, True), (0, 1), ("0.0", "1.0"), ("no", "yes"), ("F", "T"))],
+        *[(name, (False, True)) for name in ("is_val", "is_test", "in_validation", "isVal")],
+        *[(name, (True, False)) for name in ("is_train", "is_training_image", "for_training")],
+    ],
 )
 def test_a_column_that_says_whether(tmp_path, kind, name, values, caplog):
     caplog.set_level(logging.INFO)
-    first, second = values[::-1] if "train" in name else values
+    first, second = values
     data = rows(name, ("0.jpg", first), ("1.jpg", first), ("2.jpg", second), ("3.jpg", second))
     assert divided(tmp_path, kind, {"data": data}) == TWO_AND_TWO
-    assert f"the splits are taken from {name} (true: " in caplog.text
+    assert f"the splits are taken from {name.lower()} (true: " in caplog.text.lower()
 
 
 @KINDS
