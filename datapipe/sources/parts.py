@@ -144,6 +144,8 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
     if table is not None and paths is not None and number is not paths[1]:
         said = {name: split for split, of_split in raw.items() for name in of_split}
         check_paths((names, number), said, table.typed, paths, listed.paths, source)
+    if table is not None:
+        table.report()
     return samples
 
 
@@ -204,8 +206,13 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
         bare = [(split, _without(column, pattern)) for split, pattern in rule.patterns]
         if _covers(values := SplitRule(tuple(bare)), names[0]):
             fitting[column] = names, values
-    divisions = [values.divide(names, source) for (names, _), values in fitting.values()]
-    if any(division != divisions[0] for division in divisions):
+    divisions = []
+    for (distinct_values, number), values in fitting.values():
+        split_of = {
+            name: split for split, of_split in values.divide(distinct_values, source).items() for name in of_split
+        }
+        divisions.append(np.array([split_of.get(name, "") for name in distinct_values])[number])
+    if not all(np.array_equal(division, divisions[0]) for division in divisions):
         column = next(iter(fitting))
         typed = (f"{split}={column}={_without(column, pattern)}" for split, pattern in rule.patterns)
         raise SettingError(
@@ -221,7 +228,7 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     files = _by_file(listed)
     if _covers(rule, files[0]):
         return files, rule
-    said = list(dict.fromkeys(f"{name}={value}" for part in listed.parts for name, value in part.said))
+    said = list(dict.fromkeys(f"{name}={value}" for part in listed.parts for name, value in part.said if value))
     everything = [*said, *(text.partition("=")[2] for text in said), *files[0], *distinct]
     wrong = next((pattern for _, pattern in rule.patterns if not _names_any(everything, pattern)), None)
     what = "the patterns name different things" if wrong is None else f"{wrong!r} names nothing"

@@ -75,11 +75,13 @@ class SplitTable:
             if column is not None and (column in of_words or len(flags) == 1):
                 self.typed.setdefault(self.names[-1], f"{column}={row[column]}")
             self._check_row(part, row, column)
-        if of_words:
-            logger.info("%s: the splits are taken from %s", source, " and ".join(of_words))
-        elif flags:
-            said = " and ".join(f"{name} (true: {flag_split(name, ())})" for name in flags)
-            logger.info("%s: the splits are taken from %s", source, said)
+
+    def report(self) -> None:
+        """Log which columns said the splits."""
+        if self.columns:
+            texts = [f"{name} (true: {flag_split(name, ())})" * (self._kinds[name] == FLAG) for name in self.columns]
+            names = " and ".join(text or name for text, name in zip(texts, self.columns, strict=True))
+            logger.info("%s: the splits are taken from %s", self._source, names)
 
     def check_files(self, files: Mapping[str, str]) -> None:
         """Raise AmbiguousSplitError if columns contradict the files' names; `files`: from `parts.choose_files`."""
@@ -117,7 +119,7 @@ class SplitTable:
         if not self.columns or not set(self.names) <= self.typed.keys():
             return error
         why = f"{' and '.join(self.columns)}: {error.why}"
-        return AmbiguousSplitError(self._source, why, f"{self._advise(self.columns[0])}, or {WHOLE}")
+        return AmbiguousSplitError(self._source, why, self._advise_or_all(self.columns[0]))
 
     def _of_kind(self, kind: str) -> list[str]:
         return [name for name, of_name in self._kinds.items() if of_name == kind]
@@ -172,7 +174,10 @@ class SplitTable:
         else:
             why += ", and nothing else says the splits"
         is_one = len(values) == 1 or not silent
-        return AmbiguousSplitError(self._source, why, EITHER if is_one else f"{self._advise(column)}, or {WHOLE}")
+        return AmbiguousSplitError(self._source, why, EITHER if is_one else self._advise_or_all(column))
+
+    def _advise_or_all(self, column: str) -> str:
+        return f"{self._advise(column)}, or {WHOLE}" if len(self._values[column]) > 1 else EITHER
 
     def _advise(self, column: str) -> str:
         return _advise(column, list(self._values[column]))

@@ -235,7 +235,11 @@ def test_val_that_is_carved_out_of_train(tmp_path, caplog):
         (["train=data.*"], {"train": "a/0 a/1 b/2 b/3"}),
         (["train=x", "val=b"], "the patterns name different things in "),
         (["train=nothing"], "'nothing' names nothing in .*; there is split=train, subset=x, subset=y, data"),
-        (["train=*[xv]*", "val=*[ty]*"], "fit several columns of .*, split and subset: say which is meant, as "),
+        (["train=*"], {"train": "a/0 a/1 b/2 b/3"}),  # whichever column is meant
+        (
+            ["train=*[xv]*", "val=*[ty]*"],
+            r"split and subset: .*, as --split 'train=split=\*\[xv\]\*' --split 'val=split=",
+        ),
     ],
 )
 def test_patterns_of_values_paths_and_files(tmp_path, kind, patterns, expected):
