@@ -105,13 +105,13 @@ def _check_first(source: Path, folder: Path, paths: Paths, rows: np.ndarray) -> 
     below = ["", *sorted(entry.name for entry in os.scandir(folder) if is_folder(entry))[:FOLDERS]]
     tails = ("/".join(parts[at:]) for at in range(len(parts)))
     others = (os.path.join(name, tail + suffix) for tail in tails for name in below for suffix in ("", *EXTENSIONS))
-    found = next((other for other in others if os.path.lexists(folder / other)), None)
-    if found is None:
+    meant = next((other for other in others if os.path.lexists(folder / other)), None)
+    if meant is None:
         return  # packing reports it as a bad image
     advice = "write it so in the table, whose paths begin in its folder and are whole"
     if os.path.lexists(folder.parent / path):
         advice = f"put the table into {folder.parent}, where its paths begin, and give it there"
-    raise SourceError(f"{path} names no file, and {found} does: {advice}", path=source)
+    raise SourceError(f"{path} names no file, and {meant} does: {advice}", path=source)
 
 
 def _check_rows(source: Path, splits: Mapping[str, Files], classes: Sequence[str]) -> None:

@@ -20,7 +20,8 @@ TRUTH = {
     **dict.fromkeys(("true", "t", "yes", "y", "1", "1.0"), True),
     **dict.fromkeys(("false", "f", "no", "n", "0", "0.0"), False),
 }
-MAX_OTHERS = 20  # distinct values that name no split: a column that holds more is text, and none of splits
+# Of values that name no split: a column with more distinct ones, or longer ones, is text.
+MAX_OTHERS, MAX_WORDS = 20, 2
 
 Said = tuple[tuple[str, str], ...]  # the columns of a row that may be of splits, and their values
 _speaks = lru_cache(1024)(lambda value: bool(split_words(value)))
@@ -72,7 +73,7 @@ class Columns:
                 if value and (not _speaks(value) or (others and not is_split_name(value))):
                     others = self._others.setdefault(name, others)
                     others[value] = None
-                    if self._patterns or len(others) > MAX_OTHERS:
+                    if self._patterns or len(others) > MAX_OTHERS or len(value.split()) > MAX_WORDS:
                         self._dropped.add(name)
                         continue
                     value = next(iter(others))

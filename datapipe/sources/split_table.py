@@ -87,12 +87,14 @@ class SplitTable:
         """Raise AmbiguousSplitError if columns contradict the files' names; `files`: from `parts.choose_files`."""
         for part, row, name in zip(self._parts, self._rows, self.names, strict=True):
             column = next((name for name in self.columns if name in row), None)
-            of_file, said = splits_of(part.file), splits_of(name)
-            if column is None or len(of_file) != 1 or of_file == said:
+            by_name, said = splits_of(part.file), splits_of(name)
+            if column is None or len(by_name) != 1 or by_name == said:
                 continue
             if TRAIN in said or len(set(files.values())) > 1:
-                groups = {split: [file for file, of in files.items() if of == split] for split in (TRAIN, VAL)}
-                groups[VAL] = groups[VAL] or [file for file, of in files.items() if of == TEST]
+                groups = {
+                    split: [file for file, of_file in files.items() if of_file == split] for split in (TRAIN, VAL)
+                }
+                groups[VAL] = groups[VAL] or [file for file, of_file in files.items() if of_file == TEST]
                 by_file = _options(groups, []) or "--split train=FILE --split val=FILE"
                 raise AmbiguousSplitError(
                     self._source,

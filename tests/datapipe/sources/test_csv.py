@@ -52,7 +52,7 @@ def test_the_first_column_that_is_there_is_taken(raw, caplog):
     source = open_source(table(raw / "all.csv", *rows))
     assert source.classes == ["yes"] and content(source.splits["train"]) == ["raw/4.jpg"]
     assert "all.csv: may hold paths or labels in image and category, too, not read" in caplog.text
-    assert open_source(raw / "all.csv", strict=True).classes == ["yes"]  # a column is no entry that is left out
+    assert open_source(raw / "all.csv", strict=True).classes == ["yes"]  # nothing but a column is not read
 
 
 def test_splits_from_a_column(raw, caplog):

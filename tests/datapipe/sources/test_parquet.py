@@ -337,4 +337,4 @@ def test_columns_that_may_be_meant(tmp_path, caplog):
     pq.write_table(pa.table(content), tmp_path / "x.parquet")
     assert content["image"] == [read(open_source(tmp_path).splits["train"], i) for i in range(2)]
     assert "x.parquet: may hold images or labels in img and class, too, not read" in caplog.text
-    open_source(tmp_path, strict=True)  # a column is no entry that is left out
+    open_source(tmp_path, strict=True)  # nothing but a column is not read

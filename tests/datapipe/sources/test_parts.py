@@ -83,8 +83,9 @@ def test_a_column_of_nothing_but_splits_whatever_it_is_called(tmp_path, kind, he
 
 
 @KINDS
-def test_text_that_names_splits(tmp_path, kind):
-    words = ["train", "val", *(f"word {i}" for i in range(30))]
+@pytest.mark.parametrize("others", [[f"word {i}" for i in range(30)], ["a red bus", "x"]])
+def test_text_that_names_splits(tmp_path, kind, others):
+    words = ["train", "val", *others]
     data = {"data": rows("text", *((f"{i}.jpg", word) for i, word in enumerate(words)))}
     assert divided(tmp_path, kind, data).keys() == {"train"}
 
