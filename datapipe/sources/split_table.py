@@ -200,7 +200,7 @@ def _kind(name: str, values: Collection[str]) -> str:
         return FLAG if leaves_train else UNCLEAR
     if pure and (is_column(name) or len(pure) > 1 or pure == {TRAIN}):
         return MIXED
-    return UNCLEAR if is_column(name) else NOTHING
+    return UNCLEAR if pure or is_column(name) else NOTHING
 
 
 def _pure(values: Iterable[str]) -> set[str]:

@@ -114,7 +114,7 @@ def test_what_a_column_is_of():
     [
         "xxxx",
         ("dev board",) * 4,
-        ("train board", "val", "x", "y"),
+        ("train board", "board of val", "x", "y"),
         ("train",) * 4,
         ("train", "bus", "train", "car"),  # the vehicle: with one of the labels
         ("rail train", "bullet train", "x", "x"),
@@ -339,7 +339,13 @@ def test_a_column_of_splits_wins_over_others(tmp_path, kind, header, others, cap
 @KINDS
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("fold", "1212"), ("subset", "xxyy"), ("phase", ["arterial", "venous"] * 2), ("env", ["dev"] * 4)],
+    [
+        ("fold", "1212"),
+        ("subset", "xxyy"),
+        ("phase", ["arterial", "venous"] * 2),
+        ("env", ["dev"] * 4),
+        ("env", ["dev", "x"] * 2),
+    ],
 )
 def test_files_of_splits_win_over_other_columns(tmp_path, kind, name, values):
     data = rows(name, *((f"{i}.jpg", value) for i, value in enumerate(values)))
@@ -356,6 +362,8 @@ def test_a_member_that_is_in_several_splits(tmp_path):
 LAYOUTS = [  # whose splits can be read in two ways: columns, and the values of four or more rows
     ("dataset", ["train", "train", "extra", "extra", "val", "val"]),
     ("dataset", ["train", "train", "query", "query"]),
+    ("dataset", ["val", "val", "extra", "extra"]),
+    ("env", ["dev", "dev", "prod", "prod"]),
     ("use", ["train", "train", "valid", "valid", "", ""]),
     ("quality", ["test"] * 4),
     ("original", ["test_0.jpg", "test_1.jpg", "test_2.jpg", "test_3.jpg"]),
