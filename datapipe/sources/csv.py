@@ -26,7 +26,7 @@ from ..splits import SPLIT_OF, TRAIN, split_words
 from . import Source
 from .files import Files
 from .labels import check_same_classes, number_labels
-from .listing import Listing, is_hidden
+from .listing import EXTENSIONS, Listing, is_folder, is_hidden
 from .parts import Listed, choose_files, divide, pick
 from .paths import is_inside, opened, real_path
 from .split_columns import Columns, Part, Said
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 PATHS = ("path", "file", "filename", "image", "image_path")
 LABELS = ("label", "class", "target", "category")
+LOOKED_AT = 8  # rows of a split, to see whether paths name files
+FOLDERS = 100  # folders that are looked into where they do not
 MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
 
 
@@ -72,6 +74,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         listing.left_out.add_unnamed(path, chain([("", name) for name in tables], places), "named by no row")
     splits = {}
     for split, rows in picked.items():
+        _check_first(path, folder, paths, rows)
         used, numbers = np.unique(paths.folder[rows], return_inverse=True)
         splits[split] = Files(
             root=str(folder),
@@ -83,6 +86,32 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         )
     _check_rows(path, splits, classes)
     return Source(kind, classes, splits)
+
+
+def _check_first(source: Path, folder: Path, paths: Paths, rows: np.ndarray) -> None:
+    """Raise SourceError if the first rows name no files, and it is clear how the first should be written.
+
+    Args:
+        source: The data set, for messages.
+        folder: The folder that paths begin in.
+        paths: Those of all rows.
+        rows: int64[M], the rows of a split.
+    """
+    first = [os.path.join(paths.folders[paths.folder[i]], paths.files[i]) for i in rows[:LOOKED_AT].tolist()]
+    if not first or any(os.path.lexists(folder / path) for path in first):
+        return
+    path = first[0]
+    parts = path.replace("\\", "/").lstrip("/").split("/")
+    below = ["", *sorted(entry.name for entry in os.scandir(folder) if is_folder(entry))[:FOLDERS]]
+    tails = ("/".join(parts[at:]) for at in range(len(parts)))
+    others = (os.path.join(name, tail + suffix) for tail in tails for name in below for suffix in ("", *EXTENSIONS))
+    meant = next((other for other in others if os.path.lexists(folder / other)), None)
+    if meant is None:
+        return  # packing reports it as a bad image
+    advice = "write it so in the table, whose paths begin in its folder and are whole"
+    if os.path.lexists(folder.parent / path):
+        advice = f"put the table into {folder.parent}, where its paths begin, and give it there"
+    raise SourceError(f"{path} names no file, and {meant} does: {advice}", path=source)
 
 
 def _check_rows(source: Path, splits: Mapping[str, Files], classes: Sequence[str]) -> None:
@@ -123,6 +152,7 @@ class _Reader:
         self._parts: dict[Part, int] = {}
         self._part = array("i")
         self._unlabelled = array("q"), array("q")  # rows without a label, and their lines; 0: the table has no labels
+        self._columns: dict[str, Columns] = {}  # of each table
         self._headers: dict[str, str] = {}  # of each table, for messages
         self._listing = listing
         self._roots = (folder, real_path(folder))  # an absolute path in the folder begins with one of them
@@ -148,12 +178,11 @@ class _Reader:
                     header.index(name) for name in others if name in LABELS and header[label_at or 0] != LABELS[0]
                 ]
                 pairs: dict[int, set[tuple[str, str]]] = {at: set() for at in rivals}
-                for other in others:
-                    self._listing.left_out.add(f"{table}: {other}", "a column that may hold paths or labels, too")
-                columns = Columns(self._listing.rule)
-                may_say = [
-                    at for at in range(len(header)) if at not in (path_at, label_at) and header[at] not in others
-                ]
+                if others:
+                    logger.warning("%s: may hold paths or labels in %s, too, not read", table, " and ".join(others))
+                columns = self._columns.setdefault(table.name, Columns(self._listing.rule))
+                known = {header[path_at], *PATHS, *LABELS, *([] if label_at is None else [header[label_at]])}
+                may_say = [at for at, name in enumerate(header) if name not in known]
                 for row in filter(None, rows):  # without blank lines
                     if len(row) != len(header):
                         raise ValueError(f"{len(row)} fields, where the header names {len(header)}")
@@ -180,7 +209,7 @@ class _Reader:
         folders = list(self._folders)
         paths = Paths(folders, np.frombuffer(self._folder, np.int32), self.files)
 
-        parts = list(self._parts)
+        parts = [Part(file, self._columns[file].keep([said])[0]) for file, said in self._parts]
 
         def unlabelled(row: int) -> SourceError:
             rows, lines = self._unlabelled

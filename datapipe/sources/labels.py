@@ -15,6 +15,8 @@ from ..errors import SourceError
 from ..splits import is_split_name
 
 NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
+# Columns that may hold labels.
+LABEL_COLUMN = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
 MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
 SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"

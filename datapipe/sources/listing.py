@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -235,6 +235,7 @@ class Listing:
         names: Sequence[str],
         unlabelled: Collection[str] = (),
         keep_test: bool = False,
+        left_out: Callable[[str], Iterable[str]] = lambda name: [name],
     ) -> dict[str, list[str]]:
         """Choose of the splits that there are "train" and "val", and count what is left out.
 
@@ -243,23 +244,29 @@ class Listing:
             names: What it divided.
             unlabelled: Those that have no labels: a test split of them is left out.
             keep_test: Whether a test split that takes the place of val keeps its own name.
+            left_out: Lists what of a name is left out.
 
         Returns:
             The names of each split that is taken.
         """
+
+        def leave_out(names: Iterable[str], reason: str) -> None:
+            for name in names:
+                self.left_out.add_all(left_out(name), reason)
+
         chosen = dict(splits)
         test = chosen.pop(TEST, [])
         if test and VAL in chosen:
-            self.left_out.add_all(test, f"of a test split, and {chosen[VAL][0]} is taken for val")
+            leave_out(test, f"of a test split, and {chosen[VAL][0]} is taken for val")
             test = []
         if bare := [name for name in test if name in unlabelled]:
-            self.left_out.add_all(bare, "of a test split, without labels")
+            leave_out(bare, "of a test split, without labels")
             test = [name for name in test if name not in unlabelled]
         if test:
             chosen[TEST if keep_test else VAL] = test
         if self.rule.patterns:
             named = {name for of_split in chosen.values() for name in of_split}
-            self.left_out.add_all((name for name in names if name not in named), NOT_NAMED)
+            leave_out((name for name in names if name not in named), NOT_NAMED)
         return {split: chosen[split] for split in (TRAIN, VAL, TEST) if split in chosen}
 
     def count_beside(self, source: Path, splits: Mapping[str, Sequence[Path]]) -> None:

@@ -8,7 +8,7 @@ whole, so its samples are a block.
 from __future__ import annotations
 
 import json
-import re
+import logging
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..errors import SourceError
-from ..splits import SplitRule, split_words
+from ..splits import SplitRule
 from . import Source
-from .labels import NUMBER, check_same_classes, number_labels
+from .labels import LABEL_COLUMN, NUMBER, check_same_classes, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
 from .parquet_rows import ParquetRows, import_parquet
@@ -31,10 +31,11 @@ from .split_paths import Paths
 if TYPE_CHECKING:
     import pyarrow
 
+logger = logging.getLogger(__name__)
+
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
 PATHS = ("path", "file", "filename", "file_name", "image_path")
-RIVAL = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
 LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
 
 
@@ -53,8 +54,9 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     with ThreadPoolExecutor(LISTERS) as pool:
         tables = list(pool.map(lambda name: _list(str(root / name), name, bounds, listing, with_paths), files))
     for table in tables:
-        for column in table.others:
-            listing.left_out.add(f"{table.path}: {column}", "a column that may hold images or labels, too")
+        if table.others:
+            columns = " and ".join(table.others)
+            logger.warning("%s: may hold images or labels in %s, too, not read", table.path, columns)
     listed = _join_listed(tables)
     picked = divide(listed, files, listing, path)
     file_of_row = np.repeat(np.arange(len(tables)), [len(table.labels) for table in tables])
@@ -97,7 +99,7 @@ def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths
             labels = _texts(file, label) if label else [""] * metadata.num_rows
             for other in () if label_column else _rivals(schema, label):
                 check_same_classes(path, (label or "", other), set(zip(labels, _texts(file, other), strict=True)))
-            said = _said(path, file, rule, {column.split(".")[0], label, *PATHS})
+            said = _said(file, rule, {column.split(".")[0], label, *PATHS})
             path_column = _path_column(schema) if with_paths else None
             paths = _texts(file, path_column) if path_column else []
     except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are subclasses
@@ -128,7 +130,7 @@ def _rivals(schema: pyarrow.Schema, label: str | None) -> list[str]:
 
     if label in (None, "label", "labels"):
         return []
-    rivals = (name for name in schema.names if RIVAL.fullmatch(name) and name != label)
+    rivals = (name for name in schema.names if LABEL_COLUMN.fullmatch(name) and name != label)
     return [name for name in rivals if not types.is_nested(schema.field(name).type)]
 
 
@@ -145,44 +147,38 @@ def _path_column(schema: pyarrow.Schema) -> str | None:
     return None
 
 
-def _said(path: str, file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | None]) -> list[Said]:
+def _said(file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | None]) -> list[Said]:
     """List what a file's columns say of each row's split. The first row group tells that a text column is of others.
 
     Args:
-        path: The file, for messages.
-        file: The same, open.
+        file: The file.
         rule: How splits are told apart.
         others: Columns that are known to hold other things.
 
     Returns:
         What is said, by row; empty if no column says anything.
-
-    Raises:
-        SourceError: A column of splits holds what is none.
     """
     from pyarrow import types
 
     schema, columns = file.schema_arrow, Columns(rule)
-    names = []
+    values = {}
     for name in schema.names:
         kind = schema.field(name).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
+        is_named = columns.is_named(name)
+        if is_named and (types.is_list(kind) or types.is_large_list(kind)):
+            kind = kind.value_type
         is_text = types.is_string(kind) or types.is_large_string(kind)
-        if name in others or types.is_nested(kind) or not (is_text or columns.is_named(name)):
+        if name in others or not (is_text or (is_named and types.is_primitive(kind))):
             continue
-        if not columns.is_named(name) and file.metadata.num_row_groups:
-            values = file.read_row_group(0, columns=[name], use_threads=False).column(0).unique().to_pylist()
-            if not all(value is None or not value or split_words(value) for value in values):
+        if not is_named and file.metadata.num_row_groups:
+            first = file.read_row_group(0, columns=[name], use_threads=False).column(0).unique().to_pylist()
+            if not columns.may_be(name, ("" if value is None else value for value in first)):
                 continue
-        names.append(name)
-    values = [_named(schema, name, _texts(file, name)) for name in names]
-    said = []
-    for row, of_row in enumerate(zip(*values, strict=True)):
-        try:
-            said.append(columns.said(zip(names, of_row, strict=True)))
-        except ValueError as error:
-            raise SourceError(f"row {row}: {error}", path=path) from error
-    return said
+        values[name] = _named(schema, name, _texts(file, name))
+    return columns.keep(
+        [columns.said(zip(values, of_row, strict=True)) for of_row in zip(*values.values(), strict=True)]
+    )
 
 
 def _named(schema: pyarrow.Schema, column: str, texts: list[str]) -> list[str]:

@@ -7,24 +7,21 @@ or else paths.
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ..console import format_count
 from ..errors import SettingError, SourceError
-from ..splits import SPLIT_OF, TRAIN, AmbiguousSplitError, SplitRule, matches, split_words
+from ..splits import AmbiguousSplitError, SplitRule, matches, split_words
 from .listing import Listing
-from .split_columns import Part, check_columns, column_value, columns_of_files
-from .split_paths import Names, Paths, by_file_name, by_folder, may_speak
-
-logger = logging.getLogger(__name__)
+from .split_columns import Part, column_value, splits_of
+from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, may_speak
+from .split_table import SplitTable, filled
 
 UNLABELLED = {"", "-1"}  # what test splits have in place of labels
 NAMED = 3  # values that a message gives
@@ -101,22 +98,23 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
     """
     rule = listing.rule
     empty = files.keys() - {part.file for part in listed.parts}
-    listed = replace(listed, parts=[*listed.parts, *(Part(file) for file in files if file in empty)])
+    listed = replace(listed, parts=filled([*listed.parts, *(Part(file) for file in files if file in empty)]))
     by_file = bool(files) and all(files.values())
-    paths = None
+    paths = table = None
     if rule.patterns:
         (names, number), rule = (_by_file(listed), rule) if by_file else _by_pattern(listed, rule, source)
     else:
-        columns = columns_of_files(listed.parts, source)
-        check_columns(listed.parts, columns, files, source)
-        names, number = _by_part(listed, lambda part: column_value(part, columns[part.file]))
-        by_file = by_file and not any(columns.values())
+        table = SplitTable(listed.parts, source, partial(_labels_of, listed))
+        table.check_files(files)
+        names, number = _by_name(listed, table.names)
+        by_file = by_file and not table.columns
         is_said = any(map(split_words, names))
         if may_speak(listed.texts):
             at = listed.paths()
             paths = by_folder(at, listed.labels) or (None if is_said else by_file_name(at))
         if paths is not None and not is_said:
             names, number = paths
+        table.check_rest(len(set().union(*map(splits_of, names))))
     bare = _unlabelled(listed, names, number)
     if by_file:
         raw: dict[str, list[str]] = {}
@@ -125,9 +123,16 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
     else:
         if not rule.patterns and not any(map(split_words, names)):
             rule.check_own_name(source)
-        raw = rule.divide(names, source)
-    splits = listing.choose(raw, [] if by_file else names, bare)
+        try:
+            raw = rule.divide(names, source)
+        except AmbiguousSplitError as error:
+            raise (table.refusal(error) if table is not None else error) from None
     place = {name: at for at, name in enumerate(names)}
+
+    def left_out(name: str) -> Iterable[str]:
+        return [name] if name in files else _samples(listed, np.flatnonzero(number == place[name]))
+
+    splits = listing.choose(raw, [] if by_file else names, bare, left_out=left_out)
     samples = {
         split: np.flatnonzero(np.isin(number, [place[name] for name in of_split])) for split, of_split in splits.items()
     }
@@ -136,9 +141,11 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
             raise SourceError(f"split {split} holds no images", path=source)
         if "" in (labels := pick(listed.labels, of_split)):
             raise listed.unlabelled(int(of_split[labels.index("")]))
-    if paths is not None and not rule.patterns and number is not paths[1]:
-        said = {place[name]: split for split, of_split in raw.items() for name in of_split}
-        _check_paths(listed, (names, number), said, paths, source)
+    if table is not None and paths is not None and number is not paths[1]:
+        said = {name: split for split, of_split in raw.items() for name in of_split}
+        check_paths((names, number), said, table.typed, paths, listed.paths, source)
+    if table is not None:
+        table.report()
     return samples
 
 
@@ -155,14 +162,30 @@ def pick(values: Sequence[str], samples: np.ndarray) -> Sequence[str]:
 # --- what says it -----------------------------------------------------------------------------------
 
 
-def _by_part(listed: Listed, name_of: Callable[[Part], str]) -> Names:
+def _by_name(listed: Listed, names_of_parts: Iterable[str]) -> Names:
     names: dict[str, int] = {}
-    numbers = [names.setdefault(name_of(part), len(names)) for part in listed.parts]
+    numbers = [names.setdefault(name, len(names)) for name in names_of_parts]
     return list(names), np.array(numbers, np.int32)[listed.part]
 
 
 def _by_file(listed: Listed) -> Names:
-    return _by_part(listed, lambda part: part.file)
+    return _by_name(listed, (part.file for part in listed.parts))
+
+
+def _labels_of(listed: Listed, parts: Collection[int]) -> set[str]:
+    """Return the labels in some parts, given by their numbers."""
+    return {listed.labels[i] for i in np.flatnonzero(np.isin(listed.part, list(parts))).tolist()}
+
+
+def _samples(listed: Listed, samples: np.ndarray) -> Iterator[str]:
+    """Name samples, int64[M], by their files and paths, or places in them."""
+    paths = listed.paths().joined()
+    first: dict[str, int] = {}
+    for i, part in enumerate(listed.part.tolist()):
+        first.setdefault(listed.parts[part].file, i)
+    for i in samples.tolist():
+        file = listed.parts[listed.part[i]].file
+        yield f"{file}: {paths[i] or f'row {i - first[file]}'}"
 
 
 def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, SplitRule]:
@@ -179,15 +202,22 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     columns = dict.fromkeys(name for part in listed.parts for name, _ in part.said)
     fitting: dict[str, tuple[Names, SplitRule]] = {}
     for column in columns:
-        names = _by_part(listed, partial(column_value, column=column))
+        names = _by_name(listed, (column_value(part, column) for part in listed.parts))
         bare = [(split, _without(column, pattern)) for split, pattern in rule.patterns]
         if _covers(values := SplitRule(tuple(bare)), names[0]):
             fitting[column] = names, values
-    divisions = [values.divide(names, source) for (names, _), values in fitting.values()]
-    if any(division != divisions[0] for division in divisions):
+    divisions = []
+    for (distinct_values, number), values in fitting.values():
+        split_of = {
+            name: split for split, of_split in values.divide(distinct_values, source).items() for name in of_split
+        }
+        divisions.append(np.array([split_of.get(name, "") for name in distinct_values])[number])
+    if not all(np.array_equal(division, divisions[0]) for division in divisions):
+        column = next(iter(fitting))
+        typed = (f"{split}={column}={_without(column, pattern)}" for split, pattern in rule.patterns)
         raise SettingError(
             f"split: the patterns fit several columns of {source}, {' and '.join(fitting)}: say which is meant, as "
-            f"--split train={next(iter(fitting))}=PATTERN"
+            + " ".join(f"--split {shlex.quote(text)}" for text in typed)
         )
     if fitting:
         return next(iter(fitting.values()))
@@ -198,7 +228,7 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     files = _by_file(listed)
     if _covers(rule, files[0]):
         return files, rule
-    said = list(dict.fromkeys(f"{name}={value}" for part in listed.parts for name, value in part.said))
+    said = list(dict.fromkeys(f"{name}={value}" for part in listed.parts for name, value in part.said if value))
     everything = [*said, *(text.partition("=")[2] for text in said), *files[0], *distinct]
     wrong = next((pattern for _, pattern in rule.patterns if not _names_any(everything, pattern)), None)
     what = "the patterns name different things" if wrong is None else f"{wrong!r} names nothing"
@@ -234,29 +264,3 @@ def _unlabelled(listed: Listed, names: Sequence[str], number: np.ndarray) -> set
     labelled = np.fromiter((label not in UNLABELLED for label in listed.labels), bool, len(listed.labels))
     having = set(np.unique(number[labelled]).tolist())
     return {name for at, name in enumerate(names) if at not in having}
-
-
-def _check_paths(listed: Listed, chosen: Names, said: Mapping[int, str], paths: Names, source: Path) -> None:
-    """Raise SourceError where samples of train lie in a folder of another split; warn of other contradictions."""
-    names, number = chosen
-    spoken = [{SPLIT_OF[word] for word in split_words(name)} for name in paths[0]]
-    pairs = number.astype(np.int64) * len(spoken) + paths[1]
-    distinct, first, counts = np.unique(pairs, return_index=True, return_counts=True)
-    for pair, i, count in zip(distinct.tolist(), first.tolist(), counts.tolist(), strict=True):
-        name, place = divmod(pair, len(spoken))
-        split = said.get(name)
-        if split is None or len(spoken[place]) != 1 or split in spoken[place]:
-            continue
-        what = (
-            f"{format_count(count, 'sample')} of {names[name]} {'lies' if count == 1 else 'lie'} in {paths[0][place]}"
-        )
-        example = listed.paths().joined()[i]
-        if split == TRAIN:
-            raise AmbiguousSplitError(
-                source,
-                f"{what}, such as {example}, so it is not clear whether they are for training",
-                f"if they are, type --split train={shlex.quote(names[name])} and --split val=PATTERN for the others; "
-                "if the folders are right, --split train=PATTERN and --split val=PATTERN of paths",
-            )
-        if len(set().union(*spoken)) > 1:
-            logger.warning("%s: %s, such as %s: taken as what %s says", source, what, example, names[name])

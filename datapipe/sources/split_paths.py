@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ..splits import SPLIT_OF, is_split_name, split_words
+from ..console import format_count
+from ..splits import SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, _options, is_split_name, split_words
+
+logger = logging.getLogger(__name__)
 
 SPOKEN = ("train", "trn", "val", "dev", "test", "tst", "hold", "held", "t10k")  # each word of splits has one of them
 MAX_PATTERNS = 1000  # of files' names: more are not called by a rule
@@ -90,3 +95,52 @@ def by_file_name(paths: Paths) -> Names | None:
     if len(pure) < 2 and not (all(words) and len({SPLIT_OF[word] for of_name in words for word in of_name}) > 1):
         return None
     return list(distinct), np.array([distinct[name] for name in bare], np.int32)
+
+
+def check_paths(
+    chosen: Names,
+    said: Mapping[str, str],
+    typed: Mapping[str, str],
+    paths: Names,
+    all_paths: Callable[[], Paths],
+    source: Path,
+) -> None:
+    """Raise SourceError where samples of train lie in a folder of another split; warn of other contradictions.
+
+    Args:
+        chosen: The names that the samples are divided by.
+        said: The split of each of these.
+        typed: What names it in `--split SPLIT=…`, if it is not itself.
+        paths: The names that their paths give them.
+        all_paths: Gives the paths.
+        source: The data set, for messages.
+    """
+    names, number = chosen
+    spoken = [{SPLIT_OF[word] for word in split_words(name)} for name in paths[0]]
+    pairs = number.astype(np.int64) * len(spoken) + paths[1]
+    distinct, first, counts = np.unique(pairs, return_index=True, return_counts=True)
+    for pair, i, count in zip(distinct.tolist(), first.tolist(), counts.tolist(), strict=True):
+        at, place = divmod(pair, len(spoken))
+        name = names[at]
+        split = said.get(name)
+        if split is None or len(spoken[place]) != 1 or split in spoken[place]:
+            continue
+        what = f"{format_count(count, 'sample')} of {name} {'lies' if count == 1 else 'lie'} in {paths[0][place]}"
+        example = all_paths().joined()[i]
+        if split == TRAIN:
+            of_paths = {name: next(iter(splits)) for name, splits in zip(paths[0], spoken, strict=True) if splits}
+            raise AmbiguousSplitError(
+                source,
+                f"{what}, such as {example}, so it is not clear whether they are for training",
+                f"if they are, type {_options_of(said, typed)}; if the folders are right, type "
+                f"{_options_of(of_paths, {})}",
+            )
+        if len(set().union(*spoken)) > 1:
+            logger.warning("%s: %s, such as %s: taken as what %s says", source, what, example, name)
+
+
+def _options_of(said: Mapping[str, str], typed: Mapping[str, str]) -> str:
+    groups = {split: [typed.get(name, name) for name in said if said[name] == split] for split in (TRAIN, VAL, TEST)}
+    test = groups.pop(TEST)
+    groups[VAL] = groups[VAL] or test
+    return _options(groups, []) or "--split train=PATTERN --split val=PATTERN"

@@ -121,7 +121,7 @@ def _read_texts(
         The labels, what is said of splits, and the error for the first image without a label, as in `_Shard`.
 
     Raises:
-        SourceError: A label cannot be read, or a field of splits holds what is none.
+        SourceError: A label cannot be read.
     """
     columns, labels, said = Columns(listing.rule), [], []
     others_named = {*LABEL_FIELDS, listing.label_column}  # fields that are not of splits
@@ -139,27 +139,27 @@ def _read_texts(
         for name, value in fields.items():
             if name in others_named:
                 continue
-            if isinstance(value, str) or (columns.is_named(name) and isinstance(value, int | float)):
-                values.append((name, str(value)))
-            else:
+            if isinstance(value, str | list | None) or (columns.is_named(name) and not isinstance(value, dict)):
+                values.append((name, "" if value is None else str(value)))
+            elif not isinstance(value, dict):
                 others_named.add(name)
         for name in SPLITS:
             if name in contents:
                 values.append((f".{name}", contents[name].decode("utf-8", "replace").strip()))
-        try:
-            said.append(columns.said(values) if values else ())
-        except ValueError as error:
-            raise SourceError(f"its {error}", path=path, key=key) from error
+        said.append(columns.said(values) if values else ())
         if len(said[-1]) < len(values):
             others_named.update({name for name, _ in values} - set(columns.alive(name for name, _ in values)))
         labels.append(label)
-    return labels, said, unlabelled
+    return labels, columns.keep(said), unlabelled
 
 
-def _flat(fields: Mapping[str, object]) -> dict[str, object]:
-    """Name the fields of objects in a JSON's fields as `meta.split`."""
-    inner = ((name, value) for name, value in fields.items() if isinstance(value, dict))
-    return {**fields, **{f"{name}.{field}": content for name, value in inner for field, content in value.items()}}
+def _flat(fields: Mapping[str, object], depth: int = 4) -> dict[str, object]:
+    """Name the fields of objects in a JSON's fields, and in those, as `meta.split`."""
+    flat = dict(fields)
+    for name, value in fields.items():
+        if isinstance(value, dict) and depth:
+            flat.update({f"{name}.{field}": inner for field, inner in _flat(value, depth - 1).items()})
+    return flat
 
 
 def _no_image(key: str, others: list[tuple[str, str]]) -> str:

@@ -51,9 +51,8 @@ def test_the_first_column_that_is_there_is_taken(raw, caplog):
     rows = ("image", "category", "path", "label"), ("no", "no", "4.jpg", "yes")
     source = open_source(table(raw / "all.csv", *rows))
     assert source.classes == ["yes"] and content(source.splits["train"]) == ["raw/4.jpg"]
-    assert (
-        "2 entries (a column that may hold paths or labels, too)" in caplog.text and "all.csv: category" in caplog.text
-    )
+    assert "all.csv: may hold paths or labels in image and category, too, not read" in caplog.text
+    assert open_source(raw / "all.csv", strict=True).classes == ["yes"]  # nothing but a column is not read
 
 
 def test_splits_from_a_column(raw, caplog):
@@ -63,7 +62,7 @@ def test_splits_from_a_column(raw, caplog):
         "train": ["raw/4.jpg"], "val": ["raw/img/1.jpg"],
     }  # fmt: skip
     assert source.classes == ["0"]  # what is left out has no say
-    assert "(of a test split, and Validation is taken for val): test" in caplog.text
+    assert "(of a test split, and Validation is taken for val): all.csv: img/2.jpg" in caplog.text
 
 
 def test_splits_from_files(raw):
@@ -141,7 +140,7 @@ def test_a_table_that_is_a_link(raw):
         (b"path,label\r4.jpg,a\r", "line 1: "),
         (
             b"path,label,split\n4.jpg,a,other\n",
-            "line 2: split is 'other', which names no split that datapipe knows.* --split val=split=PATTERN",
+            "split is 'other' in each row, and nothing else says the splits: type --split train=. if",
         ),
         (b"path,label\n4.jpg,-1\n4.jpg,3\n", "holds the label -1; allowed: 0 to 999999"),
         (b"path,label\n4.jpg,1000000\n", "holds the label 1000000; allowed"),
@@ -186,7 +185,7 @@ def test_file_names_of_any_bytes(raw):
         ("fold", ("0", "1", "2"), ["val=0", "train=[12]"], {"train": 2, "val": 2}),
         ("is_valid", ("False", "True", "True"), ["val=True", "train=False"], {"train": 2, "val": 2}),
         ("usage", ("Public", "Private", "x"), ["train=P*"], {"train": 3}),
-        ("country", ("train", "val", "x"), [], {"train": 4}),  # a column that is not of splits
+        ("country", ("train board", "val board", "x"), [], {"train": 4}),  # a column that is not of splits
     ],
 )
 def test_columns_of_splits(raw, header, values, options, expected):
@@ -198,10 +197,10 @@ def test_columns_of_splits(raw, header, values, options, expected):
 @pytest.mark.parametrize(
     ("header", "values", "message"),
     [
-        (("path", "label", "fold"), ("0", "1"), "fold is '0', which names no split .* --split val=fold=PATTERN"),
-        (("path", "label", "is_valid"), ("True", "False"), "is_valid is 'True', which names no split"),
-        (("path", "label", "set"), ("train", ""), "set is '', which names no split"),
-        (("path", "label", "split"), ("train", "extra"), "split is 'extra', which names no split"),
+        (("path", "label", "fold"), ("0", "1"), "fold is '0' and '1', which name no split .* --split val=fold=1"),
+        (("path", "label", "is_valid"), ("True", "unknown"), "is_valid is 'True' and 'unknown', which name no split"),
+        (("path", "label", "set"), ("train", ""), "set is 'train' and '', and '' names no split"),
+        (("path", "label", "split"), ("train", "extra"), "split is 'train' and 'extra', and 'extra' names no split"),
         (("path", "label", "split"), ("val", "validation"), "holds both val .* and validation"),
         (("path", "label", "split"), ("train+val", "val"), "train.val has train and val in it"),
         (("path", "label", "label"), ("a", "b"), "names two columns label"),
@@ -215,8 +214,26 @@ def test_columns_that_can_be_read_in_two_ways(raw, header, values, message):
 
 
 def test_two_columns_of_splits(raw):
-    with pytest.raises(SourceError, match=r"fold is '0', which names no split .*--split val=fold=PATTERN"):
-        open_source(table(raw / "all.csv", ("path", "label", "fold", "is_test"), ("4.jpg", "a", "0", "no")))
+    header, rows = ("path", "label", "fold", "is_test"), [("4.jpg", "a", "0", "no"), ("img/1.jpg", "a", "1", "no")]
+    with pytest.raises(SourceError, match=r"fold is '0' and '1', which name no split .*--split val=fold=1"):
+        open_source(table(raw / "all.csv", header, *rows))
+    source = open_source(table(raw / "all.csv", header, *rows, ("img/2.jpg", "a", "2", "yes")))
+    assert {split: len(samples) for split, samples in source.splits.items()} == {"train": 2, "val": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("1", "1 names no file, and img/1.jpg does: write it so in the table"),
+        ("img/1", "img/1 names no file, and img/1.jpg does"),
+        ("old/raw/img/1.jpg", "old/raw/img/1.jpg names no file, and img/1.jpg does"),
+        ("img\\1.jpg", "names no file, and img/1.jpg does"),
+        ("raw/img/1.jpg", "raw/img/1.jpg names no file, and img/1.jpg does: put the table into .*, and give it there"),
+    ],
+)
+def test_paths_that_are_clearly_meant_otherwise(raw, path, message):
+    with pytest.raises(SourceError, match=message):
+        open_source(table(raw / "all.csv", ("path", "label"), (path, "a"), (path.replace("1", "2"), "b")))
 
 
 @pytest.mark.parametrize(

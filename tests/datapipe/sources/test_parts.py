@@ -3,6 +3,9 @@
 import csv
 import io
 import json
+import logging
+import re
+import shlex
 import tarfile
 
 import pytest
@@ -22,7 +25,7 @@ def write_csv(folder, name, rows):
 
 def write_parquet(folder, name, rows):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns = {key: [row[key] or None for row in rows] for key in rows[0] if key != "path"}
+    columns = {key: [None if row[key] == "" else row[key] for row in rows] for key in rows[0] if key != "path"}
     images = [{"bytes": row["path"].encode(), "path": row["path"]} for row in rows]
     pq.write_table(pa.table({"image": images, **columns}), folder / f"{name}.parquet", row_group_size=3)
 
@@ -79,6 +82,14 @@ def test_a_column_of_nothing_but_splits_whatever_it_is_called(tmp_path, kind, he
     assert divided(tmp_path, kind, {"data": rows(header, *FOUR)}) == TWO_AND_TWO
 
 
+@KINDS
+@pytest.mark.parametrize("others", [[f"word {i}" for i in range(30)], ["a red bus", "x"]])
+def test_text_that_names_splits(tmp_path, kind, others):
+    words = ["train", "val", *others]
+    data = {"data": rows("text", *((f"{i}.jpg", word) for i, word in enumerate(words)))}
+    assert divided(tmp_path, kind, data).keys() == {"train"}
+
+
 def test_what_a_column_is_of():
     named = (
         "split",
@@ -98,7 +109,17 @@ def test_what_a_column_is_of():
 
 
 @KINDS
-@pytest.mark.parametrize("values", ["xxxx", ("train", "val", "x", "val"), ("dev board",) * 4])
+@pytest.mark.parametrize(
+    "values",
+    [
+        "xxxx",
+        ("dev board",) * 4,
+        ("train board", "board of val", "x", "y"),
+        ("train",) * 4,
+        ("train", "bus", "train", "car"),  # the vehicle: with one of the labels
+        ("rail train", "bullet train", "x", "x"),
+    ],
+)
 def test_a_column_of_other_things(tmp_path, kind, values):
     data = {"data": rows("country", *((f"{i}.jpg", value) for i, value in enumerate(values)))}
     assert divided(tmp_path, kind, data) == {"train": "0 1 2 3"}
@@ -140,13 +161,12 @@ def test_folders_and_names_in_paths(tmp_path, kind, paths, expected):
     ("header", "values", "message"),
     [
         ("split dataset", [("0.jpg", "train", "train"), ("1.jpg", "train", "val")],
-         "disagree: in .* split is 'train' where dataset is 'val': .*--split train=split=train --split val=split=val"),
+         "disagree: in .* split is 'train' where dataset is 'val': if split counts, type --split train=.; if dataset "),
         ("split", [("train/0.jpg", "val"), ("val/1.jpg", "train")],
          "1 sample of train lies in val, such as val/1.*--split train=train"),
         ("split", [("0.jpg", "train"), ("1.jpg", "train+val")], "has train and val in it"),
-        ("split fold", [("0.jpg", "train", "0")], "fold is '0', .*; if split counts, --split train=split=PATTERN"),
-        ("split", [("0.jpg", "train"), ("1.jpg", "extra")], "split is 'extra', which names no split"),
-        ("dataset", [("0.jpg", "train"), ("1.jpg", "val"), ("2.jpg", "")], "names a split, and dataset= does not"),
+        ("split", [("0.jpg", "train"), ("1.jpg", "extra")], "and 'extra' names no split that datapipe knows"),
+        ("dataset", [("0.jpg", "train"), ("1.jpg", "val"), ("2.jpg", "")], "and '' names no split that datapipe"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(tmp_path, kind, header, values, message):
@@ -164,7 +184,7 @@ def test_paths_that_contradict_the_files(tmp_path, kind):
 @KINDS
 def test_a_column_that_contradicts_the_files(tmp_path, kind):
     files = {"train-0": rows("split", ("0.jpg", "train")), "val-0": rows("split", ("1.jpg", "train"))}
-    with pytest.raises(SourceError, match=r"val-0.* has rows whose split is 'train': .* --split train=FILE"):
+    with pytest.raises(SourceError, match=r"val-0.* has rows whose split is 'train': .* --split train=train-0"):
         divided(tmp_path, kind, files)
 
 
@@ -180,8 +200,9 @@ def test_labels_that_are_splits(tmp_path, kind):
     ("second", "expected"),
     [
         ({"meta": {"split": "val"}}, {"train": "0", "val": "1"}),
-        ({}, "only some samples of data.tar have meta.split: say what to take, as --split train=meta.split=train"),
-        ({"meta": {"split": 7}}, "its meta.split is '7', which names no split"),
+        ({}, "meta.split is 'train' and '', and '' names no split .*--split train=meta.split=train .*val=meta.split= "),
+        ({"meta": {"split": 7}}, "meta.split is 'train' and '7', and '7' names no split"),
+        ({"meta": {"a": {"split": "val"}, "split": "train"}}, "meta.a.split is '' and 'val', and '' names no split"),
     ],
 )
 def test_fields_in_fields(tmp_path, second, expected):
@@ -215,7 +236,11 @@ def test_val_that_is_carved_out_of_train(tmp_path, caplog):
         (["train=data.*"], {"train": "a/0 a/1 b/2 b/3"}),
         (["train=x", "val=b"], "the patterns name different things in "),
         (["train=nothing"], "'nothing' names nothing in .*; there is split=train, subset=x, subset=y, data"),
-        (["train=*[xv]*", "val=*[ty]*"], "fit several columns of .*, split and subset: say which is meant, as "),
+        (["train=*"], {"train": "a/0 a/1 b/2 b/3"}),  # whichever column is meant
+        (
+            ["train=*[xv]*", "val=*[ty]*"],
+            r"split and subset: .*, as --split 'train=split=\*\[xv\]\*' --split 'val=split=",
+        ),
     ],
 )
 def test_patterns_of_values_paths_and_files(tmp_path, kind, patterns, expected):
@@ -246,6 +271,156 @@ def test_files_that_no_pattern_names_are_not_read(tmp_path, kind, caplog):
     assert f"1 entry (not named by any --split): test.{suffix}" in caplog.text
 
 
+# --- what columns say, together ---------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *[("is_valid", pair) for pair in ((False, True), (0, 1), ("0.0", "1.0"), ("no", "yes"), ("F", "T"))],
+        *[(name, (False, True)) for name in ("is_val", "is_test", "in_validation", "isVal")],
+        *[(name, (True, False)) for name in ("is_train", "is_training_image", "for_training")],
+    ],
+)
+def test_a_column_that_says_whether(tmp_path, kind, name, values, caplog):
+    caplog.set_level(logging.INFO)
+    first, second = values
+    data = rows(name, ("0.jpg", first), ("1.jpg", first), ("2.jpg", second), ("3.jpg", second))
+    assert divided(tmp_path, kind, {"data": data}) == TWO_AND_TWO
+    assert f"the splits are taken from {name.lower()} (true: " in caplog.text.lower()
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("header", "values", "expected"),
+    [
+        ("is_valid is_test", ["00", "00", "10", "10", "01", "01"], TWO_AND_TWO),
+        ("is_train is_valid", ["10", "10", "01", "01", "00", "00"], TWO_AND_TWO),
+        ("is_train is_test", ["10", "10", "00", "00", "01", "01"], TWO_AND_TWO),
+        ("is_valid is_test", ["00", "11"], "has rows whose is_valid is 1 and is_test is 1: if is_valid counts, type"),
+        ("is_valid", "00", {"train": "0 1"}),
+        ("is_valid", "11", "is_valid is '1' in each row, and nothing else says the splits: type --split train=. if"),
+        ("valid", "0011", "valid is '0' and '1', which name no split .*: type --split train=valid=0 --split val=valid"),
+        ("is_valid", ["0", "0", "1", ""], "which name no split"),
+    ],
+)
+def test_columns_that_say_whether(tmp_path, kind, header, values, expected):
+    data = {
+        "data": rows(header, *((f"{i}.jpg", *value) if value else (f"{i}.jpg", "") for i, value in enumerate(values)))
+    }
+    if isinstance(expected, dict):
+        assert divided(tmp_path, kind, data) == expected
+        return
+    with pytest.raises(SourceError, match=expected):
+        divided(tmp_path, kind, data)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("header", "others"),
+    [
+        ("split fold", "1200"),
+        ("split subset", "xyxy"),
+        ("split version", ["dev"] * 4),
+        ("split object", ["train", "bus"] * 2),
+        ("split is_valid", [False, False, True, True]),
+        ("split is_train", [True, True, False, False]),
+        ("split note", [""] * 4),
+    ],
+)
+def test_a_column_of_splits_wins_over_others(tmp_path, kind, header, others, caplog):
+    caplog.set_level(logging.INFO)
+    pairs = zip(FOUR, others, strict=True)
+    assert divided(tmp_path, kind, {"data": rows(header, *((*row, other) for row, other in pairs))}) == TWO_AND_TWO
+    assert "the splits are taken from split" in caplog.text
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("fold", "1212"),
+        ("subset", "xxyy"),
+        ("phase", ["arterial", "venous"] * 2),
+        ("env", ["dev"] * 4),
+        ("env", ["dev", "x"] * 2),
+    ],
+)
+def test_files_of_splits_win_over_other_columns(tmp_path, kind, name, values):
+    data = rows(name, *((f"{i}.jpg", value) for i, value in enumerate(values)))
+    assert divided(tmp_path, kind, {"train-0": data[:2], "val-0": data[2:]}) == TWO_AND_TWO
+
+
+def test_a_member_that_is_in_several_splits(tmp_path):
+    data = rows("split", *((f"{i}.jpg", ["train", "val"]) for i in range(2)))
+    with pytest.raises(SourceError, match="has train and val in it"):
+        divided(tmp_path, "webdataset", {"data": data})
+    assert divided(tmp_path, "webdataset", {"data": data}, splits=["train=."]) == {"train": "0 1"}
+
+
+LAYOUTS = [  # whose splits can be read in two ways: columns, and the values of four or more rows
+    ("dataset", ["train", "train", "extra", "extra", "val", "val"]),
+    ("dataset", ["train", "train", "query", "query"]),
+    ("dataset", ["val", "val", "extra", "extra"]),
+    ("env", ["dev", "dev", "prod", "prod"]),
+    ("use", ["train", "train", "valid", "valid", "", ""]),
+    ("quality", ["test"] * 4),
+    ("original", ["test_0.jpg", "test_1.jpg", "test_2.jpg", "test_3.jpg"]),
+    ("split", ["train", "train", "unlabeled", "unlabeled", "test", "test"]),
+    ("split", ["train", "train", "", ""]),
+    ("split", ["trainval", "trainval", "test", "test"]),
+    ("split", ["train_mini", "train_mini", "train", "train"]),
+    ("split", ["Train", "TRAIN", "val", "val", "valid", "valid"]),
+    ("split dataset", [("train", "train"), ("train", "train"), ("val", "test"), ("val", "test")]),
+    ("split dataset", [("train", "val"), ("train", "val"), ("val", "train"), ("val", "train")]),
+    ("split is_valid", [("train", True), ("train", True), ("val", False), ("val", False)]),
+    ("is_valid is_test", [(1, 1), (1, 1), (0, 0), (0, 0)]),
+    ("is_valid", [True] * 4),
+    ("is_valid", ["", "", "True", "True"]),
+    ("valid", [0, 0, 1, 1]),
+    ("train_test_split", [1, 1, 0, 0]),
+    ("fold", [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
+    ("phase", ["it's [1]", "it's [1]", "venous*", "venous*"]),
+    ("test", ["PCR"] * 4),
+]
+
+
+@KINDS
+@pytest.mark.parametrize(("header", "values"), LAYOUTS)
+def test_what_a_refusal_says_to_type_can_be_typed(tmp_path, kind, header, values):
+    lines = [(f"{i}.jpg", *(value if isinstance(value, tuple) else (value,))) for i, value in enumerate(values)]
+    check_advice(tmp_path, kind, {"data": rows(header, *lines)})
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "values", [["train"] * 4, ["train", "train", "test", "test"], ["val", "val", "train", "train"]]
+)
+def test_what_a_refusal_of_files_says_to_type_can_be_typed(tmp_path, kind, values):
+    data = rows("split", *((f"{i}.jpg", value) for i, value in enumerate(values)))
+    check_advice(tmp_path, kind, {"train-0": data[:2], "val-0": data[2:]})
+
+
+@KINDS
+def test_what_a_refusal_of_paths_says_to_type_can_be_typed(tmp_path, kind):
+    lines = [("train/0.jpg", False), ("train/1.jpg", False), ("val/2.jpg", False), ("val/3.jpg", False)]
+    lines += [("val/4.jpg", True), ("val/5.jpg", True)]
+    check_advice(tmp_path, kind, {"data": rows("is_valid", *lines)})
+
+
+def check_advice(tmp_path, kind, files):
+    """Type each run of options in the message that refuses the files: each must name something, and no other."""
+    with pytest.raises(SourceError) as caught:
+        divided(tmp_path, kind, files)
+    runs = re.findall(r"(?:--split (?:'[^']*'|\"[^\"]*\"|[^\s'\"])+(?:(?<![,;:]) |$)?)+", str(caught.value))
+    assert runs, caught.value
+    for run in runs:
+        words = shlex.split(run.rstrip(" ,;:"))
+        assert words[::2] == ["--split"] * (len(words) // 2)
+        assert divided(tmp_path, kind, files, splits=words[1::2]).keys() == {word.split("=")[0] for word in words[1::2]}
+
+
 # --- samples without labels -------------------------------------------------------------------------
 
 
@@ -259,7 +434,23 @@ def test_a_test_split_without_labels_is_left_out(tmp_path, kind, caplog, missing
         data = [{"path": row["path"], "label": row["label"]} for row in data]
     files = {"train": data[:2], "test": data[2:]} if kind == "webdataset" else {"data": data}
     assert divided(tmp_path, kind, files) == {"train": "0 1"}
-    assert "1 entry (of a test split, without labels): test" in caplog.text
+    entries = f"2 entries (of a test split, without labels): data.{kind}: 2.jpg, data.{kind}: 3.jpg"
+    assert ("1 entry (of a test split, without labels): test.tar" if kind == "webdataset" else entries) in caplog.text
+
+
+@KINDS
+def test_samples_that_are_left_out_are_counted(tmp_path, kind, caplog):
+    data = rows("split", *((f"{i}.jpg", split) for i, split in enumerate(("train", "val", "test", "test"))))
+    data = [{**row, "label": "a"} for row in data]
+    where = tmp_path / "left_out.jsonl"
+    suffix = "tar" if kind == "webdataset" else kind
+    of_tar = "" if kind == "webdataset" else ".jpg"
+    for options in ([], ["train=train", "val=val"]):
+        divided(tmp_path, kind, {"data": data}, splits=options, left_out=where)
+        paths = [json.loads(line)["path"] for line in where.read_text().splitlines()]
+        assert paths == [f"data.{suffix}: 2{of_tar}", f"data.{suffix}: 3{of_tar}"]
+        where.unlink()
+    assert caplog.text.count("left out 2 entries (") == 2
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
