@@ -47,6 +47,8 @@ ABOUT = re.compile(
     r"(\.(md|txt|rst|html?|pdf|bib|cff))?",
     re.IGNORECASE,
 )
+SHEETS = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".jsonl", ".parquet", ".arrow", ".mat")  # may have labels of images
+SUBMISSION = re.compile("submission", re.IGNORECASE)  # in the name of a table that shows how to answer, as on Kaggle
 NAMED = 10  # paths that are named for each reason
 
 
@@ -69,6 +71,16 @@ def is_harmless(name: str) -> bool:
     return (is_hidden(name) or ABOUT.fullmatch(name) is not None) and not name.lower().endswith(
         (*EXTENSIONS, *ARCHIVES, *TABLES)
     )
+
+
+def is_submission(name: str) -> bool:
+    """Whether a table is a contest's example of an answer, such as `sample_submission.csv`: it has no labels."""
+    return SUBMISSION.search(name) is not None
+
+
+def may_have_labels(name: str) -> bool:
+    """Whether a file may be a table of labels of images beside it."""
+    return name.lower().endswith(SHEETS) and not is_submission(name)
 
 
 def is_folder(entry: os.DirEntry) -> bool:
