@@ -64,6 +64,8 @@ def doubt_root(
         return Doubt(why, likely=above.pop() if is_clear else None)
     tops = Counter(path.split("/")[0] for path, _ in folders)
     own = {path: count for path, count in folders if "/" not in path}
+    if len(tops) == 1 and not own:
+        return Doubt(f"{next(iter(tops))} would be the only class", likely=_likely_root(folders))
     if called := next((name for name in filter(is_split_name, tops) if not (name in known and name in own)), None):
         hold_images = sum(tops.values()) == len(tops) > 2 and called in own and not all(map(is_split_name, tops))
         return Doubt(f"{called} names a split, and would be a class", "split", is_slight=hold_images)
@@ -72,8 +74,6 @@ def doubt_root(
     if 2 * sum(own.values()) > sum(count for _, count in folders):  # a few folders below do not matter
         name = next((name for name in tops if name.lower() in OF_IMAGES), None)
         return Doubt(f"{name} would be a class") if name else None
-    if len(tops) == 1 and not own:
-        return Doubt(f"{next(iter(tops))} would be the only class", likely=_likely_root(folders))
     for top in sorted(top for top, count in tops.items() if count > 1):
         if len(inside := _groups([path for path, _ in folders if path.startswith(f"{top}/")])) > 1:
             why = f"{_some(inside)} would be one class, {top}"

@@ -6,7 +6,7 @@ import glob
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import SettingError, SourceError, WrongPathError
@@ -87,7 +87,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
         if not only:
             listing.rule.check_own_name(path)
         return {"train": [path]}
-    bare = [name for name in folders if name not in naming and not may_hold_samples(path / name)]  # logs, say
+    bare = _without_images(path, folders, naming)
     listing.left_out.add_all((str(path / name) for name in others), "beside the folders of splits")
     listing.left_out.add_all((str(path / name) for name in bare), "beside the folders of splits, without images")
     try:
@@ -99,6 +99,13 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
         if len(names) > 1:
             raise RootError(f"holds {len(names)} folders for {split}: {', '.join(names[:5])}", path)
     return {split: [path / names[0]] for split, names in divided.items()}
+
+
+def _without_images(path: Path, folders: Sequence[str], naming: Mapping[str, set[str]]) -> list[str]:
+    """List the folders without images that are no split's: `logs`; and `train_labels`, if `train` has images."""
+    empty = [name for name in folders if not may_hold_samples(path / name)]
+    filled = [naming[name] for name in naming if name not in empty]
+    return [name for name in empty if name not in naming or naming[name] in filled]
 
 
 def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[str, list[Path]]:

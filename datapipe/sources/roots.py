@@ -104,12 +104,17 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     folders = folders_in(source)
     are_flat = doubt is None or doubt.about == "parts" or (doubt.about == "level" and not doubt.likely)
     if not listing.rule.patterns:
-        if any(map(split_words, folders)):
-            texts, are_flat = _advise_splits(source, folders, listing, doubt is not None and root == source)
-        if doubt and root == source and doubt.likely:
+        is_above = doubt is not None and root == source
+        inner = next((name for name in folders if _holds_splits(source, name, listing)), "")
+        if is_above and doubt and doubt.likely:
             texts.append(f"if the class folders are in {quote(str(root / doubt.likely))}, give that")
-        elif doubt and root == source and doubt.about == "groups" and (found := find_root(source, ".", listing)):
-            texts.append(f"if its folders are groups of classes, type {_options({TRAIN: found.pattern})}")
+        elif any(map(split_words, folders)) or inner:
+            texts, are_flat = _advise_splits(source, folders, listing, is_above)
+            if inner:
+                texts = [f"if the data set is in {inner}, give {quote(str(source / inner))}", *texts[: 1 - are_flat]]
+                are_flat = False
+        elif is_above and doubt and doubt.about == "groups":
+            texts += _advise_groups(source, folders, listing)
         if isinstance(error, RootError) and error.as_it_is:
             if_so = "they are classes" if doubt and doubt.about == "parts" else "it is right as it is"
             texts.append(f"if {if_so}, type {error.as_it_is} (folders that hold the class folders)")
@@ -176,6 +181,23 @@ def _are_classes(source: Path, listing: Listing) -> bool:
     return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}
 
 
+def _holds_splits(source: Path, name: str, listing: Listing) -> bool:
+    """Whether a folder that is no split itself holds class folders for training in one that is called so."""
+    inside = [] if split_words(name) else filter(is_split_name, folders_in(source / name))
+    trains = (inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN})
+    return any(find_root(source, f"{name}/{inner}", listing) for inner in trains)
+
+
+def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
+    """Say how to take all folders as groups of classes, or those that hold class folders."""
+    if found := find_root(source, ".", listing):
+        return [f"if its folders are groups of classes, type {_options({TRAIN: found.pattern})}"]
+    roots = {name: root for name in folders if (root := find_root(source, name, listing))}
+    return [f"if the class folders are in {name}, type {_options({TRAIN: roots[name].pattern})}" for name in roots][
+        :NAMED
+    ]
+
+
 def _advise_splits(
     source: Path, folders: Sequence[str], listing: Listing, may_be_classes: bool
 ) -> tuple[list[str], bool]:
@@ -191,11 +213,6 @@ def _advise_splits(
         The texts, and whether some folders have no class folders.
     """
     named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in folders}
-    for name in (name for name in folders if not named[name]):
-        inside = folders_in(source / name)
-        if any(TRAIN in map(SPLIT_OF.get, split_words(inner)) and find_root(source, f"{name}/{inner}", listing)
-               for inner in filter(is_split_name, inside)):  # fmt: skip
-            return [f"if the data set is in {name}, give {quote(str(source / name))}"], False
     roots = {name: root for name in folders if (root := find_root(source, name, listing)) is not None}
     by_name = sorted(named, key=lambda name: (not is_split_name(name), name))
     names = {TRAIN: [name for name in by_name if TRAIN in named[name]]}

@@ -217,6 +217,18 @@ ADVISED = {
     "groups in splits": (["{train,val}/{Aves,Fungi}/{1,2}/1.jpg"], {},
                          {"--split train='train/*' --split val='val/*'": {"train": 4, "val": 4},
                           "--split train=train --split val=val": {"train": 4, "val": 4}}, "would be one class"),
+    "what archives become": (["training_set/training_set/{a,b}/1.jpg", "test_set/test_set/{a,b}/1.jpg"], {},
+                             {"--split train=training_set/training_set --split val=test_set/test_set":
+                              {"train": 2, "val": 2}}, "training_set would be the only class"),
+    "a copy in a folder": (["{train,val}/{a,b}/1.jpg", "x/{train,val}/{a,b}/1.jpg"], {},
+                           {"{root}/x": {"train": 2, "val": 2},
+                            "--split train=train --split val=val": {"train": 2, "val": 2}}, "and x does not"),
+    "Caltech-UCSD Birds": (["CUB/images/{1.Black,2.Foot}/1.jpg", "CUB/docs/1.png", "masks/{1.Black,2.Foot}/1.png"], {},
+                           {"--split train=masks": {"train": 2}, AS_CLASSES: {"train": 5}}, "would be one class, CUB"),
+    "malaria's cells": (["{a,b}/{1,2}.jpg", "x/{a,b}/{1,2}.jpg"], {},
+                        {"--split train=x": {"train": 4}, AS_CLASSES: {"train": 8}}, "would be one class, x"),
+    "a split in words": (["train [x]/{a,b}/1.jpg", "val 'y'/{a,b}/1.jpg", "extra/a/1.jpg"], {},
+                         {"--split train='train [[]x]' --split val=\"val 'y'\"": {"train": 2, "val": 2}}, "extra does"),
     "variants of a split": (["{train_mini,train,val}/{a,b}/1.jpg"], {},
                             {"--split train=train --split val=val": {"train": 2, "val": 2}}, "all of train"),
     "train and val of other classes": (["train/x/{a,b}/1.jpg", "val/c/1.jpg"], {},
@@ -287,14 +299,25 @@ def test_a_pattern_that_names_a_table(tmp_path):
 def test_folders_without_images_beside_splits_are_left_out(tmp_path, caplog):
     root = put(tmp_path / "raw", "{train,val}/{cat,dog}/1.jpg", "meta/train.txt", "devkit/data/{meta.mat,.x.jpg}")
     (root / "logs").mkdir()
+    put(root, "train_labels/1.txt")
     assert labelled(open_source(root)) == {"train": CAT_AND_DOG, "val": CAT_AND_DOG}
-    message = r"left out 3 entries \(beside the folders of splits, without images\): devkit, logs, meta"
+    message = r"left out 4 entries \(beside the folders of splits, without images\): devkit, logs, meta, train_l"
     assert re.search(message, caplog.text)
     with pytest.raises(SourceError, match=message.replace("left out ", "--strict: .*")):
         open_source(root, strict=True)
     put(root, "devkit/data/more.tar")
     with pytest.raises(SourceError, match="names a split, and devkit does not; type --split train=train --split val="):
         open_source(root)
+
+
+def test_an_example_of_an_answer_is_left_out(tmp_path, caplog):
+    root = put(tmp_path / "raw", "{train,test}/{1,2}.jpg", "sample_submission.csv")
+    (root / "train.csv").write_text(TRAIN_ROWS)
+    (root / "test.csv").write_text("path\ntest/1.jpg\n")
+    for splits in ([], ["train=train.csv"]):
+        assert len(open_source(root, splits=splits).splits["train"]) == 2
+        assert re.search("left out . entr.*: sample_submission.csv", caplog.text)
+        caplog.clear()
 
 
 @pytest.mark.parametrize(
