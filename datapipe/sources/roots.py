@@ -113,8 +113,9 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
             if inner:
                 texts = [f"if the data set is in {inner}, give {quote(str(source / inner))}", *texts[: 1 - are_flat]]
                 are_flat = False
-        elif is_above and doubt and doubt.about == "groups":
+        elif is_above and doubt and doubt.about in ("groups", "level"):
             texts += _advise_groups(source, folders, listing)
+            are_flat = not texts
         if isinstance(error, RootError) and error.as_it_is:
             if_so = "they are classes" if doubt and doubt.about == "parts" else "it is right as it is"
             texts.append(f"if {if_so}, type {error.as_it_is} (folders that hold the class folders)")

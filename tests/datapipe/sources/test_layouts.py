@@ -225,6 +225,8 @@ ADVISED = {
                             "--split train=train --split val=val": {"train": 2, "val": 2}}, "and x does not"),
     "Caltech-UCSD Birds": (["CUB/images/{1.Black,2.Foot}/1.jpg", "CUB/docs/1.png", "masks/{1.Black,2.Foot}/1.png"], {},
                            {"--split train=masks": {"train": 2}, AS_CLASSES: {"train": 5}}, "would be one class, CUB"),
+    "groups in a folder": (["data_256/{a/alley,a/apse/indoor,z/zoo,z/yard}/1.jpg"], {},
+                           {"--split train='data_256/*'": {"train": 4}, AS_CLASSES: {"train": 4}}, "only class"),
     "malaria's cells": (["{a,b}/{1,2}.jpg", "x/{a,b}/{1,2}.jpg"], {},
                         {"--split train=x": {"train": 4}, AS_CLASSES: {"train": 8}}, "would be one class, x"),
     "a split in words": (["train [x]/{a,b}/1.jpg", "val 'y'/{a,b}/1.jpg", "extra/a/1.jpg"], {},
