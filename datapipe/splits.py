@@ -247,14 +247,14 @@ def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
     groups[VAL] = [name for name in known if known[name] == as_val]
     rest = "(patterns, any number of them); what no --split names is left out"
     if groups[TRAIN] and groups[VAL]:
-        options = _options(groups, [*silent, *(name for name in known if known[name] not in (TRAIN, as_val))])
+        options = split_options(groups, [*silent, *(name for name in known if known[name] not in (TRAIN, as_val))])
         return f"type {options} {rest}" if options else CHOOSE
     other = VAL if groups[TRAIN] else TRAIN
-    options = _options({split: its or list(silent) for split, its in groups.items()}, [])
+    options = split_options({split: its or list(silent) for split, its in groups.items()}, [])
     return f"if they are {other} type {options} {rest}" if options else CHOOSE
 
 
-def _options(groups: Mapping[str, list[str]], others: Sequence[str]) -> str:
+def split_options(groups: Mapping[str, list[str]], others: Sequence[str]) -> str:
     """Return `--split` options that name the names of each split, and no others; "" where few patterns do not."""
     words = []
     for split, names in groups.items():

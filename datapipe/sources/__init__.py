@@ -29,7 +29,8 @@ from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
 from ..splits import SplitRule, split_words
-from .listing import Listing, advise, is_folder, is_hidden, is_image
+from .file_names import advise, is_hidden, is_image
+from .listing import Listing, is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ SAMPLES = {
 }
 NAMED = 5  # classes that a message names
 LOOKED_AT = 100  # entries of a folder, to see whether it holds folders
+MAX_DEPTH = 3  # of folders in which a data set of another kind is looked for
 
 
 class Samples(Protocol):
@@ -180,7 +182,7 @@ def open_source(
     try:
         source = module.load(path, kind, listing)
     except (DatapipeError, SettingError) as error:
-        if is_found and kind != "imagefolder" and (folder := _class_folder(path)):
+        if is_found and kind != "imagefolder" and (folder := class_folder(path)):
             error.add_note(f"it was taken for {kind}: if {folder} is a class or a split, type --kind imagefolder")
         raise
     if left_out is not None:
@@ -189,14 +191,15 @@ def open_source(
         if not len(samples):
             more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
             others = chain.from_iterable(listing.left_out.paths(path).values())
-            raise SourceError(f"split {name} holds no images{more}{advise(others)}", path=path)
+            advice = (_advise_below(path) if is_found else "") or advise(others)
+            raise SourceError(f"split {name} holds no images{more}{advice}", path=path)
     _check_names(path, source)
     _check_classes(path, source)
     listing.report(path, strict)
     return source
 
 
-def _class_folder(path: Path) -> str | None:
+def class_folder(path: Path) -> str | None:
     """Find a folder in a source that may be a class, or a split: it holds folders of images, or is one of several."""
     folders = _folders(path) if path.is_dir() else []
     for folder in folders:
@@ -204,6 +207,19 @@ def _class_folder(path: Path) -> str | None:
             return folder.name
     others = [folder.name for folder in folders if not split_words(folder.name) and _holds_images(folder)]
     return others[0] if len(others) > 1 else None  # train/ and test/ may hold the images of a table
+
+
+def _advise_below(path: Path) -> str:
+    """Say which folder below one without images holds a data set of another kind, such as MNIST/raw; "": none."""
+    folders = [path]
+    for _ in range(MAX_DEPTH):
+        folders = [inner for folder in folders for inner in _folders(folder)][:LOOKED_AT]
+        for folder in folders:
+            with suppress(OSError, DatapipeError):
+                kind = next(kind for module in map(_module, MODULES) if (kind := module.detect(folder)))
+                if kind != "imagefolder":
+                    return f"; a data set of the kind {kind} lies in {folder}: give that"
+    return ""
 
 
 def _folders(path: Path) -> list[Path]:

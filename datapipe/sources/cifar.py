@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import SourceError
-from . import Source, numbered
-from .listing import Listing, is_folder, is_hidden
+from . import Source, class_folder, numbered
+from .file_names import is_hidden
+from .listing import Listing, is_folder
 from .pickled import Array, read_pickle
 from .unpacked import members, read_file
 
@@ -41,8 +42,12 @@ MAX_BYTES = 1 << 30  # of all files in an archive, which has 180 MB, or of a fil
 def detect(path: Path) -> str | None:
     if not path.is_dir() and not path.name.lower().startswith("cifar"):  # another archive is not CIFAR's
         return None
-    names = {Path(name).name for name, _ in _Archive(path).files(set())}
-    return next((kind for (kind, _), layout in LAYOUTS.items() if _has(names, layout)), None)
+    archive = _Archive(path)
+    names = {Path(name).name for name, _ in archive.files(set())}
+    kind, version = next((place for place, layout in LAYOUTS.items() if _has(names, layout)), (None, ""))
+    if (kind, version) == ("cifar100", "python") and archive.path.is_dir() and class_folder(archive.path):
+        return None  # lists called train, test and meta are as likely as its files
+    return kind
 
 
 def _has(names: Set[str], layout: _Layout) -> bool:

@@ -3,61 +3,104 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..splits import is_split_name
+from ..splits import KINDS, is_split_name
 
 # Folders of images, whatever they show, and of what lies beside them: no classes.
 OF_IMAGES = {"images", "image", "imgs", "img", "jpg", "jpeg", "jpegs", "png", "pngs", "jpegimages"}
+# What the parts of one set of images are called, before their number or letter.
+PARTS = re.compile(f"{KINDS}|parts?|batch(es)?|chunks?|folds?|cv|subsets?|archives?|zips?|vol(ume)?s?|dirs?")
+WNID = re.compile(r"n[0-9]{8}")  # a class of ImageNet's
+NUMBER = re.compile("[0-9]+")
+NUMBER_OR_LETTER = re.compile("[0-9]+|(?<=[-_ ])[a-z]$")
 NAMED = 3  # folders that a message names
 
 
 class Doubt(NamedTuple):
-    """Why a folder does not look like the folder of class folders."""
+    """Why a folder does not look like the folder of class folders.
+
+    `about`: "split", a folder that would be a class is called as a split; "parts", all may be parts of one set of
+    images; "groups", they may be groups of classes; "level", it may lie above or below the right one.
+    """
 
     why: str
+    about: str = "level"
     likely: str | None = None  # path of the folder that looks right
     is_slight: bool = False  # since each of its folders holds images itself
-    names_split: bool = False  # a folder that would be a class: it may be one where the splits are known
 
 
-def doubt_root(folders: Sequence[tuple[str, int]]) -> Doubt | None:
+def doubt_root(
+    folders: Sequence[tuple[str, int]], tables: Sequence[str] = (), known: Collection[str] = ()
+) -> Doubt | None:
     """Doubt that a folder is the folder of class folders.
 
     It may be one level too high (splits, folds or groups of classes, or a folder around all) or too low (a folder of
-    images in a class). Class folders with one folder of images in each, such as class/images/1.jpg, are right.
+    images in a class, or numbered parts of one). Class folders with one folder of images in each, such as
+    class/images/1.jpg, are right.
 
     Args:
         folders: Paths below it of the folders that hold images, and their numbers of images.
+        tables: Names of the tables beside them, which may have the labels.
+        known: Folders that are classes, since each split has them.
 
     Returns:
         The doubt; None if it looks right.
 
     >>> doubt_root([("raw/train/cat", 9), ("raw/train/dog", 8)])
-    Doubt(why='raw/train names a split, below what would be a class', likely='raw', is_slight=False, names_split=False)
+    Doubt(why='raw/train names a split, below what would be a class', about='level', likely='raw', is_slight=False)
     >>> doubt_root([("photo/images/cat", 9), ("photo/images/dog", 8), ("sketch/images/cat", 7)]).why
     'photo/images/cat, photo/images/dog would be one class, photo'
+    >>> doubt_root([("part_1", 9), ("part_2", 8)]).why
+    'part_1, part_2 may be parts of one set of images, and would be classes'
     """
     if named := list(dict.fromkeys(filter(None, map(_split_below, (path for path, _ in folders))))):
         above = {os.path.dirname(path) for path in named}
         why = f"{named[0]} names a split, below what would be a class"
-        return Doubt(why, above.pop() if len(above) == 1 else None)
+        is_clear = len(above) == 1 and not above & {path for path, _ in folders}
+        return Doubt(why, likely=above.pop() if is_clear else None)
     tops = Counter(path.split("/")[0] for path, _ in folders)
-    if called := next(filter(is_split_name, tops), None):
-        holds_images = sum(tops.values()) == len(tops) > 2 and any(path == called for path, _ in folders)
-        return Doubt(f"{called} names a split, and would be a class", None, holds_images, names_split=True)
     own = {path: count for path, count in folders if "/" not in path}
+    if len(tops) == 1 and not own:
+        return Doubt(f"{next(iter(tops))} would be the only class", likely=_likely_root(folders))
+    if called := next((name for name in filter(is_split_name, tops) if not (name in known and name in own)), None):
+        hold_images = sum(tops.values()) == len(tops) > 2 and called in own and not all(map(is_split_name, tops))
+        return Doubt(f"{called} names a split, and would be a class", "split", is_slight=hold_images)
+    if doubt := _doubt_parts(tops, tables, known):
+        return doubt
     if 2 * sum(own.values()) > sum(count for _, count in folders):  # a few folders below do not matter
         name = next((name for name in tops if name.lower() in OF_IMAGES), None)
         return Doubt(f"{name} would be a class") if name else None
-    if len(tops) == 1 and not own:
-        return Doubt(f"{next(iter(tops))} would be the only class", _likely_root(folders))
     for top in sorted(top for top, count in tops.items() if count > 1):
         if len(inside := _groups([path for path, _ in folders if path.startswith(f"{top}/")])) > 1:
             why = f"{_some(inside)} would be one class, {top}"
-            return Doubt(why, _likely_root(folders), 1 < len(own) == len(tops))
+            return Doubt(why, "groups", _likely_root(folders), 1 < len(own) == len(tops))
+    return None
+
+
+def _doubt_parts(tops: Counter[str], tables: Sequence[str], known: Collection[str]) -> Doubt | None:
+    """Doubt folders of images that differ by a number, if they are called as parts, or a table may have their labels.
+
+    Without either, `1` and `2`, or `s1` and `s2`, are classes; and so are ImageNet's, such as `n01440764`.
+    """
+    stems: dict[str, list[str]] = {}
+    for name in sorted(tops):
+        stem = NUMBER_OR_LETTER.sub("", name.lower())
+        words = re.findall("[a-z]+", stem)
+        if words and PARTS.fullmatch(words[-1]) and stem != name.lower() and tops[name] == 1:
+            stems.setdefault(stem, []).append(name)
+    parts = next((names for names in stems.values() if len(names) > 1 or len(tops) == 1), None)
+    if parts:
+        what, would = ("parts", "classes") if len(parts) > 1 else ("a part", "a class")
+        return Doubt(f"{_some(parts)} may be {what} of one set of images, and would be {would}", "parts")
+    numbered = len({NUMBER.sub("", name) for name in tops}) == 1 < len(tops) == sum(tops.values())
+    if numbered and tables and not tops.keys() <= set(known) and not all(map(WNID.fullmatch, tops)):
+        names = _some(sorted(tops))
+        return Doubt(f"{names} differ by a number alone, and may be parts of one set, of whose images {_some(tables)} "
+                     "may have the labels", "parts")  # fmt: skip
     return None
 
 

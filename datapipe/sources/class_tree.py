@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from os.path import relpath
 from pathlib import Path
-from shlex import quote
 
 import numpy as np
 
 from ..errors import SourceError
 from ..fsio import side_by_side
-from ..splits import split_words
-from .class_folders import OF_IMAGES, doubt_root
+from .class_folders import Doubt, doubt_root
+from .file_names import EXTENSIONS, advise, is_harmless, is_hidden, is_image, may_have_labels
 from .files import Files
 from .labels import SAME_LOOK, alike
-from .listing import EXTENSIONS, HIDDEN, LeftOut, advise, is_folder, is_harmless, is_hidden, is_image
+from .listing import HIDDEN, LeftOut, is_folder
 from .paths import follow, is_inside, opened, real_path, real_path_of, refused
 
 logger = logging.getLogger(__name__)
@@ -29,17 +26,15 @@ MAX_DEPTH = 100  # of folders in a class folder
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def advise_flat(folder: Path) -> str:
-    """Say what a folder of images without class folders may be, and what to give then."""
-    table = "if a table has their classes, give that, a CSV file with the columns path, label and, if need be, split"
-    if folder.name.lower() in OF_IMAGES or split_words(folder.name):
-        return table
-    return f"if it is a class folder itself, give {folder.parent}; {table}"
+class RootError(SourceError):
+    """A folder is not, or may not be, the one of class folders: `why`, and the doubt, if it is one.
 
+    `as_it_is`: what to type if it is right all the same.
+    """
 
-def _options(source: Path, roots: Mapping[str, Path]) -> str:
-    """Return `--split` options that name the folder of each split's class folders."""
-    return " ".join(f"--split {split}={quote(glob.escape(relpath(root, source)))}" for split, root in roots.items())
+    def __init__(self, why: str, path: Path, doubt: Doubt | None = None, as_it_is: str = "") -> None:
+        super().__init__(f"{why}; {LAYOUT}", path=path)
+        self.why, self.doubt, self.as_it_is = why, doubt, as_it_is
 
 
 @dataclass(frozen=True)
@@ -62,6 +57,7 @@ class ClassTree:
     root: Path
     bounds: str | None
     classes: dict[str, _Class]
+    beside: Sequence[str] = ()  # names of files
 
     @classmethod
     def scan(cls, root: Path, bounds: str | None, left_out: LeftOut) -> ClassTree:
@@ -78,30 +74,28 @@ class ClassTree:
             The class folders.
 
         Raises:
-            SourceError: There are none, or links lead out of `bounds`.
+            RootError: There are none, or images beside them.
+            SourceError: Links lead out of `bounds`.
         """
         with opened(str(root), bounds) as fd:
             with refused(str(root)):
                 entries = sorted(os.scandir(fd), key=lambda entry: entry.name)
             names = [entry.name for entry in entries if not is_hidden(entry.name)]
             if image := next(filter(is_image, names), None):
-                message = f"lies beside the class folders, not in one; {LAYOUT}"
-                if not any(is_folder(entry) for entry in entries if entry.name in set(names)):
-                    message += f"; {advise_flat(root)}"
+                why = "lies beside the class folders, not in one"
                 if image.startswith("ILSVRC2012_val_"):
-                    message += f"; with ImageNet's devkit or Kaggle's LOC_val_solution.csv in {root.parent}, give that"
-                raise SourceError(message, path=root / image)
+                    why += f"; with ImageNet's devkit or Kaggle's LOC_val_solution.csv in {root.parent}, give that"
+                raise RootError(why, root / image)
             listed = side_by_side(lambda name: _list_class(name, fd, root, bounds), names)
             left_out.add_entries(root, HIDDEN, hidden_only=True)
         classes = {name: content for name, content in zip(names, listed, strict=True) if content is not None}
-        for name in names:
-            if name not in classes:
-                left_out.add(str(root / name), "beside the class folders")
+        beside = [name for name in names if name not in classes]
+        left_out.add_all((str(root / name) for name in beside), "beside the class folders")
         if not classes:
-            raise SourceError(f"holds no class folders{advise(names)}; {LAYOUT}", path=root)
+            raise RootError(f"holds no class folders{advise(names)}", root)
         if pair := alike(classes):
             raise SourceError(f"holds two class folders that {SAME_LOOK}: {pair[0]!a}, {pair[1]!a}", path=root)
-        return cls(root, bounds, classes)
+        return cls(root, bounds, classes, beside)
 
     @classmethod
     def merged(cls, source: Path, trees: list[ClassTree]) -> ClassTree:
@@ -120,37 +114,14 @@ class ClassTree:
         """Return the names of the classes."""
         return list(self.classes)
 
-    def check_root(
-        self, source: Path | None = None, roots: Mapping[str, Path] | None = None, is_chosen: bool = False
-    ) -> None:
-        """Raise SourceError if the root does not look like the folder of class folders; warn if the user chose it.
+    def filled(self) -> set[str]:
+        """Return the names of the classes that have images."""
+        return {name for name, content in self.classes.items() if content.folders}
 
-        Args:
-            source: What the user has given (default: the root).
-            roots: The folder of each split's class folders below it (default: this root, of train).
-            is_chosen: Whether the user has said that it is the root.
-        """
-        doubt = doubt_root(
-            [(path, len(images)) for content in self.classes.values() for path, images in content.folders]
-        )
-        if doubt is None:
-            return
-        if is_chosen or (doubt.is_slight and not (doubt.names_split and self.root == source)):
-            logger.warning("%s: is taken for the folder of class folders, and %s", self.root, doubt.why)
-            return
-        source, roots = source or self.root, roots or {"train": self.root}
-        likely = self.root / doubt.likely if doubt.likely else None
-        if likely and len(roots) > 1:
-            of_split = {split: root / likely.relative_to(self.root) for split, root in roots.items()}
-            of_split = {split: folder if folder.is_dir() else roots[split] for split, folder in of_split.items()}
-            advice = f"if the class folders are in {likely}, type {_options(source, of_split)}; "
-        else:
-            advice = f"if the class folders are in {likely}, give that; " if likely else ""
-        raise SourceError(
-            f"does not look like the folder of class folders: {doubt.why}; {advice}if it is right as it is, type "
-            f"{_options(source, roots)} (folders that hold the class folders); {LAYOUT}",
-            path=self.root,
-        )
+    def doubt(self, beside: Iterable[str] = (), known: Collection[str] = ()) -> Doubt | None:
+        """Doubt that the root is the folder of class folders: see `doubt_root`. `beside`: more files beside it."""
+        folders = [(path, len(images)) for content in self.classes.values() for path, images in content.folders]
+        return doubt_root(folders, [name for name in (*self.beside, *beside) if may_have_labels(name)], known)
 
     def samples(self, label_of: Mapping[str, int], left_out: LeftOut) -> Files:
         """Return the samples by class, folder and name. Raises SourceError for a class folder without a label."""

@@ -24,9 +24,10 @@ from ..console import format_count, printable
 from ..errors import SourceError
 from ..splits import SPLIT_OF, TRAIN, split_words
 from . import Source
+from .file_names import EXTENSIONS, is_hidden, is_submission
 from .files import Files
 from .labels import check_same_classes, number_labels
-from .listing import EXTENSIONS, Listing, is_folder, is_hidden
+from .listing import Listing, is_folder
 from .parts import Listed, choose_files, divide, pick
 from .paths import is_inside, opened, real_path
 from .split_columns import Columns, Part, Said
@@ -50,7 +51,7 @@ def detect(path: Path) -> str | None:
 
 def _tables(folder: Path) -> list[str]:
     names = (entry.name for entry in os.scandir(folder))
-    return sorted(name for name in names if name.lower().endswith(".csv") and not is_hidden(name))
+    return sorted(n for n in names if n.lower().endswith(".csv") and not is_hidden(n) and not is_submission(n))
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:

@@ -19,8 +19,9 @@ import numpy as np
 from ..errors import SourceError
 from ..memory import allowed_bytes
 from . import Pixels, Source, numbered
+from .file_names import is_hidden
 from .labels import number_labels
-from .listing import Listing, is_hidden
+from .listing import Listing
 from .paths import opened
 
 IMAGES = re.compile(r".+-images[-.]idx3-ubyte(\.gz)?")

@@ -6,16 +6,21 @@ import glob
 import itertools
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import SourceError, WrongPathError
+from ..errors import SettingError, SourceError, WrongPathError
 from ..splits import SPLIT_OF, AmbiguousSplitError, have_twins, is_split_name, split_words
 from . import Source
-from .class_tree import LAYOUT, ClassTree, advise_flat
+from .class_tree import LAYOUT, ClassTree, RootError
+from .file_names import advise, is_hidden
 from .labels import number_labels, out_of_order
-from .listing import Listing, advise, is_folder, is_hidden, is_image
+from .listing import Listing
+from .roots import advise_roots, check_roots, folders_in, may_hold_samples
 
 logger = logging.getLogger(__name__)
+
+FILES = {"csv": ".csv", "parquet": ".parquet", "webdataset": ".tar"}  # by kind: what --split may name instead
 
 
 def detect(path: Path) -> str:
@@ -26,12 +31,11 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     if not path.is_dir():
         more = f"{advise([path.name])}; {LAYOUT}"
         raise WrongPathError(f"is not a folder, and not an archive that datapipe knows{more}", path=path)
-    roots = _split_roots(path, listing)
-    listing.count_beside(path, roots)
-    trees = {split: _scan(path, of_split, listing) for split, of_split in roots.items()}
-    if not listing.rule.patterns:
-        for tree in trees.values():
-            tree.check_root(path, {split: folder for split, (folder,) in roots.items()})
+    try:
+        trees = _list_trees(path, listing)
+    except RootError as error:
+        error.message = f"{error.why}{advise_roots(path, listing, error)}; {LAYOUT}"
+        raise
     first = trees["train"] if "train" in trees else next(iter(trees.values()))
     if listing.labels == "numbers":
         names = sorted({name for tree in trees.values() for name in tree.classes})
@@ -52,57 +56,70 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     return Source(kind, classes, {split: tree.samples(label_of, listing.left_out) for split, tree in trees.items()})
 
 
+def _list_trees(path: Path, listing: Listing) -> dict[str, ClassTree]:
+    """List the class folders of each split. Raises RootError if they are not where they should be."""
+    roots = _split_roots(path, listing)
+    listing.count_beside(path, roots)
+    bounds = None if listing.outside else str(path)
+    trees = {
+        split: [ClassTree.scan(root, bounds, listing.left_out) for root in of_split]
+        for split, of_split in roots.items()
+    }
+    check_roots(path, trees, is_chosen=bool(listing.rule.patterns))
+    return {split: trees[0] if len(trees) == 1 else ClassTree.merged(path, trees) for split, trees in trees.items()}
+
+
 def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
     """Find the folders that hold each split's class folders: one each, unless the user names more."""
-    entries = [entry for entry in os.scandir(path) if not is_hidden(entry.name)]
-    folders = sorted(entry.name for entry in entries if not is_image(entry.name) and is_folder(entry))
-    if patterns := listing.rule.patterns:
-        chosen = {
-            name for _, pattern in patterns for name in glob.glob(pattern, root_dir=path) if (path / name).is_dir()
-        }
-        others = {name for name in folders if not any(inside.split("/")[0] in (name, ".") for inside in chosen)}
-        divided = listing.divide(sorted(chosen | others), path)
-        return {split: [path / name for name in names] for split, names in divided.items()}
+    folders = folders_in(path)
+    if listing.rule.patterns:
+        return _chosen_roots(path, folders, listing)
+    others = sorted(entry.name for entry in os.scandir(path) if not is_hidden(entry.name) and entry.name not in folders)
     if not folders:
-        more = f"; {advise_flat(path)}" if any(is_image(entry.name) for entry in entries) else ""
-        raise SourceError(f"holds no class folders{more}{advise(e.name for e in entries)}; {LAYOUT}", path=path)
+        raise RootError(f"holds no class folders{advise(others)}", path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
     only = [name for name in naming if is_split_name(name)]
     all_name_splits = len(naming) == len(folders) > 0 and len(set().union(*naming.values())) > 1
     # A class may be called "test tube": then it lies beside others, and holds images, not classes.
     if not (
         all_name_splits or len(only) == len(folders) > 0 or len(only) > 1 or have_twins(naming)
-        or any(_holds_folders(path / name) for name in naming)
+        or any(folders_in(path / name) for name in naming)
     ):  # fmt: skip
         if not only:
             listing.rule.check_own_name(path)
         return {"train": [path]}
-    for entry in entries:
-        if entry.name not in folders:
-            listing.left_out.add(str(path / entry.name), "beside the folders of splits")
+    bare = _without_images(path, folders, naming)
+    listing.left_out.add_all((str(path / name) for name in others), "beside the folders of splits")
+    listing.left_out.add_all((str(path / name) for name in bare), "beside the folders of splits, without images")
     try:
-        divided = listing.divide(folders, path)
+        divided = listing.divide([name for name in folders if name not in bare], path)
     except AmbiguousSplitError as error:
-        error.message += "; if all are class folders type --split train=."
+        error.message = f"{error.why}{advise_roots(path, listing, error)}"
         raise
     for split, names in divided.items():
         if len(names) > 1:
-            raise SourceError(
-                f"holds {len(names)} folders for {split}: {', '.join(names[:5])}; say with --split train=FOLDER and "
-                "--split val=FOLDER what to take (both options may be given several times)",
-                path=path,
-            )
+            raise RootError(f"holds {len(names)} folders for {split}: {', '.join(names[:5])}", path)
     return {split: [path / names[0]] for split, names in divided.items()}
 
 
-def _scan(path: Path, roots: list[Path], listing: Listing) -> ClassTree:
-    """List the class folders of a split."""
-    trees = [ClassTree.scan(root, None if listing.outside else str(path), listing.left_out) for root in roots]
-    for tree in trees if listing.rule.patterns else ():
-        tree.check_root(is_chosen=True)
-    return trees[0] if len(trees) == 1 else ClassTree.merged(path, trees)
+def _without_images(path: Path, folders: Sequence[str], naming: Mapping[str, set[str]]) -> list[str]:
+    """List the folders without images that are no split's: `logs`; and `train_labels`, if `train` has images."""
+    empty = [name for name in folders if not may_hold_samples(path / name)]
+    filled = [naming[name] for name in naming if name not in empty]
+    return [name for name in empty if name not in naming or naming[name] in filled]
 
 
-def _holds_folders(path: Path) -> bool:
-    with os.scandir(path) as entries:
-        return any(not is_image(entry.name) and not is_hidden(entry.name) and is_folder(entry) for entry in entries)
+def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[str, list[Path]]:
+    """Find the folders that the user's patterns name."""
+    chosen = set()
+    for _, pattern in listing.rule.patterns:
+        names = glob.glob(pattern, root_dir=path)
+        found = {name for name in names if (path / name).is_dir()}
+        chosen |= found
+        kinds = {kind for name in names for kind, suffix in FILES.items() if name.lower().endswith(suffix)}
+        if kinds and not found:
+            raise SettingError(f"split: {pattern!r} names files in {path}, not folders of class folders; to read them, "
+                               f"add --kind {min(kinds)}")  # fmt: skip
+    others = {name for name in folders if not any(inside.split("/")[0] in (name, ".") for inside in chosen)}
+    divided = listing.divide(sorted(chosen | others), path)
+    return {split: [path / name for name in names] for split, names in divided.items()}

@@ -25,10 +25,12 @@ from ..splits import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
 from .archive_members import ArchiveMembers, ListedArchive, join
 from .class_tree import ClassTree
+from .file_names import is_hidden, is_image, is_in_hidden
 from .files import Files
 from .imagenet_labels import DEVKITS, LABELS, SOLUTION, TRAIN_SOLUTION, ValLabels, read_labels
-from .listing import HIDDEN, LeftOut, Listing, is_hidden, is_image, is_in_hidden
+from .listing import HIDDEN, LeftOut, Listing
 from .paths import opened
+from .roots import check_roots
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 CLASS_TAR = re.compile(r"(n\d{8})\.tar")
@@ -85,7 +87,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         classes, splits["val"] = images.labelled(known, classes, bounds, listing.left_out)
     elif "val" in names:
         tree = ClassTree.scan(path / "val", bounds, listing.left_out)
-        tree.check_root()
+        check_roots(path, {"val": [tree]})
         classes = classes or tree.names()
         splits["val"] = tree.samples({name: label for label, name in enumerate(classes)}, listing.left_out)
     if not splits:
@@ -148,7 +150,7 @@ def _train(path: Path, bounds: str | None, left_out: LeftOut) -> tuple[list[str]
             left_out.add(str(folder / name), "beside the class tars")
     elif folder.is_dir():
         tree = ClassTree.scan(folder, bounds, left_out)
-        tree.check_root()
+        check_roots(path, {"train": [tree]})
         return tree.names(), tree.samples({name: label for label, name in enumerate(tree.names())}, left_out)
     else:
         return [], None

@@ -10,7 +10,8 @@ from pathlib import Path
 from ..dataset.manifest import MANIFEST
 from ..errors import SourceError
 from ..splits import split_words
-from .listing import EXTENSIONS, Listing, is_folder, is_hidden, is_image
+from .file_names import EXTENSIONS, is_hidden, is_image
+from .listing import Listing, is_folder
 
 PARTITION = re.compile(r"[^=]+=.*")  # a folder as Hive and Spark name it
 LOOKED_AT = 8  # entries of a folder, to see what it holds

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..console import format_count
-from ..splits import SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, _options, is_split_name, split_words
+from ..splits import SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, split_options, split_words
 
 logger = logging.getLogger(__name__)
 
@@ -143,4 +143,4 @@ def _options_of(said: Mapping[str, str], typed: Mapping[str, str]) -> str:
     groups = {split: [typed.get(name, name) for name in said if said[name] == split] for split in (TRAIN, VAL, TEST)}
     test = groups.pop(TEST)
     groups[VAL] = groups[VAL] or test
-    return _options(groups, []) or "--split train=PATTERN --split val=PATTERN"
+    return split_options(groups, []) or "--split train=PATTERN --split val=PATTERN"

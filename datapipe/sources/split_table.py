@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, _options, is_split_name
+from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, split_options
 from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column, splits_of
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class SplitTable:
                     split: [file for file, of_file in files.items() if of_file == split] for split in (TRAIN, VAL)
                 }
                 groups[VAL] = groups[VAL] or [file for file, of_file in files.items() if of_file == TEST]
-                by_file = _options(groups, []) or "--split train=FILE --split val=FILE"
+                by_file = split_options(groups, []) or "--split train=FILE --split val=FILE"
                 raise AmbiguousSplitError(
                     self._source,
                     f"{part.file} has rows whose {column} is {row[column]!r}",
@@ -249,6 +249,5 @@ def _of_values(column: str, train: Sequence[str], val: Sequence[str]) -> str:
         split: [f"{column}={value}" for value in values if value.lower() == values[0].lower()]
         for split, values in ((TRAIN, train), (VAL, val))
     }
-    return (
-        _options(groups, []) or f"--split train={shlex.quote(column)}=PATTERN --split val={shlex.quote(column)}=PATTERN"
-    )
+    name = shlex.quote(column)
+    return split_options(groups, []) or f"--split train={name}=PATTERN --split val={name}=PATTERN"

@@ -17,9 +17,10 @@ from ..formats.naming import IMAGES, LABEL_FIELDS, LABELS, read_fields, split_na
 from ..formats.tar_listing import Member, list_members
 from . import Source
 from .archive_members import ListedArchive, join
+from .file_names import is_in_hidden
 from .labels import number_labels
 from .large_files import has_large_files, large_files
-from .listing import Listing, is_in_hidden
+from .listing import Listing
 from .parts import Listed, choose_files, divide, pick
 from .paths import opened
 from .split_columns import Columns, Part, Said

@@ -36,11 +36,15 @@ LAYOUTS = {
         ["train/0000.parquet", "test/0000.parquet"],
     ],
     "csv": [["train.csv", "images/1.jpg"], ["train.csv", "val.csv", "test.csv", "a/1.jpg", "b/1.jpg"],
-            ["Train.csv", "Val.csv", "i/1.jpg"], ["TRN_labels.CSV", "a/1.jpg"]],
+            ["Train.csv", "Val.csv", "i/1.jpg"], ["TRN_labels.CSV", "a/1.jpg"],
+            ["train.csv", "test.csv", "sample_submission.csv", "train/1.jpg"]],
     "imagefolder": [
         ["a/1.jpg", "b/1.jpg"],
         ["train/a/1.jpg", "val/a/1.jpg"],
         ["train/a/1.jpg", "test/a/1.jpg", "meta/train.txt"],  # called as files of CIFAR-100
+        ["train/a/1.jpg", "test/a/1.jpg", "meta"],
+        ["train/a/1.jpg", "val/a/1.jpg", "test", "meta"],
+        ["a/1.jpg", "b/1.jpg", "train", "test", "meta"],
         ["train/a/1.jpg", "val/a/1.jpg", "train.tar", "val.tar.gz", "all.parquet", "labels.csv"],  # left beside
         ["train/a/1.jpg", "train/a.tar", "train/a.parquet"],
         [f"train/{WNID}/1.JPEG", f"val/{WNID}/1.JPEG"],
@@ -84,7 +88,7 @@ def test_a_folder_is_of_one_kind(tmp_path, monkeypatch, kind, files):
     put(tmp_path, [*files, ".hidden.tar", ".hidden.parquet", ".hidden.csv"])
     found = kinds(tmp_path)
     assert found[0] == kind and set(found) <= {kind, "imagefolder"} | ({"webdataset"} if kind == "imagenet" else set())
-    assert len(scanned) <= 20 and not any(path.endswith(WNID) for path in scanned)
+    assert len(scanned) <= 24 and not any(path.endswith(WNID) for path in scanned)
 
 
 @pytest.mark.parametrize(("kind", "name"), FILE_CASES)

@@ -1,10 +1,12 @@
 """Folders of images as people have them: each is read rightly, or refused with what to type."""
 
 import logging
+import re
+import shlex
 
 import pytest
 
-from datapipe.errors import SourceError
+from datapipe.errors import SettingError, SourceError
 from datapipe.sources import open_source
 
 
@@ -27,6 +29,22 @@ def labelled(source):
         split: [f"{source.classes[label]}: {samples.names[i]}" for i, label in enumerate(samples.labels.tolist())]
         for split, samples in source.splits.items()
     }
+
+
+def advised(message):
+    """What a message says to type: each as the words of a command, options or a folder."""
+    folders = re.findall("are in ([^;]*), give that| lies in ([^;]*): give that", message)
+    typed = re.findall("(?:type|give) ((?:--|/|').*?)(?: [(](?:patterns|folders)| if |;|$)", message)
+    return [shlex.split(text) for text in (*map("".join, folders), *typed)]
+
+
+def open_advised(root, words):
+    """Open a source as a message has said."""
+    if not words[0].startswith("--"):
+        return open_source(words[0])
+    given = list(zip(words[::2], words[1::2], strict=True))
+    kind = dict(given).get("--kind", "auto")
+    return open_source(root, kind, splits=[value for option, value in given if option == "--split"])
 
 
 CAT_AND_DOG = ["cat: cat/1", "dog: dog/1"]
@@ -70,6 +88,15 @@ READ = {
                              {"train": CAT_AND_DOG, "val": CAT_AND_DOG}),
     "a root that looks wrong, by hand": (["{a,b}/{x,y}/1.jpg"], ["train=."],
                                          {"train": [f"{c}: {c}/{d}/1" for c in "ab" for d in "xy"]}),
+    "classes that are numbers": (["{1,2}/1.jpg"], [], {"train": ["1: 1/1", "2: 2/1"]}),
+    "ORL faces": (["s{1,2}/1.png", "README"], [], {"train": ["s1: s1/1", "s2: s2/1"]}),
+    "numbered classes": (["class_{1,2}/1.jpg"], [], {"train": ["class_1: class_1/1", "class_2: class_2/1"]}),
+    "ImageNet's ids beside a table": (["n0144076{4,5}/1.jpg", "noisy.csv"], [],
+                                      {"train": [f"n0144076{i}: n0144076{i}/1" for i in (4, 5)]}),
+    "numbers beside an example of an answer": (["{1,2}/1.jpg", "sample_submission.csv"], [],
+                                               {"train": ["1: 1/1", "2: 2/1"]}),
+    "numbers in each split beside a table": (["{train,val}/{1,2}/1.jpg", "names.csv"], [],
+                                             {split: ["1: 1/1", "2: 2/1"] for split in ("train", "val")}),
     "only a test split": (["test/{cat,dog}/1.jpg"], [], {"val": CAT_AND_DOG}),
 }  # fmt: skip
 
@@ -115,8 +142,8 @@ REFUSED = {
     # Splits.
     "an unknown word": (["{train,validierung}/{cat,dog}/1.jpg"], "train names a split, and validierung does not"),
     "a known word that is not train": (["{images,validation}/{cat,dog}/1.jpg"], "validation names a split, and im"),
-    "extra images": (["{train,test,extra}/{cat,dog}/1.jpg"], "extra does not: type --split train=train --split val="),
-    "COCO": (["{train2017,val2017}/1.jpg", "annotations/1.json"], "names a split, and annotations does not"),
+    "extra images": (["{train,test,extra}/{cat,dog}/1.jpg"], "extra does not; type --split train=train --split val="),
+    "COCO": (["{train2017,val2017}/1.jpg", "annotations/1.json"], "; sort the images of train2017, val2017 into class"),
     "a small train split": (["{train,train_mini,val}/{cat,dog}/1.jpg"], "holds train and train_mini, all of train"),
     "a class that is called as a split": (["{cat,dog,test_data}/1.jpg"], "test_data names a split, and would be a"),
     "a class called train, or a split": (["{cat,dog,train}/1.jpg"], "train names a split, .* type --split train=. "),
@@ -124,9 +151,9 @@ REFUSED = {
     "a split in a split": (["train/{cat,dog}/1.jpg", "train/val/cat/2.jpg"], "val names a split, and would be a"),
     "Market-1501": (["bounding_box_{train,test}/1.jpg", "query/1.jpg"], "bounding_box_test names a split, and query"),
     "scenes": (["seg_{train,test}/{sea,city}/1.jpg", "seg_pred/1.jpg"], "seg_pred .* train=seg_train --split val="),
-    "contest": (["{test,contest}/{cat,dog}/1.jpg"], "if they are train type --split train=contest --split val=test "),
+    "contest": (["{test,contest}/{cat,dog}/1.jpg"], "if contest is for training, type --split train=contest "),
     "a folder more in each split": (["{train,val}/images/{cat,dog}/1.jpg"],
-                                    "/train/images, type --split train=train/images --split val=val/images; "),
+                                    "; type --split train=train/images --split val=val/images "),
     "YOLO": (["{train,valid}/images/{1,2}.jpg"], "right as it is, type --split train=train --split val=valid "),
     "Office-31": (["{amazon,dslr}/images/{bike,mug}/1.jpg"],
                   "amazon/images/bike, amazon/images/mug would be one class, amazon"),
@@ -160,8 +187,155 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_layout_that_is_refused(tmp_path, name):
     files, message = REFUSED[name]
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(SourceError, match=message) as caught:
         open_source(put(tmp_path / "raw", *files))
+    for words in advised(str(caught.value)):
+        open_advised(tmp_path / "raw", words)
+
+
+ROWS = "path,label\nimages/1.jpg,a\nimages/2.jpg,b\n"
+TRAIN_ROWS, VAL_ROWS = (f"path,label\n{split}/1.jpg,a\n{split}/2.jpg,b\n" for split in ("train", "val"))
+AS_CLASSES = "--split train=."
+# Layouts that are refused: their files, tables, all that may be typed and how many images of each split that gives, and
+# what is said beside.
+ADVISED = {
+    "fruits-360": (["{Training,Test}/{Apple,Kiwi}/1.jpg", "{test-multiple_fruits,papers}/1.jpg"], {},
+                   {"--split train=Training --split val=Test": {"train": 2, "val": 2}}, "no --split names is left out"),
+    "ASL alphabet": (["asl_alphabet_train/asl_alphabet_train/{A,del}/1.jpg",
+                      "asl_alphabet_test/asl_alphabet_test/A_test.jpg"], {},
+                     {"--split train=asl_alphabet_train/asl_alphabet_train": {"train": 2}},
+                     "sort the images of asl_alphabet_test into class folders"),
+    "New Plant Diseases": (["New Plant (Augmented)/{train,valid}/{scab,rust}/1.jpg", "test/test/1.jpg"], {},
+                           {"'{root}/New Plant (Augmented)'": {"train": 2, "val": 2}}, "if the data set is in New"),
+    "SVHN": (["{train,test,extra}/1.png", "train/digitStruct.mat"], {}, {AS_CLASSES: {"train": 3}},
+             "; sort the images of train, test into class folders, such as train/CLASS/image.jpg, .*; if a table has"),
+    "flat splits": (["{train,val}/{1,2}.jpg"], {}, {}, "; sort the images of train, val into .*; if a table has"),
+    "Tiny ImageNet": (["train/{n01,n02}/images/1.JPEG", "{val,test}/images/1.JPEG", "val/val_annotations.txt"], {},
+                      {"--split train=train": {"train": 2}}, "to take more, sort the images of val into class folders"),
+    "Places365": (["data_256/a/{airfield,apse/indoor}/1.jpg", "data_256/z/zoo/1.jpg", "val_256/1.jpg"], {},
+                  {"--split train='data_256/*'": {"train": 3}, AS_CLASSES: {"train": 4}}, "images of val_256 into"),
+    "groups in splits": (["{train,val}/{Aves,Fungi}/{1,2}/1.jpg"], {},
+                         {"--split train='train/*' --split val='val/*'": {"train": 4, "val": 4},
+                          "--split train=train --split val=val": {"train": 4, "val": 4}}, "would be one class"),
+    "what archives become": (["training_set/training_set/{a,b}/1.jpg", "test_set/test_set/{a,b}/1.jpg"], {},
+                             {"--split train=training_set/training_set --split val=test_set/test_set":
+                              {"train": 2, "val": 2}}, "training_set would be the only class"),
+    "a copy in a folder": (["{train,val}/{a,b}/1.jpg", "x/{train,val}/{a,b}/1.jpg"], {},
+                           {"{root}/x": {"train": 2, "val": 2},
+                            "--split train=train --split val=val": {"train": 2, "val": 2}}, "and x does not"),
+    "Caltech-UCSD Birds": (["CUB/images/{1.Black,2.Foot}/1.jpg", "CUB/docs/1.png", "masks/{1.Black,2.Foot}/1.png"], {},
+                           {"--split train=masks": {"train": 2}, AS_CLASSES: {"train": 5}}, "would be one class, CUB"),
+    "groups in a folder": (["data_256/{a/alley,a/apse/indoor,z/zoo,z/yard}/1.jpg"], {},
+                           {"--split train='data_256/*'": {"train": 4}, AS_CLASSES: {"train": 4}}, "only class"),
+    "malaria's cells": (["{a,b}/{1,2}.jpg", "x/{a,b}/{1,2}.jpg"], {},
+                        {"--split train=x": {"train": 4}, AS_CLASSES: {"train": 8}}, "would be one class, x"),
+    "a split in words": (["train [x]/{a,b}/1.jpg", "val 'y'/{a,b}/1.jpg", "extra/a/1.jpg"], {},
+                         {"--split train='train [[]x]' --split val=\"val 'y'\"": {"train": 2, "val": 2}}, "extra does"),
+    "variants of a split": (["{train_mini,train,val}/{a,b}/1.jpg"], {},
+                            {"--split train=train --split val=val": {"train": 2, "val": 2}}, "all of train"),
+    "train and val of other classes": (["train/x/{a,b}/1.jpg", "val/c/1.jpg"], {},
+                                       {"--split train=train/x": {"train": 2}}, "with the same classes in each"),
+    "two data sets side by side": (["{a,b}/{x,y}/1.jpg", "a/z/images/1.jpg"], {},
+                                   {"--split train='*'": {"train": 5}, AS_CLASSES: {"train": 5}}, "folders are groups"),
+    "HAM10000": (["HAM10000_images_part_{1,2}/1.jpg"], {"HAM10000_metadata.csv": "image_id,dx\n1,nv\n"},
+                 {AS_CLASSES: {"train": 2}}, "may be parts of .*; if HAM10000_metadata.csv has their la.*, write"),
+    "NIH chest X-rays": (["images_0{01,02,12}/images/1.png"], {}, {AS_CLASSES: {"train": 3}}, "parts of one set"),
+    "batches in splits": (["{train,val}/batch-{1,2}/1.jpg"], {},
+                          {"--split train=train --split val=val": {"train": 2, "val": 2}}, "parts of one set"),
+    "one part": (["part_a/{1,2}.jpg"], {}, {AS_CLASSES: {"train": 2}}, "part_a may be a part of one set of images"),
+    "numbers beside a table": (["{1,2}/1.jpg"], {"labels.csv": "path,label\n1/1.jpg,a\n2/1.jpg,b\n"},
+                               {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "differ by a number alone"),
+    "numbers beside another table": (["p{1,2}/1.jpg"], {"labels.xlsx": ""}, {AS_CLASSES: {"train": 2}}, "labels.xlsx"),
+    "images beside a table": (["images/{1,2}.jpg"], {"labels.csv": ROWS},
+                              {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "images would be a class"),
+    "flat splits beside a table": (["{train,test}/{1,2}.jpg"], {"labels.csv": TRAIN_ROWS},
+                                   {"--kind csv": {"train": 2}}, "sort the images of train, test into"),
+    "tables of splits, and another": (["{train,val}/{1,2}.jpg"],
+                                      {"train.csv": TRAIN_ROWS, "val.csv": VAL_ROWS, "x.csv": "label\na\n"},
+                                      {"--kind csv --split train=train.csv --split val=val.csv":
+                                       {"train": 2, "val": 2}}, "if train.csv and val.csv have their labels"),
+    "a table of train, and another": (["{train,val}/{1,2}.jpg"], {"train.csv": TRAIN_ROWS, "x.csv": "label\na\n"},
+                                      {"{root}/train.csv": {"train": 2}}, "if train.csv has their labels"),
+    "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n1.jpg,a\n"},
+                                             {}, "if labels.csv has their labels, write a CSV file with the columns"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_what_a_refusal_says_to_type_works(tmp_path, name):
+    files, tables, expected, message = ADVISED[name]
+    root = put(tmp_path / "raw", *files)
+    for table, rows in tables.items():
+        (root / table).write_text(rows)
+    with pytest.raises(SourceError, match=message) as caught:
+        open_source(root)
+    typed = advised(str(caught.value))
+    assert typed == [shlex.split(text.replace("{root}", str(root))) for text in expected]
+    for words, counts in zip(typed, expected.values(), strict=True):
+        assert {split: len(samples) for split, samples in open_advised(root, words).splits.items()} == counts
+
+
+@pytest.mark.parametrize("given", ["", "MNIST"])
+def test_a_folder_above_a_data_set_of_another_kind(tmp_path, given):
+    raw = put(tmp_path / "data", "MNIST/raw/t10k-images-idx3-ubyte.gz", "MNIST/processed/test.pt") / "MNIST" / "raw"
+    for name, header in (
+        ("train-images-idx3", [3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1]),
+        ("train-labels-idx1", [1, 0, 0, 0, 2]),
+    ):
+        (raw / f"{name}-ubyte").write_bytes(bytes([0, 0, 8, *header, 0, 1]))
+    (raw / "t10k-images-idx3-ubyte.gz").unlink()
+    with pytest.raises(SourceError, match=f"a data set of the kind idx lies in {raw}: give that$") as caught:
+        open_source(tmp_path / "data" / given)
+    (words,) = advised(str(caught.value))
+    assert len(open_advised(raw, words).splits["train"]) == 2
+
+
+def test_a_pattern_that_names_a_table(tmp_path):
+    root = put(tmp_path / "raw", "{train,val}/{1,2}.jpg")
+    (root / "labels.csv").write_text(TRAIN_ROWS)
+    with pytest.raises(SettingError, match=r"'labels.csv' names files in .*, not folders .*, add --kind csv$"):
+        open_source(root, splits=["train=labels.csv"])
+    assert len(open_source(root, "csv", splits=["train=labels.csv"]).splits["train"]) == 2
+
+
+def test_folders_without_images_beside_splits_are_left_out(tmp_path, caplog):
+    root = put(tmp_path / "raw", "{train,val}/{cat,dog}/1.jpg", "meta/train.txt", "devkit/data/{meta.mat,.x.jpg}")
+    (root / "logs").mkdir()
+    put(root, "train_labels/1.txt")
+    assert labelled(open_source(root)) == {"train": CAT_AND_DOG, "val": CAT_AND_DOG}
+    message = r"left out 4 entries \(beside the folders of splits, without images\): devkit, logs, meta, train_l"
+    assert re.search(message, caplog.text)
+    with pytest.raises(SourceError, match=message.replace("left out ", "--strict: .*")):
+        open_source(root, strict=True)
+    put(root, "devkit/data/more.tar")
+    with pytest.raises(SourceError, match="names a split, and devkit does not; type --split train=train --split val="):
+        open_source(root)
+
+
+def test_an_example_of_an_answer_is_left_out(tmp_path, caplog):
+    root = put(tmp_path / "raw", "{train,test}/{1,2}.jpg", "sample_submission.csv")
+    (root / "train.csv").write_text(TRAIN_ROWS)
+    (root / "test.csv").write_text("path\ntest/1.jpg\n")
+    for splits in ([], ["train=train.csv"]):
+        assert len(open_source(root, splits=splits).splits["train"]) == 2
+        assert re.search("left out . entr.*: sample_submission.csv", caplog.text)
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("files", "splits", "num_warnings"),
+    [
+        (["{train,test}/{bus,car,train}/1.jpg"], [], 0),
+        (["{train,test}/{bus,train}/1.jpg"], [], 0),
+        (["{train,test}/{bus,car,train}/1.jpg"], ["train=train", "val=test"], 0),
+        (["{bus,car,train}/1.jpg"], ["train=."], 0),
+        (["train/{bus,car,train}/1.jpg", "test/{bus,car}/1.jpg"], [], 1),
+        (["train/{bus,car,train}/1.jpg"], [], 1),
+    ],
+)
+def test_a_class_that_is_called_as_a_split_is_told_once_at_most(tmp_path, caplog, files, splits, num_warnings):
+    source = open_source(put(tmp_path / "raw", *files), splits=splits)
+    assert "train" in source.classes and caplog.text.count("train names a split, and would be a class") == num_warnings
 
 
 def test_folders_of_the_same_number(tmp_path):

@@ -1,0 +1,285 @@
+"""Folders of class folders: what speaks against them, and what to type instead. What is advised was tried."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from shlex import quote
+from typing import NamedTuple
+
+from ..errors import DatapipeError, SettingError, SourceError
+from ..splits import SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, SplitRule, is_split_name, split_words
+from . import csv
+from .class_folders import OF_IMAGES
+from .class_tree import ClassTree, RootError
+from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, is_submission
+from .listing import LeftOut, Listing, is_folder
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = "a CSV file with the columns path, label and, if need be, split"
+NAMED = 3  # names that a message gives
+
+
+class Root(NamedTuple):
+    """Class folders that were found: the pattern for `--split`, below the source, and the classes with images."""
+
+    pattern: str
+    classes: set[str]
+
+
+def folders_in(path: Path) -> list[str]:
+    """List the folders in a folder, sorted, without those that are hidden."""
+    with os.scandir(path) as entries:
+        named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
+        return sorted(entry.name for entry in named if is_folder(entry))
+
+
+def may_hold_samples(folder: Path) -> bool:
+    """Whether an image or an archive lies in or below a folder, or what cannot be looked into without leaving it."""
+    folders = [str(folder)]
+    try:
+        while folders:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if is_hidden(entry.name):
+                        continue
+                    if entry.name.lower().endswith((*EXTENSIONS, *ARCHIVES)) or (
+                        entry.is_symlink() and is_folder(entry)
+                    ):
+                        return True
+                    if is_folder(entry):
+                        folders.append(entry.path)
+    except OSError:
+        return True
+    return False
+
+
+def check_roots(source: Path, trees: Mapping[str, Sequence[ClassTree]], is_chosen: bool = False) -> None:
+    """Raise RootError if a root does not look like a folder of class folders; warn if the user chose it.
+
+    Args:
+        source: What the user has given.
+        trees: The class folders of each split.
+        is_chosen: Whether the user has said where they are.
+    """
+    classes = {split: set[str]().union(*(tree.filled() for tree in of_split)) for split, of_split in trees.items()}
+    known = set.intersection(*classes.values()) if len(trees) > 1 else set[str]()
+    if all(map(is_split_name, known)):
+        known = set()
+    beside = [entry.name for entry in os.scandir(source) if entry.is_file() and not is_hidden(entry.name)]
+    warned: set[str] = set()
+    for tree in chain(*trees.values()):
+        doubt = tree.doubt(beside if tree.root != source else (), known)
+        if doubt is None or doubt.why in warned or (is_chosen and doubt.about == "split" and doubt.is_slight):
+            continue
+        if not is_chosen and not (doubt.is_slight and (doubt.about != "split" or tree.root != source)):
+            why = f"does not look like the folder of class folders: {doubt.why}"
+            fits = all(of_split <= classes.get(TRAIN, of_split) for of_split in classes.values())
+            roots = {split: os.path.relpath(of_split[0].root, source) for split, of_split in trees.items()}
+            as_it_is = _options({split: glob.escape(root) for split, root in roots.items()}) if fits else ""
+            raise RootError(why, tree.root, doubt, as_it_is)
+        warned.add(doubt.why)
+        logger.warning("%s: is taken for the folder of class folders, and %s", tree.root, doubt.why)
+
+
+def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
+    """Say what to type, or what to do, about folders that were refused.
+
+    Args:
+        source: What the user has given.
+        listing: What the user says of it.
+        error: The refusal.
+
+    Returns:
+        The text, for the end of a message.
+    """
+    doubt = error.doubt if isinstance(error, RootError) else None
+    root = Path(error.path) if error.path else source
+    root = root if root.is_dir() else root.parent  # of an image beside the class folders
+    texts: list[str] = []
+    folders = folders_in(source)
+    are_flat = doubt is None or doubt.about == "parts" or (doubt.about == "level" and not doubt.likely)
+    if not listing.rule.patterns:
+        is_above = doubt is not None and root == source
+        inner = next((name for name in folders if _holds_splits(source, name, listing)), "")
+        if is_above and doubt and doubt.likely:
+            texts.append(f"if the class folders are in {quote(str(root / doubt.likely))}, give that")
+        elif any(map(split_words, folders)) or inner:
+            texts, are_flat = _advise_splits(source, folders, listing, is_above)
+            if inner:
+                texts = [f"if the data set is in {inner}, give {quote(str(source / inner))}", *texts[: 1 - are_flat]]
+                are_flat = False
+        elif is_above and doubt and doubt.about in ("groups", "level"):
+            texts += _advise_groups(source, folders, listing)
+            are_flat = not texts
+        if isinstance(error, RootError) and error.as_it_is:
+            if_so = "they are classes" if doubt and doubt.about == "parts" else "it is right as it is"
+            texts.append(f"if {if_so}, type {error.as_it_is} (folders that hold the class folders)")
+        elif isinstance(error, AmbiguousSplitError) and _are_classes(source, listing):
+            texts.insert(0, f"if all are class folders, type {_options({TRAIN: '.'})}")
+        is_named = root.name.lower() in OF_IMAGES or split_words(root.name)
+        if not folders and not is_named and any(map(is_image, os.listdir(root))):
+            texts.append(f"if it is a class folder itself, give {root.parent}")
+    elif doubt is None and root != source:
+        texts.append(f"sort the images of {root.name} into class folders, {root.name}/CLASS/image.jpg")
+    if are_flat or not texts:
+        texts.append(_advise_tables(source, listing))
+    return "".join(f"; {text}" for text in texts)
+
+
+def find_root(source: Path, folder: str, listing: Listing) -> Root | None:
+    """Find the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
+
+    Args:
+        source: What the user has given.
+        folder: The folder's path below it; ".": itself.
+        listing: Has the bounds.
+
+    Returns:
+        What was found; None: nothing, or nothing that is clear.
+    """
+    try:
+        tree = ClassTree.scan(source / folder, None if listing.outside else str(source), LeftOut())
+    except SourceError:
+        return None
+    doubt, classes = tree.doubt(), tree.filled()
+    if not classes or (doubt and doubt.about == "parts"):
+        return None
+    if doubt is None or doubt.is_slight:
+        return Root(glob.escape(folder), classes)
+    if doubt.likely:
+        return find_root(source, os.path.join(folder, doubt.likely), listing)
+    if doubt.about != "groups":
+        return None
+    above = os.path.normpath(folder)
+    groups = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing) for name in classes}
+    found = {name: root for name, root in groups.items() if root is not None}
+    tails = {
+        root.pattern.removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))
+        for name, root in found.items()
+    }
+    pattern = os.path.normpath(os.path.join(glob.escape(above), f"*{min(tails, default='')}"))
+    matched = [path for path in glob.glob(pattern, root_dir=source) if (source / path).is_dir()]
+    if len(found) < len(groups) or len(tails) > 1 or len(matched) != len(groups):
+        return None
+    return Root(pattern, set[str]().union(*(root.classes for root in found.values())))
+
+
+def _options(patterns: Mapping[str, str]) -> str:
+    return " ".join(f"--split {split}={quote(pattern)}" for split, pattern in patterns.items())
+
+
+def _are_classes(source: Path, listing: Listing) -> bool:
+    """Whether each folder in a source holds images itself, as class folders do."""
+    try:
+        tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
+    except SourceError:
+        return False
+    return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}
+
+
+def _holds_splits(source: Path, name: str, listing: Listing) -> bool:
+    """Whether a folder that is no split itself holds class folders for training in one that is called so."""
+    inside = [] if split_words(name) else filter(is_split_name, folders_in(source / name))
+    trains = (inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN})
+    return any(find_root(source, f"{name}/{inner}", listing) for inner in trains)
+
+
+def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
+    """Say how to take all folders as groups of classes, or those that hold class folders."""
+    if found := find_root(source, ".", listing):
+        return [f"if its folders are groups of classes, type {_options({TRAIN: found.pattern})}"]
+    roots = {name: root for name in folders if (root := find_root(source, name, listing))}
+    return [f"if the class folders are in {name}, type {_options({TRAIN: roots[name].pattern})}" for name in roots][
+        :NAMED
+    ]
+
+
+def _advise_splits(
+    source: Path, folders: Sequence[str], listing: Listing, may_be_classes: bool
+) -> tuple[list[str], bool]:
+    """Say which folders to take for the splits, and what to do about those that cannot be taken as they are.
+
+    Args:
+        source: What the user has given.
+        folders: The folders in it.
+        listing: Has the bounds.
+        may_be_classes: Whether folders that hold images themselves may be class folders.
+
+    Returns:
+        The texts, and whether some folders have no class folders.
+    """
+    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in folders}
+    roots = {name: root for name in folders if (root := find_root(source, name, listing)) is not None}
+    by_name = sorted(named, key=lambda name: (not is_split_name(name), name))
+    names = {TRAIN: [name for name in by_name if TRAIN in named[name]]}
+    names[VAL] = [name for name in by_name if VAL in named[name] and TRAIN not in named[name]]
+    names[VAL] = names[VAL] or [name for name in by_name if named[name] == {TEST}]
+    silent = [name for name in roots if not named[name]]
+    condition = ""
+    if silent and not names[TRAIN]:
+        names[TRAIN], condition = silent, f"if {silent[0]} is for training, "
+    elif silent and not names[VAL]:
+        names[VAL], condition = silent, f"if {silent[0]} is for validation, "
+    chosen: dict[str, Root] = {}
+    for split, of_split in names.items():
+        fitting = [roots[name] for name in of_split if name in roots]
+        if TRAIN in chosen:
+            fitting = [root for root in fitting if root.classes <= chosen[TRAIN].classes]
+        if fitting:
+            chosen[split] = fitting[0]
+    if TRAIN not in chosen:
+        chosen = {}
+    texts = []
+    if chosen:
+        options = _options({split: root.pattern for split, root in chosen.items()})
+        texts.append(f"{condition}type {options} (patterns, any number of them); what no --split names is left out")
+    lacking = [name for split, of_split in names.items() if split not in chosen for name in of_split]
+    if not chosen and may_be_classes:
+        lacking = []
+    if lacking:
+        of = ", ".join(lacking[:NAMED]) + ", …" * (len(lacking) > NAMED)
+        texts.append(f"{'to take more, ' if chosen else ''}sort the images of {of} into class folders, such as "
+                     f"{lacking[0]}/CLASS/image.jpg, with the same classes in each split")  # fmt: skip
+    return texts, bool(lacking)
+
+
+def _advise_tables(source: Path, listing: Listing) -> str:
+    """Say how to read the images by a table, if there is one that may have their labels."""
+    tables = sorted(name for name in os.listdir(source) if name.lower().endswith(".csv") and not is_hidden(name))
+    tables = [name for name in tables if not is_submission(name)]
+    if not tables:
+        return f"if a table has their classes, give that, {COLUMNS}"
+    what = f"if {', '.join(tables[:NAMED])} {'have' if len(tables) > 1 else 'has'} their labels"
+    listed = _listed(source, listing)
+    if listed or (listed is not None and len(tables) == 1):  # with one table, what to type next is said then
+        return f"{what}, type --kind csv"
+    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in tables}
+    vals = [name for name in tables if named[name] in ({VAL}, {TEST})]
+    for train in ([name for name in tables if named[name] == {TRAIN}] or tables)[:NAMED]:
+        alone = _listed(source / train, listing)
+        for val in vals if alone == {TRAIN} else ():
+            patterns = {TRAIN: glob.escape(train), VAL: glob.escape(val)}
+            if _listed(source, listing, patterns):
+                return f"if {train} and {val} have their labels, type --kind csv {_options(patterns)}"
+        if alone:
+            return f"if {train} has their labels, give {quote(str(source / train))}"
+    return f"{what}, write {COLUMNS}, and give that"
+
+
+def _listed(path: Path, listing: Listing, patterns: Mapping[str, str] | None = None) -> set[str] | None:
+    """Return the splits that tables name, of images that are there; none if it is not clear; None: it fails."""
+    rule = SplitRule(tuple((patterns or {}).items()))
+    try:
+        source = csv.load(path, "csv", Listing(listing.outside, rule, listing.labels, listing.label_column))
+    except AmbiguousSplitError:
+        return set()
+    except (DatapipeError, SettingError):
+        return None
+    are_there = all(len(samples) and os.path.exists(samples.where(0)) for samples in source.splits.values())
+    return set(source.splits) if are_there else None
