@@ -255,7 +255,12 @@ def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
 
 
 def split_options(groups: Mapping[str, list[str]], others: Sequence[str]) -> str:
-    """Return `--split` options that name the names of each split, and no others; "" where few patterns do not."""
+    """Return `--split` options that name the names of each split, and no others; "" where few patterns do not.
+
+    Args:
+        groups: The names, by split.
+        others: Names that the options must not name.
+    """
     words = []
     for split, names in groups.items():
         of_others = [*others, *(name for key, its in groups.items() if key != split for name in its)]

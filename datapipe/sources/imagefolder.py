@@ -114,10 +114,10 @@ def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[
     chosen = set()
     for _, pattern in listing.rule.patterns:
         names = glob.glob(pattern, root_dir=path)
-        found = {name for name in names if (path / name).is_dir()}
-        chosen |= found
+        roots = {name for name in names if (path / name).is_dir()}
+        chosen |= roots
         kinds = {kind for name in names for kind, suffix in FILES.items() if name.lower().endswith(suffix)}
-        if kinds and not found:
+        if kinds and not roots:
             raise SettingError(f"split: {pattern!r} names files in {path}, not folders of class folders; to read them, "
                                f"add --kind {min(kinds)}")  # fmt: skip
     others = {name for name in folders if not any(inside.split("/")[0] in (name, ".") for inside in chosen)}

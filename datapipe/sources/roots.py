@@ -157,17 +157,17 @@ def find_root(source: Path, folder: str, listing: Listing) -> Root | None:
     if doubt.about != "groups":
         return None
     above = os.path.normpath(folder)
-    groups = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing) for name in classes}
-    found = {name: root for name, root in groups.items() if root is not None}
+    roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing) for name in classes}
+    inner = {name: root for name, root in roots.items() if root is not None}
     tails = {
         root.pattern.removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))
-        for name, root in found.items()
+        for name, root in inner.items()
     }
     pattern = os.path.normpath(os.path.join(glob.escape(above), f"*{min(tails, default='')}"))
     matched = [path for path in glob.glob(pattern, root_dir=source) if (source / path).is_dir()]
-    if len(found) < len(groups) or len(tails) > 1 or len(matched) != len(groups):
+    if len(inner) < len(roots) or len(tails) > 1 or len(matched) != len(roots):
         return None
-    return Root(pattern, set[str]().union(*(root.classes for root in found.values())))
+    return Root(pattern, set[str]().union(*(root.classes for root in inner.values())))
 
 
 def _options(patterns: Mapping[str, str]) -> str:
@@ -184,7 +184,7 @@ def _are_classes(source: Path, listing: Listing) -> bool:
 
 
 def _holds_splits(source: Path, name: str, listing: Listing) -> bool:
-    """Whether a folder that is no split itself holds class folders for training in one that is called so."""
+    """Whether a folder, not one of a split itself, holds class folders for training in one that is called so."""
     inside = [] if split_words(name) else filter(is_split_name, folders_in(source / name))
     trains = (inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN})
     return any(find_root(source, f"{name}/{inner}", listing) for inner in trains)
@@ -192,9 +192,9 @@ def _holds_splits(source: Path, name: str, listing: Listing) -> bool:
 
 def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
     """Say how to take all folders as groups of classes, or those that hold class folders."""
-    if found := find_root(source, ".", listing):
-        return [f"if its folders are groups of classes, type {_options({TRAIN: found.pattern})}"]
-    roots = {name: root for name in folders if (root := find_root(source, name, listing))}
+    if root := find_root(source, ".", listing):
+        return [f"if its folders are groups of classes, type {_options({TRAIN: root.pattern})}"]
+    roots = {name: its for name in folders if (its := find_root(source, name, listing))}
     return [f"if the class folders are in {name}, type {_options({TRAIN: roots[name].pattern})}" for name in roots][
         :NAMED
     ]
@@ -243,8 +243,8 @@ def _advise_splits(
     if not chosen and may_be_classes:
         lacking = []
     if lacking:
-        of = ", ".join(lacking[:NAMED]) + ", …" * (len(lacking) > NAMED)
-        texts.append(f"{'to take more, ' if chosen else ''}sort the images of {of} into class folders, such as "
+        some = ", ".join(lacking[:NAMED]) + ", …" * (len(lacking) > NAMED)
+        texts.append(f"{'to take more, ' if chosen else ''}sort the images of {some} into class folders, such as "
                      f"{lacking[0]}/CLASS/image.jpg, with the same classes in each split")  # fmt: skip
     return texts, bool(lacking)
 
