@@ -1,7 +1,8 @@
 """Does K-FAC reach an accuracy in fewer seconds than the best other optimizer, Muon and SOAP included?
 
     python -m benchmarks.bench_kfac_seconds [--model resnet8] [--batch-size 4096] [--seeds 5] [--first-seed 1]
-                                           [--float32] [--kfac damping=1e-4 …] [--sgd momentum=0.8 …]
+                                           [--others Muon SOAP] [--float32] [--kfac damping=1e-4 …]
+                                           [--sgd momentum=0.8 …]
 
 Trains as bench_optimizers does, with the best settings that it recorded, K-FAC's with the changes of `--kfac` and, to
 the SGD that takes its gradients, `--sgd`. The others are Muon and SOAP, which are faster than SGD, LARS and LAMB in all
@@ -77,7 +78,8 @@ def summarise(done: Runs, rounds: list[dict[str, Run]], goal: float) -> dict:
     runs = {name: [done[turn[name]] for turn in rounds] for name in rounds[0]}
     means = {name: {"targets": {f"{t:.2f}": to_target(lines, t) for t in TARGETS}} for name, lines in runs.items()}
     compared = {
-        f"{target:.2f}": {name: ratios(runs["K-FAC"], runs[name], target) for name in OTHERS} for target in TARGETS
+        f"{target:.2f}": {name: ratios(runs["K-FAC"], runs[name], target) for name in runs if name != "K-FAC"}
+        for target in TARGETS
     }
     return {"found": means, "shares": compared, "goal": goal}
 
@@ -104,6 +106,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=4096, choices=GOALS, help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--others", nargs="+", default=OTHERS, choices=OTHERS, help="(default: %(default)s)")
     parser.add_argument("--kfac", nargs="*", default=[], metavar="SETTING=VALUE", help="changes of K-FAC's settings")
     parser.add_argument("--sgd", nargs="*", default=[], metavar="SETTING=VALUE", help="changes of K-FAC's SGD")
     parser.add_argument("--float32", action="store_true", help="not in the tuned record's precision")
@@ -126,7 +129,7 @@ def main() -> int:
     name = f"kfac-seconds-{arguments.model}-{arguments.batch_size}" + ("-float32" if arguments.float32 else "")
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     done = Runs(name, vars(arguments) | {"targets": TARGETS})
-    rounds = [{name: run_of(name, seed) for name in ("K-FAC", *OTHERS)} for seed in seeds]
+    rounds = [{name: run_of(name, seed) for name in ("K-FAC", *arguments.others)} for seed in seeds]
     done.summary = lambda: summarise(done, rounds, GOALS[arguments.batch_size])
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(done.do, (run for turn in rounds for run in turn.values())))

@@ -61,5 +61,7 @@ def test_the_record_compares_with_the_tuned_settings(
     assert record["shares"]["0.90"].keys() == {"Muon", "SOAP"} and len(record["runs"]) == 6
     assert "≤ 1" in capsys.readouterr().out
     assert bench.main() == 0 and len(trained) == 6, "what is in the record is not trained again"
-    monkeypatch.setattr(sys, "argv", [*command, "--float32"])
-    assert bench.main() == 0 and (tmp_path / "kfac-seconds-resnet8-32-float32.json").exists()
+    monkeypatch.setattr(sys, "argv", [*command, "--float32", "--others", "Muon"])
+    assert bench.main() == 0
+    record = json.loads((tmp_path / "kfac-seconds-resnet8-32-float32.json").read_text())
+    assert record["shares"]["0.90"].keys() == {"Muon"} and len(record["runs"]) == 4
