@@ -86,9 +86,15 @@ def _sending_again() -> Iterator[None]:
         if number is None:
             before(dropped)
             return
-        timer = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
+        is_within_hook = threading.Lock()
+
+        def send_again() -> None:
+            with is_within_hook:
+                time.sleep(AGAIN_S)
+            os.kill(os.getpid(), number)
+
+        with is_within_hook:  # on a busy machine it may take longer than that, and what comes in here is dropped, too
+            threading.Thread(target=send_again, name="signal", daemon=True).start()
 
     sys.unraisablehook = hook
     try:

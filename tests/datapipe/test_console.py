@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -36,8 +37,22 @@ def in_a_destructor(number: int) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("come", [in_a_callback, in_a_destructor])
-def test_a_signal_ends_a_command_wherever_it_comes(come, number, code):
-    """Python drops the exception of its handler where it comes in one of these."""
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_signal_ends_a_command_wherever_it_comes(come, number, code, is_busy, monkeypatch):
+    """Python drops the exception of its handler where it comes in one of these.
+
+    `is_busy`: a thread gets far before the one that has started it continues.
+    """
+    if is_busy:
+        monkeypatch.setattr(console, "AGAIN_S", 0)
+        start = threading.Thread.start
+
+        def start_and_wait(thread: threading.Thread) -> None:
+            start(thread)
+            for _ in range(1000):
+                time.sleep(0)
+
+        monkeypatch.setattr(threading.Thread, "start", start_and_wait)
     handler, hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
 
     def command() -> None:
