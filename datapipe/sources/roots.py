@@ -71,7 +71,7 @@ def check_roots(source: Path, trees: Mapping[str, Sequence[ClassTree]], is_chose
     known = set.intersection(*classes.values()) if len(trees) > 1 else set[str]()
     if all(map(is_split_name, known)):
         known = set()
-    beside = [entry.name for entry in os.scandir(source) if entry.is_file() and not is_hidden(entry.name)]
+    beside = [name for name in os.listdir(source) if not is_hidden(name)]
     warned: set[str] = set()
     for tree in chain(*trees.values()):
         doubt = tree.doubt(beside if tree.root != source else (), known)
@@ -132,17 +132,22 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     return "".join(f"; {text}" for text in texts)
 
 
-def find_root(source: Path, folder: str, listing: Listing) -> Root | None:
+def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] = frozenset()) -> Root | None:
     """Find the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
 
     Args:
         source: What the user has given.
         folder: The folder's path below it; ".": itself.
         listing: Has the bounds.
+        seen: Folders that it lies in, without links: these may lead in a circle.
 
     Returns:
         What was found; None: nothing, or nothing that is clear.
     """
+    real = os.path.realpath(source / folder)
+    if real in seen:
+        return None
+    seen |= {real}
     try:
         tree = ClassTree.scan(source / folder, None if listing.outside else str(source), LeftOut())
     except SourceError:
@@ -153,11 +158,11 @@ def find_root(source: Path, folder: str, listing: Listing) -> Root | None:
     if doubt is None or doubt.is_slight:
         return Root(glob.escape(folder), classes)
     if doubt.likely:
-        return find_root(source, os.path.join(folder, doubt.likely), listing)
+        return find_root(source, os.path.join(folder, doubt.likely), listing, seen)
     if doubt.about != "groups":
         return None
     above = os.path.normpath(folder)
-    roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing) for name in classes}
+    roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing, seen) for name in classes}
     inner = {name: root for name, root in roots.items() if root is not None}
     tails = {
         root.pattern.removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))

@@ -18,7 +18,7 @@ from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column, splits_of
 
 logger = logging.getLogger(__name__)
 
-NAMED = 3  # values that a message gives
+NAMED, MAX_TEXT = 3, 60  # values that a message gives, and characters of each
 WORDS, FLAG, MIXED, UNCLEAR, NOTHING = "words", "flag", "mixed", "unclear", "nothing"  # what a column may be
 REST = "(the rest is left out)"
 WHOLE = "--split train=. if all are for training"
@@ -76,9 +76,12 @@ class SplitTable:
                 self.typed.setdefault(self.names[-1], f"{column}={row[column]}")
             self._check_row(part, row, column)
 
-    def report(self) -> None:
-        """Log which columns said the splits."""
+    def report(self, num_train: int, num_val: int) -> None:
+        """Log which columns said the splits. Raises AmbiguousSplitError if one of truths says val of most samples."""
         if self.columns:
+            if 0 < num_train < num_val and FLAG in map(self._kinds.__getitem__, self.columns):
+                why = f"it would make {num_val} samples of val and {num_train} of train, so it may say what is good"
+                raise self.refusal(AmbiguousSplitError(self._source, why, ""))
             texts = [f"{name} (true: {flag_split(name, ())})" * (self._kinds[name] == FLAG) for name in self.columns]
             names = " and ".join(text or name for text, name in zip(texts, self.columns, strict=True))
             logger.info("%s: the splits are taken from %s", self._source, names)
@@ -140,13 +143,13 @@ class SplitTable:
         raise AmbiguousSplitError(self._source, f"has rows whose {said}", advice)
 
     def _is_of_classes(self, column: str, labels_of: Callable[[Collection[int]], set[str]]) -> bool:
-        """Whether `train` in a column, beside other things, may be the vehicle: it goes with some of the labels."""
+        """Whether `train` in a column, beside other things, may be the vehicle: it goes with a label of its own."""
         if _pure(self._values[column]) != {TRAIN}:
             return False
         inside = {i for i, row in enumerate(self._rows) if is_split_name(row.get(column, ""))}
         labels = labels_of(inside)
         others = labels_of({i for i, row in enumerate(self._rows) if column in row} - inside)
-        return len(labels) == 1 or labels.isdisjoint(others)
+        return len(labels) == 1 and labels.isdisjoint(others)
 
     def _check_row(self, part: Part, row: Mapping[str, str], column: str | None) -> None:
         """Raise AmbiguousSplitError if another column of splits disagrees with the one that counts."""
@@ -194,7 +197,7 @@ def _kind(name: str, values: Collection[str]) -> str:
     if all(map(splits_of, values)):
         if is_column(name) or len(spoken) > 1:
             return WORDS
-        return UNCLEAR if spoken != {TRAIN} and all(map(is_split_name, values)) else NOTHING
+        return UNCLEAR if pure - {TRAIN} else NOTHING
     if BESIDE.search(name) and (split := flag_split(name, values)):
         leaves_train = any(TRUTH[value.lower()] == (split == TRAIN) for value in values)
         return FLAG if leaves_train else UNCLEAR
@@ -209,7 +212,7 @@ def _pure(values: Iterable[str]) -> set[str]:
 
 
 def _some(values: Iterable[str]) -> str:
-    texts = [repr(value) for value in values]
+    texts = [repr(value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}…") for value in values]
     if len(texts) > NAMED + 1:
         texts = [*texts[:NAMED], f"{len(texts) - NAMED} others"]
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

@@ -417,6 +417,17 @@ def test_links_within_the_source_are_followed(tmp_path, caplog):
         open_source(root)
 
 
+def test_links_in_circles_beside_splits(tmp_path, caplog):
+    root = put(tmp_path / "raw", "{train,val}/{cat,dog}/1.jpg")
+    (root / "extra").symlink_to("extra")
+    assert labelled(open_source(root)) == {"train": CAT_AND_DOG, "val": CAT_AND_DOG}
+    root = put(tmp_path / "others", "{cat,dog}/1.jpg")
+    for name in "xyz":  # as many paths as there are orders of them, 40 deep
+        (root / name).symlink_to(".")
+    with pytest.raises(SourceError, match="x/cat, x/dog would be one class, x"):
+        open_source(root)
+
+
 @pytest.mark.parametrize("num_days", [1, 2])
 def test_a_class_of_links_alone(tmp_path, caplog, num_days):
     root = put(tmp_path / "raw", "{cat,dog}/1.jpg", ".pool/{2,3,4}.jpg", ".more/5.jpg")
