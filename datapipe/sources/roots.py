@@ -6,6 +6,7 @@ import glob
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from shlex import quote
@@ -261,30 +262,11 @@ def _advise_tables(source: Path, listing: Listing) -> str:
     if not tables:
         return f"if a table has their classes, give that, {COLUMNS}"
     what = f"if {', '.join(tables[:NAMED])} {'have' if len(tables) > 1 else 'has'} their labels"
-    listed = _listed(source, listing)
-    if listed or (listed is not None and len(tables) == 1):  # with one table, what to type next is said then
-        return f"{what}, type --kind csv"
-    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in tables}
-    vals = [name for name in tables if named[name] in ({VAL}, {TEST})]
-    for train in ([name for name in tables if named[name] == {TRAIN}] or tables)[:NAMED]:
-        alone = _listed(source / train, listing)
-        for val in vals if alone == {TRAIN} else ():
-            patterns = {TRAIN: glob.escape(train), VAL: glob.escape(val)}
-            if _listed(source, listing, patterns):
-                return f"if {train} and {val} have their labels, type --kind csv {_options(patterns)}"
-        if alone:
-            return f"if {train} has their labels, give {quote(str(source / train))}"
-    return f"{what}, write {COLUMNS}, and give that"
-
-
-def _listed(path: Path, listing: Listing, patterns: Mapping[str, str] | None = None) -> set[str] | None:
-    """Return the splits that tables name, of images that are there; none if it is not clear; None: it fails."""
-    rule = SplitRule(tuple((patterns or {}).items()))
     try:
-        source = csv.load(path, "csv", Listing(listing.outside, rule, listing.labels, listing.label_column))
-    except AmbiguousSplitError:
-        return set()
+        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
+        can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
+    except AmbiguousSplitError:  # with one table, what to type next is said then
+        can_read = len(tables) == 1
     except (DatapipeError, SettingError):
-        return None
-    are_there = all(len(samples) and os.path.exists(samples.where(0)) for samples in source.splits.values())
-    return set(source.splits) if are_there else None
+        can_read = False
+    return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, split_options
+from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, options_of, split_options
 from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column, splits_of
 
 logger = logging.getLogger(__name__)
@@ -94,15 +94,10 @@ class SplitTable:
             if column is None or len(by_name) != 1 or by_name == said:
                 continue
             if TRAIN in said or len(set(files.values())) > 1:
-                groups = {
-                    split: [file for file, of_file in files.items() if of_file == split] for split in (TRAIN, VAL)
-                }
-                groups[VAL] = groups[VAL] or [file for file, of_file in files.items() if of_file == TEST]
-                by_file = split_options(groups, []) or "--split train=FILE --split val=FILE"
                 raise AmbiguousSplitError(
                     self._source,
                     f"{part.file} has rows whose {column} is {row[column]!r}",
-                    f"if the column counts, {self._advise(column)}; if the files' names count, type {by_file}",
+                    f"if {column} counts, {self._advise(column)}; if the files' names do, type {options_of(files)}",
                 )
 
     def check_rest(self, num_splits: int) -> None:
@@ -169,17 +164,12 @@ class SplitTable:
 
     def _refusal(self, column: str) -> AmbiguousSplitError:
         values = list(self._values[column])
-        silent = [value for value in values if not splits_of(value)]
-        why = f"{column} is {_some(values)}"
-        if len(values) == 1:
-            why += " in each row, and nothing else says the splits"
-        elif silent:
-            what = f", and {_some(silent)}" if len(silent) < len(values) else ", which"
-            why += f"{what} {'names' if len(silent) == 1 else 'name'} no split that datapipe knows"
-        else:
-            why += ", and nothing else says the splits"
-        is_one = len(values) == 1 or not silent
-        return AmbiguousSplitError(self._source, why, EITHER if is_one else self._advise_or_all(column))
+        silent = [value for value in values if not splits_of(value)] if len(values) > 1 else []
+        why = f"{column} is {_some(values)}, and nothing else says the splits"
+        if silent:
+            names = "names" if len(silent) == 1 else "name"
+            why = f"{column} is {_some(values)}, and {_some(silent)} {names} no split that datapipe knows"
+        return AmbiguousSplitError(self._source, why, self._advise_or_all(column) if silent else EITHER)
 
     def _advise_or_all(self, column: str) -> str:
         return f"{self._advise(column)}, or {WHOLE}" if len(self._values[column]) > 1 else EITHER

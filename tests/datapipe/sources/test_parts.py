@@ -356,9 +356,13 @@ def test_a_column_that_says_whether(tmp_path, kind, name, values, caplog):
         ("is_train is_test", ["10", "10", "00", "00", "01", "01"], TWO_AND_TWO),
         ("is_valid is_test", ["00", "11"], "has rows whose is_valid is 1 and is_test is 1: if is_valid counts, type"),
         ("is_valid", "00", {"train": "0 1"}),
-        ("is_valid", "11", "is_valid is '1' in each row, and nothing else says the splits: type --split train=. if"),
-        ("valid", "0011", "valid is '0' and '1', which name no split .*: type --split train=valid=0 --split val=valid"),
-        ("is_valid", ["0", "0", "1", ""], "which name no split"),
+        ("is_valid", "11", "is_valid is '1', and nothing else says the splits: type --split train=. if"),
+        (
+            "valid",
+            "0011",
+            "valid is '0' and '1', and '0' and '1' name no split .*: type --split train=valid=0 --split val=",
+        ),
+        ("is_valid", ["0", "0", "1", ""], "name no split"),
         (
             "is_valid",
             "0111",
