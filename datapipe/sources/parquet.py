@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
 PATHS = ("path", "file", "filename", "file_name", "image_path")
+STRINGS = ("string", "large_string", "string_view")  # Arrow's types
 LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
 
 
@@ -114,17 +115,16 @@ def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths
     return _Table(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths)
 
 
-def _texts(file: pyarrow.parquet.ParquetFile, column: str, table: pyarrow.Table | None = None) -> list[str]:
-    """Read a column, or a field of one (`image.path`), as texts; "" for null. `table`: what was read of it."""
-    values = (table or file.read(columns=[column], use_threads=False)).column(0)
-    for part in column.split(".")[1:] if column not in file.schema_arrow.names else ():
-        from pyarrow import compute
+def _texts(file: pyarrow.parquet.ParquetFile, column: str, group: int | None = None) -> list[str]:
+    """Read a column, or a field of one (`image.path`), of a row group or of all, as texts; "" for null."""
+    from pyarrow import compute
 
+    groups = range(file.num_row_groups) if group is None else [group]
+    values = file.read_row_groups(groups, columns=[column], use_threads=False).column(0)
+    for part in column.split(".")[1:] if column not in file.schema_arrow.names else ():
         values = compute.struct_field(values, part)
-    return [
-        "" if value is None else value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-        for value in values.to_pylist()
-    ]
+    texts = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value for value in values.to_pylist())
+    return ["" if value is None else str(value) for value in texts]
 
 
 def _rivals(schema: pyarrow.Schema, label: str | None) -> list[str]:
@@ -145,7 +145,7 @@ def _path_column(schema: pyarrow.Schema) -> str | None:
         kind = schema.field(name).type if name in schema.names else None
         if kind is not None and types.is_struct(kind) and kind.get_field_index("path") >= 0:
             return f"{name}.path"
-        if kind is not None and name in PATHS and (types.is_string(kind) or types.is_large_string(kind)):
+        if name in PATHS and str(kind) in STRINGS:
             return name
     return None
 
@@ -153,29 +153,29 @@ def _path_column(schema: pyarrow.Schema) -> str | None:
 def _said(file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | None]) -> list[Said]:
     """List what a file's columns, except some others, say of each row's split; nothing: [].
 
-    The first row group tells that a column of texts says nothing, so that the rest of it is not read.
+    Of a column of texts, the first row group often tells that it says nothing: the others are not read.
     """
     from pyarrow import types
 
-    schema, columns = file.schema_arrow, Columns(rule)
-    values = {}
+    schema, columns, values = file.schema_arrow, Columns(rule), {}
     for name, kind in _fields((field.name, field.type) for field in schema if field.name not in others):
         is_named = columns.is_named(name)
         if is_named and (types.is_list(kind) or types.is_large_list(kind)):
             kind = kind.value_type
         kind = kind.value_type if types.is_dictionary(kind) else kind
-        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        may_say = is_named and (types.is_primitive(kind) or types.is_binary(kind) or types.is_large_binary(kind))
-        if not (is_text or may_say or _class_names(schema, name)):
+        is_simple = types.is_primitive(kind) or str(kind).endswith("binary")
+        if not (str(kind) in STRINGS or (is_named and is_simple) or _class_names(schema, name)):
             continue
-        if not is_named and file.metadata.num_row_groups:
-            first = _texts(file, name, file.read_row_group(0, columns=[name], use_threads=False))
-            if not columns.may_be(name, dict.fromkeys(_named(schema, name, first))):
-                continue
-        values[name] = _named(schema, name, _texts(file, name))
-    return columns.keep(
-        [columns.said(zip(values, of_row, strict=True)) for of_row in zip(*values.values(), strict=True)]
-    )
+        texts: list[str] = []
+        for group in range(file.metadata.num_row_groups):
+            of_group = _named(schema, name, _texts(file, name, group))
+            if not columns.may_be(name, dict.fromkeys(of_group)):
+                break
+            texts += of_group
+        else:
+            values[name] = texts
+    rows = zip(*values.values(), strict=True)
+    return columns.keep([columns.said(zip(values, row, strict=True)) for row in rows])
 
 
 def _fields(columns: Iterable[tuple[str, pyarrow.DataType]]) -> Iterator[tuple[str, pyarrow.DataType]]:

@@ -132,6 +132,7 @@ REFUSED = {
     "a class called train, or a split": (["{cat,dog,train}/1.jpg"], "train names a split, .* type --split train=. "),
     "a split in a split": (["train/{cat,dog}/1.jpg", "train/val/cat/2.jpg"], "val names a split, and would be a"),
     "scenes": (["seg_{train,test}/{sea,city}/1.jpg", "seg_pred/1.jpg"], "seg_pred .* train=seg_train --split val="),
+    "Market-1501": (["bounding_box_{train,test}/1.jpg", "query/1.jpg"], "bounding_box_test names a split, and query"),
     "contest": (["{test,contest}/{cat,dog}/1.jpg"], "if contest is for training, type --split train=contest "),
     "two folders in each group": (["A/x/y/{cat,dog}/1.jpg", "B/x/y/{cat,dog}/1.jpg"], "A/x/y/cat, A/x/y/dog would be"),
     "Stanford Cars": (["cars_{train,test}/1.jpg"], "beside the class folders.*; if a table has their classes"),

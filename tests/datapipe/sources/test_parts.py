@@ -92,7 +92,7 @@ def test_text_that_names_splits(tmp_path, kind, others):
 
 
 def test_what_a_column_is_of():
-    named = (
+    named = [
         "split",
         "Subset",
         "data split",
@@ -103,7 +103,7 @@ def test_what_a_column_is_of():
         "in_train",
         "Is Test Set",
         "val",
-    )
+    ]
     assert all(map(is_column, named))
     others = ("test_score", "label", "dataset", "group", "train_loss", "offset", "settings", "unfolded", "")
     assert not any(map(is_column, others))
@@ -163,7 +163,7 @@ def test_types_of_columns_in_parquet(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     metadata = {"huggingface": json.dumps({"info": {"features": {"part": {"names": ["train", "val"]}}}})}
     for name, kind, values in (
-        ("split", pa.string_view(), ["train", "val"]),
+        ("split", getattr(pa, "string_view", pa.string)(), ["train", "val"]),
         ("split", pa.binary(), [b"train", b"val"]),
         ("part", pa.int64(), [0, 1]),
         ("splits", pa.list_(pa.string()), [["train"], ["val"]]),
@@ -438,6 +438,7 @@ LAYOUTS = [  # whose splits can be read in two ways: columns, and the values of 
     ("split", ["trainval", "trainval", "test", "test"]),
     ("split", ["train_mini", "train_mini", "train", "train"]),
     ("split", ["Train", "TRAIN", "val", "val", "valid", "valid"]),
+    ("is_valid", ["True", "True", "unknown", "unknown"]),
     ("split dataset", [("train", "train"), ("train", "train"), ("val", "test"), ("val", "test")]),
     ("split dataset", [("train", "val"), ("train", "val"), ("val", "train"), ("val", "train")]),
     ("split is_valid", [("train", True), ("train", True), ("val", False), ("val", False)]),
