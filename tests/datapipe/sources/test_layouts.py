@@ -215,7 +215,7 @@ ADVISED = {
                               {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "images would be a class"),
     "flat splits beside a table": (["{train,test}/{1,2}.jpg"], {"labels.csv": TRAIN_ROWS},
                                    {"--kind csv": {"train": 2}}, "sort the images of train, test into"),
-    "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n1.jpg,a\n"},
+    "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n9.jpg,a\n"},
                                              {}, "if labels.csv has their labels, write a CSV file with the columns"),
 }  # fmt: skip
 

@@ -462,7 +462,8 @@ def test_what_a_refusal_says_to_type_can_be_typed(tmp_path, kind, header, values
 
 @KINDS
 @pytest.mark.parametrize(
-    "values", [["train"] * 4, ["train", "train", "test", "test"], ["val", "val", "train", "train"]]
+    "values",
+    [["train"] * 4, ["train", "train", "test", "test"], ["val", "val", "train", "train"], ["train", "", "val", ""]],
 )
 def test_what_a_refusal_of_files_says_to_type_can_be_typed(tmp_path, kind, values):
     data = rows("split", *((f"{i}.jpg", value) for i, value in enumerate(values)))
