@@ -254,6 +254,18 @@ def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
     return f"if they are {other} type {options} {rest}" if options else CHOOSE
 
 
+def options_of(splits: Mapping[str, str]) -> str:
+    """Return `--split` options that name what is of train and of val, or of test if nothing is of val.
+
+    Args:
+        splits: The split of each name.
+    """
+    groups = {split: [name for name in splits if splits[name] == split] for split in (TRAIN, VAL, TEST)}
+    test = groups.pop(TEST)
+    groups[VAL] = groups[VAL] or test
+    return split_options(groups, []) or "--split train=PATTERN --split val=PATTERN"
+
+
 def split_options(groups: Mapping[str, list[str]], others: Sequence[str]) -> str:
     """Return `--split` options that name the names of each split, and no others; "" where few patterns do not.
 

@@ -74,8 +74,12 @@ def doubt_root(
     if 2 * sum(own.values()) > sum(count for _, count in folders):  # a few folders below do not matter
         name = next((name for name in tops if name.lower() in OF_IMAGES), None)
         return Doubt(f"{name} would be a class") if name else None
-    for top in sorted(top for top, count in tops.items() if count > 1):
-        if len(inside := _groups([path for path, _ in folders if path.startswith(f"{top}/")])) > 1:
+    below: dict[str, list[str]] = {}
+    for path, _ in sorted(folders):
+        if "/" in path:
+            below.setdefault(path.split("/")[0], []).append(path)
+    for top, paths in below.items():
+        if len(inside := _groups(paths)) > 1:
             why = f"{_some(inside)} would be one class, {top}"
             return Doubt(why, "groups", _likely_root(folders), 1 < len(own) == len(tops))
     return None

@@ -174,6 +174,9 @@ class _Reader:
             try:
                 header = [name.strip().lower() for name in next(rows, [])]
                 path_at, label_at, others = _columns(header, self._listing.label_column)
+                header = [
+                    f"{name} ({n + 1})" if (n := header[:at].count(name)) else name for at, name in enumerate(header)
+                ]
                 self._headers[table.name] = ", ".join(header)
                 rivals = [
                     header.index(name) for name in others if name in LABELS and header[label_at or 0] != LABELS[0]

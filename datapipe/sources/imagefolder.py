@@ -74,7 +74,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
     folders = folders_in(path)
     if listing.rule.patterns:
         return _chosen_roots(path, folders, listing)
-    others = sorted(entry.name for entry in os.scandir(path) if not is_hidden(entry.name) and entry.name not in folders)
+    others = sorted(name for name in set(os.listdir(path)).difference(folders) if not is_hidden(name))
     if not folders:
         raise RootError(f"holds no class folders{advise(others)}", path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
@@ -120,6 +120,7 @@ def _chosen_roots(path: Path, folders: Sequence[str], listing: Listing) -> dict[
         if kinds and not roots:
             raise SettingError(f"split: {pattern!r} names files in {path}, not folders of class folders; to read them, "
                                f"add --kind {min(kinds)}")  # fmt: skip
-    others = {name for name in folders if not any(inside.split("/")[0] in (name, ".") for inside in chosen)}
+    tops = {inside.split("/")[0] for inside in chosen}
+    others = set() if "." in tops else set(folders) - tops
     divided = listing.divide(sorted(chosen | others), path)
     return {split: [path / name for name in names] for split, names in divided.items()}

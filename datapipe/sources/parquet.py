@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
 PATHS = ("path", "file", "filename", "file_name", "image_path")
+STRINGS = ("string", "large_string", "string_view")  # Arrow's types
 LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
 
 
@@ -89,7 +91,7 @@ class _Table(NamedTuple):
 
 
 def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths: bool) -> _Table:
-    rule, label_column = listing.rule, listing.label_column
+    label_column = listing.label_column
     check_inside(path, bounds)
     parquet = import_parquet(path)
     try:
@@ -99,7 +101,7 @@ def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths
             labels = _texts(file, label) if label else [""] * metadata.num_rows
             for other in () if label_column else _rivals(schema, label):
                 check_same_classes(path, (label or "", other), set(zip(labels, _texts(file, other), strict=True)))
-            said = _said(file, rule, {column.split(".")[0], label, *PATHS})
+            said = _said(file, listing.rule, {column.split(".")[0], label, *PATHS})
             path_column = _path_column(schema) if with_paths else None
             paths = _texts(file, path_column) if path_column else []
     except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are subclasses
@@ -107,21 +109,22 @@ def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     num_bytes = [group.column(leaf).total_uncompressed_size for group in groups]
-    others = [name for name in (*IMAGES, *(() if label_column else LABELS)) if name in schema.names]
-    others = [name for name in others if name not in (column.split(".")[0], label)]
-    num_rows = [group.num_rows for group in groups]
-    classes = _class_names(schema, label)
+    names = (*IMAGES, *(() if label_column else LABELS))
+    others = [name for name in names if name in schema.names and name not in (column.split(".")[0], label)]
+    num_rows, classes = [group.num_rows for group in groups], _class_names(schema, label)
     return _Table(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths)
 
 
-def _texts(file: pyarrow.parquet.ParquetFile, column: str) -> list[str]:
-    """Read a column, or a field of one (`image.path`), as texts; "" for null."""
-    values = file.read(columns=[column], use_threads=False).column(0)
-    for part in column.split(".")[1:]:
-        from pyarrow import compute
+def _texts(file: pyarrow.parquet.ParquetFile, column: str, group: int | None = None) -> list[str]:
+    """Read a column, or a field of one (`image.path`), of a row group or of all, as texts; "" for null."""
+    from pyarrow import compute
 
+    groups = range(file.num_row_groups) if group is None else [group]
+    values = file.read_row_groups(groups, columns=[column], use_threads=False).column(0)
+    for part in column.split(".")[1:] if column not in file.schema_arrow.names else ():
         values = compute.struct_field(values, part)
-    return ["" if value is None else str(value) for value in values.to_pylist()]
+    texts = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value for value in values.to_pylist())
+    return ["" if value is None else str(value) for value in texts]
 
 
 def _rivals(schema: pyarrow.Schema, label: str | None) -> list[str]:
@@ -142,43 +145,48 @@ def _path_column(schema: pyarrow.Schema) -> str | None:
         kind = schema.field(name).type if name in schema.names else None
         if kind is not None and types.is_struct(kind) and kind.get_field_index("path") >= 0:
             return f"{name}.path"
-        if kind is not None and name in PATHS and (types.is_string(kind) or types.is_large_string(kind)):
+        if name in PATHS and str(kind) in STRINGS:
             return name
     return None
 
 
 def _said(file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | None]) -> list[Said]:
-    """List what a file's columns say of each row's split. The first row group tells that a text column is of others.
+    """List what a file's columns, except some others, say of each row's split; nothing: [].
 
-    Args:
-        file: The file.
-        rule: How splits are told apart.
-        others: Columns that are known to hold other things.
-
-    Returns:
-        What is said, by row; empty if no column says anything.
+    Of a column of texts, the first row group often tells that it says nothing: the others are not read.
     """
     from pyarrow import types
 
-    schema, columns = file.schema_arrow, Columns(rule)
-    values = {}
-    for name in schema.names:
-        kind = schema.field(name).type
-        kind = kind.value_type if types.is_dictionary(kind) else kind
+    schema, columns, values = file.schema_arrow, Columns(rule), {}
+    for name, kind in _fields((field.name, field.type) for field in schema if field.name not in others):
         is_named = columns.is_named(name)
         if is_named and (types.is_list(kind) or types.is_large_list(kind)):
             kind = kind.value_type
-        is_text = types.is_string(kind) or types.is_large_string(kind)
-        if name in others or not (is_text or (is_named and types.is_primitive(kind))):
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        is_simple = types.is_primitive(kind) or str(kind).endswith("binary")
+        if not (str(kind) in STRINGS or (is_named and is_simple) or _class_names(schema, name)):
             continue
-        if not is_named and file.metadata.num_row_groups:
-            first = file.read_row_group(0, columns=[name], use_threads=False).column(0).unique().to_pylist()
-            if not columns.may_be(name, ("" if value is None else value for value in first)):
-                continue
-        values[name] = _named(schema, name, _texts(file, name))
-    return columns.keep(
-        [columns.said(zip(values, of_row, strict=True)) for of_row in zip(*values.values(), strict=True)]
-    )
+        texts: list[str] = []
+        for group in range(file.metadata.num_row_groups):
+            of_group = _named(schema, name, _texts(file, name, group))
+            if not columns.may_be(name, dict.fromkeys(of_group)):
+                break
+            texts += of_group
+        else:
+            values[name] = texts
+    rows = zip(*values.values(), strict=True)
+    return columns.keep([columns.said(zip(values, row, strict=True)) for row in rows])
+
+
+def _fields(columns: Iterable[tuple[str, pyarrow.DataType]]) -> Iterator[tuple[str, pyarrow.DataType]]:
+    """List columns' names and types, those of structs by field, as `meta.split`."""
+    from pyarrow import types
+
+    for name, kind in columns:
+        if types.is_struct(kind):
+            yield from _fields((f"{name}.{field.name}", field.type) for field in kind)
+        else:
+            yield name, kind
 
 
 def _named(schema: pyarrow.Schema, column: str, texts: list[str]) -> list[str]:
@@ -197,9 +205,7 @@ def _join_listed(tables: list[_Table]) -> Listed:
             )
         elif table.labels:
             part.append(np.full(len(table.labels), parts.setdefault(Part(table.name), len(parts)), np.int32))
-    paths: list[str] = []
-    if any(table.paths for table in tables):
-        paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
+    paths = [path for table in tables for path in table.paths or [""] * len(table.labels)]
     labels = [label for table in tables for label in table.labels]
 
     def unlabelled(i: int) -> SourceError:
@@ -212,16 +218,15 @@ def _join_listed(tables: list[_Table]) -> Listed:
             return SourceError(f"has not both columns, {expected}", path=table.path)
         return SourceError(f"row {i} has no {table.label}", path=table.path)
 
-    def all_paths() -> Paths:
-        return Paths.from_texts(paths or [""] * len(labels))
-
-    return Listed(list(parts), np.concatenate(part), labels, [paths], all_paths, unlabelled)
+    return Listed(list(parts), np.concatenate(part), labels, [paths], lambda: Paths.from_texts(paths), unlabelled)
 
 
 def _columns(path: str, schema: pyarrow.Schema, label_column: str | None) -> tuple[str, str | None]:
     """Return the columns of the images' bytes and of the labels (None: there is none). Raises SourceError."""
     from pyarrow import types
 
+    if double := next((name for name, count in Counter(schema.names).items() if count > 1), None):
+        raise SourceError(f"has two columns {double}: rename one", path=path)
     image = next((name for name in IMAGES if name in schema.names), None)
     labels = LABELS if label_column is None else (label_column,)
     label = next((name for name in labels if name in schema.names), None)

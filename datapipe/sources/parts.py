@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..splits import AmbiguousSplitError, SplitRule, matches, split_words
+from ..splits import TRAIN, VAL, AmbiguousSplitError, SplitRule, matches, split_words
 from .listing import Listing
 from .split_columns import Part, column_value, splits_of
 from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, may_speak
@@ -145,7 +145,7 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
         said = {name: split for split, of_split in raw.items() for name in of_split}
         check_paths((names, number), said, table.typed, paths, listed.paths, source)
     if table is not None:
-        table.report()
+        table.report(len(samples.get(TRAIN, ())), len(samples.get(VAL, ())))
     return samples
 
 

@@ -6,6 +6,7 @@ import glob
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from shlex import quote
@@ -71,7 +72,7 @@ def check_roots(source: Path, trees: Mapping[str, Sequence[ClassTree]], is_chose
     known = set.intersection(*classes.values()) if len(trees) > 1 else set[str]()
     if all(map(is_split_name, known)):
         known = set()
-    beside = [entry.name for entry in os.scandir(source) if entry.is_file() and not is_hidden(entry.name)]
+    beside = [name for name in os.listdir(source) if not is_hidden(name)]
     warned: set[str] = set()
     for tree in chain(*trees.values()):
         doubt = tree.doubt(beside if tree.root != source else (), known)
@@ -132,17 +133,22 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     return "".join(f"; {text}" for text in texts)
 
 
-def find_root(source: Path, folder: str, listing: Listing) -> Root | None:
+def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] = frozenset()) -> Root | None:
     """Find the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
 
     Args:
         source: What the user has given.
         folder: The folder's path below it; ".": itself.
         listing: Has the bounds.
+        seen: Folders that it lies in, without links: these may lead in a circle.
 
     Returns:
         What was found; None: nothing, or nothing that is clear.
     """
+    real = os.path.realpath(source / folder)
+    if real in seen:
+        return None
+    seen |= {real}
     try:
         tree = ClassTree.scan(source / folder, None if listing.outside else str(source), LeftOut())
     except SourceError:
@@ -153,11 +159,11 @@ def find_root(source: Path, folder: str, listing: Listing) -> Root | None:
     if doubt is None or doubt.is_slight:
         return Root(glob.escape(folder), classes)
     if doubt.likely:
-        return find_root(source, os.path.join(folder, doubt.likely), listing)
+        return find_root(source, os.path.join(folder, doubt.likely), listing, seen)
     if doubt.about != "groups":
         return None
     above = os.path.normpath(folder)
-    roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing) for name in classes}
+    roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing, seen) for name in classes}
     inner = {name: root for name, root in roots.items() if root is not None}
     tails = {
         root.pattern.removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))
@@ -256,30 +262,11 @@ def _advise_tables(source: Path, listing: Listing) -> str:
     if not tables:
         return f"if a table has their classes, give that, {COLUMNS}"
     what = f"if {', '.join(tables[:NAMED])} {'have' if len(tables) > 1 else 'has'} their labels"
-    listed = _listed(source, listing)
-    if listed or (listed is not None and len(tables) == 1):  # with one table, what to type next is said then
-        return f"{what}, type --kind csv"
-    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in tables}
-    vals = [name for name in tables if named[name] in ({VAL}, {TEST})]
-    for train in ([name for name in tables if named[name] == {TRAIN}] or tables)[:NAMED]:
-        alone = _listed(source / train, listing)
-        for val in vals if alone == {TRAIN} else ():
-            patterns = {TRAIN: glob.escape(train), VAL: glob.escape(val)}
-            if _listed(source, listing, patterns):
-                return f"if {train} and {val} have their labels, type --kind csv {_options(patterns)}"
-        if alone:
-            return f"if {train} has their labels, give {quote(str(source / train))}"
-    return f"{what}, write {COLUMNS}, and give that"
-
-
-def _listed(path: Path, listing: Listing, patterns: Mapping[str, str] | None = None) -> set[str] | None:
-    """Return the splits that tables name, of images that are there; none if it is not clear; None: it fails."""
-    rule = SplitRule(tuple((patterns or {}).items()))
     try:
-        source = csv.load(path, "csv", Listing(listing.outside, rule, listing.labels, listing.label_column))
-    except AmbiguousSplitError:
-        return set()
+        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
+        can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
+    except AmbiguousSplitError:  # with one table, what to type next is said then
+        can_read = len(tables) == 1
     except (DatapipeError, SettingError):
-        return None
-    are_there = all(len(samples) and os.path.exists(samples.where(0)) for samples in source.splits.values())
-    return set(source.splits) if are_there else None
+        can_read = False
+    return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"

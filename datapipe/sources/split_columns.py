@@ -6,6 +6,7 @@ What those of a whole data set say together is in `split_table`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,8 +24,12 @@ TRUTH = {
 # Of values that name no split: a column with more distinct ones, or longer ones, is text.
 MAX_OTHERS, MAX_WORDS = 20, 2
 
+MAX_VALUES = 1000
+LONG_NUMBER = re.compile("[0-9]{3,}")
+_Says = tuple[tuple[str, ...], bool]
+SILENT: _Says = ((), False)
+
 Said = tuple[tuple[str, str], ...]  # the columns of a row that may be of splits, and their values
-_speaks = lru_cache(1024)(lambda value: bool(split_words(value)))
 
 
 class Part(NamedTuple):
@@ -37,14 +42,18 @@ class Part(NamedTuple):
 class Columns:
     """The columns of a file that may be of splits. Those that turn out to be others are dropped, row by row.
 
-    Of a column that is not called as one of splits, all values that name none stand for the first of them.
+    Few of their values are kept, however many there are: of a column that is not called as one of splits, all that name
+    none stand for the first of them. In columns that the user does not name, so do those past MAX_VALUES that say the
+    same of splits.
     """
 
     def __init__(self, rule: SplitRule) -> None:
         self._patterns = bool(rule.patterns)
         self._meant = {pattern.partition("=")[0].lower() for _, pattern in rule.patterns if "=" in pattern}
         self._dropped: set[str] = set()
-        self._others: dict[str, dict[str, None]] = {}  # values that name no split, by column
+        self._known: dict[str, dict[str, tuple[str, str]]] = {}  # by column and value: the column, what stands for it
+        self._first: dict[tuple[str, _Says], tuple[str, str]] = {}  # by column and what the value says
+        self._num_others: Counter[str] = Counter()  # values that name no split, by column
 
     def alive(self, names: Iterable[str]) -> list[str]:
         """List those columns that may still be of splits."""
@@ -57,28 +66,38 @@ class Columns:
     def may_be(self, name: str, values: Iterable[str]) -> bool:
         """Whether a column with some of its values may be one of splits."""
         self.said((name, value) for value in values)
-        return bool(self.alive([name]))
+        return name not in self._dropped
 
     def said(self, fields: Iterable[tuple[str, str]]) -> Said:
         """Return what the columns of a row may say of its split."""
-        said: list[tuple[str, str]] = []
+        said = []
         for name, value in fields:
-            if name in self._dropped:
-                continue
-            if not self.is_named(name):
-                if LABEL_COLUMN.fullmatch(name):
+            if name not in self._dropped:
+                pair = self._known.setdefault(name, {}).get(value) or self._stand_in(name, value)
+                if pair is None:
                     self._dropped.add(name)
-                    continue
-                others = self._others.get(name, {})
-                if value and (not _speaks(value) or (others and not is_split_name(value))):
-                    others = self._others.setdefault(name, others)
-                    others[value] = None
-                    if self._patterns or len(others) > MAX_OTHERS or len(value.split()) > MAX_WORDS:
-                        self._dropped.add(name)
-                        continue
-                    value = next(iter(others))
-            said.append((name, value))
+                    del self._known[name]
+                else:
+                    said.append(pair)
         return tuple(said)
+
+    def _stand_in(self, name: str, value: str) -> tuple[str, str] | None:
+        """Return a column and what stands for a new value of it; None if the column is of other things."""
+        known, pair = self._known[name], (name, value)
+        is_full = len(known) >= MAX_VALUES and name.lower() not in self._meant
+        says = words, is_pure = _says(LONG_NUMBER.sub("000", value) if is_full else value)
+        if is_full and self._patterns:
+            return None
+        if value and not self.is_named(name) and (not words or (self._num_others[name] and not is_pure)):
+            self._num_others[name] += 1
+            is_text = self._num_others[name] > MAX_OTHERS or len(value.split()) > MAX_WORDS
+            if self._patterns or is_text or LABEL_COLUMN.fullmatch(name):
+                return None
+            pair = self._first.setdefault((name, SILENT), pair)
+        elif is_full:
+            return self._first.setdefault((name, says), pair)
+        known[value] = pair
+        return pair
 
     def keep(self, said: Sequence[Said]) -> list[Said]:
         """Return what rows say without the columns that were dropped later."""
@@ -87,10 +106,21 @@ class Columns:
 
 
 @lru_cache(1024)
+def _says(value: str) -> _Says:
+    """Return a value's words of splits, and whether it says nothing else."""
+    return tuple(split_words(value)), is_split_name(value)
+
+
+@lru_cache(1024)
 def is_column(name: str) -> bool:
     """Whether a column is called as one of splits: `split`, `data_split`, `is_valid`; not `test_score`."""
     words = re.findall("[a-z]+", name.lower())
-    return name.lower() in COLUMNS or any(map(COLUMN.fullmatch, words)) or is_split_name(BESIDE.sub("", name))
+    return name.lower() in COLUMNS or any(map(COLUMN.fullmatch, words)) or is_split_name(_bare(name))
+
+
+def _bare(name: str) -> str:
+    """Return the name of a column, or of a field such as `meta.is_valid`, without `is`."""
+    return BESIDE.sub("", name.rpartition(".")[2])
 
 
 def splits_of(text: str) -> set[str]:
@@ -100,7 +130,7 @@ def splits_of(text: str) -> set[str]:
 
 def flag_split(name: str, values: Iterable[str]) -> str | None:
     """Return the split that a column says of each row whether it is of: `val` of `is_valid` with True and False."""
-    bare = BESIDE.sub("", name)
+    bare = _bare(name)
     splits = splits_of(bare) if is_split_name(bare) else set()
     return splits.pop() if len(splits) == 1 and all(value.lower() in TRUTH for value in values) else None
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..console import format_count
-from ..splits import SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, split_options, split_words
+from ..splits import SPLIT_OF, TRAIN, AmbiguousSplitError, is_split_name, options_of, split_words
 
 logger = logging.getLogger(__name__)
 
@@ -132,15 +132,8 @@ def check_paths(
             raise AmbiguousSplitError(
                 source,
                 f"{what}, such as {example}, so it is not clear whether they are for training",
-                f"if they are, type {_options_of(said, typed)}; if the folders are right, type "
-                f"{_options_of(of_paths, {})}",
+                f"if they are, type {options_of({typed.get(name, name): said[name] for name in said})}; if the folders "
+                f"are right, type {options_of(of_paths)}",
             )
         if len(set().union(*spoken)) > 1:
             logger.warning("%s: %s, such as %s: taken as what %s says", source, what, example, name)
-
-
-def _options_of(said: Mapping[str, str], typed: Mapping[str, str]) -> str:
-    groups = {split: [typed.get(name, name) for name in said if said[name] == split] for split in (TRAIN, VAL, TEST)}
-    test = groups.pop(TEST)
-    groups[VAL] = groups[VAL] or test
-    return split_options(groups, []) or "--split train=PATTERN --split val=PATTERN"

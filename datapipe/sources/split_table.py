@@ -13,12 +13,12 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, split_options
+from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, options_of, split_options
 from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column, splits_of
 
 logger = logging.getLogger(__name__)
 
-NAMED = 3  # values that a message gives
+NAMED, MAX_TEXT = 3, 60  # values that a message gives, and characters of each
 WORDS, FLAG, MIXED, UNCLEAR, NOTHING = "words", "flag", "mixed", "unclear", "nothing"  # what a column may be
 REST = "(the rest is left out)"
 WHOLE = "--split train=. if all are for training"
@@ -76,9 +76,12 @@ class SplitTable:
                 self.typed.setdefault(self.names[-1], f"{column}={row[column]}")
             self._check_row(part, row, column)
 
-    def report(self) -> None:
-        """Log which columns said the splits."""
+    def report(self, num_train: int, num_val: int) -> None:
+        """Log which columns said the splits. Raises AmbiguousSplitError if one of truths says val of most samples."""
         if self.columns:
+            if 0 < num_train < num_val and FLAG in map(self._kinds.__getitem__, self.columns):
+                why = f"it would make {num_val} samples of val and {num_train} of train, so it may say what is good"
+                raise self.refusal(AmbiguousSplitError(self._source, why, ""))
             texts = [f"{name} (true: {flag_split(name, ())})" * (self._kinds[name] == FLAG) for name in self.columns]
             names = " and ".join(text or name for text, name in zip(texts, self.columns, strict=True))
             logger.info("%s: the splits are taken from %s", self._source, names)
@@ -91,15 +94,10 @@ class SplitTable:
             if column is None or len(by_name) != 1 or by_name == said:
                 continue
             if TRAIN in said or len(set(files.values())) > 1:
-                groups = {
-                    split: [file for file, of_file in files.items() if of_file == split] for split in (TRAIN, VAL)
-                }
-                groups[VAL] = groups[VAL] or [file for file, of_file in files.items() if of_file == TEST]
-                by_file = split_options(groups, []) or "--split train=FILE --split val=FILE"
                 raise AmbiguousSplitError(
                     self._source,
                     f"{part.file} has rows whose {column} is {row[column]!r}",
-                    f"if the column counts, {self._advise(column)}; if the files' names count, type {by_file}",
+                    f"if {column} counts, {self._advise(column)}; if the files' names do, type {options_of(files)}",
                 )
 
     def check_rest(self, num_splits: int) -> None:
@@ -140,13 +138,13 @@ class SplitTable:
         raise AmbiguousSplitError(self._source, f"has rows whose {said}", advice)
 
     def _is_of_classes(self, column: str, labels_of: Callable[[Collection[int]], set[str]]) -> bool:
-        """Whether `train` in a column, beside other things, may be the vehicle: it goes with some of the labels."""
+        """Whether `train` in a column, beside other things, may be the vehicle: it goes with a label of its own."""
         if _pure(self._values[column]) != {TRAIN}:
             return False
         inside = {i for i, row in enumerate(self._rows) if is_split_name(row.get(column, ""))}
         labels = labels_of(inside)
         others = labels_of({i for i, row in enumerate(self._rows) if column in row} - inside)
-        return len(labels) == 1 or labels.isdisjoint(others)
+        return len(labels) == 1 and labels.isdisjoint(others)
 
     def _check_row(self, part: Part, row: Mapping[str, str], column: str | None) -> None:
         """Raise AmbiguousSplitError if another column of splits disagrees with the one that counts."""
@@ -166,17 +164,12 @@ class SplitTable:
 
     def _refusal(self, column: str) -> AmbiguousSplitError:
         values = list(self._values[column])
-        silent = [value for value in values if not splits_of(value)]
-        why = f"{column} is {_some(values)}"
-        if len(values) == 1:
-            why += " in each row, and nothing else says the splits"
-        elif silent:
-            what = f", and {_some(silent)}" if len(silent) < len(values) else ", which"
-            why += f"{what} {'names' if len(silent) == 1 else 'name'} no split that datapipe knows"
-        else:
-            why += ", and nothing else says the splits"
-        is_one = len(values) == 1 or not silent
-        return AmbiguousSplitError(self._source, why, EITHER if is_one else self._advise_or_all(column))
+        silent = [value for value in values if not splits_of(value)] if len(values) > 1 else []
+        why = f"{column} is {_some(values)}, and nothing else says the splits"
+        if silent:
+            names = "names" if len(silent) == 1 else "name"
+            why = f"{column} is {_some(values)}, and {_some(silent)} {names} no split that datapipe knows"
+        return AmbiguousSplitError(self._source, why, self._advise_or_all(column) if silent else EITHER)
 
     def _advise_or_all(self, column: str) -> str:
         return f"{self._advise(column)}, or {WHOLE}" if len(self._values[column]) > 1 else EITHER
@@ -194,7 +187,7 @@ def _kind(name: str, values: Collection[str]) -> str:
     if all(map(splits_of, values)):
         if is_column(name) or len(spoken) > 1:
             return WORDS
-        return UNCLEAR if spoken != {TRAIN} and all(map(is_split_name, values)) else NOTHING
+        return UNCLEAR if pure - {TRAIN} else NOTHING
     if BESIDE.search(name) and (split := flag_split(name, values)):
         leaves_train = any(TRUTH[value.lower()] == (split == TRAIN) for value in values)
         return FLAG if leaves_train else UNCLEAR
@@ -209,7 +202,7 @@ def _pure(values: Iterable[str]) -> set[str]:
 
 
 def _some(values: Iterable[str]) -> str:
-    texts = [repr(value) for value in values]
+    texts = [repr(value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}…") for value in values]
     if len(texts) > NAMED + 1:
         texts = [*texts[:NAMED], f"{len(texts) - NAMED} others"]
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

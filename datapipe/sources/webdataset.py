@@ -33,6 +33,7 @@ SPLITS = ("split", "subset", "set")  # extensions of texts that say which split 
 TEXTS = (*LABELS, *SPLITS)
 NO_LABELS = np.zeros(0, np.uint32)
 NO_FIELDS: dict[str, object] = {}
+MAX_DEPTH = 50  # of objects in a JSON
 LISTERS = 32  # shards listed at once: hides a shared filesystem's latency
 
 
@@ -154,7 +155,7 @@ def _read_texts(
     return labels, columns.keep(said), unlabelled
 
 
-def _flat(fields: Mapping[str, object], depth: int = 4) -> dict[str, object]:
+def _flat(fields: Mapping[str, object], depth: int = MAX_DEPTH) -> dict[str, object]:
     """Name the fields of objects in a JSON's fields, and in those, as `meta.split`."""
     flat = dict(fields)
     for name, value in fields.items():

@@ -140,7 +140,7 @@ def test_a_table_that_is_a_link(raw):
         (b"path,label\r4.jpg,a\r", "line 1: "),
         (
             b"path,label,split\n4.jpg,a,other\n",
-            "split is 'other' in each row, and nothing else says the splits: type --split train=. if",
+            "split is 'other', and nothing else says the splits: type --split train=. if",
         ),
         (b"path,label\n4.jpg,-1\n4.jpg,3\n", "holds the label -1; allowed: 0 to 999999"),
         (b"path,label\n4.jpg,1000000\n", "holds the label 1000000; allowed"),
@@ -177,48 +177,16 @@ def test_file_names_of_any_bytes(raw):
 
 
 @pytest.mark.parametrize(
-    ("header", "values", "options", "expected"),
-    [
-        ("split", ("train", "val", "test"), [], {"train": 2, "val": 1}),
-        ("Subset", ("TRAINING", "Dev", "Dev"), [], {"train": 2, "val": 2}),
-        ("partition", ("train_set", "test1", "test1"), [], {"train": 2, "val": 2}),
-        ("fold", ("0", "1", "2"), ["val=0", "train=[12]"], {"train": 2, "val": 2}),
-        ("is_valid", ("False", "True", "True"), ["val=True", "train=False"], {"train": 2, "val": 2}),
-        ("usage", ("Public", "Private", "x"), ["train=P*"], {"train": 3}),
-        ("country", ("train board", "val board", "x"), [], {"train": 4}),  # a column that is not of splits
-    ],
-)
-def test_columns_of_splits(raw, header, values, options, expected):
-    rows = zip(("4.jpg", "img/1.jpg", "img/2.jpg", "img/deep/3.png"), "aaaa", (values[0], *values), strict=True)
-    source = open_source(table(raw / "all.csv", ("path", "label", header), *rows), splits=options)
-    assert {split: len(samples) for split, samples in source.splits.items()} == expected
-
-
-@pytest.mark.parametrize(
     ("header", "values", "message"),
     [
-        (("path", "label", "fold"), ("0", "1"), "fold is '0' and '1', which name no split .* --split val=fold=1"),
-        (("path", "label", "is_valid"), ("True", "unknown"), "is_valid is 'True' and 'unknown', which name no split"),
-        (("path", "label", "set"), ("train", ""), "set is 'train' and '', and '' names no split"),
-        (("path", "label", "split"), ("train", "extra"), "split is 'train' and 'extra', and 'extra' names no split"),
-        (("path", "label", "split"), ("val", "validation"), "holds both val .* and validation"),
-        (("path", "label", "split"), ("train+val", "val"), "train.val has train and val in it"),
         (("path", "label", "label"), ("a", "b"), "names two columns label"),
         (("path", "id", "fold"), ("train", "val"), "names no column of labels"),
     ],
 )  # fmt: skip
-def test_columns_that_can_be_read_in_two_ways(raw, header, values, message):
+def test_columns_of_labels_that_are_not_one(raw, header, values, message):
     path = table(raw / "all.csv", header, ("4.jpg", "a", values[0]), ("img/1.jpg", "a", values[1]))
     with pytest.raises(SourceError, match=message):
         open_source(path)
-
-
-def test_two_columns_of_splits(raw):
-    header, rows = ("path", "label", "fold", "is_test"), [("4.jpg", "a", "0", "no"), ("img/1.jpg", "a", "1", "no")]
-    with pytest.raises(SourceError, match=r"fold is '0' and '1', which name no split .*--split val=fold=1"):
-        open_source(table(raw / "all.csv", header, *rows))
-    source = open_source(table(raw / "all.csv", header, *rows, ("img/2.jpg", "a", "2", "yes")))
-    assert {split: len(samples) for split, samples in source.splits.items()} == {"train": 2, "val": 1}
 
 
 @pytest.mark.parametrize(
@@ -248,18 +216,3 @@ def test_images_of_two_labels_or_splits_are_told(raw, caplog, rows, message):
     source = open_source(table(raw / "all.csv", ("path", "label", "split"), *rows))
     assert sum(len(samples) for samples in source.splits.values()) == len(rows)
     assert message in caplog.text if message else not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        (["train", "unseen"], "train.csv names a split, and unseen.csv does not"),
-        (["train", "trainval"], "the name of trainval.csv has train and val in it"),
-        (["train", "val", "valid"], "both val .* and valid"),
-    ],
-)
-def test_tables_of_splits(raw, tables, message):
-    for number, name in enumerate(tables):
-        table(raw / f"{name}.csv", ("path", "label"), (f"img/{number}.jpg", "a"))
-    with pytest.raises(SourceError, match=message):
-        open_source(raw, "csv")

@@ -12,7 +12,8 @@ import pytest
 
 from datapipe.errors import SettingError, SourceError
 from datapipe.sources import open_source
-from datapipe.sources.split_columns import is_column
+from datapipe.sources.split_columns import MAX_VALUES, Columns, is_column
+from datapipe.splits import SplitRule
 
 
 def write_csv(folder, name, rows):
@@ -77,7 +78,7 @@ TWO_AND_TWO = {"train": "0 1", "val": "2 3"}
 
 
 @KINDS
-@pytest.mark.parametrize("header", ["dataset", "group", "stage", "data_split", "set_name", "tvt"])
+@pytest.mark.parametrize("header", ["dataset", "group", "set_category", "data_split", "tvt"])
 def test_a_column_of_nothing_but_splits_whatever_it_is_called(tmp_path, kind, header):
     assert divided(tmp_path, kind, {"data": rows(header, *FOUR)}) == TWO_AND_TWO
 
@@ -91,7 +92,7 @@ def test_text_that_names_splits(tmp_path, kind, others):
 
 
 def test_what_a_column_is_of():
-    named = (
+    named = [
         "split",
         "Subset",
         "data split",
@@ -102,7 +103,7 @@ def test_what_a_column_is_of():
         "in_train",
         "Is Test Set",
         "val",
-    )
+    ]
     assert all(map(is_column, named))
     others = ("test_score", "label", "dataset", "group", "train_loss", "offset", "settings", "unfolded", "")
     assert not any(map(is_column, others))
@@ -123,6 +124,53 @@ def test_what_a_column_is_of():
 def test_a_column_of_other_things(tmp_path, kind, values):
     data = {"data": rows("country", *((f"{i}.jpg", value) for i, value in enumerate(values)))}
     assert divided(tmp_path, kind, data) == {"train": "0 1 2 3"}
+
+
+@KINDS
+@pytest.mark.parametrize("labels", ["aaaa", "aaba", "abcd"])
+def test_train_beside_other_things_that_is_no_class(tmp_path, kind, labels):
+    data = rows("use", *((f"{i}.jpg", value) for i, value in enumerate(("train", "train", "novel", "novel"))))
+    for row, label in zip(data, labels, strict=True):
+        row["label"] = label
+    with pytest.raises(SourceError, match="and 'novel' names no split that datapipe knows"):
+        divided(tmp_path, kind, {"data": data})
+
+
+@pytest.mark.parametrize("name", ["original", "eval"])
+@pytest.mark.parametrize("text", ["train_{}.jpg", "0.{}", "train_{:x}"])
+def test_few_of_many_values_are_kept(name, text):
+    columns = Columns(SplitRule())
+    values = {columns.said([(name, text.format(10**6 + i))]) for i in range(3 * MAX_VALUES)}
+    assert len(values) <= MAX_VALUES + 1
+    assert (((name, "val_1"),) in {columns.said([(name, f"val_{i}")]) for i in (1, 2)}) == bool(columns.alive([name]))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_two_columns_of_one_name(tmp_path, kind):
+    if kind == "csv":
+        (tmp_path / "x.csv").write_text("path,label,split,Split\n1.jpg,a,train,val\n2.jpg,a,val,val\n")
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        columns = [pa.array([b"1"]), *map(pa.array, (["a"], ["train"], ["val"]))]
+        pq.write_table(pa.table(columns, names=["image", "label", "split", "split"]), tmp_path / "x.parquet")
+    with pytest.raises(
+        SourceError, match=r"where split \(2\) is 'val': if split counts|has two columns split: rename one"
+    ):
+        open_source(tmp_path, kind)
+
+
+def test_types_of_columns_in_parquet(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    metadata = {"huggingface": json.dumps({"info": {"features": {"part": {"names": ["train", "val"]}}}})}
+    for name, kind, values in (
+        ("split", getattr(pa, "string_view", pa.string)(), ["train", "val"]),
+        ("split", pa.binary(), [b"train", b"val"]),
+        ("part", pa.int64(), [0, 1]),
+        ("splits", pa.list_(pa.string()), [["train"], ["val"]]),
+    ):
+        columns = {"image": pa.array([b"0", b"1"]), "label": ["a", "a"], name: pa.array(values, kind)}
+        pq.write_table(pa.table(columns).replace_schema_metadata(metadata), tmp_path / "x.parquet")
+        assert open_source(tmp_path).splits.keys() == {"train", "val"}, name
 
 
 @KINDS
@@ -194,6 +242,14 @@ def test_labels_that_are_splits(tmp_path, kind):
     with pytest.raises(SourceError, match="labels that are all names of splits: train, val; call that column split"):
         divided(tmp_path, kind, data)
     assert divided(tmp_path, kind, data, labels="names") == {"train": "0 1 2"}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
+@pytest.mark.parametrize("fields", [("split", "train", "val"), ("is_valid", False, True)])
+def test_fields_deep_in_fields(tmp_path, kind, fields):
+    name, *values = fields
+    data = rows("a", *((f"{i}.jpg", {"b": {"c": {"d": {"e": {name: values[i // 2]}}}}}) for i in range(4)))
+    assert divided(tmp_path, kind, {"data": data}) == TWO_AND_TWO
 
 
 @pytest.mark.parametrize(
@@ -300,9 +356,18 @@ def test_a_column_that_says_whether(tmp_path, kind, name, values, caplog):
         ("is_train is_test", ["10", "10", "00", "00", "01", "01"], TWO_AND_TWO),
         ("is_valid is_test", ["00", "11"], "has rows whose is_valid is 1 and is_test is 1: if is_valid counts, type"),
         ("is_valid", "00", {"train": "0 1"}),
-        ("is_valid", "11", "is_valid is '1' in each row, and nothing else says the splits: type --split train=. if"),
-        ("valid", "0011", "valid is '0' and '1', which name no split .*: type --split train=valid=0 --split val=valid"),
-        ("is_valid", ["0", "0", "1", ""], "which name no split"),
+        ("is_valid", "11", "is_valid is '1', and nothing else says the splits: type --split train=. if"),
+        (
+            "valid",
+            "0011",
+            "valid is '0' and '1', and '0' and '1' name no split .*: type --split train=valid=0 --split val=",
+        ),
+        ("is_valid", ["0", "0", "1", ""], "name no split"),
+        (
+            "is_valid",
+            "0111",
+            "is_valid: it would make 3 samples of val and 1 of train, .*: type --split train=is_valid=0",
+        ),
     ],
 )
 def test_columns_that_say_whether(tmp_path, kind, header, values, expected):
@@ -363,6 +428,7 @@ LAYOUTS = [  # whose splits can be read in two ways: columns, and the values of 
     ("dataset", ["train", "train", "extra", "extra", "val", "val"]),
     ("dataset", ["train", "train", "query", "query"]),
     ("dataset", ["val", "val", "extra", "extra"]),
+    ("dataset", ["non-test", "non-test", "test", "test"]),
     ("env", ["dev", "dev", "prod", "prod"]),
     ("use", ["train", "train", "valid", "valid", "", ""]),
     ("quality", ["test"] * 4),
@@ -372,6 +438,7 @@ LAYOUTS = [  # whose splits can be read in two ways: columns, and the values of 
     ("split", ["trainval", "trainval", "test", "test"]),
     ("split", ["train_mini", "train_mini", "train", "train"]),
     ("split", ["Train", "TRAIN", "val", "val", "valid", "valid"]),
+    ("is_valid", ["True", "True", "unknown", "unknown"]),
     ("split dataset", [("train", "train"), ("train", "train"), ("val", "test"), ("val", "test")]),
     ("split dataset", [("train", "val"), ("train", "val"), ("val", "train"), ("val", "train")]),
     ("split is_valid", [("train", True), ("train", True), ("val", False), ("val", False)]),
@@ -395,7 +462,8 @@ def test_what_a_refusal_says_to_type_can_be_typed(tmp_path, kind, header, values
 
 @KINDS
 @pytest.mark.parametrize(
-    "values", [["train"] * 4, ["train", "train", "test", "test"], ["val", "val", "train", "train"]]
+    "values",
+    [["train"] * 4, ["train", "train", "test", "test"], ["val", "val", "train", "train"], ["train", "", "val", ""]],
 )
 def test_what_a_refusal_of_files_says_to_type_can_be_typed(tmp_path, kind, values):
     data = rows("split", *((f"{i}.jpg", value) for i, value in enumerate(values)))
