@@ -21,7 +21,11 @@ GROWING = ["data.crop=random_resized", "data.start_size=12", "data.grow=[0.0, 0.
 GROWING += ["data.mixup=0.2", "data.cutmix=1.0", "train.precise_bn_batches=2", "train.evaluate_mirrored=true"]
 
 
-@pytest.mark.parametrize("changes", [[], ADAPTIVE, GROWING], ids=["sgd", "adaptive", "growing and mixed"])
+@pytest.mark.parametrize(
+    "changes",
+    [[], ADAPTIVE, pytest.param(GROWING, marks=pytest.mark.slow)],
+    ids=["sgd", "adaptive", "growing and mixed"],
+)
 def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, monkeypatch, changes):
     """All is compiled then, and the weights, the statistics and random numbers are those of a run that does not."""
     graphs, real, results = [], trainer.run.train, {}

@@ -133,6 +133,7 @@ def open_for_reader(fifo) -> int | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_stop_together_and_one_goes_on(train, tmp_path, metrics):
     child = train("run", "train.epochs=1000", ranks=2, torchrun=True)

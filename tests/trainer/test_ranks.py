@@ -90,6 +90,7 @@ def test_a_graph_that_is_said_to_be_static_learns_the_same(losses, plain_losses)
     assert losses("static", "train.static_graph=true") == plain_losses
 
 
+@pytest.mark.slow
 def test_a_compiled_network_whose_graph_is_static_learns_the_same(losses):
     """The graph is cut so that gradients are sent early."""
     program = [CHILDREN / "compiled_eagerly.py"]
@@ -133,6 +134,7 @@ def test_powersgd_sends_less_from_its_step_on_and_still_learns(train, tmp_path):
     assert narrow[-1] < (narrow[0] + whole[-1]) / 2, "more than half of what whole gradients learn"
 
 
+@pytest.mark.slow
 def test_kfac_goes_on_with_other_ranks(train, tmp_path, metrics):
     """Each layer has one owner, to whom its gradient is reduced; the state of all of them is in the checkpoint."""
     changes = (*KFAC, "kfac.grad_worker_fraction=0", "train.log_every=5", "train.precision=off")
