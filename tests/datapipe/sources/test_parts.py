@@ -603,6 +603,17 @@ def test_two_columns_of_labels(tmp_path, kind, second, message):
             assert open_source(tmp_path, kind, label_column=column).classes == classes
 
 
+@pytest.mark.parametrize("second", ["xyx", "xxx"])
+def test_label_and_Label(tmp_path, second):
+    data = {"data": [{"path": f"{i}.jpg", "label": "aba"[i], "Label": text} for i, text in enumerate(second)]}
+    if second == "xyx":
+        assert divided(tmp_path, "parquet", data) == {"train": "0 1 2"}
+        return
+    with pytest.raises(SourceError, match="label and Label: say which is meant, as --label-column label"):
+        divided(tmp_path, "parquet", data)
+    assert open_source(tmp_path, "parquet", label_column="Label").classes == ["x"]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_a_column_of_labels_that_the_user_names(tmp_path, kind):
     data = {"data": [{"path": f"{i}.jpg", "breed": text, "label": f"l{i}"} for i, text in enumerate("xyx")]}
@@ -616,7 +627,7 @@ def test_a_column_of_labels_that_the_user_names(tmp_path, kind):
 def test_what_has_no_columns(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.jpg").touch()
-    with pytest.raises(SettingError, match="label_column: only csv, parquet and webdataset have several"):
+    with pytest.raises(SettingError, match="label_column: it is for csv, parquet, webdataset, and"):
         open_source(tmp_path, label_column="breed")
 
 
