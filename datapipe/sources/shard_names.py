@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..console import format_count
-from ..splits import CHOOSE, FOLD, SPLIT_OF, TRAIN, VAL, AmbiguousSplitError, matches, split_options, split_words
+from ..splits import CHOOSE, FOLD, HASH, SPLIT_OF, TRAIN, VAL, AmbiguousSplitError, matches, split_options, split_words
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ COPY = re.compile(
     r"|[ _]*\([0-9]+\)|[ _.-]+(copy|kopie|copie|copia)([ _-]?[0-9]+)?(?![a-z0-9])"
 )
 NUMBER_OF = re.compile("(?i)(?<![0-9])([0-9]+)[-_ ]?of[-_ ]?([0-9]+)(?![0-9])")  # as in train-00000-of-00294.parquet
+LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
 NAMED = 3  # shards that a message gives
 READ_BYTES = (1 << 12, 1 << 20)  # of both ends of files of equal size: more where the first are equal
 
@@ -55,6 +56,7 @@ def check_names(files: Mapping[str, str], source: Path) -> None:
     if not any(map(split_words, files)):
         _check_folds(list(files), source)
     _check_numbers(files, source)
+    _tell_gaps(files, source)
 
 
 def check_contents(files: Mapping[str, str], source: Path, is_said: bool) -> None:
@@ -87,12 +89,12 @@ def _twice(first: str, second: str, why: str, files: Mapping[str, str], source: 
 
 def _options(files: Mapping[str, str], others: Sequence[str]) -> str:
     """Return `--split` options that name files by their splits, and no others; "" where few patterns do not."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {TRAIN: [], VAL: []}
     for name, split in files.items():
         by_name = {SPLIT_OF[word] for word in split_words(os.path.basename(name))}
         is_val = split not in ("", TRAIN) or (not split and by_name and TRAIN not in by_name)
-        groups.setdefault(VAL if is_val else TRAIN, []).append(name)
-    return "--split train=." if not others and groups.keys() == {TRAIN} else split_options(groups, others)
+        groups[VAL if is_val else TRAIN].append(name)
+    return "--split train=." if not others and not groups[VAL] else split_options(groups, others)
 
 
 # --- folds and shards -------------------------------------------------------------------------------
@@ -188,6 +190,20 @@ def _check_numbers(files: Mapping[str, str], source: Path) -> None:
             why = f"{texts}{more} {'is' if num_missing == 1 else 'are'} missing, by the names of the others"
             options = _options(files, []) or "--split with patterns of the others"
             raise AmbiguousSplitError(source, why, f"put the whole set there, or type {options} to do without")
+
+
+def _tell_gaps(names: Iterable[str], source: Path) -> None:
+    """Warn of numbers that are missing between those of files called alike, such as 0.tar, 1.tar and 3.tar."""
+    series: dict[str, set[int]] = {}
+    for name in names:
+        if (match := LAST_NUMBER.search(name)) and not NUMBER_OF.search(name) and not HASH.search(name):
+            series.setdefault(f"{name[: match.start()]}*{name[match.end() :]}", set()).add(int(match[0]))
+    for pattern, numbers in series.items():
+        missing = (number for number in range(min(numbers), max(numbers)) if number not in numbers)
+        num_missing = max(numbers) - min(numbers) + 1 - len(numbers)
+        if 0 < num_missing < len(numbers):
+            texts = ", ".join(map(str, islice(missing, NAMED))) + ", …" * (num_missing > NAMED)
+            logger.warning("%s: of %s %s is not there: is that all?", source, pattern, texts)
 
 
 # --- contents ---------------------------------------------------------------------------------------

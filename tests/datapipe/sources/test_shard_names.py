@@ -87,6 +87,12 @@ def test_shards_of_two_versions(tmp_path, kind):
     ]
 
 
+def test_gaps_between_numbers_are_told(tmp_path, caplog):
+    put(tmp_path, "webdataset", ["train-0", "train-1", "train-3", "val-1", "val-9"])
+    assert listed(tmp_path, "webdataset") == {"train": 6, "val": 4}
+    assert "of train-*.tar 2 is not there: is that all?" in caplog.text and "val-*" not in caplog.text
+
+
 def test_a_shard_of_two_hashes(tmp_path):
     put(tmp_path, "parquet", ["train-0-of-1-0123456789abcdef", "train-0-of-1-fedcba9876543210"])
     assert "are shards of two versions, by their names: remove those that are old" in refusal(tmp_path, "parquet")
