@@ -20,7 +20,7 @@ from ..errors import SettingError, SourceError
 from ..splits import TRAIN, VAL, AmbiguousSplitError, SplitRule, matches, split_words
 from .listing import Listing
 from .shard_names import check_contents, check_copies, check_names
-from .short_forms import check_short_forms
+from .short_forms import check_undivided
 from .split_columns import Part, column_value, splits_of
 from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, may_speak
 from .split_table import SplitTable, filled
@@ -133,7 +133,7 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
             raw.setdefault(files[name], []).append(name)
     else:
         if not rule.patterns and not any(map(split_words, names)):
-            check_short_forms(names, listed.paths(), listed.labels, source)
+            check_undivided(names, listed.paths(), listed.labels, source)
             rule.check_own_name(source)
         try:
             raw = rule.divide(names, source)

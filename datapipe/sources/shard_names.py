@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 # What browsers, file managers and people add to the name of a copy.
 COPY = re.compile(
     r"(?i)^(copy of|kopie von|copie de|copia de)[ _]"
-    r"|[ _]*\([0-9]+\)|[ _.-]+(copy|kopie|copie|copia)([ _-]?[0-9]+)?(?![a-z0-9])"
+    r"|[ _]*\(([0-9]+|[^()]*\b(copy|kopie|copie|copia)\b[^()]*)\)"
+    r"|[ _.-]+(copy|kopie|copie|copia)([ _-]?[0-9]+)?(?![a-z0-9])"
 )
 NUMBER_OF = re.compile("(?i)(?<![0-9])([0-9]+)[-_ ]?of[-_ ]?([0-9]+)(?![0-9])")  # as in train-00000-of-00294.parquet
 LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
@@ -54,7 +55,7 @@ def check_names(files: Mapping[str, str], source: Path) -> None:
         AmbiguousSplitError: They are folds, or shards are missing.
     """
     if not any(map(split_words, files)):
-        _check_folds(list(files), source)
+        check_folds(list(files), source)
     _check_numbers(files, source)
     _tell_gaps(files, source)
 
@@ -100,7 +101,8 @@ def _options(files: Mapping[str, str], others: Sequence[str]) -> str:
 # --- folds and shards -------------------------------------------------------------------------------
 
 
-def _check_folds(names: Sequence[str], source: Path) -> None:
+def check_folds(names: Sequence[str], source: Path) -> None:
+    """Raise AmbiguousSplitError if files, or folders in paths, are called as several folds."""
     folds: dict[int, list[str]] = {}
     for name in names:
         if match := FOLD.search(name):

@@ -11,12 +11,13 @@ import os
 import re
 import shlex
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
-from ..splits import HASH, PART, SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, split_words
+from ..splits import FOLD, HASH, PART, SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, split_words
+from .shard_names import check_folds
 from .split_paths import Paths
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def _splits(text: str) -> Collection[str]:
     return {SPLIT_OF[word] for word in split_words(text)} or short_splits(text)
 
 
-def check_short_forms(files: Sequence[str], paths: Paths, labels: Collection[str], source: Path) -> None:
+def check_undivided(files: Sequence[str], paths: Paths, labels: Collection[str], source: Path) -> None:
     """Check what no name of a split divides. It is logged that files of several names are all for training.
 
     Args:
@@ -63,17 +64,19 @@ def check_short_forms(files: Sequence[str], paths: Paths, labels: Collection[str
         source: The data set, for messages.
 
     Raises:
-        AmbiguousSplitError: All files, or folders or files in the paths, are called `tr` or `va`, say.
+        AmbiguousSplitError: All files, or folders or files in the paths, are called `tr` or `va`, say, or as folds.
     """
-    for names in (files, short_names(paths.folders), short_names(paths.files)):
+    folds = first_parts(paths.folders, FOLD.search)
+    if {os.path.basename(name) for name in folds}.isdisjoint(labels):
+        check_folds(folds, source)
+    short = first_parts(paths.folders, short_splits), first_parts(paths.files, short_splits)
+    for names in (files, *short):
         if mean_splits(names) and {os.path.basename(name) for name in names}.isdisjoint(labels):
             groups: dict[str, list[str]] = {TRAIN: [], VAL: [], TEST: []}
             for pattern in _patterns(names):
                 groups[min(short_splits(pattern))].append(pattern)
-            chosen = [
-                (split, its) for split, its in ((TRAIN, groups[TRAIN]), (VAL, groups[VAL] or groups[TEST])) if its
-            ]
-            options = " ".join(f"--split {split}={shlex.quote(its)}" for split, all_its in chosen for its in all_its)
+            chosen = (TRAIN, groups[TRAIN]), (VAL, groups[VAL] or groups[TEST])
+            options = " ".join(f"--split {split}={shlex.quote(text)}" for split, texts in chosen for text in texts)
             why = f"{', '.join(islice(names, NAMED))} may be called as splits"
             advice = f"type {options} if they are, or --split train=. if all are for training"
             raise AmbiguousSplitError(source, why, advice)
@@ -87,17 +90,19 @@ def _patterns(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub("[0-9]+", "*", HASH.sub("0", glob.escape(name))) for name in names))
 
 
-def short_names(paths: Iterable[str]) -> list[str]:
-    """List the first part of each path, with those above it, that may mean a split; [] if a path has none.
+def first_parts(paths: Iterable[str], is_meant: Callable[[str], object]) -> list[str]:
+    """List the first part of each path, with those above it, that is meant; [] if a path has none.
 
-    >>> short_names(["photos/tr/cat", "photos/tr/dog", "photos/te/cat"]), short_names(["tr/cat", "dog"])
-    (['photos/tr', 'photos/te'], [])
+    >>> first_parts(["photos/tr/cat", "photos/tr/dog", "photos/te/cat"], short_splits)
+    ['photos/tr', 'photos/te']
+    >>> first_parts(["tr/cat", "dog"], short_splits)
+    []
     """
-    short: dict[str, None] = {}
+    first: dict[str, None] = {}
     for path in paths:
         parts = path.split("/")
-        at = next((at for at, part in enumerate(parts, 1) if short_splits(part)), None)
+        at = next((at for at, part in enumerate(parts, 1) if is_meant(part)), None)
         if at is None:
             return []
-        short["/".join(parts[:at])] = None
-    return list(short)
+        first["/".join(parts[:at])] = None
+    return list(first)

@@ -491,9 +491,16 @@ def test_files_called_by_short_forms(tmp_path, kind, names):
 
 @KINDS
 @pytest.mark.parametrize(
-    "paths", ["tr/a/{}.jpg va/a/{}.jpg", "photos/tr/{}.jpg photos/te/{}.jpg", "tr_{}.jpg va_{}.jpg"]
+    "paths",
+    [
+        "fold1/{}.jpg fold2/{}.jpg",
+        "all/cv3/a/{}.jpg all/cv4/b/{}.jpg",
+        "tr/a/{}.jpg va/a/{}.jpg",
+        "photos/tr/{}.jpg photos/te/{}.jpg",
+        "tr_{}.jpg va_{}.jpg",
+    ],
 )
-def test_paths_called_by_short_forms(tmp_path, kind, paths):
+def test_paths_called_by_short_forms_or_as_folds(tmp_path, kind, paths):
     check_advice(tmp_path, kind, {"data": rows("", *((path.format(i),) for path in paths.split() for i in range(2)))})
 
 

@@ -111,7 +111,8 @@ def test_whole_sets_of_shards(tmp_path, kind, names):
 @pytest.mark.parametrize(
     "copy",
     ["train-0 (1)", "train-0(2)", "train-0 - Copy", "train-0 copy", "train-0 copy 2", "Copy of train-0",
-     "train-0 - Copy (3)", "train-0 - Kopie"],
+     "train-0 - Copy (3)", "train-0 - Kopie", "train-0 (copy)",
+     "train-0 (another copy)", "train-0 (Ann's conflicted copy 2024-01-31)"],
 )  # fmt: skip
 def test_what_is_called_as_a_copy(tmp_path, kind, copy):
     """It is refused whatever it holds: the copy may be of an earlier version."""
