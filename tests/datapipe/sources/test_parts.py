@@ -610,15 +610,16 @@ def test_two_columns_of_labels(tmp_path, kind, second, message):
             assert open_source(tmp_path, kind, label_column=column).classes == classes
 
 
+@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
 @pytest.mark.parametrize(("first", "second"), [("aba", "xyx"), ("aba", "xxx"), ("010", "101")])
-def test_label_and_Label(tmp_path, first, second):
+def test_label_and_Label(tmp_path, kind, first, second):
     data = {"data": [{"path": f"{i}.jpg", "label": first[i], "Label": text} for i, text in enumerate(second)]}
     if second == "xyx":
-        assert divided(tmp_path, "parquet", data) == {"train": "0 1 2"}
+        assert divided(tmp_path, kind, data) == {"train": "0 1 2"}
         return
     with pytest.raises(SourceError, match="label and Label: say which is meant, as --label-column label"):
-        divided(tmp_path, "parquet", data)
-    assert open_source(tmp_path, "parquet", label_column="Label").classes == sorted(set(second))
+        divided(tmp_path, kind, data)
+    assert open_source(tmp_path, kind, label_column="Label").classes == sorted(set(second))
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
