@@ -28,7 +28,10 @@ KINDS = "sets?|splits?|data|images?|imgs?|pictures|photos|jpe?g|png|shards?|fold
 OF_FILES = "images?|imgs?|pictures|photos|jpe?gs?|pngs?|shards?|tars?|labels?"  # folders named after what lies in them
 SUFFIXES = {"tar", "gz", "tgz", "zst", "bz", "xz", "parquet", "csv", "tfrecord", "idx"}  # of files, without numbers
 HASH = re.compile(r"\b(?=[a-f]*[0-9])[0-9a-f]{6,}\b")  # in names of files that are called by their content
-FOLD = re.compile(r"(?:fold|cv)[-_ ]?([0-9]+)", re.IGNORECASE)
+# The number of a fold: fold_0, cv-1, 2nd_fold; not manifold2.
+FOLD = re.compile(
+    "(?i)(?:(?<!mani)(?<!scaf)folds?[-_ ]?|(?<![a-z])cv[-_ ]?|(?=[0-9]+(?:st|nd|rd|th)[-_ ]?fold))([0-9]+)"
+)
 WORD = re.compile(rf"({'|'.join(sorted(SPLIT_OF, key=len, reverse=True))})({KINDS})?")
 GLUED = re.compile("(?i)(?<![a-z])train[a-z]|[a-z]train(?![a-z])")  # as in imagenettrain.tar, beside another name
 PART = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a name in camel case

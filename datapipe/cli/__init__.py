@@ -124,6 +124,10 @@ def pack(
     label_column: Annotated[
         str | None, typer.Option(metavar="NAME", help="Column of a table's labels (default: as it is usually called).")
     ] = None,
+    path_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Column of a CSV table's paths (default: as it is usually called)."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse to leave anything in SOURCE out.")] = False,
     left_out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="List what is left out of SOURCE in FILE, as lines of JSON.")
@@ -173,6 +177,7 @@ def pack(
         split=split or (),
         labels=labels,
         label_column=label_column,
+        path_column=path_column,
         strict=strict,
         left_out=left_out,
         timeout_s=timeout,

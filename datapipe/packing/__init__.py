@@ -122,7 +122,7 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
         "check": options.recode.check,
     }
     said = ("split", list(options.split)), ("labels", options.labels), ("label_column", options.label_column)
-    for name, value in said:
+    for name, value in (*said, ("path_column", options.path_column)):
         if value not in ([], "auto", None):  # as in plans of earlier versions
             source_settings[name] = value
     if options.left_out is not None:
@@ -140,6 +140,7 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
         options.split,
         options.labels,
         options.label_column,
+        options.path_column,
         options.strict,
         options.left_out,
     )

@@ -40,6 +40,7 @@ class PackOptions:
         split: Splits and patterns of their names, such as "val=holdout"; none: what names say (see `splits`).
         labels: What labels in tables and archives are, one of `names.LABELS` (see `sources.labels`).
         label_column: The column of a table's labels; None: as it is usually called (see `sources`).
+        path_column: The column of a CSV table's paths; None: as it is usually called.
         strict: Refuse a source of which something would be left out.
         left_out: A file in which all of that is listed, as lines of JSON; None: the log names ten of each kind.
         timeout_s: A read or write that takes longer, in seconds, is an error.
@@ -61,6 +62,7 @@ class PackOptions:
     split: Sequence[str] = ()
     labels: str = "auto"
     label_column: str | None = None
+    path_column: str | None = None
     strict: bool = False
     left_out: Path | None = None
     timeout_s: float = TIMEOUT_S

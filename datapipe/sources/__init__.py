@@ -30,6 +30,7 @@ from ..images.codec import encode_png
 from ..names import KINDS
 from ..splits import SplitRule, split_words
 from .file_names import advise, is_hidden, is_image
+from .large_files import advise_kind
 from .listing import Listing, is_folder
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ def open_source(
     splits: Sequence[str] = (),
     labels: str = "auto",
     label_column: str | None = None,
+    path_column: str | None = None,
     strict: bool = False,
     left_out: Path | None = None,
 ) -> Source:
@@ -156,6 +158,7 @@ def open_source(
         splits: What belongs to which split, such as "val=holdout-*.tar"; none: what the names say (see `splits`).
         labels: What labels in tables and archives are, one of `names.LABELS` (see `labels.number_labels`).
         label_column: The column of a table's labels; None: as it is usually called.
+        path_column: The column of a CSV table's paths; None: as it is usually called.
         strict: Refuse to leave anything out.
         left_out: A file to list what is left out in, as lines of JSON; None: the log alone names some of it.
 
@@ -171,14 +174,12 @@ def open_source(
         raise SettingError(f"kind: {kind!r} is not one of auto, {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     if not path.exists():
         raise WrongPathError("does not exist", path=path)
-    is_found = kind == "auto"
-    if is_found:
+    if is_found := kind == "auto":
         kind, module = next((kind, m) for m in map(_module, MODULES) if (kind := m.detect(path)))
     else:
         module = _module(KINDS[kind])
-    if label_column is not None and kind not in ("csv", "parquet", "webdataset"):
-        raise SettingError(f"label_column: only csv, parquet and webdataset have several, and {path} is {kind}")
-    listing = Listing(outside, SplitRule.parse(splits).below(path), labels, label_column)
+    listing = Listing(outside, SplitRule.parse(splits).below(path), labels, label_column, path_column)
+    listing.check_columns(kind, path)
     try:
         source = module.load(path, kind, listing)
     except (DatapipeError, SettingError) as error:
@@ -191,7 +192,7 @@ def open_source(
         if not len(samples):
             more = f"; left out: {'; '.join(lines)}" if (lines := listing.left_out.lines(path)) else ""
             others = chain.from_iterable(listing.left_out.paths(path).values())
-            advice = (_advise_below(path) if is_found else "") or advise(others)
+            advice = (advise_kind(path) + _advise_below(path) if is_found else "") or advise(others)
             raise SourceError(f"split {name} holds no images{more}{advice}", path=path)
     _check_names(path, source)
     _check_classes(path, source)

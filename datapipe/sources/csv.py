@@ -1,6 +1,7 @@
 """A CSV table of image files and labels: one file, or a folder with a table for each split.
 
-The first row names the columns. The first name of PATHS that is there is the column of paths, and likewise with LABELS.
+The first row names the columns; commas separate them, or semicolons or tabs if it has no comma. The first name of PATHS
+that is there is the column of paths, and likewise with LABELS.
 A column of splits says which split a row belongs to, or the file's name, or else the paths (see `parts`). Paths are
 relative to the table's folder.
 """
@@ -35,8 +36,10 @@ from .split_paths import Paths
 
 logger = logging.getLogger(__name__)
 
-PATHS = ("path", "file", "filename", "image", "image_path")
+PATHS = ("path", "file", "filename", "image", "image_path", "file_name", "file_path", "filepath", "image_file",
+         "image_name", "img", "img_path")  # fmt: skip
 LABELS = ("label", "class", "target", "category")
+SEPARATORS = {";": "semicolons", "\t": "tabs"}  # other than commas
 LOOKED_AT = 8  # rows of a split, to see whether paths name files
 FOLDERS = 100  # folders that are looked into where they do not
 MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
@@ -44,7 +47,7 @@ MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
 
 def detect(path: Path) -> str | None:
     if not path.is_dir():
-        return "csv" if path.name.lower().endswith(".csv") else None
+        return "csv" if path.name.lower().endswith((".csv", ".tsv")) else None
     words = list(map(split_words, _tables(path)))
     return "csv" if words and all(words) and any(SPLIT_OF[word] == TRAIN for word in chain(*words)) else None
 
@@ -170,10 +173,15 @@ class _Reader:
             SourceError: The table cannot be read, or names paths that lead out of the source.
         """
         with opened(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
-            rows = csv.reader(_lines(table, file), strict=True)
+            lines = _lines(table, file)
+            first = next(lines, "")
+            separator = next((mark for mark in SEPARATORS if mark in first and "," not in first), ",")
+            if separator in SEPARATORS:
+                logger.info("%s: its columns are separated by %s", table, SEPARATORS[separator])
+            rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
             try:
                 header = [name.strip().lower() for name in next(rows, [])]
-                path_at, label_at, others = _columns(header, self._listing.label_column)
+                path_at, label_at, others = _columns(header, self._listing)
                 header = [
                     f"{name} ({n + 1})" if (n := header[:at].count(name)) else name for at, name in enumerate(header)
                 ]
@@ -256,17 +264,23 @@ def _lines(table: Path, file: BinaryIO) -> Iterator[str]:
             raise SourceError(f"line {number}: {error}", path=table) from error
 
 
-def _columns(header: list[str], label_column: str | None) -> tuple[int, int | None, list[str]]:
+def _columns(header: list[str], listing: Listing) -> tuple[int, int | None, list[str]]:
     """Return the columns of paths and of labels (None: there is none), and other candidates for them.
 
     Raises ValueError.
     """
     columns: list[int | None] = []
     others: list[str] = []
-    for what, names in (("path", PATHS), ("label", (label_column.lower(),) if label_column else LABELS)):
+    meant = ("path", listing.path_column, PATHS), ("label", listing.label_column, LABELS)
+    for what, chosen, usual in meant:
+        names = (chosen.strip().lower(),) if chosen else usual
         named = [name for name in names if name in header]
-        if not named and (what == "path" or label_column):
-            raise ValueError(f"names no column of {what}s ({', '.join(names)}), but {', '.join(header) or 'none'}")
+        if not named and (what == "path" or chosen):
+            there = f"{', '.join(names)}), but {', '.join(header) or 'none'}"
+            advice = "" if chosen else "; say which it is with --path-column NAME"
+            if len(header) == 1:
+                advice = "; commas, semicolons or tabs must separate the columns"
+            raise ValueError(f"names no column of {what}s ({there}{advice}")
         if named and header.count(named[0]) > 1:
             raise ValueError(f"names two columns {named[0]}")
         columns.append(header.index(named[0]) if named else None)

@@ -16,8 +16,8 @@ TABLES = (".csv", ".parquet", ".arrow", ".tfrecord", ".h5", ".hdf5", ".npz")
 ADVICE = {
     ARCHIVES[1:]: "is an archive: unpack it, and give the folder that it becomes",
     (".tar",): "is an archive: give it itself if it is a shard of WebDataset, or else unpack it",
-    (".parquet", ".csv"): "is a table: give it or its folder if it is one of images",
-    (".tsv", ".jsonl", ".xlsx"): "is not read: write a .csv of paths and labels, if it is a table of images",
+    (".parquet", ".csv", ".tsv"): "is a table: give it or its folder if it is one of images",
+    (".jsonl", ".xlsx"): "is not read: write a .csv of paths and labels, if it is a table of images",
     (".tfrecord", ".tfrecords", ".arrow", ".h5", ".hdf5", ".lmdb", ".mdb", ".npz", ".npy", ".mat", ".pkl", ".pt",
      ".pth", ".bin", ".beton", ".mds", ".rec", ".sqsh", ".sqfs", ".squashfs", ".iso"):
         "is not read: write its images as files, or into Parquet or WebDataset's tars",

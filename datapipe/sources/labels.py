@@ -107,7 +107,9 @@ def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") ->
 
 
 def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collection[tuple[str, str]]) -> None:
-    """Check that two columns of labels, none of which is called `label`, divide the samples into the same classes.
+    """Check that two columns of labels divide the samples into the same classes.
+
+    Of `label` and `Label` the numbers must be the same, too.
 
     Args:
         path: The table, for messages.
@@ -117,8 +119,9 @@ def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collec
     Raises:
         SourceError: They do not, so that it is not clear which of them is meant.
     """
-    if any(len({pair[side] for pair in pairs}) < len(set(pairs)) for side in (0, 1)):
-        first, second = columns
+    first, second = columns
+    numbers = [pair for pair in pairs if all(map(NUMBER.fullmatch, pair))] if first.lower() == second.lower() else []
+    if any(a != b for a, b in numbers) or any(len({pair[side] for pair in pairs}) < len(set(pairs)) for side in (0, 1)):
         raise SourceError(
             f"has two columns of labels that are not of the same classes, {first} and {second}: say which is meant, as "
             f"--label-column {first}",

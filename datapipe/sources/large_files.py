@@ -68,6 +68,14 @@ def large_files(
     return path, names
 
 
+def advise_kind(path: Path) -> str:
+    """Say how to take files for a data set although folders lie beside them; "" if there are none."""
+    for kind, suffix in (("webdataset", ".tar"), ("parquet", ".parquet")):
+        if files := _files_in(path, "", (suffix,)):
+            return f"; if {files[0]} is part of the data set, type --kind {kind}"
+    return ""
+
+
 def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
     """Raise SourceError if folders that are not called as splits hold files, and say which folder to give.
 

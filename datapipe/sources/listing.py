@@ -146,6 +146,7 @@ class Listing:
         rule: How splits are told apart.
         labels: What labels are, one of `names.LABELS`.
         label_column: The column of a table's labels; None: as it is usually called.
+        path_column: That of its images' paths.
         left_out: What was left out so far.
     """
 
@@ -153,6 +154,7 @@ class Listing:
     rule: SplitRule = field(default_factory=SplitRule)
     labels: str = "auto"
     label_column: str | None = None
+    path_column: str | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
@@ -207,6 +209,13 @@ class Listing:
         chosen = [os.path.relpath(folder, source) for folders in splits.values() for folder in folders]
         if self.rule.patterns and "." not in chosen:
             self.left_out.add_unnamed(source, map(os.path.split, chosen), NOT_NAMED)
+
+    def check_columns(self, kind: str, path: Path) -> None:
+        """Raise SettingError if the user names a column that a source of a kind does not have."""
+        both = ("label", self.label_column, ["csv", "parquet", "webdataset"]), ("path", self.path_column, ["csv"])
+        for name, column, kinds in both:
+            if column is not None and kind not in kinds:
+                raise SettingError(f"{name}_column: it is for {', '.join(kinds)}, and {path} is {kind}")
 
     def refuse_options(self, kind: str) -> None:
         """Raise SettingError if the user says what splits or labels are, for a kind that has its own."""

@@ -128,12 +128,13 @@ def _texts(file: pyarrow.parquet.ParquetFile, column: str, group: int | None = N
 
 
 def _rivals(schema: pyarrow.Schema, label: str | None) -> list[str]:
-    """List the columns that may be of labels as well as that one, if none is called so."""
+    """List the columns that may be of labels as well as that one; if it is called so, only `Label` beside `label`."""
     from pyarrow import types
 
-    if label in (None, "label", "labels"):
+    if label is None:
         return []
-    rivals = (name for name in schema.names if LABEL_COLUMN.fullmatch(name) and name != label)
+    alike = [name for name in schema.names if LABEL_COLUMN.fullmatch(name) and name != label]
+    rivals = [name for name in alike if label not in ("label", "labels") or name.lower() == label]
     return [name for name in rivals if not types.is_nested(schema.field(name).type)]
 
 

@@ -19,6 +19,8 @@ import numpy as np
 from ..errors import SettingError, SourceError
 from ..splits import TRAIN, VAL, AmbiguousSplitError, SplitRule, matches, split_words
 from .listing import Listing
+from .shard_names import check_contents, check_copies, check_names
+from .short_forms import check_undivided
 from .split_columns import Part, column_value, splits_of
 from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, may_speak
 from .split_table import SplitTable, filled
@@ -63,6 +65,15 @@ def choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait:
     Raises:
         SourceError: What belongs to which split can be read in two ways.
     """
+    if listing.rule.patterns:
+        return _choose_files(names, listing, source, may_wait)
+    check_copies(names, source)
+    files = _choose_files(names, listing, source, may_wait)
+    check_names(files, source)
+    return files
+
+
+def _choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait: bool) -> dict[str, str]:
     rule = listing.rule
     if rule.patterns:
         if len(names) < 2 or not _covers(rule, names):
@@ -122,6 +133,7 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
             raw.setdefault(files[name], []).append(name)
     else:
         if not rule.patterns and not any(map(split_words, names)):
+            check_undivided(names, listed.paths(), listed.labels, source)
             rule.check_own_name(source)
         try:
             raw = rule.divide(names, source)
@@ -144,6 +156,7 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
     if table is not None and paths is not None and number is not paths[1]:
         said = {name: split for split, of_split in raw.items() for name in of_split}
         check_paths((names, number), said, table.typed, paths, listed.paths, source)
+    check_contents({name: files[name] for name in files if name not in empty}, source, bool(listing.rule.patterns))
     if table is not None:
         table.report(len(samples.get(TRAIN, ())), len(samples.get(VAL, ())))
     return samples

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from ..splits import SPLIT_OF, SplitRule, is_split_name, split_words
 from .labels import LABEL_COLUMN
+from .short_forms import short_splits
 
-COLUMNS = ("split", "subset", "set", "partition", "phase", "usage", "fold")
-COLUMN = re.compile("splits?|subset|partition|k?folds?")  # a word of a column's name
-BESIDE = re.compile("(?i)(?<![a-z])(?:(?:is|in|for|flag)(?![a-z])|is(?=train|val|test))")  # as in is_valid, isTrain
+COLUMNS = ("split", "subset", "set", "partition", "phase", "usage", "fold", "cv", "tvt")
+COLUMN = re.compile("splits?|subset|partition|k?folds?|(?:train|val(?:id)?|dev|test){2,}")  # a word of a column's name
+# What may stand beside names of splits in that of a column, as in is_valid, isTrain, train_or_test.
+BESIDE = re.compile("(?i)(?<![a-z])(?:(?:is|in|for|flag|or|and|vs)(?![a-z])|is(?=train|val|test))")
 TRUTH = {
     **dict.fromkeys(("true", "t", "yes", "y", "1", "1.0"), True),
     **dict.fromkeys(("false", "f", "no", "n", "0", "0.0"), False),
@@ -27,7 +29,6 @@ MAX_OTHERS, MAX_WORDS = 20, 2
 MAX_VALUES = 1000
 LONG_NUMBER = re.compile("[0-9]{3,}")
 _Says = tuple[tuple[str, ...], bool]
-SILENT: _Says = ((), False)
 
 Said = tuple[tuple[str, str], ...]  # the columns of a row that may be of splits, and their values
 
@@ -93,7 +94,7 @@ class Columns:
             is_text = self._num_others[name] > MAX_OTHERS or len(value.split()) > MAX_WORDS
             if self._patterns or is_text or LABEL_COLUMN.fullmatch(name):
                 return None
-            pair = self._first.setdefault((name, SILENT), pair)
+            pair = self._first.setdefault((name, (tuple(short_splits(value)), False)), pair)
         elif is_full:
             return self._first.setdefault((name, says), pair)
         known[value] = pair

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, options_of, split_options
+from .short_forms import mean_splits, short_splits
 from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column, splits_of
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ def _kind(name: str, values: Collection[str]) -> str:
         return FLAG if leaves_train else UNCLEAR
     if pure and (is_column(name) or len(pure) > 1 or pure == {TRAIN}):
         return MIXED
-    return UNCLEAR if pure or is_column(name) else NOTHING
+    return UNCLEAR if pure or is_column(name) or mean_splits(filled_in) else NOTHING
 
 
 def _pure(values: Iterable[str]) -> set[str]:
@@ -214,7 +215,7 @@ def _advise(column: str, values: Sequence[str]) -> str:
     flag = flag_split(column, values)
     others = []
     for value in values:
-        splits = splits_of(value)
+        splits = splits_of(value) or set(short_splits(value))
         if flag:
             splits = {flag if TRUTH[value.lower()] else VAL if flag == TRAIN else TRAIN}
         if len(splits) == 1:

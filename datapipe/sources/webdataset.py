@@ -18,7 +18,7 @@ from ..formats.tar_listing import Member, list_members
 from . import Source
 from .archive_members import ListedArchive, join
 from .file_names import is_in_hidden
-from .labels import number_labels
+from .labels import check_same_classes, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
 from .parts import Listed, choose_files, divide, pick
@@ -128,6 +128,7 @@ def _read_texts(
     columns, labels, said = Columns(listing.rule), [], []
     others_named = {*LABEL_FIELDS, listing.label_column}  # fields that are not of splits
     unlabelled: SourceError | None = None
+    twins: dict[str, set[tuple[str, str]]] = {}  # of Label, say: its values, and those of label
     for key in keys:
         contents = texts.get(key, {})
         label, fields = "", NO_FIELDS
@@ -139,6 +140,8 @@ def _read_texts(
             fields = _flat(fields)
         values = []
         for name, value in fields.items():
+            if (twin := name.lower()) != name and twin in LABEL_FIELDS and twin in fields and not listing.label_column:
+                twins.setdefault(name, set()).add((str(fields[twin]), str(value)))
             if name in others_named:
                 continue
             if isinstance(value, str | list | None) or (columns.is_named(name) and not isinstance(value, dict)):
@@ -152,6 +155,8 @@ def _read_texts(
         if len(said[-1]) < len(values):
             others_named.update({name for name, _ in values} - set(columns.alive(name for name, _ in values)))
         labels.append(label)
+    for name, pairs in twins.items():
+        check_same_classes(path, (name.lower(), name), pairs)
     return labels, columns.keep(said), unlabelled
 
 

@@ -88,6 +88,7 @@ SPELT = {"timeout_s": "timeout"}  # how the command says an option, where it is 
 NOT_ASKED_FOR = {"recode", "headerless"}
 NOT_CONVERTED = {
     "label_column",
+    "path_column",
     "kind",
     "seed",
     "max_bad",

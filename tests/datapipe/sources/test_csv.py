@@ -1,11 +1,12 @@
 """Tables of image files and labels."""
 
 import csv
+import logging
 import os
 
 import pytest
 
-from datapipe.errors import SourceError
+from datapipe.errors import SettingError, SourceError
 from datapipe.sources import open_source
 
 
@@ -40,7 +41,9 @@ def test_a_table_of_names(raw):
     assert samples.where(2) == str(raw / "img/deep/3.png")
 
 
-@pytest.mark.parametrize("path_name", ["path", "file", "filename", "image", "image_path", " Image_Path "])
+@pytest.mark.parametrize(
+    "path_name", ["path", "file", "filename", "image", "image_path", " Image_Path ", "file_name", "img"]
+)
 @pytest.mark.parametrize("label_name", ["label", "class", "target", "category"])
 def test_columns_by_any_of_their_names(raw, path_name, label_name):
     source = open_source(table(raw / "all.csv", (label_name, path_name), ("2", "4.jpg"), ("0", "img/2.jpg")))
@@ -53,6 +56,29 @@ def test_the_first_column_that_is_there_is_taken(raw, caplog):
     assert source.classes == ["yes"] and content(source.splits["train"]) == ["raw/4.jpg"]
     assert "all.csv: may hold paths or labels in image and category, too, not read" in caplog.text
     assert open_source(raw / "all.csv", strict=True).classes == ["yes"]  # nothing but a column is not read
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_columns_are_separated_by_what_the_header_has(raw, caplog, separator):
+    caplog.set_level(logging.INFO)
+    rows = ("path", "label"), ("img/1.jpg", "a,b"), ("4.jpg", "c;d"), ("img/2.jpg", "e\tf")
+    for name in ("all.csv", "all.tsv"):
+        source = open_source(table(raw / name, *rows, delimiter=separator))
+        assert source.classes == ["a,b", "c;d", "e\tf"] and len(source.splits["train"]) == 3
+    assert ("are separated by" in caplog.text) == (separator != ",")
+
+
+def test_a_column_of_paths_that_the_user_names(raw):
+    rows = ("Image ID", "path", "label"), ("4.jpg", "no", "a"), ("img/1.jpg", "no", "b")
+    path = table(raw / "all.csv", *rows)
+    assert content(open_source(path, path_column="Image ID").splits["train"]) == ["raw/4.jpg", "raw/img/1.jpg"]
+    with pytest.raises(SourceError, match=r"names no column of paths \(photo\), but image id, path, label$"):
+        open_source(path, path_column="photo")
+    table(path, ("id", "label"), ("4.jpg", "a"))
+    with pytest.raises(SourceError, match="but id, label; say which it is with --path-column NAME"):
+        open_source(path)
+    with pytest.raises(SettingError, match="path_column: it is for csv, and"):
+        open_source(raw, "imagefolder", path_column="id")
 
 
 def test_splits_from_a_column(raw, caplog):
@@ -124,6 +150,7 @@ def test_a_table_that_is_a_link(raw):
     ("text", "message"),
     [
         (b"", "line 1: names no column of paths"),
+        (b"path label\n4.jpg a\n", "but path label; commas, semicolons or tabs must separate the columns"),
         (b"4.jpg,a\n", "line 1: names no column of paths .*, but 4.jpg, a"),
         (b"path,name\n4.jpg,a\n", "line 1: names no column of labels"),
         (b"path,label\n", "holds no rows"),

@@ -116,3 +116,12 @@ def test_a_kind_that_is_told_is_looked_for_beside_folders_too(tmp_path, kind):
 def test_a_kind_that_is_not_there(tmp_path, kind):
     with pytest.raises(SourceError, match="holds n"):
         open_source(tmp_path, kind)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("webdataset", "train-0.tar"), ("parquet", "train-0.parquet")])
+def test_shards_beside_a_folder_of_others(tmp_path, kind, name):
+    """The folder may be an old copy of them."""
+    put(tmp_path, [name, f"old/{name}"])
+    message = f"if {name} is part of the data set, type --kind {kind}; a data set of the kind {kind} lies in .*/old"
+    with pytest.raises(SourceError, match=message):
+        open_source(tmp_path)

@@ -147,7 +147,7 @@ REFUSED = {
     "TFRecords": (["x.tfrecord-0000{0,1}-of-00002"], r"and 1 other like it\) is not read: write its images as files"),
     "HDF5": (["train.h5", "val.hdf5"], "train.h5 .* is not read: write its images as files"),
     "an image of a filesystem": (["train.sqsh", "train.txz"], "train.txz is an archive: .*; train.sqsh is not read"),
-    "a table that is none of ours": (["1.jpg", "labels.tsv"], "labels.tsv is not read: write a .csv of paths"),
+    "a table that is none of ours": (["1.jpg", "labels.tsv"], "labels.tsv is a table: give it or its folder"),
     "LMDB": (["train.lmdb/{data,lock}.mdb"], "train.lmdb/data.mdb .* is not read: write its images"),
     "compressed shards": (["train-0.tar.gz"], "unpack it to .tar if it is a shard, or to a folder if"),
     "several CIFARs": (["cifar-10-batches-py/batches.meta", "cifar-100-python/meta"], "holds several data sets"),

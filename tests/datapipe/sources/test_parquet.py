@@ -263,7 +263,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
 )
 def test_files_of_splits(tmp_path, files, expected):
     for file in files:
-        write(tmp_path / file, images=[b"1"], labels=[0], names=None)
+        write(tmp_path / file, images=[file.encode()], labels=[0], names=None)
     if isinstance(expected, dict):
         assert {split: len(samples) for split, samples in open_source(tmp_path).splits.items()} == expected
     else:

@@ -101,11 +101,13 @@ def test_what_a_column_is_of():
         "kfold",
         "is_valid",
         "in_train",
+        "train and val",
+        "traintest",
         "Is Test Set",
         "val",
     ]
     assert all(map(is_column, named))
-    others = ("test_score", "label", "dataset", "group", "train_loss", "offset", "settings", "unfolded", "")
+    others = ("cv_score", "test_score", "label", "dataset", "group", "train_loss", "offset", "settings", "unfolded", "")
     assert not any(map(is_column, others))
 
 
@@ -450,6 +452,13 @@ LAYOUTS = [  # whose splits can be read in two ways: columns, and the values of 
     ("fold", [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
     ("phase", ["it's [1]", "it's [1]", "venous*", "venous*"]),
     ("test", ["PCR"] * 4),
+    ("train_or_test", [0, 0, 1, 1]),
+    ("is_train_or_test", [1, 1, 0, 0]),
+    ("cv", [0, 0, 1, 1, 2, 2]),
+    ("tvt", [0, 0, 1, 1, 2, 2]),
+    ("datatype", ["TE", "TE", "TR", "TR"]),
+    ("group", ["tr", "tr", "va", "va", "te", "te"]),
+    ("use", ["Entrenamiento", "Entrenamiento", "Validación", "Validación"]),
 ]
 
 
@@ -468,6 +477,52 @@ def test_what_a_refusal_says_to_type_can_be_typed(tmp_path, kind, header, values
 def test_what_a_refusal_of_files_says_to_type_can_be_typed(tmp_path, kind, values):
     data = rows("split", *((f"{i}.jpg", value) for i, value in enumerate(values)))
     check_advice(tmp_path, kind, {"train-0": data[:2], "val-0": data[2:]})
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "names",
+    [["set1_tr", "set1_va"], ["learn-0", "check-0"], ["entrenamiento-0", "validacion-0"], ["tr-0", "tr-1", "te-0"]],
+)
+def test_files_called_by_short_forms(tmp_path, kind, names):
+    files = {name: rows("", (f"{at}.jpg",), (f"{at}b.jpg",)) for at, name in enumerate(names)}
+    check_advice(tmp_path, kind, files)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "paths",
+    [
+        "fold1/{}.jpg fold2/{}.jpg",
+        "all/cv3/a/{}.jpg all/cv4/b/{}.jpg",
+        "tr/a/{}.jpg va/a/{}.jpg",
+        "photos/tr/{}.jpg photos/te/{}.jpg",
+        "tr_{}.jpg va_{}.jpg",
+    ],
+)
+def test_paths_called_by_short_forms_or_as_folds(tmp_path, kind, paths):
+    check_advice(tmp_path, kind, {"data": rows("", *((path.format(i),) for path in paths.split() for i in range(2)))})
+
+
+@KINDS
+def test_short_forms_that_are_of_other_things(tmp_path, kind):
+    """Of languages with others, of a class, or beside what says the splits."""
+    languages = rows("language", *((f"{i}.jpg", text) for i, text in enumerate(["tr", "te", "en", "tr"])))
+    assert divided(tmp_path, kind, {"data": languages}) == {"train": "0 1 2 3"}
+    classes = rows("", ("texts/tr/0.jpg",), ("texts/te/1.jpg",))
+    for row, label in zip(classes, ("tr", "te"), strict=True):
+        row["label"] = label
+    assert divided(tmp_path, kind, {"data": classes}).keys() == {"train"}
+    both = rows("split group", ("0.jpg", "train", "te"), ("1.jpg", "train", "tr"), ("2.jpg", "val", "tr"))
+    assert divided(tmp_path, kind, {"data": both}).keys() == {"train", "val"}
+
+
+@KINDS
+def test_files_of_several_names_are_told(tmp_path, kind, caplog):
+    caplog.set_level(logging.INFO)
+    files = {name: rows("", (f"{name}.jpg",), (f"{name}b.jpg",)) for name in ("a-000", "a-001", "b-000")}
+    assert divided(tmp_path, kind, files).keys() == {"train"}
+    assert re.search(r"a-\*\.\w+, b-\*\.\w+ are all for training, since none is called as a split", caplog.text)
 
 
 @KINDS
@@ -555,6 +610,18 @@ def test_two_columns_of_labels(tmp_path, kind, second, message):
             assert open_source(tmp_path, kind, label_column=column).classes == classes
 
 
+@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
+@pytest.mark.parametrize(("first", "second"), [("aba", "xyx"), ("aba", "xxx"), ("010", "101")])
+def test_label_and_Label(tmp_path, kind, first, second):
+    data = {"data": [{"path": f"{i}.jpg", "label": first[i], "Label": text} for i, text in enumerate(second)]}
+    if second == "xyx":
+        assert divided(tmp_path, kind, data) == {"train": "0 1 2"}
+        return
+    with pytest.raises(SourceError, match="label and Label: say which is meant, as --label-column label"):
+        divided(tmp_path, kind, data)
+    assert open_source(tmp_path, kind, label_column="Label").classes == sorted(set(second))
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_a_column_of_labels_that_the_user_names(tmp_path, kind):
     data = {"data": [{"path": f"{i}.jpg", "breed": text, "label": f"l{i}"} for i, text in enumerate("xyx")]}
@@ -568,7 +635,7 @@ def test_a_column_of_labels_that_the_user_names(tmp_path, kind):
 def test_what_has_no_columns(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.jpg").touch()
-    with pytest.raises(SettingError, match="label_column: only csv, parquet and webdataset have several"):
+    with pytest.raises(SettingError, match="label_column: it is for csv, parquet, webdataset, and"):
         open_source(tmp_path, label_column="breed")
 
 
