@@ -14,9 +14,11 @@ from ..splits import SPLIT_OF, AmbiguousSplitError, have_twins, is_split_name, s
 from . import Source
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden
+from .joined import check_joined
 from .labels import number_labels, out_of_order
 from .listing import Listing
-from .roots import advise_roots, check_roots, folders_in, may_hold_samples
+from .root_advice import advise_roots
+from .roots import check_roots, folders_in, may_hold_samples
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ def _list_trees(path: Path, listing: Listing) -> dict[str, ClassTree]:
         for split, of_split in roots.items()
     }
     check_roots(path, trees, is_chosen=bool(listing.rule.patterns))
+    check_joined(path, trees, {pattern for _, pattern in listing.rule.patterns})
     return {split: trees[0] if len(trees) == 1 else ClassTree.merged(path, trees) for split, trees in trees.items()}
 
 

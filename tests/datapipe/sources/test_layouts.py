@@ -190,7 +190,8 @@ ADVISED = {
     "Places365": (["data_256/a/{airfield,apse/indoor}/1.jpg", "data_256/z/zoo/1.jpg", "val_256/1.jpg"], {},
                   {"--split train='data_256/*'": {"train": 3}, AS_CLASSES: {"train": 4}}, "images of val_256 into"),
     "groups in splits": (["{train,val}/{Aves,Fungi}/{1,2}/1.jpg"], {},
-                         {"--split train='train/*' --split val='val/*'": {"train": 4, "val": 4},
+                         {"--split train=train/Aves --split train=train/Fungi "
+                          "--split val=val/Aves --split val=val/Fungi": {"train": 4, "val": 4},
                           "--split train=train --split val=val": {"train": 4, "val": 4}}, "would be one class"),
     "Caltech-UCSD Birds": (["CUB/images/{1.Black,2.Foot}/1.jpg", "CUB/docs/1.png", "masks/{1.Black,2.Foot}/1.png"], {},
                            {"--split train=masks": {"train": 2}, AS_CLASSES: {"train": 5}}, "would be one class, CUB"),
@@ -203,7 +204,31 @@ ADVISED = {
     "train and val of other classes": (["train/x/{a,b}/1.jpg", "val/c/1.jpg"], {},
                                        {"--split train=train/x": {"train": 2}}, "with the same classes in each"),
     "two data sets side by side": (["{a,b}/{x,y}/1.jpg", "a/z/images/1.jpg"], {},
-                                   {"--split train='*'": {"train": 5}, AS_CLASSES: {"train": 5}}, "folders are groups"),
+                                   {"--split train=a --split val=b": {"train": 3, "val": 2},
+                                 "--split train=a --split train=b": {"train": 5}, AS_CLASSES: {"train": 5}},
+                                "if not, rename them .*, such as a/a_x"),
+    "Omniglot": (["images_background/{Greek,Latin}/character0{1,2}/1.png",
+                  "images_evaluation/{Ge'ez,Tengwar}/character0{1,2}/1.png"], {},
+                 {"--split train=images_background/Greek --split train=images_background/Latin "
+                  "--split val='images_evaluation/Ge'\"'\"'ez' --split val=images_evaluation/Tengwar":
+                  {"train": 4, "val": 4}}, "if images_background is for training, if classes of one name are the same"),
+    "an alphabet's characters": (["{Greek,Latin,Thai}/c0{1,2}/1.png"], {},
+                                 {"--split train=Greek --split train=Latin --split train=Thai": {"train": 6},
+                                  AS_CLASSES: {"train": 6}}, "rename them .*, such as Greek/Greek_c01"),
+    "groups of classes": (["Apple/{healthy,scab}/1.jpg", "Corn/{healthy,rust}/1.jpg"], {},
+                          {"--split train=Apple --split train=Corn": {"train": 4}, AS_CLASSES: {"train": 4}},
+                          "such as healthy in Apple and in Corn, .*if not, rename them"),
+    "groups of other classes": (["{Apple}/{mildew,scab}/1.jpg", "Corn/{blight,rust}/1.jpg"], {},
+                                {"--split train='*'": {"train": 4}, AS_CLASSES: {"train": 4}}, "are groups of classes"),
+    "splits in a language that is not known": (
+        ["{entrenamiento,validacion}/{a,b}/1.jpg"], {},
+        {"--split train=entrenamiento --split val=validacion": {"train": 2, "val": 2},
+         "--split train=validacion --split val=entrenamiento": {"train": 2, "val": 2},
+         "--split train=entrenamiento --split train=validacion": {"train": 4}, AS_CLASSES: {"train": 4}},
+        "if validacion is for validation, type .*; if entrenamiento is for validation, type"),
+    "folds": (["fold{0,1,2}/{a,b}/1.jpg"], {},
+              {"--split train=fold1 --split train=fold2 --split val=fold0": {"train": 4, "val": 2},
+               "--split train='*'": {"train": 6}, AS_CLASSES: {"train": 6}}, "if they are folds.*; if .* parts of one"),
     "HAM10000": (["HAM10000_images_part_{1,2}/1.jpg"], {"HAM10000_metadata.csv": "image_id,dx\n1,nv\n"},
                  {AS_CLASSES: {"train": 2}}, "may be parts of .*; if HAM10000_metadata.csv has their la.*, write"),
     "NIH chest X-rays": (["images_0{01,02,12}/images/1.png"], {}, {AS_CLASSES: {"train": 3}}, "parts of one set"),
@@ -247,6 +272,28 @@ def test_a_folder_above_a_data_set_of_another_kind(tmp_path, given):
         open_source(tmp_path / "data" / given)
     (words,) = advised(str(caught.value))
     assert len(open_advised(raw, words).splits["train"]) == 2
+
+
+# Folders that patterns join: their files, the options, and the refusal; "": none, but a line in the log.
+JOINED = [
+    (["{Apple,Corn}/{healthy,sick}/1.jpg"], ["train=*"], "2 folders .* joined for train, and 2 .*: healthy, sick"),
+    (["train/{A,B}/{x,y}/1.jpg", "val/x/1.jpg"], ["train=train/*", "val=val"], "if not, rename them .* train/A/A_x"),
+    (["g1/{a,b,c,d}/1.jpg", "g2/{d,e,f,g}/1.jpg"], ["train=g?"], "1 class is in more than one: d"),
+    (["{Apple,Corn}/{healthy,sick}/1.jpg"], ["train=Apple", "train=Corn"], ""),
+    (["fold{1,2}/{a,b,c}/1.jpg", "fold3/{a,b}/1.jpg", "fold0/a/1.jpg"], ["train=fold[1-3]", "val=fold0"], ""),
+    (["train/part_{x,y}/{a,b}/1.jpg"], ["train=train/*"], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "splits", "message"), JOINED)
+def test_classes_of_one_name_in_folders_that_are_joined(tmp_path, caplog, files, splits, message):
+    root = put(tmp_path / "raw", *files)
+    if message:
+        with pytest.raises(SourceError, match=message):
+            open_source(root, splits=splits)
+    else:
+        open_source(root, splits=splits)
+        assert re.search(r"[23] folders are joined for train; [23] classes are in more than one: ", caplog.text)
 
 
 def test_a_pattern_that_names_a_table(tmp_path):
