@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +122,9 @@ class ClassTree:
     def doubt(self, beside: Iterable[str] = (), known: Collection[str] = ()) -> Doubt | None:
         """Doubt that the root is the folder of class folders: see `doubt_root`. `beside`: more files beside it."""
         folders = [(path, len(images)) for content in self.classes.values() for path, images in content.folders]
-        return doubt_root(folders, [name for name in (*self.beside, *beside) if may_have_labels(name)], known)
+        inside = (os.path.basename(path) for path in chain(*(content.others for content in self.classes.values())))
+        files = (*self.beside, *beside, *(inside if len(folders) == 1 else ()))
+        return doubt_root(folders, list(dict.fromkeys(filter(may_have_labels, files))), known)
 
     def samples(self, label_of: Mapping[str, int], left_out: LeftOut) -> Files:
         """Return the samples by class, folder and name. Raises SourceError for a class folder without a label."""

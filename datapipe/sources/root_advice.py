@@ -25,7 +25,7 @@ from ..splits import (
 from . import csv
 from .class_folders import OF_IMAGES
 from .class_tree import ClassTree, RootError
-from .file_names import is_hidden, is_image, is_submission
+from .file_names import is_hidden, is_image, is_submission, may_have_labels
 from .joined import advise_joined, are_parts, doubtful_classes, named_options, shared_classes
 from .listing import LeftOut, Listing
 from .roots import folders_in
@@ -90,7 +90,8 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
         elif isinstance(error, AmbiguousSplitError) and _are_classes(source, listing):
             texts.insert(0, f"if all are class folders, type {named_options({TRAIN: ['.']})}")
         is_named = root.name.lower() in OF_IMAGES or split_words(root.name)
-        if not folders and not is_named and any(map(is_image, os.listdir(root))):
+        names = os.listdir(root)
+        if not folders and not is_named and any(map(is_image, names)) and not any(map(may_have_labels, names)):
             texts.append(f"if it is a class folder itself, give {root.parent}")
     elif doubt is None and root != source:
         texts.append(f"sort the images of {root.name} into class folders, {root.name}/CLASS/image.jpg")

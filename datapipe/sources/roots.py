@@ -10,10 +10,12 @@ from itertools import chain
 from pathlib import Path
 
 from ..splits import TRAIN, is_split_name
+from .class_folders import Doubt
 from .class_tree import ClassTree, RootError
-from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image
+from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, may_have_labels
 from .joined import named_options
 from .listing import is_folder
+from .tables_beside import doubt_by_table
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,13 @@ def folders_in(path: Path) -> list[str]:
     with os.scandir(path) as entries:
         named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
         return sorted(entry.name for entry in named if is_folder(entry))
+
+
+def _tables(source: Path, tree: ClassTree) -> list[Path]:
+    """List what may be tables of labels: in a source, beside the class folders and in them."""
+    inside = [path for content in tree.classes.values() for path in content.others]
+    paths = [*(source / name for name in os.listdir(source)), *(tree.root / name for name in (*tree.beside, *inside))]
+    return [path for path in dict.fromkeys(paths) if may_have_labels(path.name) and not is_hidden(path.name)]
 
 
 def may_hold_samples(folder: Path) -> bool:
@@ -61,6 +70,10 @@ def check_roots(source: Path, trees: Mapping[str, Sequence[ClassTree]], is_chose
     warned: set[str] = set()
     for tree in chain(*trees.values()):
         doubt = tree.doubt(beside if tree.root != source else (), known)
+        if doubt and doubt.about == "parts" and len(tree.filled()) == 1 and tree.filled() < classes.get(TRAIN, set()):
+            doubt = None  # train has more classes than this one
+        if doubt is None and (why := doubt_by_table(tree, _tables(source, tree), len(trees) > 1)):
+            doubt = Doubt(why, "parts")
         if doubt is None or doubt.why in warned or (is_chosen and doubt.about == "split" and doubt.is_slight):
             continue
         if not is_chosen and not (doubt.is_slight and (doubt.about != "split" or tree.root != source)):

@@ -121,7 +121,7 @@ REFUSED = {
     # Too low.
     "a class folder": (["1.jpg", "2.jpg"], r"holds no class folders; if it is a class folder itself, give /"),
     "Pascal VOC": (["JPEGImages/{1,2,3}.jpg", "SegmentationClass/1.png"], "JPEGImages would be a class"),
-    "Oxford flowers": (["jpg/image_0000{1,2}.jpg", "imagelabels.mat"], "jpg would be a class"),
+    "Oxford flowers": (["jpg/image_0000{1,2}.jpg", "imagelabels.mat"], "jpg would be the only class, and im"),
     "ImageNet with a flat val": (["train/{n01,n02}/1.JPEG", "val/ILSVRC2012_val_00000001.JPEG"], "without its labels"),
     # Splits.
     "an unknown word": (["{train,validierung}/{cat,dog}/1.jpg"], "train names a split, and validierung does not"),
@@ -237,7 +237,27 @@ ADVISED = {
                                {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "differ by a number alone"),
     "numbers beside another table": (["p{1,2}/1.jpg"], {"labels.xlsx": ""}, {AS_CLASSES: {"train": 2}}, "labels.xlsx"),
     "images beside a table": (["images/{1,2}.jpg"], {"labels.csv": ROWS},
-                              {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "images would be a class"),
+                              {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "images would be the only"),
+    "a flat folder beside a table": (["photos/{1,2}.jpg"],
+                                     {"metadata.csv": "path,label\nphotos/1.jpg,a\nphotos/2.jpg,b\n"},
+                                     {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}},
+                                     "photos would be the only class, and metadata.csv may have the labels"),
+    "a table in a flat folder": (["photos/{1,2}.jpg"], {"photos/labels.csv": "path,label\n1.jpg,a\n2.jpg,b\n"},
+                                 {AS_CLASSES: {"train": 2}}, "photos would be the only class, and labels.csv may"),
+    "CelebA": (["align/align/{1,2}.jpg"], {"list_attr.csv": "image_id,Smiling\n1.jpg,-1\n2.jpg,1\n"},
+               {AS_CLASSES: {"train": 2}}, "align/align would be the only class, and list.*; if list_attr.csv has "),
+    "CelebA without its tables": (["align/align/{1,2}.jpg"], {}, {AS_CLASSES: {"train": 2}}, "would be the o"),
+    "flat folders beside a table": (["{scans,photos}/{1,2}.jpg"],
+                                    {"labels.csv": "path,label\nscans/1.jpg,a\nscans/2.jpg,b\nphotos/1.jpg,a\n"},
+                                    {AS_CLASSES: {"train": 4}, "--kind csv": {"train": 3}},
+                                    "labels.csv names images of photos, scans, and its labels are not these folders"),
+    "class folders, and splits in a table": (
+        ["{cat,dog}/{1,2}.jpg"], {"all.csv": "path,label,split\n" + "".join(
+            f"{c}/{i}.jpg,{c},{s}\n" for c in ("cat", "dog") for i, s in ((1, "train"), (2, "test")))},
+        {AS_CLASSES: {"train": 4}, "--kind csv": {"train": 2, "val": 2}}, "and its column split says the splits"),
+    "ids of images in a table": (["scans/x{1,2}.jpg", "photos/x{3,4}.jpg"],
+                                 {"info.csv": "isic_id;dx\nx1;a\nx2;b\nx3;a\nx4;b\n"},
+                                 {AS_CLASSES: {"train": 4}}, "info.csv names images of photos, scans, and its labels"),
     "flat splits beside a table": (["{train,test}/{1,2}.jpg"], {"labels.csv": TRAIN_ROWS},
                                    {"--kind csv": {"train": 2}}, "sort the images of train, test into"),
     "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n9.jpg,a\n"},
@@ -272,6 +292,37 @@ def test_a_folder_above_a_data_set_of_another_kind(tmp_path, given):
         open_source(tmp_path / "data" / given)
     (words,) = advised(str(caught.value))
     assert len(open_advised(raw, words).splits["train"]) == 2
+
+
+# Tables that say of class folders what these say, or nothing of labels.
+AGREE = {
+    "names": "path,label\n../raw/cat/1.jpg,Cat\ndog/1.jpg,dog\n",
+    "numbers": "id,path,label\n7,cat/1.jpg,0\n8,cat/2.jpg,0\n9,dog/1.jpg,1\n",
+    "one folder": "path,breed,class\ncat/1.jpg,siam,cat\ncat/2.jpg,tabby,cat\n",
+    "sizes alone": "path,width\ncat/1.jpg,224\ndog/1.jpg,224\n",
+    "paths alone": "path\ncat/1.jpg\n",
+    "other images": "path,label\nbird/1.jpg,a\nbird/2.jpg,b\n",
+    "classes": "class,weight\ncat,1\ndog,2\n",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", AGREE)
+def test_class_folders_beside_a_table_that_agrees(tmp_path, name):
+    root = put(tmp_path / "raw", "{cat,dog}/{1,2}.jpg")
+    (root / "metadata.csv").write_text(AGREE[name])
+    assert len(open_source(root).splits["train"]) == 4
+
+
+def test_a_long_table_beside_class_folders_is_looked_at_throughout(tmp_path):
+    root = put(tmp_path / "raw", "{scans,photos}/1.jpg", f"scans/{{{','.join(f'{i}' for i in range(9))}}}.jpg")
+    rows = [f"{folder}/1.jpg,{folder},{'x' * 100}\n" for folder in ("scans", "photos") for _ in range(5000)]
+    (root / "all.csv").write_text("path,label,text\n" + "".join(rows))
+    assert len(open_source(root).splits["train"]) == 10
+    (root / "all.csv").write_text("path,label,text\n" + "".join(rows).replace("scans,", "other,", 1).replace(
+        "photos/1.jpg,photos", "photos/1.jpg,other"))  # fmt: skip
+    with pytest.raises(SourceError, match=r"all\.csv names images of photos, scans, and its labels are not these"):
+        open_source(root)
 
 
 # Folders that patterns join: their files, the options, and the refusal; "": none, but a line in the log.
