@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
 MAX_DEPTH = 100  # of folders in a class folder
+ASKED = 10  # images of a folder, whether they are links: if none is, the others are taken for files
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -46,6 +48,7 @@ class _Class:
     others: list[str] = field(default_factory=list)  # paths of files that are not images
     hidden: list[str] = field(default_factory=list)  # paths of folders and images that are hidden
     circles: list[str] = field(default_factory=list)  # paths of links to a folder that they lie in
+    links: dict[str, str] = field(default_factory=dict)  # to folders and images, and the real paths that they lead to
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class ClassTree:
                 joined.folders.extend((f"{above}/{folder}", images) for folder, images in content.folders)
                 for kind in ("others", "hidden", "circles"):
                     getattr(joined, kind).extend(f"{above}/{path}" for path in getattr(content, kind))
+                joined.links.update((f"{above}/{path}", real) for path, real in content.links.items())
         return cls(source, trees[0].bounds, dict(sorted(classes.items())))
 
     def names(self) -> list[str]:
@@ -164,13 +168,14 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
     """List a class folder; None if it is not a folder."""
     with refused(str(root / name)):
         real_bounds = bounds and real_path(bounds)
+        content = _Class()
         try:
             fd = os.open(name, LIST_FLAGS, dir_fd=root_fd)
         except NotADirectoryError:  # a file, or a link
             if not os.path.isdir(real_path(name, root_fd)):
                 return None
-            fd = os.open(follow(name, real_bounds, root_fd), LIST_FLAGS)
-        content = _Class()
+            content.links[name] = follow(name, real_bounds, root_fd)
+            fd = os.open(content.links[name], LIST_FLAGS)
         _list_folder([fd], name, real_bounds, content)
     return content
 
@@ -192,6 +197,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
     """
     fd = fds[-1]
     images, folders, links = list[str](), list[str](), list[str]()
+    are_links = False
     try:
         if len(fds) > MAX_DEPTH:
             raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
@@ -203,6 +209,10 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                         content.hidden.append(f"{folder}/{name}")
                 elif is_image(name):
                     images.append(name)
+                    if (are_links or len(images) <= ASKED) and entry.is_symlink():
+                        are_links = True
+                        with suppress(OSError, ValueError):  # reading it reports it
+                            content.links[f"{folder}/{name}"] = real_path(name, fd)
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(name)
                 elif entry.is_symlink() and is_folder(entry):
@@ -218,6 +228,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                 if any(is_inside(real_path_of(above), real) for above in fds):
                     content.circles.append(path)
                     continue
+                content.links[path] = real
                 inside = os.open(real, LIST_FLAGS)
             else:
                 inside = os.open(name, LIST_FLAGS, dir_fd=fd)

@@ -16,6 +16,7 @@ from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden
 from .joined import check_joined
 from .labels import number_labels, out_of_order
+from .links import check_links
 from .listing import Listing
 from .root_advice import advise_roots
 from .roots import check_roots, folders_in, may_hold_samples
@@ -68,6 +69,7 @@ def _list_trees(path: Path, listing: Listing) -> dict[str, ClassTree]:
         for split, of_split in roots.items()
     }
     check_roots(path, trees, is_chosen=bool(listing.rule.patterns))
+    check_links(path, trees)
     check_joined(path, trees, {pattern for _, pattern in listing.rule.patterns})
     return {split: trees[0] if len(trees) == 1 else ClassTree.merged(path, trees) for split, trees in trees.items()}
 

@@ -27,7 +27,7 @@ def named_options(patterns: Mapping[str, Iterable[str]]) -> str:
 
 
 def are_parts(folders: Collection[str]) -> bool:
-    """Whether folders are called alike, but for numbers or a letter at the end.
+    """Whether folders have one name, except for numbers or a letter at the end.
 
     >>> are_parts(["fold0", "fold1"]), are_parts(["train/part_a", "train/part_b"]), are_parts(["Apple", "Corn"])
     (True, True, False)

@@ -74,21 +74,21 @@ def _sample(path: Path) -> Iterator[list[str]]:
 def _find_paths(tree: ClassTree, header: list[str], rows: list[list[str]]) -> tuple[int, dict[int, str]]:
     """Find the column that names images: its number, and of its rows the class folder; of none if two may be meant."""
     columns = [[cell.replace("\\", "/").strip("/") for cell in column] for column in zip(*rows, strict=True)]
-    wanted = {cell.rpartition("/")[2] for column in columns for cell in column}
+    last_parts = {cell.rpartition("/")[2] for column in columns for cell in column}
     places: dict[str, list[tuple[str, str]]] = {}  # by name, with and without extension: class and path of each
     for name, content in tree.classes.items():
         for folder, images in content.folders:
             for image in images:
-                for key in {image, image.rpartition(".")[0]} & wanted:
+                for key in {image, image.rpartition(".")[0]} & last_parts:
                     places.setdefault(key, []).append((name, f"{tree.root}/{folder}/{key}"))
     best: tuple[int, dict[int, str]] = -1, {}
     for at in range(len(header) if columns else 0):
-        found = {}
+        classes_by_row = {}
         for i, cell in enumerate(columns[at]):
             classes = {name for name, path in places.get(cell.rpartition("/")[2], []) if _is_tail(cell, path)}
             if len(classes) == 1:
-                found[i] = classes.pop()
-        best = max(best, (at, found), key=lambda pair: len(pair[1]))
+                classes_by_row[i] = classes.pop()
+        best = max(best, (at, classes_by_row), key=lambda pair: len(pair[1]))
     return best
 
 

@@ -485,6 +485,36 @@ def test_links_in_circles_beside_splits(tmp_path, caplog):
         open_source(root)
 
 
+# Links, the files beside them, and the refusal; from "[0-9] image": a warning.
+LINKS = {
+    "a split": ({"val": "train"}, [], "val: leads to the same folder as .*/train: its images would be taken twice"),
+    "classes": ({"val/cat": "../train/cat", "val/dog": "../train/dog"}, [], "4 images are train's too.* measure"),
+    "a class": ({"val/cat": "../train/cat"}, ["val/dog/3.jpg"], "2 images are train's too, by links: .*/val/cat/1.jpg"),
+    "a file": ({"val/cat/1.jpg": "../../train/cat/1.jpg"}, ["val/dog/3.jpg"], "1 image is train's too, by links: "),
+    "train's links": ({"train/cat/9.jpg": "../../val/cat/1.jpg"}, ["val/cat/{1,2}.jpg"], "1 image is train's too"),
+    "a pool": ({"val/cat": "../.pool", "train/dog/more": "../../.pool"}, [".pool/7.jpg", "val/dog/3.jpg"], "1 image"),
+    "links to one file": ({"val/cat/7.jpg": "../../.pool/7.jpg", "train/cat/8.jpg": "../../.pool/7.jpg"},
+                          [".pool/7.jpg", "val/dog/3.jpg"], "1 image is train's too"),
+    "two classes": ({"train/puppy": "dog"}, ["val/dog/3.jpg"], "is of two classes: .*/train/"),
+    "a file of two classes": ({"train/cat/4.jpg": "../dog/1.jpg"}, ["val/cat/3.jpg"], "1 image is of two classes, by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_between_splits_and_classes(tmp_path, caplog, name):
+    links, files, message = LINKS[name]
+    root = put(tmp_path / "raw", "train/{cat,dog}/{1,2}.jpg", *files)
+    for link, target in links.items():
+        (root / link).parent.mkdir(parents=True, exist_ok=True)
+        (root / link).symlink_to(target)
+    if message[0].isdigit() and "measure" not in message:
+        open_source(root)
+        assert re.search(message, caplog.text)
+    else:
+        with pytest.raises(SourceError, match=message):
+            open_source(root)
+
+
 @pytest.mark.parametrize("num_days", [1, 2])
 def test_a_class_of_links_alone(tmp_path, caplog, num_days):
     root = put(tmp_path / "raw", "{cat,dog}/1.jpg", ".pool/{2,3,4}.jpg", ".more/5.jpg")
