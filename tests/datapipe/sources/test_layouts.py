@@ -400,8 +400,34 @@ def test_folders_of_the_same_number(tmp_path):
         open_source(put(tmp_path / "raw", "{00,0,1}/1.jpg"), labels="numbers")
 
 
-@pytest.mark.parametrize("name", ["val", "imagenet-val", "test"])
+@pytest.mark.parametrize("labels", ["auto", "numbers"])
+def test_folders_of_the_same_number_among_others(tmp_path, labels):
+    root = put(tmp_path / "raw", "{0,01,1,2}/1.jpg")
+    with pytest.raises(SourceError, match="01 and 1 are the same number: rename one, or type --labels names"):
+        open_source(root, labels=labels)
+    assert open_source(root, labels="names").classes == ["0", "01", "1", "2"]
+
+
+def test_classes_that_differ_in_case_alone(tmp_path, caplog):
+    assert open_source(put(tmp_path / "raw", "{Cat,cat,dog,DOG}/1.jpg")).classes == ["Cat", "DOG", "cat", "dog"]
+    assert "classes whose names differ in case alone stay apart: Cat and cat, DOG and dog\n" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["ILSVRC2012_val_0000000", "test_"])
+def test_images_that_are_all_called_as_those_of_val(tmp_path, name):
+    root = put(tmp_path / "sorted", f"{{cat,dog}}/{name}{{1,2}}.jpg")
+    with pytest.raises(SourceError, match=rf"such as {name}2.jpg, and no folder .*: type --split val=\. if") as caught:
+        open_source(root)
+    assert advised(str(caught.value)) == [["--split", "val=."]]
+    for split in ("train", "val"):
+        assert list(open_source(root, splits=[f"{split}=."]).splits) == [split]
+    put(root, "dog/3.jpg")
+    assert len(open_source(root).splits["train"]) == 5
+
+
+@pytest.mark.parametrize("name", ["val", "imagenet-val", "test", "val/raw", "test/data", "valid/unzipped/images"])
 def test_class_folders_in_a_folder_that_is_called_as_a_split(tmp_path, name):
+    (tmp_path / name).mkdir(parents=True)
     root = put(tmp_path / name, "{cat,dog}/1.jpg")
     with pytest.raises(SourceError, match=r"nothing in it names a split: type --split val=\. if"):
         open_source(root)
