@@ -212,14 +212,19 @@ def class_folder(path: Path) -> str | None:
 def _advise_below(path: Path) -> str:
     """Say which folder below one without images holds a data set of another kind, such as MNIST/raw; "": none."""
     folders = [path]
+    found: list[str] = []
     for _ in range(MAX_DEPTH):
         folders = [inner for folder in folders for inner in _folders(folder)][:LOOKED_AT]
         for folder in folders:
             with suppress(OSError, DatapipeError):
                 kind = next(kind for module in map(_module, MODULES) if (kind := module.detect(folder)))
                 if kind != "imagefolder":
-                    return f"; a data set of the kind {kind} lies in {folder}: give that"
-    return ""
+                    found.append(f"{kind} lies in {folder}")
+        if found:
+            break
+    if len(found) > 1:
+        return f"; data sets of several kinds or places: {', '.join(found[:NAMED])}: give one of them"
+    return f"; a data set of the kind {found[0]}: give that" if found else ""
 
 
 def _folders(path: Path) -> list[Path]:

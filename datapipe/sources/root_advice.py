@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +24,9 @@ from ..splits import (
     split_options,
     split_words,
 )
-from . import csv
+from . import csv, open_source
 from .class_folders import OF_IMAGES
-from .class_tree import ClassTree, RootError
+from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_hidden, is_image, is_submission, may_have_labels
 from .joined import advise_joined, are_parts, doubtful_classes, named_options, shared_classes
 from .listing import LeftOut, Listing
@@ -32,15 +34,16 @@ from .roots import folders_in
 
 COLUMNS = "a CSV file with the columns path, label and, if need be, split"
 NAMED = 3  # names that a message gives
+MAX_DEPTH = 3  # of folders in which splits are looked for
 
 
 class Root(NamedTuple):
     """Class folders that were found.
 
-    `pattern`: for `--split`, below the source; `folders`: those that it names, and the classes with images of each.
+    `patterns`: for `--split`, below the source; `folders`: those that it names, and the classes with images of each.
     """
 
-    pattern: str
+    patterns: list[str]
     folders: dict[str, set[str]]
 
     @property
@@ -73,13 +76,13 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     are_flat = doubt is None or doubt.about == "parts" or (doubt.about == "level" and not doubt.likely)
     if not listing.rule.patterns:
         is_above = doubt is not None and root == source
-        inner = next((name for name in folders if _holds_splits(source, name, listing)), "")
+        inner = next((its for name in folders if (its := _find_splits(source, name, listing))), "")
         if is_above and doubt and doubt.likely:
-            texts.append(f"if the class folders are in {quote(str(root / doubt.likely))}, give that")
+            texts.append(_advise_folder("the class folders are", root / doubt.likely, listing))
         elif any(map(split_words, folders)) or inner:
             texts, are_flat = _advise_splits(source, folders, listing, is_above)
             if inner:
-                texts = [f"if the data set is in {inner}, give {quote(str(source / inner))}", *texts[: 1 - are_flat]]
+                texts = [_advise_folder("the data set is", source / inner, listing), *texts[: 1 - are_flat]]
                 are_flat = False
         elif is_above and doubt and doubt.about in ("groups", "level"):
             texts += _advise_groups(source, folders, listing)
@@ -124,7 +127,7 @@ def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] 
     if not classes or (doubt and doubt.about == "parts"):
         return None
     if doubt is None or doubt.is_slight:
-        return Root(glob.escape(folder), {folder: tree.filled()})
+        return Root([glob.escape(folder)], {folder: tree.filled()})
     if doubt.likely:
         return find_root(source, os.path.join(folder, doubt.likely), listing, seen)
     if doubt.about != "groups":
@@ -133,14 +136,14 @@ def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] 
     roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing, seen) for name in classes}
     inner = {name: root for name, root in roots.items() if root is not None}
     tails = {
-        root.pattern.removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))
+        root.patterns[0].removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))
         for name, root in inner.items()
     }
     pattern = os.path.normpath(os.path.join(glob.escape(above), f"*{min(tails, default='')}"))
     matched = [path for path in glob.glob(pattern, root_dir=source) if (source / path).is_dir()]
     if len(inner) < len(roots) or len(tails) > 1 or len(matched) != len(roots):
         return None
-    return Root(pattern, {folder: its for root in inner.values() for folder, its in root.folders.items()})
+    return Root([pattern], {folder: its for root in inner.values() for folder, its in root.folders.items()})
 
 
 def _are_classes(source: Path, listing: Listing) -> bool:
@@ -152,22 +155,51 @@ def _are_classes(source: Path, listing: Listing) -> bool:
     return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}
 
 
-def _holds_splits(source: Path, name: str, listing: Listing) -> bool:
-    """Whether a folder, not one of a split itself, holds class folders for training in one that is called so."""
-    inside = [] if split_words(name) else filter(is_split_name, folders_in(source / name))
-    trains = (inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN})
-    return any(find_root(source, f"{name}/{inner}", listing) for inner in trains)
+def _find_splits(source: Path, name: str, listing: Listing) -> str:
+    """Find the folder, not one of a split itself, that holds class folders for training in one that is called so.
+
+    It is the one given, or lies in it, MAX_DEPTH deep at most; "" if there is none.
+    """
+    if is_split_name(os.path.basename(name)) or os.path.islink(source / name):
+        return ""
+    try:
+        inside = folders_in(source / name)
+    except OSError:
+        return ""
+    trains = [inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN}]
+    if any(find_root(source, f"{name}/{inner}", listing) for inner in filter(is_split_name, trains)):
+        return name
+    if name.count("/") + 1 >= MAX_DEPTH or len(inside) > NAMED:  # not each of a thousand classes
+        return ""
+    return next((its for inner in inside if (its := _find_splits(source, f"{name}/{inner}", listing))), "")
+
+
+def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
+    """Say to give a folder, which is opened first: if it is refused, say what to type for it, too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # what it would log is of what is not packed yet
+    try:
+        open_source(folder, outside=listing.outside)
+    except (DatapipeError, SettingError) as error:
+        message = getattr(error, "message", str(error)).removesuffix(f"; {LAYOUT}")
+        typed = message.replace("type --", f"give {quote(str(folder))} --")
+        return f"if {what} in {quote(str(folder))}, more has to be said: {typed}"
+    finally:
+        logging.disable(before)
+    if what == "the class folders are":
+        return f"if {what} in {quote(str(folder))}, give that"
+    return f"if {what} in {os.path.basename(folder)}, give {quote(str(folder))}"
 
 
 def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
     """Say how to take all folders as groups of classes, as parts of one set or as splits, or one that holds classes."""
     if root := find_root(source, ".", listing):
         if not shared_classes(root.folders):
-            return [f"if its folders are groups of classes, type {named_options({TRAIN: [root.pattern]})}"]
+            return [f"if its folders are groups of classes, type {named_options({TRAIN: root.patterns})}"]
         return [*_advise_twins(root.folders), _advise_joined(root)]
     roots = {name: its for name in folders if (its := find_root(source, name, listing))}
     return [
-        f"if the class folders are in {name}, type {named_options({TRAIN: [root.pattern]})}"
+        f"if the class folders are in {name}, type {named_options({TRAIN: root.patterns})}"
         if root.is_clear else _advise_joined(root)
         for name, root in roots.items()
     ][:NAMED]  # fmt: skip
@@ -176,7 +208,7 @@ def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> li
 def _advise_joined(root: Root) -> str:
     """Say how to join folders of the same classes."""
     if root.is_clear:
-        return f"if its folders are parts of one set, type {named_options({TRAIN: [root.pattern]})}"
+        return f"if its folders are parts of one set, type {named_options({TRAIN: root.patterns})}"
     return advise_joined({TRAIN: root.folders})
 
 
@@ -226,17 +258,21 @@ def _advise_splits(
         fitting = [roots[name] for name in candidates if name in roots]
         if TRAIN in chosen:
             fitting = [root for root in fitting if root.classes <= chosen[TRAIN].classes]
+        if len(fitting) == len(candidates) > 1 and are_parts(candidates):
+            fitting = _join_parts(candidates, fitting, folders)
         if fitting:
             chosen[split] = fitting[0]
     if TRAIN not in chosen:
         chosen = {}
     texts = []
     if chosen and all(root.is_clear for root in chosen.values()):
-        options = named_options({split: [root.pattern] for split, root in chosen.items()})
+        options = named_options({split: root.patterns for split, root in chosen.items()})
         texts.append(f"{condition}type {options} (patterns, any number of them); what no --split names is left out")
     elif chosen:
         texts.append(condition + advise_joined({split: root.folders for split, root in chosen.items()}))
     lacking = [name for split, its in names.items() if split not in chosen for name in its]
+    if not names[TRAIN] and any(name in roots and roots[name].classes <= set(folders) for name in lacking):
+        return [f"if the folders beside {lacking[0]} are train's classes, move them into a folder train"], False
     if not chosen and may_be_classes:
         lacking = []
     if lacking:
@@ -244,6 +280,14 @@ def _advise_splits(
         texts.append(f"{'to take more, ' if chosen else ''}sort the images of {some} into class folders, such as "
                      f"{lacking[0]}/CLASS/image.jpg, with the same classes in each split")  # fmt: skip
     return texts, bool(lacking)
+
+
+def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str]) -> list[Root]:
+    """Join folders that are called as parts of a split to one root, if patterns name these and no other folders."""
+    options = split_options({TRAIN: [*names]}, [folder for folder in folders if folder not in names])
+    patterns = [option.partition("=")[2] for option in shlex.split(options)[1::2]]
+    joined = Root(patterns, {folder: its for root in roots for folder, its in root.folders.items()})
+    return [joined, *roots] if patterns and joined.is_clear and all(len(root.folders) == 1 for root in roots) else roots
 
 
 def _advise_tables(source: Path, listing: Listing) -> str:

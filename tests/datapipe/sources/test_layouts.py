@@ -41,7 +41,7 @@ def advised(message):
 def open_advised(root, words):
     """Open a source as a message has said."""
     if not words[0].startswith("--"):
-        return open_source(words[0])
+        root, words = words[0], words[1:]
     given = list(zip(words[::2], words[1::2], strict=True))
     kind = dict(given).get("--kind", "auto")
     return open_source(root, kind, splits=[value for option, value in given if option == "--split"])
@@ -182,6 +182,18 @@ ADVISED = {
                      "sort the images of asl_alphabet_test into class folders"),
     "New Plant Diseases": (["New Plant (Augmented)/{train,valid}/{scab,rust}/1.jpg", "test/test/1.jpg"], {},
                            {"'{root}/New Plant (Augmented)'": {"train": 2, "val": 2}}, "if the data set is in New"),
+    "New Plant Diseases, as unpacked": (["New Plant/New Plant/{train,valid}/{scab,rust}/1.jpg", "test/test/1.jpg"], {},
+                                        {"'{root}/New Plant/New Plant'": {"train": 2, "val": 2}}, "data set is in New"),
+    "ImageNet-100 of Kaggle": (["train.X{1,2}/{a,b}/1.jpg", "train.X{3,4}/{c,d}/1.jpg", "val.X/{a,b,c,d}/1.jpg"], {},
+                               {"--split train='train.X*' --split val=val.X": {"train": 8, "val": 4}}, "holds 4"),
+    "a folder above Tiny ImageNet": (["tiny/train/{n01,n02}/images/1.JPEG", "tiny/{val,test}/images/1.JPEG"], {},
+                                     {"{root}/tiny --split train=train": {"train": 2}, AS_CLASSES: {"train": 4}},
+                                     "more has to be said: .*sort the images of val into"),
+    "a folder above a data set and its copy": (
+        ["{x,x/x}/{train,val,test}/{a,b}/1.jpg"], {},
+        {"{root}/x/x": {"train": 2, "val": 2}, "{root}/x --split train=train --split val=val": {"train": 2, "val": 2},
+         AS_CLASSES: {"train": 12}}, "test names a split, and x does not"),
+    "class folders beside val": (["{a,b}/1.jpg", "val/{a,b}/2.jpg"], {}, {}, "move them into a folder train"),
     "SVHN": (["{train,test,extra}/1.png", "train/digitStruct.mat"], {}, {AS_CLASSES: {"train": 3}},
              "; sort the images of train, test into class folders, such as train/CLASS/image.jpg, .*; if a table has"),
     "flat splits": (["{train,val}/{1,2}.jpg"], {}, {}, "; sort the images of train, val into .*; if a table has"),
