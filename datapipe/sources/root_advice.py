@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
 
 from ..errors import DatapipeError, SettingError, SourceError
 from ..splits import (
@@ -21,6 +20,7 @@ from ..splits import (
     AmbiguousSplitError,
     SplitRule,
     is_split_name,
+    matches,
     split_options,
     split_words,
 )
@@ -28,33 +28,13 @@ from . import csv, open_source
 from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_hidden, is_image, is_submission, may_have_labels
-from .joined import advise_joined, are_parts, doubtful_classes, named_options, shared_classes
+from .joined import advise_joined, are_parts, named_options, shared_classes
 from .listing import LeftOut, Listing
+from .root_search import Root, find_root, find_splits
 from .roots import folders_in
 
 COLUMNS = "a CSV file with the columns path, label and, if need be, split"
 NAMED = 3  # names that a message gives
-MAX_DEPTH = 3  # of folders in which splits are looked for
-
-
-class Root(NamedTuple):
-    """Class folders that were found.
-
-    `patterns`: for `--split`, below the source; `folders`: those that it names, and the classes with images of each.
-    """
-
-    patterns: list[str]
-    folders: dict[str, set[str]]
-
-    @property
-    def classes(self) -> set[str]:
-        """The names of the classes of all folders."""
-        return set[str]().union(*self.folders.values())
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether classes of one name in several folders are one class."""
-        return not doubtful_classes(self.folders)
 
 
 def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
@@ -76,7 +56,7 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     are_flat = doubt is None or doubt.about == "parts" or (doubt.about == "level" and not doubt.likely)
     if not listing.rule.patterns:
         is_above = doubt is not None and root == source
-        inner = next((its for name in folders if (its := _find_splits(source, name, listing))), "")
+        inner = next((its for name in folders if (its := find_splits(source, name, listing))), "")
         if is_above and doubt and doubt.likely:
             texts.append(_advise_folder("the class folders are", root / doubt.likely, listing))
         elif any(map(split_words, folders)) or inner:
@@ -103,49 +83,6 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     return "".join(f"; {text}" for text in texts)
 
 
-def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] = frozenset()) -> Root | None:
-    """Find the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
-
-    Args:
-        source: What the user has given.
-        folder: The folder's path below it; ".": itself.
-        listing: Has the bounds.
-        seen: Folders that it lies in, without links: these may lead in a circle.
-
-    Returns:
-        What was found; None: nothing, or nothing that is clear.
-    """
-    real = os.path.realpath(source / folder)
-    if real in seen:
-        return None
-    seen |= {real}
-    try:
-        tree = ClassTree.scan(source / folder, None if listing.outside else str(source), LeftOut())
-    except SourceError:
-        return None
-    doubt, classes = tree.doubt(), tree.filled()
-    if not classes or (doubt and doubt.about == "parts"):
-        return None
-    if doubt is None or doubt.is_slight:
-        return Root([glob.escape(folder)], {folder: tree.filled()})
-    if doubt.likely:
-        return find_root(source, os.path.join(folder, doubt.likely), listing, seen)
-    if doubt.about != "groups":
-        return None
-    above = os.path.normpath(folder)
-    roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing, seen) for name in classes}
-    inner = {name: root for name, root in roots.items() if root is not None}
-    tails = {
-        root.patterns[0].removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))
-        for name, root in inner.items()
-    }
-    pattern = os.path.normpath(os.path.join(glob.escape(above), f"*{min(tails, default='')}"))
-    matched = [path for path in glob.glob(pattern, root_dir=source) if (source / path).is_dir()]
-    if len(inner) < len(roots) or len(tails) > 1 or len(matched) != len(roots):
-        return None
-    return Root([pattern], {folder: its for root in inner.values() for folder, its in root.folders.items()})
-
-
 def _are_classes(source: Path, listing: Listing) -> bool:
     """Whether each folder in a source holds images itself, as class folders do."""
     try:
@@ -155,23 +92,14 @@ def _are_classes(source: Path, listing: Listing) -> bool:
     return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}
 
 
-def _find_splits(source: Path, name: str, listing: Listing) -> str:
-    """Find the folder, not one of a split itself, that holds class folders for training in one that is called so.
-
-    It is the one given, or lies in it, MAX_DEPTH deep at most; "" if there is none.
-    """
-    if is_split_name(os.path.basename(name)) or os.path.islink(source / name):
+def _all_but(names: Sequence[str]) -> str:
+    """Return options that name the first of several folders, sorted, as val, the others as train; "" if none do."""
+    at = next((i for i, pair in enumerate(zip(names[0], names[-1], strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
         return ""
-    try:
-        inside = folders_in(source / name)
-    except OSError:
-        return ""
-    trains = [inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN}]
-    if any(find_root(source, f"{name}/{inner}", listing) for inner in filter(is_split_name, trains)):
-        return name
-    if name.count("/") + 1 >= MAX_DEPTH or len(inside) > NAMED:  # not each of a thousand classes
-        return ""
-    return next((its for inner in inside if (its := _find_splits(source, f"{name}/{inner}", listing))), "")
+    pattern = f"{glob.escape(names[0][:at])}[!{names[0][at]}]*"
+    fits = [name for name in names if matches(name, pattern)] == [*names[1:]]
+    return named_options({TRAIN: [pattern], VAL: [glob.escape(names[0])]}) if fits else ""
 
 
 def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
@@ -221,8 +149,11 @@ def _advise_twins(folders: Mapping[str, set[str]]) -> list[str]:
             if folders[val] <= folders[train]:
                 options = named_options({TRAIN: [glob.escape(train)], VAL: [glob.escape(val)]})
                 texts.append(f"if {val} is for validation, type {options} (patterns)")
-    elif are_parts(names) and folders[names[0]] <= set[str]().union(*(folders[name] for name in names[1:])):
-        options = split_options({TRAIN: names[1:], VAL: names[:1]}, [])
+    elif not are_parts(names):
+        options = named_options({TRAIN: [glob.escape(names[0])]})
+        texts.append(f"if one of them is the data set, type {options} (patterns)")
+    elif folders[names[0]] <= set[str]().union(*(folders[name] for name in names[1:])):
+        options = split_options({TRAIN: names[1:], VAL: names[:1]}, []) or _all_but(names)
         texts += [f"if they are folds, type {options} (patterns; {names[0]} is for validation)"] if options else []
     return texts
 

@@ -6,10 +6,11 @@ import glob
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 
-from ..splits import TRAIN, is_split_name
+from ..splits import TRAIN, is_split_name, split_words
 from .class_folders import Doubt
 from .class_tree import ClassTree, RootError
 from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, may_have_labels
@@ -18,6 +19,31 @@ from .listing import is_folder
 from .tables_beside import doubt_by_table
 
 logger = logging.getLogger(__name__)
+
+LOOKED_AT = 100  # entries of a folder, to see whether it holds folders
+
+
+def class_folder(path: Path) -> str | None:
+    """Find a folder in a source that may be a class, or a split: it holds folders of images, or is one of several."""
+    folders = folders_below(path) if path.is_dir() else []
+    for folder in folders:
+        if any(map(_holds_images, folders_below(folder)[:LOOKED_AT])):
+            return folder.name
+    others = [folder.name for folder in folders if not split_words(folder.name) and _holds_images(folder)]
+    return others[0] if len(others) > 1 else None  # train/ and test/ may hold the images of a table
+
+
+def folders_below(path: Path) -> list[Path]:
+    """List the paths of the folders in a folder, sorted, without those that are hidden; none if it cannot be listed."""
+    with suppress(OSError), os.scandir(path) as entries:
+        return sorted(path / entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry))
+    return []
+
+
+def _holds_images(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return any(is_image(entry.name) for entry in islice(entries, LOOKED_AT))
+    return False
 
 
 def folders_in(path: Path) -> list[str]:

@@ -3,6 +3,9 @@
 import logging
 import re
 import shlex
+import shutil
+import subprocess
+import tarfile
 
 import pytest
 
@@ -225,11 +228,20 @@ ADVISED = {
                   "--split val='images_evaluation/Ge'\"'\"'ez' --split val=images_evaluation/Tengwar":
                   {"train": 4, "val": 4}}, "if images_background is for training, if classes of one name are the same"),
     "an alphabet's characters": (["{Greek,Latin,Thai}/c0{1,2}/1.png"], {},
-                                 {"--split train=Greek --split train=Latin --split train=Thai": {"train": 6},
+                                 {"--split train=Greek": {"train": 2},
+                                  "--split train=Greek --split train=Latin --split train=Thai": {"train": 6},
                                   AS_CLASSES: {"train": 6}}, "rename them .*, such as Greek/Greek_c01"),
     "groups of classes": (["Apple/{healthy,scab}/1.jpg", "Corn/{healthy,rust}/1.jpg"], {},
                           {"--split train=Apple --split train=Corn": {"train": 4}, AS_CLASSES: {"train": 4}},
                           "such as healthy in Apple and in Corn, .*if not, rename them"),
+    "ten folds": (["fold_{0,1,2,3,4,5,6,7,8,9}/{a,b}/1.jpg"], {},
+                  {"--split train='fold_[!0]*' --split val=fold_0": {"train": 18, "val": 2},
+                   "--split train='*'": {"train": 20}, AS_CLASSES: {"train": 20}}, "fold_0 is for validation"),
+    "one set in three colours": (["{color,gray,masked}/{a,b}/1.jpg"], {},
+                                 {"--split train=color": {"train": 2},
+                                  "--split train=color --split train=gray --split train=masked": {"train": 6},
+                                  AS_CLASSES: {"train": 6}},
+                                 "if one of them is the data set"),
     "groups of other classes": (["{Apple}/{mildew,scab}/1.jpg", "Corn/{blight,rust}/1.jpg"], {},
                                 {"--split train='*'": {"train": 4}, AS_CLASSES: {"train": 4}}, "are groups of classes"),
     "splits in a language that is not known": (
@@ -357,6 +369,41 @@ def test_classes_of_one_name_in_folders_that_are_joined(tmp_path, caplog, files,
     else:
         open_source(root, splits=splits)
         assert re.search(r"[23] folders are joined for train; [23] classes are in more than one: ", caplog.text)
+
+
+def test_two_data_sets_of_one_kind_are_both_named(tmp_path):
+    root = put(tmp_path / "data", *(f"{name}/raw/train-{what}-ubyte" for name in ("MNIST", "FashionMNIST")
+                                    for what in ("images-idx3", "labels-idx1")))  # fmt: skip
+    with pytest.raises(
+        SourceError, match=r"idx lies in .*/FashionMNIST/raw, idx lies in .*/MNIST/raw: give one of them"
+    ):
+        open_source(root)
+
+
+def test_shards_beside_older_ones(tmp_path):
+    root = put(tmp_path / "raw", "{train-0,val-0,old/train-0}.tar")
+    with pytest.raises(SourceError, match=r"to read train-0\.tar and the like, type --kind webdataset"):
+        open_source(root)
+
+
+@pytest.mark.parametrize("inside", ["{train,val}/{a,b}/1.jpg", "{n01440764,n01443537}/{1,2}.jpg"])
+def test_tars_of_folders_are_unpacked_as_said(tmp_path, inside):
+    root = put(tmp_path / "the raw", inside)
+    expected = labelled(open_source(root))
+    for folder in sorted(path for path in root.iterdir()):
+        with tarfile.open(f"{folder}.tar", "w") as tar:
+            for place in sorted(folder.iterdir()):
+                tar.add(place, place.name)
+        shutil.rmtree(folder)
+    with pytest.raises(
+        SourceError, match=r"but no label .*; if .*, unpack each tar into a folder of its name"
+    ) as caught:
+        open_source(root)
+    command = str(caught.value).rpartition(f"and give {shlex.quote(str(root))}: ")[2]
+    name = re.search(r"mkdir (\S+)", command)[1]
+    for tar in sorted(root.glob("*.tar")):
+        subprocess.run(command.replace(name, tar.stem), shell=True, check=True, timeout=60)
+    assert labelled(open_source(root)) == expected
 
 
 def test_a_pattern_that_names_a_table(tmp_path):
