@@ -27,11 +27,11 @@ from ..splits import (
 from . import csv, open_source
 from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
-from .file_names import is_hidden, is_image, is_submission, may_have_labels
+from .file_names import is_image, may_have_labels
 from .joined import advise_joined, are_parts, named_options, shared_classes
 from .listing import LeftOut, Listing
 from .root_search import Root, find_root, find_splits
-from .roots import folders_in
+from .roots import folders_in, tables_in
 
 COLUMNS = "a CSV file with the columns path, label and, if need be, split"
 NAMED = 3  # names that a message gives
@@ -223,8 +223,10 @@ def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str])
 
 def _advise_tables(source: Path, listing: Listing) -> str:
     """Say how to read the images by a table, if there is one that may have their labels."""
-    tables = sorted(name for name in os.listdir(source) if name.lower().endswith(".csv") and not is_hidden(name))
-    tables = [name for name in tables if not is_submission(name)]
+    tables = tables_in(source)
+    inside = [f"{name}/{table}" for name in folders_in(source) for table in tables_in(source / name)]
+    if not tables and inside:
+        return f"if {inside[0]} has labels of the images beside it, write {COLUMNS}, of all, and give that"
     if not tables:
         return f"if a table has their classes, give that, {COLUMNS}"
     what = f"if {', '.join(tables[:NAMED])} {'have' if len(tables) > 1 else 'has'} their labels"

@@ -60,6 +60,14 @@ def _tables(source: Path, tree: ClassTree) -> list[Path]:
     return [path for path in dict.fromkeys(paths) if may_have_labels(path.name) and not is_hidden(path.name)]
 
 
+def tables_in(path: Path) -> list[str]:
+    """List the CSV tables in a folder, sorted; none if it cannot be listed."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(path) if name.lower().endswith(".csv") and not is_hidden(name)]
+        return sorted(filter(may_have_labels, names))
+    return []
+
+
 def may_hold_samples(folder: Path) -> bool:
     """Whether an image or an archive lies in or below a folder, or what cannot be looked into without leaving it."""
     folders = [str(folder)]

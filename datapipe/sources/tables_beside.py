@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ TABLES = (".csv", ".tsv", ".tab")
 MAX_TABLES = 8  # that are looked at
 BLOCKS = 8  # of a table that are read, over all of its length
 BLOCK_BYTES = 1 << 16
+NUMERIC = re.compile(r"[-+.0-9e ]*")  # sizes, ages
 MAX_IDS = 20  # rows of which no two have the same value: more, and they are no labels
 
 
@@ -44,15 +46,18 @@ def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> 
         for name, column in columns.items():
             if len(set(column)) > 1 and all(map(is_split_name, column)) and not are_split:
                 return f"{names}, and its column {name} says the splits"
-        may_be = [
-            [column[i] for i in folders]
-            for name, column in columns.items()
-            if LABEL_COLUMN.fullmatch(name)
-            or 1 < len(set(column)) < len(column) + (len(column) <= MAX_IDS)
-        ]  # fmt: skip
+        may_be = [[column[i] for i in folders] for name, column in columns.items() if _may_be_labels(name, column)]
         if may_be and not any(_agrees(column, list(folders.values())) for column in may_be):
             return f"{names}, and its labels are not these folders"
     return ""
+
+
+def _may_be_labels(name: str, column: Sequence[str]) -> bool:
+    """Whether a column may be one of labels: it is called so, or is of texts that are no identifiers."""
+    num_values = len(set(column))
+    is_id = num_values == len(column) > MAX_IDS
+    is_number = all(map(NUMERIC.fullmatch, column))
+    return LABEL_COLUMN.fullmatch(name) is not None or (num_values > 1 and not is_id and not is_number)
 
 
 def _sample(path: Path) -> Iterator[list[str]]:

@@ -284,6 +284,9 @@ ADVISED = {
                                  {AS_CLASSES: {"train": 4}}, "info.csv names images of photos, scans, and its labels"),
     "flat splits beside a table": (["{train,test}/{1,2}.jpg"], {"labels.csv": TRAIN_ROWS},
                                    {"--kind csv": {"train": 2}}, "sort the images of train, test into"),
+    "flat splits with a table in each": (["{train,test}/{1,2}.jpg", "test/metadata.csv"],
+                                         {"train/metadata.csv": "file_name,label\n1.jpg,a\n2.jpg,b\n"}, {},
+                                         "if test/metadata.csv has labels of the images beside it, write a CSV file"),
     "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n9.jpg,a\n"},
                                              {}, "if labels.csv has their labels, write a CSV file with the columns"),
 }  # fmt: skip
@@ -323,7 +326,7 @@ AGREE = {
     "names": "path,label\n../raw/cat/1.jpg,Cat\ndog/1.jpg,dog\n",
     "numbers": "id,path,label\n7,cat/1.jpg,0\n8,cat/2.jpg,0\n9,dog/1.jpg,1\n",
     "one folder": "path,breed,class\ncat/1.jpg,siam,cat\ncat/2.jpg,tabby,cat\n",
-    "sizes alone": "path,width\ncat/1.jpg,224\ndog/1.jpg,224\n",
+    "sizes alone": "path,width,height\ncat/1.jpg,224,20\ncat/2.jpg,224,21\ndog/1.jpg,224,20\n",
     "paths alone": "path\ncat/1.jpg\n",
     "other images": "path,label\nbird/1.jpg,a\nbird/2.jpg,b\n",
     "classes": "class,weight\ncat,1\ndog,2\n",
