@@ -25,7 +25,10 @@ WORDS = {
 }
 SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
 KINDS = "sets?|splits?|data|images?|imgs?|pictures|photos|jpe?g|png|shards?|folder"  # what a split may be a split of
-OF_FILES = "images?|imgs?|pictures|photos|jpe?gs?|pngs?|shards?|tars?|labels?"  # folders named after what lies in them
+OF_FILES = (  # folders named after what lies in them, or after how that came about
+    "images?|imgs?|pictures|photos|jpe?gs?|pngs?|shards?|tars?|labels?|data(sets?)?|files?|class(es)?|raw|originals?|packed"
+    "|(un)?zipped|unpacked|extracted|download(s|ed)?|(pre)?processed|resized|sorted|clean(ed)?|all|archives?|new|v?[0-9]+"
+)
 SUFFIXES = {"tar", "gz", "tgz", "zst", "bz", "xz", "parquet", "csv", "tfrecord", "idx"}  # of files, without numbers
 HASH = re.compile(r"\b(?=[a-f]*[0-9])[0-9a-f]{6,}\b")  # in names of files that are called by their content
 # The number of a fold: fold_0, cv-1, 2nd_fold; not manifold2.
@@ -38,6 +41,7 @@ PART = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a name in camel case
 # What is written as one word, or as several.
 SPELT = {"h[oe]ld[-_ ]?out": "-holdout-", "t10k": "-test-", "train[-_ ]?val(?![a-z])": "-train-val-"}
 NAMED = 3  # names that a message gives
+VAL_OR_TRAIN = "type --split val=. if its images are for validation, or --split train=. if they are for training"
 CHOOSE = "say with --split train=PATTERN and --split val=PATTERN what to take; the rest is left out"
 
 
@@ -179,15 +183,14 @@ class SplitRule:
         name = naming_folder(source).name
         why = f"is called {name}" if name == source.name else f"lies in {name}"
         why += ", and nothing in it names a split"
-        advice = "type --split val=. if its images are for validation, or --split train=. if they are for training"
-        raise AmbiguousSplitError(source, why, advice)
+        raise AmbiguousSplitError(source, why, VAL_OR_TRAIN)
 
 
 def naming_folder(source: Path) -> Path:
     """Return the first of a source and the folders above it whose name says more than `images` or `data.csv` does.
 
-    >>> naming_folder(Path("/raw/val/images/0.tar")), naming_folder(Path("/raw/val-2017"))
-    (PosixPath('/raw/val'), PosixPath('/raw/val-2017'))
+    >>> naming_folder(Path("/x/val/raw/images/0.tar")), naming_folder(Path("/x/val-2017"))
+    (PosixPath('/x/val'), PosixPath('/x/val-2017'))
     """
     for place in (source, *source.parents):
         is_file = place.suffix[1:].lower() in SUFFIXES and not split_words(place.name)
@@ -198,7 +201,11 @@ def naming_folder(source: Path) -> Path:
 
 def own_splits(source: Path) -> set[str]:
     """Return the splits that a source's own name speaks of; `my-test` may be a trial: see `check_own_name`."""
-    name = naming_folder(source).name
+    return splits_of_name(naming_folder(source).name)
+
+
+def splits_of_name(name: str) -> set[str]:
+    """Return the splits that a name speaks of that stands for all images, of which a trial may be called `my-test`."""
     splits = {SPLIT_OF[word] for word in split_words(name)}
     return set() if splits == {TEST} and not is_split_name(name) else splits
 

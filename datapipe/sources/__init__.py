@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -28,10 +28,11 @@ from ..errors import DatapipeError, SettingError, SourceError, WrongPathError
 from ..images import Buffer
 from ..images.codec import encode_png
 from ..names import KINDS
-from ..splits import SplitRule, split_words
-from .file_names import advise, is_hidden, is_image
+from ..splits import SplitRule
+from .file_names import advise
 from .large_files import advise_kind
-from .listing import Listing, is_folder
+from .listing import Listing
+from .roots import LOOKED_AT, class_folder, folders_below
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,6 @@ SAMPLES = {
     "packed": ("packed", "PackedSamples"),
 }
 NAMED = 5  # classes that a message names
-LOOKED_AT = 100  # entries of a folder, to see whether it holds folders
 MAX_DEPTH = 3  # of folders in which a data set of another kind is looked for
 
 
@@ -200,39 +200,22 @@ def open_source(
     return source
 
 
-def class_folder(path: Path) -> str | None:
-    """Find a folder in a source that may be a class, or a split: it holds folders of images, or is one of several."""
-    folders = _folders(path) if path.is_dir() else []
-    for folder in folders:
-        if any(map(_holds_images, _folders(folder)[:LOOKED_AT])):
-            return folder.name
-    others = [folder.name for folder in folders if not split_words(folder.name) and _holds_images(folder)]
-    return others[0] if len(others) > 1 else None  # train/ and test/ may hold the images of a table
-
-
 def _advise_below(path: Path) -> str:
     """Say which folder below one without images holds a data set of another kind, such as MNIST/raw; "": none."""
     folders = [path]
+    places: list[str] = []
     for _ in range(MAX_DEPTH):
-        folders = [inner for folder in folders for inner in _folders(folder)][:LOOKED_AT]
+        folders = [inner for folder in folders for inner in folders_below(folder)][:LOOKED_AT]
         for folder in folders:
             with suppress(OSError, DatapipeError):
                 kind = next(kind for module in map(_module, MODULES) if (kind := module.detect(folder)))
                 if kind != "imagefolder":
-                    return f"; a data set of the kind {kind} lies in {folder}: give that"
-    return ""
-
-
-def _folders(path: Path) -> list[Path]:
-    with suppress(OSError), os.scandir(path) as entries:
-        return sorted(path / entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry))
-    return []
-
-
-def _holds_images(folder: Path) -> bool:
-    with suppress(OSError), os.scandir(folder) as entries:
-        return any(is_image(entry.name) for entry in islice(entries, LOOKED_AT))
-    return False
+                    places.append(f"{kind} lies in {folder}")
+        if places:
+            break
+    if len(places) > 1:
+        return f"; data sets of several kinds or places: {', '.join(places[:NAMED])}: give one of them"
+    return f"; a data set of the kind {places[0]}: give that" if places else ""
 
 
 def _check_names(path: Path, source: Source) -> None:

@@ -64,6 +64,9 @@ def doubt_root(
         return Doubt(why, likely=above.pop() if is_clear else None)
     tops = Counter(path.split("/")[0] for path, _ in folders)
     own = {path: count for path, count in folders if "/" not in path}
+    if len(folders) == 1 and (tables or not own) and not WNID.fullmatch(folders[0][0]):
+        may_have = f", and {_some(tables)} may have the labels of its images" if tables else ""
+        return Doubt(f"{folders[0][0]} would be the only class{may_have}", "parts")
     if len(tops) == 1 and not own:
         return Doubt(f"{next(iter(tops))} would be the only class", likely=_likely_root(folders))
     if called := next((name for name in filter(is_split_name, tops) if not (name in known and name in own)), None):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
 MAX_DEPTH = 100  # of folders in a class folder
+ASKED = 10  # images of a folder, whether they are links: if none is, the others are taken for files
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -45,6 +48,7 @@ class _Class:
     others: list[str] = field(default_factory=list)  # paths of files that are not images
     hidden: list[str] = field(default_factory=list)  # paths of folders and images that are hidden
     circles: list[str] = field(default_factory=list)  # paths of links to a folder that they lie in
+    links: dict[str, str] = field(default_factory=dict)  # to folders and images, and the real paths that they lead to
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class ClassTree:
                 joined.folders.extend((f"{above}/{folder}", images) for folder, images in content.folders)
                 for kind in ("others", "hidden", "circles"):
                     getattr(joined, kind).extend(f"{above}/{path}" for path in getattr(content, kind))
+                joined.links.update((f"{above}/{path}", real) for path, real in content.links.items())
         return cls(source, trees[0].bounds, dict(sorted(classes.items())))
 
     def names(self) -> list[str]:
@@ -121,7 +126,9 @@ class ClassTree:
     def doubt(self, beside: Iterable[str] = (), known: Collection[str] = ()) -> Doubt | None:
         """Doubt that the root is the folder of class folders: see `doubt_root`. `beside`: more files beside it."""
         folders = [(path, len(images)) for content in self.classes.values() for path, images in content.folders]
-        return doubt_root(folders, [name for name in (*self.beside, *beside) if may_have_labels(name)], known)
+        inside = (os.path.basename(path) for path in chain(*(content.others for content in self.classes.values())))
+        files = (*self.beside, *beside, *(inside if len(folders) == 1 else ()))
+        return doubt_root(folders, list(dict.fromkeys(filter(may_have_labels, files))), known)
 
     def samples(self, label_of: Mapping[str, int], left_out: LeftOut) -> Files:
         """Return the samples by class, folder and name. Raises SourceError for a class folder without a label."""
@@ -161,13 +168,14 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
     """List a class folder; None if it is not a folder."""
     with refused(str(root / name)):
         real_bounds = bounds and real_path(bounds)
+        content = _Class()
         try:
             fd = os.open(name, LIST_FLAGS, dir_fd=root_fd)
         except NotADirectoryError:  # a file, or a link
             if not os.path.isdir(real_path(name, root_fd)):
                 return None
-            fd = os.open(follow(name, real_bounds, root_fd), LIST_FLAGS)
-        content = _Class()
+            content.links[name] = follow(name, real_bounds, root_fd)
+            fd = os.open(content.links[name], LIST_FLAGS)
         _list_folder([fd], name, real_bounds, content)
     return content
 
@@ -189,6 +197,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
     """
     fd = fds[-1]
     images, folders, links = list[str](), list[str](), list[str]()
+    are_links = False
     try:
         if len(fds) > MAX_DEPTH:
             raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
@@ -200,6 +209,10 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                         content.hidden.append(f"{folder}/{name}")
                 elif is_image(name):
                     images.append(name)
+                    if (are_links or len(images) <= ASKED) and entry.is_symlink():
+                        are_links = True
+                        with suppress(OSError, ValueError):  # reading it reports it
+                            content.links[f"{folder}/{name}"] = real_path(name, fd)
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(name)
                 elif entry.is_symlink() and is_folder(entry):
@@ -215,6 +228,7 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                 if any(is_inside(real_path_of(above), real) for above in fds):
                     content.circles.append(path)
                     continue
+                content.links[path] = real
                 inside = os.open(real, LIST_FLAGS)
             else:
                 inside = os.open(name, LIST_FLAGS, dir_fd=fd)

@@ -10,17 +10,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import SettingError, SourceError, WrongPathError
-from ..splits import SPLIT_OF, AmbiguousSplitError, have_twins, is_split_name, split_words
+from ..splits import (
+    SPLIT_OF,
+    TEST,
+    VAL,
+    VAL_OR_TRAIN,
+    AmbiguousSplitError,
+    have_twins,
+    is_split_name,
+    split_words,
+    splits_of_name,
+)
 from . import Source
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden
+from .joined import check_joined
 from .labels import number_labels, out_of_order
+from .links import check_links
 from .listing import Listing
-from .roots import advise_roots, check_roots, folders_in, may_hold_samples
+from .root_advice import advise_roots
+from .roots import check_roots, folders_in, may_hold_samples
 
 logger = logging.getLogger(__name__)
 
 FILES = {"csv": ".csv", "parquet": ".parquet", "webdataset": ".tar"}  # by kind: what --split may name instead
+NAMED = 3  # pairs that a message names
 
 
 def detect(path: Path) -> str:
@@ -36,24 +50,56 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     except RootError as error:
         error.message = f"{error.why}{advise_roots(path, listing, error)}; {LAYOUT}"
         raise
+    if not listing.rule.patterns and list(trees) == ["train"] and trees["train"].root == path:
+        _check_files(path, trees["train"])
     first = trees["train"] if "train" in trees else next(iter(trees.values()))
     if listing.labels == "numbers":
         names = sorted({name for tree in trees.values() for name in tree.classes})
         classes, numbers = number_labels(path, {"": names}, "numbers")
-        if len(set(numbers[""].tolist())) < len(names):
-            pair = next(pair for pair in itertools.pairwise(sorted(names, key=int)) if int(pair[0]) == int(pair[1]))
-            raise SourceError(
-                f"{pair[0]} and {pair[1]} are the same number: rename one, or type --labels names", path=path
-            )
+        _check_numbers(path, names)
         label_of = dict(zip(names, numbers[""].tolist(), strict=True))
     else:
         classes = first.names()
+        if listing.labels == "auto" and all(map(str.isdecimal, classes)):
+            _check_numbers(path, classes)
         label_of = {name: label for label, name in enumerate(classes)}
         if listing.labels == "auto" and (moved := out_of_order(classes)):
             message = "%s: class folders are numbered, and taken in the order of their texts: %s has label %d; "
             message += "--labels numbers takes the numbers, --labels names this order without a warning"
             logger.warning(message, path, moved, label_of[moved])
+    _warn_of_case(path, classes)
     return Source(kind, classes, {split: tree.samples(label_of, listing.left_out) for split, tree in trees.items()})
+
+
+def _check_numbers(path: Path, names: Sequence[str]) -> None:
+    """Raise SourceError for class folders of the same number, such as 1 and 01."""
+    for first, second in itertools.pairwise(sorted(names, key=int)):
+        if int(first) == int(second):
+            raise SourceError(
+                f"{first} and {second} are the same number: rename one, or type --labels names", path=path
+            )
+
+
+def _warn_of_case(path: Path, classes: Sequence[str]) -> None:
+    """Warn of classes whose names differ in case alone: of letters they are two, of animals one."""
+    by_name: dict[str, str] = {}
+    pairs = [f"{other} and {name}" for name in classes if (other := by_name.setdefault(name.casefold(), name)) != name]
+    if pairs:
+        logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:NAMED]))
+
+
+def _check_files(path: Path, tree: ClassTree) -> None:
+    """Raise AmbiguousSplitError for class folders whose images are all called as those of val, or of test."""
+    names = itertools.chain(*(images for content in tree.classes.values() for _, images in content.folders))
+    splits: set[str] = set()
+    for name in names:
+        of_name = splits_of_name(name)
+        if of_name not in ({VAL}, {TEST}) or (splits and of_name != splits):
+            return
+        splits = of_name
+    if splits:
+        why = f"holds images that are called as those of {splits.pop()}, such as {name}, and no folder names a split"
+        raise AmbiguousSplitError(path, why, VAL_OR_TRAIN)
 
 
 def _list_trees(path: Path, listing: Listing) -> dict[str, ClassTree]:
@@ -66,6 +112,8 @@ def _list_trees(path: Path, listing: Listing) -> dict[str, ClassTree]:
         for split, of_split in roots.items()
     }
     check_roots(path, trees, is_chosen=bool(listing.rule.patterns))
+    check_links(path, trees)
+    check_joined(path, trees, {pattern for _, pattern in listing.rule.patterns})
     return {split: trees[0] if len(trees) == 1 else ClassTree.merged(path, trees) for split, trees in trees.items()}
 
 

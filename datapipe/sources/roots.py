@@ -1,4 +1,4 @@
-"""Folders of class folders: what speaks against them, and what to type instead. What is advised was tried."""
+"""Folders of class folders: what lies in a source, and what speaks against them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,44 @@ import glob
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
-from shlex import quote
-from typing import NamedTuple
 
-from ..errors import DatapipeError, SettingError, SourceError
-from ..splits import SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, SplitRule, is_split_name, split_words
-from . import csv
-from .class_folders import OF_IMAGES
+from ..splits import TRAIN, is_split_name, split_words
+from .class_folders import Doubt
 from .class_tree import ClassTree, RootError
-from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, is_submission
-from .listing import LeftOut, Listing, is_folder
+from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, may_have_labels
+from .joined import named_options
+from .listing import is_folder
+from .tables_beside import doubt_by_table
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = "a CSV file with the columns path, label and, if need be, split"
-NAMED = 3  # names that a message gives
+LOOKED_AT = 100  # entries of a folder, to see whether it holds folders
 
 
-class Root(NamedTuple):
-    """Class folders that were found: the pattern for `--split`, below the source, and the classes with images."""
+def class_folder(path: Path) -> str | None:
+    """Find a folder in a source that may be a class, or a split: it holds folders of images, or is one of several."""
+    folders = folders_below(path) if path.is_dir() else []
+    for folder in folders:
+        if any(map(_holds_images, folders_below(folder)[:LOOKED_AT])):
+            return folder.name
+    others = [folder.name for folder in folders if not split_words(folder.name) and _holds_images(folder)]
+    return others[0] if len(others) > 1 else None  # train/ and test/ may hold the images of a table
 
-    pattern: str
-    classes: set[str]
+
+def folders_below(path: Path) -> list[Path]:
+    """List the paths of the folders in a folder, sorted, without those that are hidden; none if it cannot be listed."""
+    with suppress(OSError), os.scandir(path) as entries:
+        return sorted(path / entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry))
+    return []
+
+
+def _holds_images(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return any(is_image(entry.name) for entry in islice(entries, LOOKED_AT))
+    return False
 
 
 def folders_in(path: Path) -> list[str]:
@@ -38,6 +51,21 @@ def folders_in(path: Path) -> list[str]:
     with os.scandir(path) as entries:
         named = [entry for entry in entries if not is_hidden(entry.name) and not is_image(entry.name)]
         return sorted(entry.name for entry in named if is_folder(entry))
+
+
+def _tables(source: Path, tree: ClassTree) -> list[Path]:
+    """List what may be tables of labels: in a source, beside the class folders and in them."""
+    inside = [path for content in tree.classes.values() for path in content.others]
+    paths = [*(source / name for name in os.listdir(source)), *(tree.root / name for name in (*tree.beside, *inside))]
+    return [path for path in dict.fromkeys(paths) if may_have_labels(path.name) and not is_hidden(path.name)]
+
+
+def tables_in(path: Path) -> list[str]:
+    """List the CSV tables in a folder, sorted; none if it cannot be listed."""
+    with suppress(OSError):
+        names = [name for name in os.listdir(path) if name.lower().endswith(".csv") and not is_hidden(name)]
+        return sorted(filter(may_have_labels, names))
+    return []
 
 
 def may_hold_samples(folder: Path) -> bool:
@@ -76,197 +104,17 @@ def check_roots(source: Path, trees: Mapping[str, Sequence[ClassTree]], is_chose
     warned: set[str] = set()
     for tree in chain(*trees.values()):
         doubt = tree.doubt(beside if tree.root != source else (), known)
+        if doubt and doubt.about == "parts" and len(tree.filled()) == 1 and tree.filled() < classes.get(TRAIN, set()):
+            doubt = None  # train has more classes than this one
+        if doubt is None and (why := doubt_by_table(tree, _tables(source, tree), len(trees) > 1)):
+            doubt = Doubt(why, "parts")
         if doubt is None or doubt.why in warned or (is_chosen and doubt.about == "split" and doubt.is_slight):
             continue
         if not is_chosen and not (doubt.is_slight and (doubt.about != "split" or tree.root != source)):
             why = f"does not look like the folder of class folders: {doubt.why}"
             fits = all(of_split <= classes.get(TRAIN, of_split) for of_split in classes.values())
             roots = {split: os.path.relpath(of_split[0].root, source) for split, of_split in trees.items()}
-            as_it_is = _options({split: glob.escape(root) for split, root in roots.items()}) if fits else ""
+            as_it_is = named_options({split: [glob.escape(root)] for split, root in roots.items()}) if fits else ""
             raise RootError(why, tree.root, doubt, as_it_is)
         warned.add(doubt.why)
         logger.warning("%s: is taken for the folder of class folders, and %s", tree.root, doubt.why)
-
-
-def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
-    """Say what to type, or what to do, about folders that were refused.
-
-    Args:
-        source: What the user has given.
-        listing: What the user says of it.
-        error: The refusal.
-
-    Returns:
-        The text, for the end of a message.
-    """
-    doubt = error.doubt if isinstance(error, RootError) else None
-    root = Path(error.path) if error.path else source
-    root = root if root.is_dir() else root.parent  # of an image beside the class folders
-    texts: list[str] = []
-    folders = folders_in(source)
-    are_flat = doubt is None or doubt.about == "parts" or (doubt.about == "level" and not doubt.likely)
-    if not listing.rule.patterns:
-        is_above = doubt is not None and root == source
-        inner = next((name for name in folders if _holds_splits(source, name, listing)), "")
-        if is_above and doubt and doubt.likely:
-            texts.append(f"if the class folders are in {quote(str(root / doubt.likely))}, give that")
-        elif any(map(split_words, folders)) or inner:
-            texts, are_flat = _advise_splits(source, folders, listing, is_above)
-            if inner:
-                texts = [f"if the data set is in {inner}, give {quote(str(source / inner))}", *texts[: 1 - are_flat]]
-                are_flat = False
-        elif is_above and doubt and doubt.about in ("groups", "level"):
-            texts += _advise_groups(source, folders, listing)
-            are_flat = not texts
-        if isinstance(error, RootError) and error.as_it_is:
-            if_so = "they are classes" if doubt and doubt.about == "parts" else "it is right as it is"
-            texts.append(f"if {if_so}, type {error.as_it_is} (folders that hold the class folders)")
-        elif isinstance(error, AmbiguousSplitError) and _are_classes(source, listing):
-            texts.insert(0, f"if all are class folders, type {_options({TRAIN: '.'})}")
-        is_named = root.name.lower() in OF_IMAGES or split_words(root.name)
-        if not folders and not is_named and any(map(is_image, os.listdir(root))):
-            texts.append(f"if it is a class folder itself, give {root.parent}")
-    elif doubt is None and root != source:
-        texts.append(f"sort the images of {root.name} into class folders, {root.name}/CLASS/image.jpg")
-    if are_flat or not texts:
-        texts.append(_advise_tables(source, listing))
-    return "".join(f"; {text}" for text in texts)
-
-
-def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] = frozenset()) -> Root | None:
-    """Find the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
-
-    Args:
-        source: What the user has given.
-        folder: The folder's path below it; ".": itself.
-        listing: Has the bounds.
-        seen: Folders that it lies in, without links: these may lead in a circle.
-
-    Returns:
-        What was found; None: nothing, or nothing that is clear.
-    """
-    real = os.path.realpath(source / folder)
-    if real in seen:
-        return None
-    seen |= {real}
-    try:
-        tree = ClassTree.scan(source / folder, None if listing.outside else str(source), LeftOut())
-    except SourceError:
-        return None
-    doubt, classes = tree.doubt(), tree.filled()
-    if not classes or (doubt and doubt.about == "parts"):
-        return None
-    if doubt is None or doubt.is_slight:
-        return Root(glob.escape(folder), classes)
-    if doubt.likely:
-        return find_root(source, os.path.join(folder, doubt.likely), listing, seen)
-    if doubt.about != "groups":
-        return None
-    above = os.path.normpath(folder)
-    roots = {name: find_root(source, os.path.normpath(os.path.join(above, name)), listing, seen) for name in classes}
-    inner = {name: root for name, root in roots.items() if root is not None}
-    tails = {
-        root.pattern.removeprefix(glob.escape(os.path.normpath(os.path.join(above, name))))
-        for name, root in inner.items()
-    }
-    pattern = os.path.normpath(os.path.join(glob.escape(above), f"*{min(tails, default='')}"))
-    matched = [path for path in glob.glob(pattern, root_dir=source) if (source / path).is_dir()]
-    if len(inner) < len(roots) or len(tails) > 1 or len(matched) != len(roots):
-        return None
-    return Root(pattern, set[str]().union(*(root.classes for root in inner.values())))
-
-
-def _options(patterns: Mapping[str, str]) -> str:
-    return " ".join(f"--split {split}={quote(pattern)}" for split, pattern in patterns.items())
-
-
-def _are_classes(source: Path, listing: Listing) -> bool:
-    """Whether each folder in a source holds images itself, as class folders do."""
-    try:
-        tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
-    except SourceError:
-        return False
-    return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}
-
-
-def _holds_splits(source: Path, name: str, listing: Listing) -> bool:
-    """Whether a folder, not one of a split itself, holds class folders for training in one that is called so."""
-    inside = [] if split_words(name) else filter(is_split_name, folders_in(source / name))
-    trains = (inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN})
-    return any(find_root(source, f"{name}/{inner}", listing) for inner in trains)
-
-
-def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
-    """Say how to take all folders as groups of classes, or those that hold class folders."""
-    if root := find_root(source, ".", listing):
-        return [f"if its folders are groups of classes, type {_options({TRAIN: root.pattern})}"]
-    roots = {name: its for name in folders if (its := find_root(source, name, listing))}
-    return [f"if the class folders are in {name}, type {_options({TRAIN: roots[name].pattern})}" for name in roots][
-        :NAMED
-    ]
-
-
-def _advise_splits(
-    source: Path, folders: Sequence[str], listing: Listing, may_be_classes: bool
-) -> tuple[list[str], bool]:
-    """Say which folders to take for the splits, and what to do about those that cannot be taken as they are.
-
-    Args:
-        source: What the user has given.
-        folders: The folders in it.
-        listing: Has the bounds.
-        may_be_classes: Whether folders that hold images themselves may be class folders.
-
-    Returns:
-        The texts, and whether some folders have no class folders.
-    """
-    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in folders}
-    roots = {name: root for name in folders if (root := find_root(source, name, listing)) is not None}
-    by_name = sorted(named, key=lambda name: (not is_split_name(name), name))
-    names = {TRAIN: [name for name in by_name if TRAIN in named[name]]}
-    names[VAL] = [name for name in by_name if VAL in named[name] and TRAIN not in named[name]]
-    names[VAL] = names[VAL] or [name for name in by_name if named[name] == {TEST}]
-    silent = [name for name in roots if not named[name]]
-    condition = ""
-    if silent and not names[TRAIN]:
-        names[TRAIN], condition = silent, f"if {silent[0]} is for training, "
-    elif silent and not names[VAL]:
-        names[VAL], condition = silent, f"if {silent[0]} is for validation, "
-    chosen: dict[str, Root] = {}
-    for split, of_split in names.items():
-        fitting = [roots[name] for name in of_split if name in roots]
-        if TRAIN in chosen:
-            fitting = [root for root in fitting if root.classes <= chosen[TRAIN].classes]
-        if fitting:
-            chosen[split] = fitting[0]
-    if TRAIN not in chosen:
-        chosen = {}
-    texts = []
-    if chosen:
-        options = _options({split: root.pattern for split, root in chosen.items()})
-        texts.append(f"{condition}type {options} (patterns, any number of them); what no --split names is left out")
-    lacking = [name for split, of_split in names.items() if split not in chosen for name in of_split]
-    if not chosen and may_be_classes:
-        lacking = []
-    if lacking:
-        some = ", ".join(lacking[:NAMED]) + ", …" * (len(lacking) > NAMED)
-        texts.append(f"{'to take more, ' if chosen else ''}sort the images of {some} into class folders, such as "
-                     f"{lacking[0]}/CLASS/image.jpg, with the same classes in each split")  # fmt: skip
-    return texts, bool(lacking)
-
-
-def _advise_tables(source: Path, listing: Listing) -> str:
-    """Say how to read the images by a table, if there is one that may have their labels."""
-    tables = sorted(name for name in os.listdir(source) if name.lower().endswith(".csv") and not is_hidden(name))
-    tables = [name for name in tables if not is_submission(name)]
-    if not tables:
-        return f"if a table has their classes, give that, {COLUMNS}"
-    what = f"if {', '.join(tables[:NAMED])} {'have' if len(tables) > 1 else 'has'} their labels"
-    try:
-        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
-        can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
-    except AmbiguousSplitError:  # with one table, what to type next is said then
-        can_read = len(tables) == 1
-    except (DatapipeError, SettingError):
-        can_read = False
-    return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"

@@ -5,9 +5,11 @@ How they are named is in `formats.naming`. A field of the JSON, or `key.split`, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
@@ -135,7 +137,8 @@ def _read_texts(
         if "cls" in contents or "json" in contents:
             label, fields = read_fields(path, key, contents, listing.label_column)
         elif unlabelled is None:
-            unlabelled = SourceError("has an image, but no label (.cls or .json)", path=path, key=key)
+            advice = "" if any(set(LABELS) & its.keys() for its in texts.values()) else _unpack(path, key)
+            unlabelled = SourceError(f"has an image, but no label (.cls or .json){advice}", path=path, key=key)
         if any(isinstance(value, dict) for value in fields.values()):
             fields = _flat(fields)
         values = []
@@ -158,6 +161,15 @@ def _read_texts(
     for name, pairs in twins.items():
         check_same_classes(path, (name.lower(), name), pairs)
     return labels, columns.keep(said), unlabelled
+
+
+def _unpack(path: str, key: str) -> str:
+    """Say how to unpack a tar without labels: its folders, or itself, may be classes."""
+    folder = os.path.splitext(os.path.basename(path))[0]
+    what = f"its folders are classes, such as {os.path.dirname(key)}" if "/" in key else "each tar is a class"
+    above = quote(os.path.dirname(path))
+    command = f"cd {above} && mkdir {quote(folder)} && tar -xf {quote(os.path.basename(path))} -C {quote(folder)}"
+    return f"; if {what}, unpack each tar into a folder of its name, and give {above}: {command}"
 
 
 def _flat(fields: Mapping[str, object], depth: int = MAX_DEPTH) -> dict[str, object]:

@@ -3,6 +3,9 @@
 import logging
 import re
 import shlex
+import shutil
+import subprocess
+import tarfile
 
 import pytest
 
@@ -41,7 +44,7 @@ def advised(message):
 def open_advised(root, words):
     """Open a source as a message has said."""
     if not words[0].startswith("--"):
-        return open_source(words[0])
+        root, words = words[0], words[1:]
     given = list(zip(words[::2], words[1::2], strict=True))
     kind = dict(given).get("--kind", "auto")
     return open_source(root, kind, splits=[value for option, value in given if option == "--split"])
@@ -121,7 +124,7 @@ REFUSED = {
     # Too low.
     "a class folder": (["1.jpg", "2.jpg"], r"holds no class folders; if it is a class folder itself, give /"),
     "Pascal VOC": (["JPEGImages/{1,2,3}.jpg", "SegmentationClass/1.png"], "JPEGImages would be a class"),
-    "Oxford flowers": (["jpg/image_0000{1,2}.jpg", "imagelabels.mat"], "jpg would be a class"),
+    "Oxford flowers": (["jpg/image_0000{1,2}.jpg", "imagelabels.mat"], "jpg would be the only class, and im"),
     "ImageNet with a flat val": (["train/{n01,n02}/1.JPEG", "val/ILSVRC2012_val_00000001.JPEG"], "without its labels"),
     # Splits.
     "an unknown word": (["{train,validierung}/{cat,dog}/1.jpg"], "train names a split, and validierung does not"),
@@ -182,6 +185,18 @@ ADVISED = {
                      "sort the images of asl_alphabet_test into class folders"),
     "New Plant Diseases": (["New Plant (Augmented)/{train,valid}/{scab,rust}/1.jpg", "test/test/1.jpg"], {},
                            {"'{root}/New Plant (Augmented)'": {"train": 2, "val": 2}}, "if the data set is in New"),
+    "New Plant Diseases, as unpacked": (["New Plant/New Plant/{train,valid}/{scab,rust}/1.jpg", "test/test/1.jpg"], {},
+                                        {"'{root}/New Plant/New Plant'": {"train": 2, "val": 2}}, "data set is in New"),
+    "ImageNet-100 of Kaggle": (["train.X{1,2}/{a,b}/1.jpg", "train.X{3,4}/{c,d}/1.jpg", "val.X/{a,b,c,d}/1.jpg"], {},
+                               {"--split train='train.X*' --split val=val.X": {"train": 8, "val": 4}}, "holds 4"),
+    "a folder above Tiny ImageNet": (["tiny/train/{n01,n02}/images/1.JPEG", "tiny/{val,test}/images/1.JPEG"], {},
+                                     {"{root}/tiny --split train=train": {"train": 2}, AS_CLASSES: {"train": 4}},
+                                     "more has to be said: .*sort the images of val into"),
+    "a folder above a data set and its copy": (
+        ["{x,x/x}/{train,val,test}/{a,b}/1.jpg"], {},
+        {"{root}/x/x": {"train": 2, "val": 2}, "{root}/x --split train=train --split val=val": {"train": 2, "val": 2},
+         AS_CLASSES: {"train": 12}}, "test names a split, and x does not"),
+    "class folders beside val": (["{a,b}/1.jpg", "val/{a,b}/2.jpg"], {}, {}, "move them into a folder train"),
     "SVHN": (["{train,test,extra}/1.png", "train/digitStruct.mat"], {}, {AS_CLASSES: {"train": 3}},
              "; sort the images of train, test into class folders, such as train/CLASS/image.jpg, .*; if a table has"),
     "flat splits": (["{train,val}/{1,2}.jpg"], {}, {}, "; sort the images of train, val into .*; if a table has"),
@@ -190,7 +205,8 @@ ADVISED = {
     "Places365": (["data_256/a/{airfield,apse/indoor}/1.jpg", "data_256/z/zoo/1.jpg", "val_256/1.jpg"], {},
                   {"--split train='data_256/*'": {"train": 3}, AS_CLASSES: {"train": 4}}, "images of val_256 into"),
     "groups in splits": (["{train,val}/{Aves,Fungi}/{1,2}/1.jpg"], {},
-                         {"--split train='train/*' --split val='val/*'": {"train": 4, "val": 4},
+                         {"--split train=train/Aves --split train=train/Fungi "
+                          "--split val=val/Aves --split val=val/Fungi": {"train": 4, "val": 4},
                           "--split train=train --split val=val": {"train": 4, "val": 4}}, "would be one class"),
     "Caltech-UCSD Birds": (["CUB/images/{1.Black,2.Foot}/1.jpg", "CUB/docs/1.png", "masks/{1.Black,2.Foot}/1.png"], {},
                            {"--split train=masks": {"train": 2}, AS_CLASSES: {"train": 5}}, "would be one class, CUB"),
@@ -203,7 +219,40 @@ ADVISED = {
     "train and val of other classes": (["train/x/{a,b}/1.jpg", "val/c/1.jpg"], {},
                                        {"--split train=train/x": {"train": 2}}, "with the same classes in each"),
     "two data sets side by side": (["{a,b}/{x,y}/1.jpg", "a/z/images/1.jpg"], {},
-                                   {"--split train='*'": {"train": 5}, AS_CLASSES: {"train": 5}}, "folders are groups"),
+                                   {"--split train=a --split val=b": {"train": 3, "val": 2},
+                                 "--split train=a --split train=b": {"train": 5}, AS_CLASSES: {"train": 5}},
+                                "if not, rename them .*, such as a/a_x"),
+    "Omniglot": (["images_background/{Greek,Latin}/character0{1,2}/1.png",
+                  "images_evaluation/{Ge'ez,Tengwar}/character0{1,2}/1.png"], {},
+                 {"--split train=images_background/Greek --split train=images_background/Latin "
+                  "--split val='images_evaluation/Ge'\"'\"'ez' --split val=images_evaluation/Tengwar":
+                  {"train": 4, "val": 4}}, "if images_background is for training, if classes of one name are the same"),
+    "an alphabet's characters": (["{Greek,Latin,Thai}/c0{1,2}/1.png"], {},
+                                 {"--split train=Greek": {"train": 2},
+                                  "--split train=Greek --split train=Latin --split train=Thai": {"train": 6},
+                                  AS_CLASSES: {"train": 6}}, "rename them .*, such as Greek/Greek_c01"),
+    "groups of classes": (["Apple/{healthy,scab}/1.jpg", "Corn/{healthy,rust}/1.jpg"], {},
+                          {"--split train=Apple --split train=Corn": {"train": 4}, AS_CLASSES: {"train": 4}},
+                          "such as healthy in Apple and in Corn, .*if not, rename them"),
+    "ten folds": (["fold_{0,1,2,3,4,5,6,7,8,9}/{a,b}/1.jpg"], {},
+                  {"--split train='fold_[!0]*' --split val=fold_0": {"train": 18, "val": 2},
+                   "--split train='*'": {"train": 20}, AS_CLASSES: {"train": 20}}, "fold_0 is for validation"),
+    "one set in three colours": (["{color,gray,masked}/{a,b}/1.jpg"], {},
+                                 {"--split train=color": {"train": 2},
+                                  "--split train=color --split train=gray --split train=masked": {"train": 6},
+                                  AS_CLASSES: {"train": 6}},
+                                 "if one of them is the data set"),
+    "groups of other classes": (["{Apple}/{mildew,scab}/1.jpg", "Corn/{blight,rust}/1.jpg"], {},
+                                {"--split train='*'": {"train": 4}, AS_CLASSES: {"train": 4}}, "are groups of classes"),
+    "splits in a language that is not known": (
+        ["{entrenamiento,validacion}/{a,b}/1.jpg"], {},
+        {"--split train=entrenamiento --split val=validacion": {"train": 2, "val": 2},
+         "--split train=validacion --split val=entrenamiento": {"train": 2, "val": 2},
+         "--split train=entrenamiento --split train=validacion": {"train": 4}, AS_CLASSES: {"train": 4}},
+        "if validacion is for validation, type .*; if entrenamiento is for validation, type"),
+    "folds": (["fold{0,1,2}/{a,b}/1.jpg"], {},
+              {"--split train=fold1 --split train=fold2 --split val=fold0": {"train": 4, "val": 2},
+               "--split train='*'": {"train": 6}, AS_CLASSES: {"train": 6}}, "if they are folds.*; if .* parts of one"),
     "HAM10000": (["HAM10000_images_part_{1,2}/1.jpg"], {"HAM10000_metadata.csv": "image_id,dx\n1,nv\n"},
                  {AS_CLASSES: {"train": 2}}, "may be parts of .*; if HAM10000_metadata.csv has their la.*, write"),
     "NIH chest X-rays": (["images_0{01,02,12}/images/1.png"], {}, {AS_CLASSES: {"train": 3}}, "parts of one set"),
@@ -212,9 +261,32 @@ ADVISED = {
                                {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "differ by a number alone"),
     "numbers beside another table": (["p{1,2}/1.jpg"], {"labels.xlsx": ""}, {AS_CLASSES: {"train": 2}}, "labels.xlsx"),
     "images beside a table": (["images/{1,2}.jpg"], {"labels.csv": ROWS},
-                              {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "images would be a class"),
+                              {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}}, "images would be the only"),
+    "a flat folder beside a table": (["photos/{1,2}.jpg"],
+                                     {"metadata.csv": "path,label\nphotos/1.jpg,a\nphotos/2.jpg,b\n"},
+                                     {AS_CLASSES: {"train": 2}, "--kind csv": {"train": 2}},
+                                     "photos would be the only class, and metadata.csv may have the labels"),
+    "a table in a flat folder": (["photos/{1,2}.jpg"], {"photos/labels.csv": "path,label\n1.jpg,a\n2.jpg,b\n"},
+                                 {AS_CLASSES: {"train": 2}}, "photos would be the only class, and labels.csv may"),
+    "CelebA": (["align/align/{1,2}.jpg"], {"list_attr.csv": "image_id,Smiling\n1.jpg,-1\n2.jpg,1\n"},
+               {AS_CLASSES: {"train": 2}}, "align/align would be the only class, and list.*; if list_attr.csv has "),
+    "CelebA without its tables": (["align/align/{1,2}.jpg"], {}, {AS_CLASSES: {"train": 2}}, "would be the o"),
+    "flat folders beside a table": (["{scans,photos}/{1,2}.jpg"],
+                                    {"labels.csv": "path,label\nscans/1.jpg,a\nscans/2.jpg,b\nphotos/1.jpg,a\n"},
+                                    {AS_CLASSES: {"train": 4}, "--kind csv": {"train": 3}},
+                                    "labels.csv names images of photos, scans, and its labels are not these folders"),
+    "class folders, and splits in a table": (
+        ["{cat,dog}/{1,2}.jpg"], {"all.csv": "path,label,split\n" + "".join(
+            f"{c}/{i}.jpg,{c},{s}\n" for c in ("cat", "dog") for i, s in ((1, "train"), (2, "test")))},
+        {AS_CLASSES: {"train": 4}, "--kind csv": {"train": 2, "val": 2}}, "and its column split says the splits"),
+    "ids of images in a table": (["scans/x{1,2}.jpg", "photos/x{3,4}.jpg"],
+                                 {"info.csv": "isic_id;dx\nx1;a\nx2;b\nx3;a\nx4;b\n"},
+                                 {AS_CLASSES: {"train": 4}}, "info.csv names images of photos, scans, and its labels"),
     "flat splits beside a table": (["{train,test}/{1,2}.jpg"], {"labels.csv": TRAIN_ROWS},
                                    {"--kind csv": {"train": 2}}, "sort the images of train, test into"),
+    "flat splits with a table in each": (["{train,test}/{1,2}.jpg", "test/metadata.csv"],
+                                         {"train/metadata.csv": "file_name,label\n1.jpg,a\n2.jpg,b\n"}, {},
+                                         "if test/metadata.csv has labels of the images beside it, write a CSV file"),
     "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n9.jpg,a\n"},
                                              {}, "if labels.csv has their labels, write a CSV file with the columns"),
 }  # fmt: skip
@@ -247,6 +319,88 @@ def test_a_folder_above_a_data_set_of_another_kind(tmp_path, given):
         open_source(tmp_path / "data" / given)
     (words,) = advised(str(caught.value))
     assert len(open_advised(raw, words).splits["train"]) == 2
+
+
+# Tables that say of class folders what these say, or nothing of labels.
+AGREE = {
+    "names": "path,label\n../raw/cat/1.jpg,Cat\ndog/1.jpg,dog\n",
+    "numbers": "id,path,label\n7,cat/1.jpg,0\n8,cat/2.jpg,0\n9,dog/1.jpg,1\n",
+    "one folder": "path,breed,class\ncat/1.jpg,siam,cat\ncat/2.jpg,tabby,cat\n",
+    "sizes alone": "path,width,height\ncat/1.jpg,224,20\ncat/2.jpg,224,21\ndog/1.jpg,224,20\n",
+    "paths alone": "path\ncat/1.jpg\n",
+    "other images": "path,label\nbird/1.jpg,a\nbird/2.jpg,b\n",
+    "classes": "class,weight\ncat,1\ndog,2\n",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", AGREE)
+def test_class_folders_beside_a_table_that_agrees(tmp_path, name):
+    root = put(tmp_path / "raw", "{cat,dog}/{1,2}.jpg")
+    (root / "metadata.csv").write_text(AGREE[name])
+    assert len(open_source(root).splits["train"]) == 4
+
+
+def test_a_long_table_beside_class_folders_is_looked_at_throughout(tmp_path):
+    root = put(tmp_path / "raw", "{scans,photos}/1.jpg", f"scans/{{{','.join(f'{i}' for i in range(9))}}}.jpg")
+    rows = [f"{folder}/1.jpg,{folder},{'x' * 100}\n" for folder in ("scans", "photos") for _ in range(5000)]
+    (root / "all.csv").write_text("path,label,text\n" + "".join(rows))
+    assert len(open_source(root).splits["train"]) == 10
+    (root / "all.csv").write_text("path,label,text\n" + "".join(rows).replace("scans,", "other,", 1).replace(
+        "photos/1.jpg,photos", "photos/1.jpg,other"))  # fmt: skip
+    with pytest.raises(SourceError, match=r"all\.csv names images of photos, scans, and its labels are not these"):
+        open_source(root)
+
+
+# Folders that patterns join: their files, the options, and the refusal; "": none, but a line in the log.
+JOINED = [
+    (["{Apple,Corn}/{healthy,sick}/1.jpg"], ["train=*"], "2 folders .* joined for train, and 2 .*: healthy, sick"),
+    (["train/{A,B}/{x,y}/1.jpg", "val/x/1.jpg"], ["train=train/*", "val=val"], "if not, rename them .* train/A/A_x"),
+    (["g1/{a,b,c,d}/1.jpg", "g2/{d,e,f,g}/1.jpg"], ["train=g?"], "1 class is in more than one: d"),
+    (["{Apple,Corn}/{healthy,sick}/1.jpg"], ["train=Apple", "train=Corn"], ""),
+    (["fold{1,2}/{a,b,c}/1.jpg", "fold3/{a,b}/1.jpg", "fold0/a/1.jpg"], ["train=fold[1-3]", "val=fold0"], ""),
+    (["train/part_{x,y}/{a,b}/1.jpg"], ["train=train/*"], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "splits", "message"), JOINED)
+def test_classes_of_one_name_in_folders_that_are_joined(tmp_path, caplog, files, splits, message):
+    root = put(tmp_path / "raw", *files)
+    if message:
+        with pytest.raises(SourceError, match=message):
+            open_source(root, splits=splits)
+    else:
+        open_source(root, splits=splits)
+        assert re.search(r"[23] folders are joined for train; [23] classes are in more than one: ", caplog.text)
+
+
+def test_two_data_sets_of_one_kind_are_both_named(tmp_path):
+    root = put(tmp_path / "data", *(f"{name}/raw/train-{what}-ubyte" for name in ("MNIST", "FashionMNIST")
+                                    for what in ("images-idx3", "labels-idx1")))  # fmt: skip
+    with pytest.raises(
+        SourceError, match=r"idx lies in .*/FashionMNIST/raw, idx lies in .*/MNIST/raw: give one of them"
+    ):
+        open_source(root)
+
+
+@pytest.mark.parametrize("inside", ["{train,val}/{a,b}/1.jpg", "{n01440764,n01443537}/{1,2}.jpg"])
+def test_tars_of_folders_are_unpacked_as_said(tmp_path, inside):
+    root = put(tmp_path / "the raw", inside)
+    expected = labelled(open_source(root))
+    for folder in sorted(path for path in root.iterdir()):
+        with tarfile.open(f"{folder}.tar", "w") as tar:
+            for place in sorted(folder.iterdir()):
+                tar.add(place, place.name)
+        shutil.rmtree(folder)
+    with pytest.raises(
+        SourceError, match=r"but no label .*; if .*, unpack each tar into a folder of its name"
+    ) as caught:
+        open_source(root)
+    command = str(caught.value).rpartition(f"and give {shlex.quote(str(root))}: ")[2]
+    name = re.search(r"mkdir (\S+)", command)[1]
+    for tar in sorted(root.glob("*.tar")):
+        subprocess.run(command.replace(name, tar.stem), shell=True, check=True, timeout=60)
+    assert labelled(open_source(root)) == expected
 
 
 def test_a_pattern_that_names_a_table(tmp_path):
@@ -302,8 +456,34 @@ def test_folders_of_the_same_number(tmp_path):
         open_source(put(tmp_path / "raw", "{00,0,1}/1.jpg"), labels="numbers")
 
 
-@pytest.mark.parametrize("name", ["val", "imagenet-val", "test"])
+@pytest.mark.parametrize("labels", ["auto", "numbers"])
+def test_folders_of_the_same_number_among_others(tmp_path, labels):
+    root = put(tmp_path / "raw", "{0,01,1,2}/1.jpg")
+    with pytest.raises(SourceError, match="01 and 1 are the same number: rename one, or type --labels names"):
+        open_source(root, labels=labels)
+    assert open_source(root, labels="names").classes == ["0", "01", "1", "2"]
+
+
+def test_classes_that_differ_in_case_alone(tmp_path, caplog):
+    assert open_source(put(tmp_path / "raw", "{Cat,cat,dog,DOG}/1.jpg")).classes == ["Cat", "DOG", "cat", "dog"]
+    assert "classes whose names differ in case alone stay apart: Cat and cat, DOG and dog\n" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["ILSVRC2012_val_0000000", "test_"])
+def test_images_that_are_all_called_as_those_of_val(tmp_path, name):
+    root = put(tmp_path / "sorted", f"{{cat,dog}}/{name}{{1,2}}.jpg")
+    with pytest.raises(SourceError, match=rf"such as {name}2.jpg, and no folder .*: type --split val=\. if") as caught:
+        open_source(root)
+    assert advised(str(caught.value)) == [["--split", "val=."]]
+    for split in ("train", "val"):
+        assert list(open_source(root, splits=[f"{split}=."]).splits) == [split]
+    put(root, "dog/3.jpg")
+    assert len(open_source(root).splits["train"]) == 5
+
+
+@pytest.mark.parametrize("name", ["val", "imagenet-val", "test", "val/raw", "test/data", "valid/unzipped/images"])
 def test_class_folders_in_a_folder_that_is_called_as_a_split(tmp_path, name):
+    (tmp_path / name).mkdir(parents=True)
     root = put(tmp_path / name, "{cat,dog}/1.jpg")
     with pytest.raises(SourceError, match=r"nothing in it names a split: type --split val=\. if"):
         open_source(root)
@@ -385,6 +565,36 @@ def test_links_in_circles_beside_splits(tmp_path, caplog):
         (root / name).symlink_to(".")
     with pytest.raises(SourceError, match="x/cat, x/dog would be one class, x"):
         open_source(root)
+
+
+# Links, the files beside them, and the refusal; from "[0-9] image": a warning.
+LINKS = {
+    "a split": ({"val": "train"}, [], "val: leads to the same folder as .*/train: its images would be taken twice"),
+    "classes": ({"val/cat": "../train/cat", "val/dog": "../train/dog"}, [], "4 images are train's too.* measure"),
+    "a class": ({"val/cat": "../train/cat"}, ["val/dog/3.jpg"], "2 images are train's too, by links: .*/val/cat/1.jpg"),
+    "a file": ({"val/cat/1.jpg": "../../train/cat/1.jpg"}, ["val/dog/3.jpg"], "1 image is train's too, by links: "),
+    "train's links": ({"train/cat/9.jpg": "../../val/cat/1.jpg"}, ["val/cat/{1,2}.jpg"], "1 image is train's too"),
+    "a pool": ({"val/cat": "../.pool", "train/dog/more": "../../.pool"}, [".pool/7.jpg", "val/dog/3.jpg"], "1 image"),
+    "links to one file": ({"val/cat/7.jpg": "../../.pool/7.jpg", "train/cat/8.jpg": "../../.pool/7.jpg"},
+                          [".pool/7.jpg", "val/dog/3.jpg"], "1 image is train's too"),
+    "two classes": ({"train/puppy": "dog"}, ["val/dog/3.jpg"], "is of two classes: .*/train/"),
+    "a file of two classes": ({"train/cat/4.jpg": "../dog/1.jpg"}, ["val/cat/3.jpg"], "1 image is of two classes, by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_between_splits_and_classes(tmp_path, caplog, name):
+    links, files, message = LINKS[name]
+    root = put(tmp_path / "raw", "train/{cat,dog}/{1,2}.jpg", *files)
+    for link, target in links.items():
+        (root / link).parent.mkdir(parents=True, exist_ok=True)
+        (root / link).symlink_to(target)
+    if message[0].isdigit() and "measure" not in message:
+        open_source(root)
+        assert re.search(message, caplog.text)
+    else:
+        with pytest.raises(SourceError, match=message):
+            open_source(root)
 
 
 @pytest.mark.parametrize("num_days", [1, 2])

@@ -1,0 +1,240 @@
+"""What to type instead where folders of class folders were refused. What is advised was tried."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+
+from ..errors import DatapipeError, SettingError, SourceError
+from ..splits import (
+    SPLIT_OF,
+    TEST,
+    TRAIN,
+    VAL,
+    AmbiguousSplitError,
+    SplitRule,
+    is_split_name,
+    matches,
+    split_options,
+    split_words,
+)
+from . import csv, open_source
+from .class_folders import OF_IMAGES
+from .class_tree import LAYOUT, ClassTree, RootError
+from .file_names import is_image, may_have_labels
+from .joined import advise_joined, are_parts, named_options, shared_classes
+from .listing import LeftOut, Listing
+from .root_search import Root, find_root, find_splits
+from .roots import folders_in, tables_in
+
+COLUMNS = "a CSV file with the columns path, label and, if need be, split"
+NAMED = 3  # names that a message gives
+
+
+def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
+    """Say what to type, or what to do, about folders that were refused.
+
+    Args:
+        source: What the user has given.
+        listing: What the user says of it.
+        error: The refusal.
+
+    Returns:
+        The text, for the end of a message.
+    """
+    doubt = error.doubt if isinstance(error, RootError) else None
+    root = Path(error.path) if error.path else source
+    root = root if root.is_dir() else root.parent  # of an image beside the class folders
+    texts: list[str] = []
+    folders = folders_in(source)
+    are_flat = doubt is None or doubt.about == "parts" or (doubt.about == "level" and not doubt.likely)
+    if not listing.rule.patterns:
+        is_above = doubt is not None and root == source
+        inner = next((its for name in folders if (its := find_splits(source, name, listing))), "")
+        if is_above and doubt and doubt.likely:
+            texts.append(_advise_folder("the class folders are", root / doubt.likely, listing))
+        elif any(map(split_words, folders)) or inner:
+            texts, are_flat = _advise_splits(source, folders, listing, is_above)
+            if inner:
+                texts = [_advise_folder("the data set is", source / inner, listing), *texts[: 1 - are_flat]]
+                are_flat = False
+        elif is_above and doubt and doubt.about in ("groups", "level"):
+            texts += _advise_groups(source, folders, listing)
+            are_flat = not texts
+        if isinstance(error, RootError) and error.as_it_is:
+            if_so = "they are classes" if doubt and doubt.about == "parts" else "it is right as it is"
+            texts.append(f"if {if_so}, type {error.as_it_is} (folders that hold the class folders)")
+        elif isinstance(error, AmbiguousSplitError) and _are_classes(source, listing):
+            texts.insert(0, f"if all are class folders, type {named_options({TRAIN: ['.']})}")
+        is_named = root.name.lower() in OF_IMAGES or split_words(root.name)
+        names = os.listdir(root)
+        if not folders and not is_named and any(map(is_image, names)) and not any(map(may_have_labels, names)):
+            texts.append(f"if it is a class folder itself, give {root.parent}")
+    elif doubt is None and root != source:
+        texts.append(f"sort the images of {root.name} into class folders, {root.name}/CLASS/image.jpg")
+    if are_flat or not texts:
+        texts.append(_advise_tables(source, listing))
+    return "".join(f"; {text}" for text in texts)
+
+
+def _are_classes(source: Path, listing: Listing) -> bool:
+    """Whether each folder in a source holds images itself, as class folders do."""
+    try:
+        tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
+    except SourceError:
+        return False
+    return tree.filled() == {folder for content in tree.classes.values() for folder, _ in content.folders}
+
+
+def _all_but(names: Sequence[str]) -> str:
+    """Return options that name the first of several folders, sorted, as val, the others as train; "" if none do."""
+    at = next((i for i, pair in enumerate(zip(names[0], names[-1], strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return ""
+    pattern = f"{glob.escape(names[0][:at])}[!{names[0][at]}]*"
+    fits = [name for name in names if matches(name, pattern)] == [*names[1:]]
+    return named_options({TRAIN: [pattern], VAL: [glob.escape(names[0])]}) if fits else ""
+
+
+def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
+    """Say to give a folder, which is opened first: if it is refused, say what to type for it, too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # what it would log is of what is not packed yet
+    try:
+        open_source(folder, outside=listing.outside)
+    except (DatapipeError, SettingError) as error:
+        message = getattr(error, "message", str(error)).removesuffix(f"; {LAYOUT}")
+        typed = message.replace("type --", f"give {quote(str(folder))} --")
+        return f"if {what} in {quote(str(folder))}, more has to be said: {typed}"
+    finally:
+        logging.disable(before)
+    if what == "the class folders are":
+        return f"if {what} in {quote(str(folder))}, give that"
+    return f"if {what} in {os.path.basename(folder)}, give {quote(str(folder))}"
+
+
+def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
+    """Say how to take all folders as groups of classes, as parts of one set or as splits, or one that holds classes."""
+    if root := find_root(source, ".", listing):
+        if not shared_classes(root.folders):
+            return [f"if its folders are groups of classes, type {named_options({TRAIN: root.patterns})}"]
+        return [*_advise_twins(root.folders), _advise_joined(root)]
+    roots = {name: its for name in folders if (its := find_root(source, name, listing))}
+    return [
+        f"if the class folders are in {name}, type {named_options({TRAIN: root.patterns})}"
+        if root.is_clear else _advise_joined(root)
+        for name, root in roots.items()
+    ][:NAMED]  # fmt: skip
+
+
+def _advise_joined(root: Root) -> str:
+    """Say how to join folders of the same classes."""
+    if root.is_clear:
+        return f"if its folders are parts of one set, type {named_options({TRAIN: root.patterns})}"
+    return advise_joined({TRAIN: root.folders})
+
+
+def _advise_twins(folders: Mapping[str, set[str]]) -> list[str]:
+    """Say how to take folders of the same classes as splits: two in either order, of folds the first for validation."""
+    texts = []
+    names = sorted(folders)
+    if len(names) == 2:
+        for train, val in (names, names[::-1]):
+            if folders[val] <= folders[train]:
+                options = named_options({TRAIN: [glob.escape(train)], VAL: [glob.escape(val)]})
+                texts.append(f"if {val} is for validation, type {options} (patterns)")
+    elif not are_parts(names):
+        options = named_options({TRAIN: [glob.escape(names[0])]})
+        texts.append(f"if one of them is the data set, type {options} (patterns)")
+    elif folders[names[0]] <= set[str]().union(*(folders[name] for name in names[1:])):
+        options = split_options({TRAIN: names[1:], VAL: names[:1]}, []) or _all_but(names)
+        texts += [f"if they are folds, type {options} (patterns; {names[0]} is for validation)"] if options else []
+    return texts
+
+
+def _advise_splits(
+    source: Path, folders: Sequence[str], listing: Listing, may_be_classes: bool
+) -> tuple[list[str], bool]:
+    """Say which folders to take for the splits, and what to do about those that cannot be taken as they are.
+
+    Args:
+        source: What the user has given.
+        folders: The folders in it.
+        listing: Has the bounds.
+        may_be_classes: Whether folders that hold images themselves may be class folders.
+
+    Returns:
+        The texts, and whether some folders have no class folders.
+    """
+    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in folders}
+    roots = {name: root for name in folders if (root := find_root(source, name, listing)) is not None}
+    by_name = sorted(named, key=lambda name: (not is_split_name(name), name))
+    names = {TRAIN: [name for name in by_name if TRAIN in named[name]]}
+    names[VAL] = [name for name in by_name if VAL in named[name] and TRAIN not in named[name]]
+    names[VAL] = names[VAL] or [name for name in by_name if named[name] == {TEST}]
+    silent = [name for name in roots if not named[name]]
+    condition = ""
+    if silent and not names[TRAIN]:
+        names[TRAIN], condition = silent, f"if {silent[0]} is for training, "
+    elif silent and not names[VAL]:
+        names[VAL], condition = silent, f"if {silent[0]} is for validation, "
+    chosen: dict[str, Root] = {}
+    for split, candidates in names.items():
+        fitting = [roots[name] for name in candidates if name in roots]
+        if TRAIN in chosen:
+            fitting = [root for root in fitting if root.classes <= chosen[TRAIN].classes]
+        if len(fitting) == len(candidates) > 1 and are_parts(candidates):
+            fitting = _join_parts(candidates, fitting, folders)
+        if fitting:
+            chosen[split] = fitting[0]
+    if TRAIN not in chosen:
+        chosen = {}
+    texts = []
+    if chosen and all(root.is_clear for root in chosen.values()):
+        options = named_options({split: root.patterns for split, root in chosen.items()})
+        texts.append(f"{condition}type {options} (patterns, any number of them); what no --split names is left out")
+    elif chosen:
+        texts.append(condition + advise_joined({split: root.folders for split, root in chosen.items()}))
+    lacking = [name for split, its in names.items() if split not in chosen for name in its]
+    if not names[TRAIN] and any(name in roots and roots[name].classes <= set(folders) for name in lacking):
+        return [f"if the folders beside {lacking[0]} are train's classes, move them into a folder train"], False
+    if not chosen and may_be_classes:
+        lacking = []
+    if lacking:
+        some = ", ".join(lacking[:NAMED]) + ", …" * (len(lacking) > NAMED)
+        texts.append(f"{'to take more, ' if chosen else ''}sort the images of {some} into class folders, such as "
+                     f"{lacking[0]}/CLASS/image.jpg, with the same classes in each split")  # fmt: skip
+    return texts, bool(lacking)
+
+
+def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str]) -> list[Root]:
+    """Join folders that are called as parts of a split to one root, if patterns name these and no other folders."""
+    options = split_options({TRAIN: [*names]}, [folder for folder in folders if folder not in names])
+    patterns = [option.partition("=")[2] for option in shlex.split(options)[1::2]]
+    joined = Root(patterns, {folder: its for root in roots for folder, its in root.folders.items()})
+    return [joined, *roots] if patterns and joined.is_clear and all(len(root.folders) == 1 for root in roots) else roots
+
+
+def _advise_tables(source: Path, listing: Listing) -> str:
+    """Say how to read the images by a table, if there is one that may have their labels."""
+    tables = tables_in(source)
+    inside = [f"{name}/{table}" for name in folders_in(source) for table in tables_in(source / name)]
+    if not tables and inside:
+        return f"if {inside[0]} has labels of the images beside it, write {COLUMNS}, of all, and give that"
+    if not tables:
+        return f"if a table has their classes, give that, {COLUMNS}"
+    what = f"if {', '.join(tables[:NAMED])} {'have' if len(tables) > 1 else 'has'} their labels"
+    try:
+        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
+        can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
+    except AmbiguousSplitError:  # with one table, what to type next is said then
+        can_read = len(tables) == 1
+    except (DatapipeError, SettingError):
+        can_read = False
+    return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"
