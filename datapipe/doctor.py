@@ -181,34 +181,26 @@ def _reads(folder: Path) -> tuple[bool, float, float]:
     try:
         if large is None:
             large = made = _written(folder)
-        direct = True
         try:
-            fd = _open_direct(large)
-        except OSError:
-            direct, fd = False, os.open(large, os.O_RDONLY)
-        try:
-            size = os.fstat(fd).st_size // ALIGNMENT * ALIGNMENT
-            draw = random.Random(1)
-            places = iter(range(0, size - SEQUENTIAL_BYTES + 1, SEQUENTIAL_BYTES))
-            sequential = _rate(fd, SEQUENTIAL_BYTES, lambda: next(places, None))
-            at_random = _rate(fd, RANDOM_BYTES, lambda: draw.randrange(0, size - RANDOM_BYTES, ALIGNMENT), 400)
-            return direct, sequential, at_random
-        finally:
-            os.close(fd)
+            return True, *_rates(large, os.O_DIRECT)
+        except OSError:  # some filesystems tell only when it is read, and some not of each read
+            return False, *_rates(large)
     finally:
         if made:
             made.unlink()
 
 
-def _open_direct(path: Path) -> int:
-    """Open a file past the page cache. Raises OSError where that cannot be; some tell only when it is read."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+def _rates(path: Path, flag: int = 0) -> tuple[float, float]:
+    """Return MB/s of a file in large blocks, and at random; `flag`: of open(2), too."""
+    fd = os.open(path, os.O_RDONLY | flag)
     try:
-        os.preadv(fd, [mmap.mmap(-1, ALIGNMENT)], 0)
-    except OSError:
+        size = os.fstat(fd).st_size // ALIGNMENT * ALIGNMENT
+        draw = random.Random(1)
+        places = iter(range(0, size - SEQUENTIAL_BYTES + 1, SEQUENTIAL_BYTES))
+        sequential = _rate(fd, SEQUENTIAL_BYTES, lambda: next(places, None))
+        return sequential, _rate(fd, RANDOM_BYTES, lambda: draw.randrange(0, size - RANDOM_BYTES, ALIGNMENT), 400)
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 def _written(folder: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
 MAX_DEPTH = 100  # of folders in a class folder
-ASKED = 10  # images of a folder, whether they are links: if none is, the others are taken for files
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -48,7 +46,7 @@ class _Class:
     others: list[str] = field(default_factory=list)  # paths of files that are not images
     hidden: list[str] = field(default_factory=list)  # paths of folders and images that are hidden
     circles: list[str] = field(default_factory=list)  # paths of links to a folder that they lie in
-    links: dict[str, str] = field(default_factory=dict)  # to folders and images, and the real paths that they lead to
+    links: dict[str, str] = field(default_factory=dict)  # to folders, and the real paths that they lead to
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,6 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
     """
     fd = fds[-1]
     images, folders, links = list[str](), list[str](), list[str]()
-    are_links = False
     try:
         if len(fds) > MAX_DEPTH:
             raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
@@ -209,10 +206,6 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                         content.hidden.append(f"{folder}/{name}")
                 elif is_image(name):
                     images.append(name)
-                    if (are_links or len(images) <= ASKED) and entry.is_symlink():
-                        are_links = True
-                        with suppress(OSError, ValueError):  # reading it reports it
-                            content.links[f"{folder}/{name}"] = real_path(name, fd)
                 elif entry.is_dir(follow_symlinks=False):
                     folders.append(name)
                 elif entry.is_symlink() and is_folder(entry):

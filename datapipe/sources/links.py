@@ -1,4 +1,4 @@
-"""Links among class folders: which lead to the same images from two splits, or from two classes."""
+"""Links among class folders: which folders are of two splits, or of two classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Place(NamedTuple):
 
 
 def check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
-    """Warn of images that links bring into two splits or classes. Only links are followed; the rest costs no request.
+    """Warn of images that linked folders bring into two splits. Only links are followed; the rest costs no request.
 
     Args:
         source: What the user has given.
@@ -39,7 +39,6 @@ def check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
     if not any(content.links for joined in trees.values() for tree in joined for content in tree.classes.values()):
         return
     folders: dict[str, list[tuple[_Place, list[str]]]] = {}  # by real path: places that lead to it, and its images
-    files: dict[str, list[_Place]] = {}  # by real path: links that lead to it
     for split, joined in trees.items():
         for tree in joined:
             above = os.path.realpath(tree.root)
@@ -47,39 +46,23 @@ def check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
                 for folder, images in content.folders:
                     place = _Place(split, label, f"{tree.root}/{folder}")
                     folders.setdefault(_real(folder, above, content.links), []).append((place, images))
-                    for image in images if content.links else ():
-                        if (real := content.links.get(f"{folder}/{image}")) is not None:
-                            files.setdefault(real, []).append(_Place(split, label, f"{place.path}/{image}"))
     shared: dict[str, str] = {}  # images of val, and the places in train that lead to the same
-    labelled: dict[str, str] = {}  # images of two classes
     for places in folders.values():
         for place, images in places:
             if two := next((at for at, _ in places if at.split == place.split and at.label != place.label), None):
                 raise SourceError(f"is of two classes: {two.path} leads to the same folder", path=Path(place.path))
             if place.split == VAL and (of_train := next((at for at, _ in places if at.split == TRAIN), None)):
                 shared |= {f"{place.path}/{image}": of_train.path for image in images}
-    for real, leading in files.items():
-        inside, name = os.path.split(real)
-        files_of = [
-            _Place(at.split, at.label, f"{at.path}/{name}") for at, its in folders.get(inside, []) if name in its
-        ]
-        for place in (everywhere := [*leading, *files_of]):
-            for other in everywhere:
-                if place.split == VAL and other.split == TRAIN:
-                    shared[place.path] = other.path
-                if place.split == other.split and place.label < other.label:
-                    labelled[place.path] = other.path
     num_val = sum(len(images) for places in folders.values() for place, images in places if place.split == VAL)
-    for pairs, what in ((shared, "train's too"), (labelled, "of two classes")):
-        if not pairs:
-            continue
-        path, other_path = next(iter(pairs.items()))
-        are = f"{format_count(len(pairs), 'image is', 'images are')} {what}"
-        said = f"{are}, by links: {path} leads to the same file as {other_path}"
-        if pairs is shared and len(shared) == num_val:
-            advice = "val would measure nothing: to pack train alone, name it with --split"
-            raise SourceError(f"{said}; {advice}", path=source)
-        logger.warning("%s: %s", source, said)
+    if not shared:
+        return
+    path, other_path = next(iter(shared.items()))
+    are = format_count(len(shared), "image is", "images are")
+    said = f"{are} train's too, by links: {path} leads to the same file as one in {other_path}"
+    if len(shared) == num_val:
+        advice = "val would measure nothing: to pack train alone, name it with --split"
+        raise SourceError(f"{said}; {advice}", path=source)
+    logger.warning("%s: %s", source, said)
 
 
 def _real(folder: str, above: str, links: Mapping[str, str]) -> str:

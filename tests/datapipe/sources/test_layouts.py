@@ -572,13 +572,8 @@ LINKS = {
     "a split": ({"val": "train"}, [], "val: leads to the same folder as .*/train: its images would be taken twice"),
     "classes": ({"val/cat": "../train/cat", "val/dog": "../train/dog"}, [], "4 images are train's too.* measure"),
     "a class": ({"val/cat": "../train/cat"}, ["val/dog/3.jpg"], "2 images are train's too, by links: .*/val/cat/1.jpg"),
-    "a file": ({"val/cat/1.jpg": "../../train/cat/1.jpg"}, ["val/dog/3.jpg"], "1 image is train's too, by links: "),
-    "train's links": ({"train/cat/9.jpg": "../../val/cat/1.jpg"}, ["val/cat/{1,2}.jpg"], "1 image is train's too"),
     "a pool": ({"val/cat": "../.pool", "train/dog/more": "../../.pool"}, [".pool/7.jpg", "val/dog/3.jpg"], "1 image"),
-    "links to one file": ({"val/cat/7.jpg": "../../.pool/7.jpg", "train/cat/8.jpg": "../../.pool/7.jpg"},
-                          [".pool/7.jpg", "val/dog/3.jpg"], "1 image is train's too"),
     "two classes": ({"train/puppy": "dog"}, ["val/dog/3.jpg"], "is of two classes: .*/train/"),
-    "a file of two classes": ({"train/cat/4.jpg": "../dog/1.jpg"}, ["val/cat/3.jpg"], "1 image is of two classes, by"),
 }  # fmt: skip
 
 
