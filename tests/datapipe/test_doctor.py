@@ -76,15 +76,6 @@ def test_doctor_measures_and_leaves_nothing(tmp_path, command):
         assert done.returncode == 2 and message in done.stderr
 
 
-def test_a_filesystem_that_refuses_a_direct_read_is_read_through_the_cache(mounted):
-    """Not at the first one: a daemon may pass its flags on, and its memory lies where malloc has put it."""
-    mounted.calm()
-    mounted.set(faults=["read:*:3:EINVAL"])
-    filesystem = doctor(mounted.path)["filesystem"]
-    assert not filesystem["direct"] and filesystem["sequential_mb_per_s"] > 0 < filesystem["random_mb_per_s"]
-    mounted.calm()
-
-
 def test_doctor_of_a_data_set(packed_folders, tmp_path, command, mounted):
     """Where it lies on a shared filesystem, it says how to stage it, and what that costs."""
     mounted.calm()
