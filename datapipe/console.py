@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -146,6 +146,19 @@ def format_count(number: int, thing: str, things: str = "") -> str:
         things: its plural, where that is not `thing` and an s.
     """
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def format_some(names: Sequence[str], most: int = 3) -> str:
+    """Return some of many names in words.
+
+    Args:
+        names: all of them.
+        most: how many are given.
+
+    >>> format_some(["a", "b", "c", "d"]), format_some(["a", "b"])
+    ('a, b, c, …', 'a, b')
+    """
+    return ", ".join(names[:most]) + ", …" * (len(names) > most)
 
 
 def printable(text: str) -> str:

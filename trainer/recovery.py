@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from datapipe.console import format_count
+from datapipe.console import format_count, format_some
 from datapipe.dataset.index import read_keys
 from datapipe.errors import ManifestError
 
@@ -49,9 +49,16 @@ def _tell(job: Job, bad_step: BadStep, message: str) -> None:
     keys_of = {rank: _keys(job, [sample for sample in steps[rank][1] if sample >= 0]) for rank in worst}
     for rank, keys in keys_of.items():
         loss, host = steps[rank][0], job.world.host_of[rank] if job.world.host_of else "this host"
-        names = ", ".join(keys[:SHOWN_KEYS]) + (", …" if len(keys) > SHOWN_KEYS else "")
         images = format_count(len(keys), "image")
-        logger.error("%s; on rank %d (%s) it was %.4g, for %s: %s", message, rank, host, loss, images, names)
+        logger.error(
+            "%s; on rank %d (%s) it was %.4g, for %s: %s",
+            message,
+            rank,
+            host,
+            loss,
+            images,
+            format_some(keys, SHOWN_KEYS),
+        )
         job.metrics.write("diverged", step=bad_step.number, rank=rank, host=host, loss=loss, keys=keys)
 
 

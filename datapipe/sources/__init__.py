@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from ..checks import did_you_mean
-from ..console import format_count
+from ..console import format_count, format_some
 from ..errors import DatapipeError, SettingError, SourceError, WrongPathError
 from ..images import Buffer
 from ..images.codec import encode_png
@@ -254,7 +254,7 @@ def _check_classes(path: Path, source: Source) -> None:
 
 
 def _named(source: Source, labels: list[int]) -> str:
-    return ", ".join(source.classes[label] for label in labels[:NAMED]) + ", …" * (len(labels) > NAMED)
+    return format_some([source.classes[label] for label in labels], NAMED)
 
 
 def place_in_source(samples: Samples, where: str) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from ..console import format_some
 from ..splits import KINDS, is_split_name
 
 # Folders of images, whatever they show, and of what lies beside them: no classes.
@@ -17,7 +18,6 @@ PARTS = re.compile(f"{KINDS}|parts?|batch(es)?|chunks?|folds?|cv|subsets?|archiv
 WNID = re.compile(r"n[0-9]{8}")  # a class of ImageNet's
 NUMBER = re.compile("[0-9]+")
 NUMBER_OR_LETTER = re.compile("[0-9]+|(?<=[-_ ])[a-z]$")
-NAMED = 3  # folders that a message names
 
 
 class Doubt(NamedTuple):
@@ -65,7 +65,7 @@ def doubt_root(
     tops = Counter(path.split("/")[0] for path, _ in folders)
     own = {path: count for path, count in folders if "/" not in path}
     if len(folders) == 1 and (tables or not own) and not WNID.fullmatch(folders[0][0]):
-        may_have = f", and {_some(tables)} may have the labels of its images" if tables else ""
+        may_have = f", and {format_some(tables)} may have the labels of its images" if tables else ""
         return Doubt(f"{folders[0][0]} would be the only class{may_have}", "parts")
     if len(tops) == 1 and not own:
         return Doubt(f"{next(iter(tops))} would be the only class", likely=_likely_root(folders))
@@ -83,7 +83,7 @@ def doubt_root(
             below.setdefault(path.split("/")[0], []).append(path)
     for top, paths in below.items():
         if len(inside := _groups(paths)) > 1:
-            why = f"{_some(inside)} would be one class, {top}"
+            why = f"{format_some(inside)} would be one class, {top}"
             return Doubt(why, "groups", _likely_root(folders), 1 < len(own) == len(tops))
     return None
 
@@ -102,12 +102,11 @@ def _doubt_parts(tops: Counter[str], tables: Sequence[str], known: Collection[st
     parts = next((names for names in stems.values() if len(names) > 1 or len(tops) == 1), None)
     if parts:
         what, would = ("parts", "classes") if len(parts) > 1 else ("a part", "a class")
-        return Doubt(f"{_some(parts)} may be {what} of one set of images, and would be {would}", "parts")
+        return Doubt(f"{format_some(parts)} may be {what} of one set of images, and would be {would}", "parts")
     numbered = len({NUMBER.sub("", name) for name in tops}) == 1 < len(tops) == sum(tops.values())
     if numbered and tables and not tops.keys() <= set(known) and not all(map(WNID.fullmatch, tops)):
-        names = _some(sorted(tops))
-        return Doubt(f"{names} differ by a number alone, and may be parts of one set, of whose images {_some(tables)} "
-                     "may have the labels", "parts")  # fmt: skip
+        may_be = f"{format_some(sorted(tops))} differ by a number alone, and may be parts of one set"
+        return Doubt(f"{may_be}, of whose images {format_some(tables)} may have the labels", "parts")
     return None
 
 
@@ -129,7 +128,3 @@ def _likely_root(folders: Sequence[tuple[str, int]]) -> str | None:
     classes = {os.path.dirname(path) if os.path.basename(path).lower() in OF_IMAGES else path for path, _ in folders}
     above = {os.path.dirname(path) for path in classes}
     return above.pop() or None if len(above) == 1 else None
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + ", …" * (len(names) > NAMED)

@@ -151,7 +151,7 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
 
 
 def _without_images(path: Path, folders: Sequence[str], naming: Mapping[str, set[str]]) -> list[str]:
-    """List the folders without images that are no split's: `logs`; and `train_labels`, if `train` has images."""
+    """List the folders that hold no images: `logs`, and `train_labels` beside `train`; not a split that is empty."""
     empty = [name for name in folders if not may_hold_samples(path / name)]
     filled = [naming[name] for name in naming if name not in empty]
     return [name for name in empty if name not in naming or naming[name] in filled]

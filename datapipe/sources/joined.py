@@ -10,14 +10,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 
-from ..console import format_count
+from ..console import format_count, format_some
 from ..errors import SourceError
 from .class_folders import NUMBER_OR_LETTER
 from .class_tree import ClassTree
 
 logger = logging.getLogger(__name__)
 
-NAMED = 3  # names that a message gives
 TYPED = 8  # folders that are named by an option each
 
 
@@ -44,8 +43,8 @@ def shared_classes(folders: Mapping[str, Collection[str]]) -> list[str]:
 def doubtful_classes(folders: Mapping[str, Collection[str]]) -> list[str]:
     """List the classes of several folders that may be others in each, though they are called the same.
 
-    `healthy` of apples is not that of maize. In folds, or parts of one set, it is: these differ in name by a number,
-    and most of the classes of each are in others, too. Where no class is in two, there is no doubt.
+    `healthy` of apples is another class than `healthy` of maize. In folds, and in parts of one set, classes of one name
+    are one class: such folders differ in name by a number, and share most of their classes.
 
     Args:
         folders: The classes of each folder.
@@ -102,8 +101,8 @@ def check_joined(source: Path, trees: Mapping[str, Sequence[ClassTree]], pattern
         if len(folders) < 2:
             continue
         shared = shared_classes(folders)
-        some = f": {', '.join(shared[:NAMED])}{', …' * (len(shared) > NAMED)}" if shared else ""
-        are = f"{format_count(len(shared), 'class is', 'classes are')} in more than one{some}"
+        are = f"{format_count(len(shared), 'class is', 'classes are')} in more than one"
+        are += f": {format_some(shared)}" if shared else ""
         are_named = all({folder, glob.escape(folder)} & set(patterns) for folder in folders)
         if doubtful_classes(folders) and not are_named:
             what = f"{len(folders)} folders would be joined for {split}, and {are}"

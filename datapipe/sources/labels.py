@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..console import format_count
+from ..console import format_count, format_some
 from ..errors import SourceError
 from ..splits import is_split_name
 
@@ -20,7 +20,6 @@ LABEL_COLUMN = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
 MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
 SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
-NAMED = 3  # labels that a message gives
 
 
 def number_labels(
@@ -130,7 +129,7 @@ def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collec
 
 
 def _some(labels: Sequence[str]) -> str:
-    return ", ".join(f"{label:.40}" for label in labels[:NAMED]) + ", …" * (len(labels) > NAMED)
+    return format_some([f"{label:.40}" for label in labels])
 
 
 def _is_fraction(label: str) -> bool:

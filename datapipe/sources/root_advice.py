@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
+from ..console import format_some
 from ..errors import DatapipeError, SettingError, SourceError
 from ..splits import (
     SPLIT_OF,
@@ -34,7 +35,7 @@ from .root_search import Root, find_root, find_splits
 from .roots import folders_in, tables_in
 
 COLUMNS = "a CSV file with the columns path, label and, if need be, split"
-NAMED = 3  # names that a message gives
+NAMED = 3  # readings that a message gives
 
 
 def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
@@ -207,9 +208,8 @@ def _advise_splits(
     if not chosen and may_be_classes:
         lacking = []
     if lacking:
-        some = ", ".join(lacking[:NAMED]) + ", …" * (len(lacking) > NAMED)
-        texts.append(f"{'to take more, ' if chosen else ''}sort the images of {some} into class folders, such as "
-                     f"{lacking[0]}/CLASS/image.jpg, with the same classes in each split")  # fmt: skip
+        images = f"the images of {format_some(lacking)} into class folders, such as {lacking[0]}/CLASS/image.jpg"
+        texts.append(f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split")
     return texts, bool(lacking)
 
 
@@ -229,7 +229,7 @@ def _advise_tables(source: Path, listing: Listing) -> str:
         return f"if {inside[0]} has labels of the images beside it, write {COLUMNS}, of all, and give that"
     if not tables:
         return f"if a table has their classes, give that, {COLUMNS}"
-    what = f"if {', '.join(tables[:NAMED])} {'have' if len(tables) > 1 else 'has'} their labels"
+    what = f"if {format_some(tables)} {'have' if len(tables) > 1 else 'has'} their labels"
     try:
         splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
         can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())

@@ -13,16 +13,14 @@ import shlex
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
+from ..console import format_some
 from ..splits import FOLD, HASH, PART, SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, split_words
 from .shard_names import check_folds
 from .split_paths import Paths
 
 logger = logging.getLogger(__name__)
-
-NAMED = 3  # names that a message gives
 
 SHORT = {
     TRAIN: "tr tra learn learning fit entrenamiento entrainement apprentissage treino treinamento addestramento",
@@ -77,12 +75,11 @@ def check_undivided(files: Sequence[str], paths: Paths, labels: Collection[str],
                 groups[min(short_splits(pattern))].append(pattern)
             chosen = (TRAIN, groups[TRAIN]), (VAL, groups[VAL] or groups[TEST])
             options = " ".join(f"--split {split}={shlex.quote(text)}" for split, texts in chosen for text in texts)
-            why = f"{', '.join(islice(names, NAMED))} may be called as splits"
+            why = f"{format_some(list(names))} may be called as splits"
             advice = f"type {options} if they are, or --split train=. if all are for training"
             raise AmbiguousSplitError(source, why, advice)
     if len(patterns := _patterns(files)) > 1:
-        text = ", ".join(patterns[:NAMED]) + ", …" * (len(patterns) > NAMED)
-        logger.info("%s: %s are all for training, since none is called as a split", source, text)
+        logger.info("%s: %s are all for training, since none is called as a split", source, format_some(patterns))
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

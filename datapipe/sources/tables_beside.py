@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..console import format_some
 from ..splits import is_split_name
 from .class_tree import ClassTree
 from .labels import LABEL_COLUMN
@@ -18,7 +19,7 @@ MAX_TABLES = 8  # that are looked at
 BLOCKS = 8  # of a table that are read, over all of its length
 BLOCK_BYTES = 1 << 16
 NUMERIC = re.compile(r"[-+.0-9e ]*")  # sizes, ages
-MAX_IDS = 20  # rows of which no two have the same value: more, and they are no labels
+MAX_IDS = 20  # a column without two equal values holds identifiers, not labels, if it has more rows
 
 
 def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> str:
@@ -42,7 +43,7 @@ def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> 
         if not named:
             continue
         columns = {name: [row[i] for row in rows] for i, name in enumerate(header) if i != at}
-        names = f"{path.name} names images of {', '.join(named[:3])}{', …' * (len(named) > 3)}"
+        names = f"{path.name} names images of {format_some(named)}"
         for name, column in columns.items():
             if len(set(column)) > 1 and all(map(is_split_name, column)) and not are_split:
                 return f"{names}, and its column {name} says the splits"
@@ -53,7 +54,7 @@ def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> 
 
 
 def _may_be_labels(name: str, column: Sequence[str]) -> bool:
-    """Whether a column may be one of labels: it is called so, or is of texts that are no identifiers."""
+    """Whether a column may hold labels: by its name, or since it holds texts, and some of them several times."""
     num_values = len(set(column))
     is_id = num_values == len(column) > MAX_IDS
     is_number = all(map(NUMERIC.fullmatch, column))
