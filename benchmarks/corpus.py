@@ -73,19 +73,19 @@ def photographs(count: int, val_count: int = 0, seed: int = 0) -> Path:
     return folder
 
 
-def drawn(folder: Path, count: int) -> Path:
-    """Folder with `images/train/CLASS/*.jpg` like `photographs`, but drawn here: smooth shapes and noise."""
+def drawn(folder: Path, count: int, val_count: int = 0) -> Path:
+    """Folder with `images/SPLIT/CLASS/*.jpg` like `photographs`, but drawn here: smooth shapes and noise."""
     images = folder / "images"
     if not images.exists():
         temporary = _emptied(folder / "images.tmp")
-        for i in range(count):
+        for i in range(count + val_count):
             random = np.random.default_rng(i)
             width, height = (SHORT, LONG) if i % PORTRAITS == PORTRAITS - 1 else (LONG, SHORT)
             y, x = np.mgrid[0:height, 0:width] / LONG
             a, b, c, d = random.uniform(2, 20, (4, 3))
             waves = np.sin(a * x[..., None] + c) * np.cos(b * y[..., None] + d) * 100 + 128
             noisy = waves + random.normal(0, DRAWN_NOISE, (height, width, 1))
-            path = temporary / "train" / str(i % 10) / f"{i:06}.jpg"
+            path = temporary / ("train" if i < count else "val") / str(i % 10) / f"{i:06}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=DRAWN_QUALITY)
         temporary.rename(images)

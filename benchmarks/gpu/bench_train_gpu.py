@@ -52,9 +52,7 @@ def folders(arguments: argparse.Namespace) -> dict[str, Path]:
         pictures = corpus.photographs(arguments.images, VAL_IMAGES)
     except SystemExit as error:
         print(f"no photographs ({error}): drawing pictures", flush=True)
-        pictures = corpus.drawn(WORK / f"drawn-{arguments.images}", arguments.images)
-        if not (pictures / "images" / "val").exists():
-            (pictures / "images" / "val").symlink_to("train")
+        pictures = corpus.drawn(WORK / f"drawn-{arguments.images}-{VAL_IMAGES}", arguments.images, VAL_IMAGES)
     corpus.packed_as(pictures, "tar", PackOptions(shard_mib=256))
     return {"noise": corpus.noise(arguments.images, arguments.size, 3, VAL_IMAGES), "jpeg": pictures / "tar"}
 

@@ -35,7 +35,8 @@ def check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
     roots: dict[str, Path] = {}
     for tree in (tree for joined in trees.values() for tree in joined):
         if (first := roots.setdefault(os.path.realpath(tree.root), tree.root)) != tree.root:
-            raise SourceError(f"leads to the same folder as {first}: its images would be taken twice", path=tree.root)
+            twice = f"leads to the same folder as {first}: its images would be taken twice"
+            raise SourceError(f"{twice}; remove one, or copy it if both are meant", path=tree.root)
     if not any(content.links for joined in trees.values() for tree in joined for content in tree.classes.values()):
         return
     folders: dict[str, list[tuple[_Place, list[str]]]] = {}  # by real path: places that lead to it, and its images

@@ -20,8 +20,7 @@ SMALL = ("train.batch_size=8", "model.name=resnet8", "data.size=24", "train.prec
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = corpus.drawn(tmp_path_factory.mktemp("drawn"), 24)
-    (folder / "images" / "val").symlink_to(folder / "images" / "train")
+    folder = corpus.drawn(tmp_path_factory.mktemp("drawn"), 24, 24)
     pack(folder / "images", folder / "tar", PackOptions(format="tar"))
     small = RecodeOptions(resize="short=160", quality=95, restart=8)
     pack(folder / "images", folder / "short160", PackOptions(format="tar", recode=small))

@@ -18,8 +18,7 @@ SMALL += ["2"]
 def test_a_way_that_does_not_work_is_said_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(corpus, "photographs", lambda *_: corpus.drawn(tmp_path / "drawn", 40))
-    (corpus.drawn(tmp_path / "drawn", 40) / "images" / "val").symlink_to("train")
+    monkeypatch.setattr(corpus, "photographs", lambda *_: corpus.drawn(tmp_path / "drawn", 40, 20))
     monkeypatch.setattr(bench, "VAL_IMAGES", 16)
     for module in (corpus, bench):
         monkeypatch.setattr(module, "WORK", tmp_path)

@@ -569,7 +569,7 @@ def test_links_in_circles_beside_splits(tmp_path, caplog):
 
 # Links, the files beside them, and the refusal; from "[0-9] image": a warning.
 LINKS = {
-    "a split": ({"val": "train"}, [], "val: leads to the same folder as .*/train: its images would be taken twice"),
+    "a split": ({"val": "train"}, [], "val: leads to the same folder as .*/train: its images would be .* copy it"),
     "classes": ({"val/cat": "../train/cat", "val/dog": "../train/dog"}, [], "4 images are train's too.* measure"),
     "a class": ({"val/cat": "../train/cat"}, ["val/dog/3.jpg"], "2 images are train's too, by links: .*/val/cat/1.jpg"),
     "a pool": ({"val/cat": "../.pool", "train/dog/more": "../../.pool"}, [".pool/7.jpg", "val/dog/3.jpg"], "1 image"),
