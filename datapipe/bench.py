@@ -10,6 +10,7 @@ from typing import Any
 
 from .dataset.manifest import Manifest, find_data_sets
 from .loaders import Loader, open_loader
+from .loaders.native_pixels import choose_native
 from .names import Crop
 from .sampling.augment import Augment
 from .streams import TIMEOUT_S, in_time
@@ -42,6 +43,7 @@ def bench(
         settings: Others of `open_loader`.
 
     Returns:
+        - `decoder_in_c`: which is in use, if any, and why no better one;
         - `images_per_s`, `images_per_cpu_s` (CPU seconds of this process and its children, opening the loader
           included), and per epoch the images and seconds;
         - `first_batch_s`: from opening the loader to its first batch;
@@ -68,6 +70,7 @@ def bench(
         "batch_size": batch_size,
         "size": size,
         "threads": threads,
+        "decoder_in_c": str(choose_native()),
         "images_per_s": images / seconds,
         "images_per_cpu_s": images / cpu_s,
         "first_batch_s": None if first_batch_at is None else first_batch_at - began,
@@ -113,6 +116,8 @@ def format_result(result: dict[str, Any]) -> list[str]:
         f"({result['threads']} threads, {result['size']} pixels, batches of {result['batch_size']}); "
         f"first batch after {result['first_batch_s']:.2f} s"
     ]
+    if not result["decoder_in_c"].endswith(" AVX2"):
+        lines.append(f"decoder in C: {result['decoder_in_c']}")
     stages = result["stages_s"]
     known = {name: stages[name] for name in STAGES if stages.get(name)}
     if known:

@@ -259,12 +259,14 @@ def _node() -> dict:
 
 def _decoders() -> dict[str, str | None]:
     from .images.turbojpeg import lossless, turbojpeg
+    from .loaders.native_pixels import choose_native
 
     versions = {}
     for package in ("simplejpeg", *DALI_PACKAGES):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
+        "in C": str(choose_native()),
         "simplejpeg": versions.get("simplejpeg"),
         "dali": next((versions[package] for package in DALI_PACKAGES if package in versions), None),
         "libturbojpeg 3": "found" if turbojpeg() else None,

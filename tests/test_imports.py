@@ -39,6 +39,7 @@ DATAPIPE = {
     "splits": "console errors",
     # 1
     "images": "",
+    "native": "",
     "sampling": "",
     # 2
     "formats": "images",
@@ -48,7 +49,7 @@ DATAPIPE = {
     "staging": "dataset sampling",
     # 4
     "packing": "sources formats images dataset sampling",
-    "loaders": "dataset images sampling formats.naming formats.tar_listing (staging)",
+    "loaders": "dataset images native sampling formats.naming formats.tar_listing (staging)",
     # 5
     "fetch": "",
     "bench": "loaders dataset sampling",

@@ -24,8 +24,9 @@ esac
 def setup(tmp_path):
     """setup(…, URL) -> the calls of pip that a set-up has made, by what follows the constraints."""
     top = tmp_path / "checkout"
-    (top / "tools").mkdir(parents=True)
-    for name in ("pyproject.toml", "tools/setup.sh", "tools/constraints.txt"):
+    for name in ("tools", "datapipe/native"):
+        (top / name).mkdir(parents=True)
+    for name in ("pyproject.toml", "setup.py", "tools/setup.sh", "tools/constraints.txt", "datapipe/native/native.h"):
         shutil.copy(ROOT / name, top / name)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python3").write_text(PYTHON)

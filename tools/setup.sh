@@ -3,7 +3,8 @@
 # too: DALI, Lightning and others, 1 GB.
 # TORCH_INDEX_URL: where torch comes from in place of pip's own index, such as
 # https://download.pytorch.org/whl/cu126 for drivers older than 580; remembered, so it need be given only once.
-# Does nothing when that is done and neither pyproject.toml nor tools/constraints.txt has changed since.
+# Does nothing when that is done and neither pyproject.toml, setup.py, tools/constraints.txt nor the decoder in C has
+# changed since.
 # A .venv that somebody else made is installed into, and nothing of it is deleted.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=${1:-}
 stamp=.venv/installed # "PLACE: STATE [dev]"; the place, because a virtual environment breaks when moved or copied
 index=.venv/torch-index # of torch, where it is not pip's own
-state=$(cat pyproject.toml tools/constraints.txt | cksum)
+state=$(cat pyproject.toml setup.py tools/constraints.txt datapipe/native/*.[ch] | cksum)
 was=
 if [[ -e $stamp ]]; then
     was=$(<"$stamp")

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from datapipe.loaders.native_pixels import choose_native
+
 from .config.recipe import Recipe
 from .distributed import World, gather_everywhere
 from .errors import TrainingError
@@ -28,7 +30,9 @@ def check_setup(world: World, recipe: Recipe, data_sets: Mapping[str, str]) -> N
         TrainingError: A rank has another data set, such as an old copy on its node, other versions of the software, or
             another recipe than the first one; names it, and its host. All ranks raise this.
     """
-    setup = {"recipe": recipe.model_dump(mode="json"), "data set": dict(data_sets), "versions": versions()}
+    native = choose_native().native  # where one rank has none, it loads more slowly: its node was set up differently
+    software = {**versions(), "decoder in C": f"version {native.version}" if native else "none"}
+    setup = {"recipe": recipe.model_dump(mode="json"), "data set": dict(data_sets), "versions": software}
     _compare(world, setup)
 
 

@@ -17,6 +17,7 @@ import torch
 from datapipe.console import format_count
 from datapipe.dataset.manifest import MANIFEST, SPLITS, Manifest
 from datapipe.errors import DatapipeError
+from datapipe.loaders.native_pixels import choose_native
 
 from .distributed import gather, sum_over_ranks
 from .job import Job
@@ -57,6 +58,7 @@ def write_start(job: Job, state: State, resumed: bool) -> None:
             precision=job.precision.name,
             cores_per_rank=world.cores,
             threads=torch.get_num_threads(),
+            decoder_in_c=str(choose_native()),
             loader_threads=job.train_loader.options.num_threads(),
             world_size=world.world_size,
             global_batch_size=job.recipe.train.batch_size,

@@ -47,11 +47,15 @@ class BatchSlots:
         self.samples = np.full(len(positions), -1, np.int64)
         self.labels = np.zeros(len(positions), np.int64)
         self.tasks: list[Future[ChunkReport | None]] = []  # that fill it; a task may add others before it is done
-        self.abandoned = False
+        self.stop = np.zeros(1, np.uint8)  # not 0 once abandoned: the decoder in C looks at it, too
+
+    @property
+    def abandoned(self) -> bool:
+        return bool(self.stop[0])
 
     def abandon(self) -> None:
         """Have nothing more done. A thread stops after its sample, and keeps the memory until then."""
-        self.abandoned = True
+        self.stop[0] = 1
         for task in self.tasks:
             task.cancel()
 

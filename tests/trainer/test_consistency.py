@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 
+from datapipe import native
+from datapipe.loaders.native_pixels import choose_native
 from trainer import consistency
 from trainer.config.recipe import load_recipe
 from trainer.consistency import check_replicas, check_setup, check_start
@@ -34,12 +37,15 @@ def test_other_versions_of_the_software_are_refused(others, recipe_file):
     recipe = load_recipe(str(recipe_file), [])
     check_setup(others(None, None), recipe, {"train": "1"})
 
-    def older(setup):
-        return setup | {"versions": setup["versions"] | {"torch": "1.0"}}
+    ours = "none" if choose_native().native is None else f"version {native.VERSION}"
+    for name, older, own in (("torch", "1.0", torch.__version__), ("decoder in C", "version 0", ours)):
 
-    words = rf"^rank 2 \(node2\) has other versions than rank 0 \(node0\): torch 1\.0, not {torch.__version__}"
-    with pytest.raises(TrainingError, match=words.replace("+", r"\+")):
-        check_setup(others(None, older), recipe, {"train": "1"})
+        def with_older(setup, name=name, older=older):
+            return setup | {"versions": setup["versions"] | {name: older}}
+
+        words = f"rank 2 (node2) has other versions than rank 0 (node0): {name} {older}, not {own}"
+        with pytest.raises(TrainingError, match=f"^{re.escape(words)}"):
+            check_setup(others(None, with_older), recipe, {"train": "1"})
 
 
 def test_ranks_that_begin_with_other_parameters_are_refused(others):

@@ -1,0 +1,180 @@
+"""The decoder in C: encoded images to crops in a batch's slots, one call for many, without the interpreter's lock.
+
+It is compiled when the package is installed, where there is a compiler: for processors with AVX2, and for all others.
+Without AVX2 libraries are faster, and only DATAPIPE_NATIVE=plain chooses it; DATAPIPE_NATIVE=0 chooses none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import SettingError
+
+VERSION = 1  # NATIVE_VERSION in native.h
+VARIABLE = "DATAPIPE_NATIVE"
+REBUILD = "to build it, with a C compiler: python -m pip install --force-reinstall --no-deps datapipe-trainer"
+AVX2, PLAIN = "avx2", "plain"
+
+DONE, UNSUPPORTED = range(2)  # enum Status
+
+JOB = np.dtype(  # struct Job in native.h
+    [
+        ("data", np.uintp),
+        ("size", np.int64),
+        ("out", np.uintp),
+        ("box", np.int32, (4,)),
+        ("width", np.int32),
+        ("height", np.int32),
+        ("flip", np.uint8),
+        ("is_pixels", np.uint8),
+        ("status", np.uint8),
+        ("scale", np.uint8),
+    ],
+    align=True,
+)
+STAGES = 2  # of which the seconds are told: decode, resize
+
+
+class UnusableError(Exception):
+    """A library cannot be used; the message says why."""
+
+
+class _Workspace:
+    """Memory of one thread in the library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self.pointer = library, library.native_open()
+        if not self.pointer:
+            raise MemoryError("no memory for a decoder")
+
+    def __del__(self) -> None:
+        self._library.native_close(self.pointer)
+
+
+class Native:
+    """A loaded library. Thread-safe.
+
+    Attributes:
+        version: Of the library: two with the same version give the same pixels.
+
+    Args:
+        path: The library.
+        name: AVX2 or PLAIN.
+
+    Raises:
+        UnusableError: It is not this version's library, or does not run here.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self.path, self.name, self.version = path, name, VERSION
+        try:
+            self._library = library = ctypes.CDLL(path)
+            pointer, number = ctypes.c_void_p, ctypes.c_int
+            for function, result, *arguments in (
+                ("native_version", number),
+                ("native_has_avx2", number),
+                ("native_open", pointer),
+                ("native_close", None, pointer),
+                ("native_decode_chunk", number, pointer, pointer, number, number, number, pointer, pointer),
+            ):
+                entry = getattr(library, function)
+                entry.restype, entry.argtypes = result, arguments
+        except (OSError, AttributeError) as error:
+            raise UnusableError(f"{path} is not a library of this package: {error}; {REBUILD}") from error
+        if (version := library.native_version()) != VERSION:
+            raise UnusableError(f"{path} is of version {version}, and this package of {VERSION}; {REBUILD}")
+        self._local = threading.local()
+
+    def has_avx2(self) -> bool:
+        """Return whether this processor runs the library that was compiled for AVX2."""
+        return bool(self._library.native_has_avx2())
+
+    def decode(
+        self,
+        jobs: np.ndarray,
+        channels: int,
+        size: int,
+        abandoned: np.ndarray,
+        spent_s: np.ndarray,
+    ) -> int:
+        """Do the jobs whose status is DONE, and set the status of those that fail.
+
+        Args:
+            jobs: JOB[N]. The memory that they point to must live.
+            channels: 1 or 3.
+            size: S: a slot is uint8[S, S, channels].
+            abandoned: uint8[1]: the rest is not done once it is not 0.
+            spent_s: float64[STAGES]: the seconds of each stage are added.
+
+        Returns:
+            How many are not DONE.
+        """
+        workspace = getattr(self._local, "workspace", None)
+        if workspace is None:
+            workspace = self._local.workspace = _Workspace(self._library)
+        addresses = (array.ctypes.data for array in (abandoned, spent_s))
+        return int(
+            self._library.native_decode_chunk(
+                workspace.pointer, jobs.ctypes.data, len(jobs), channels, size, *addresses
+            )
+        )
+
+
+class Choice(NamedTuple):
+    """The library in use, or why none is."""
+
+    native: Native | None
+    reason: str
+
+    def __str__(self) -> str:
+        """Say it in words, such as "version 1 for AVX2" and "none (DATAPIPE_NATIVE=0)"."""
+        if self.native is None:
+            return f"none ({self.reason})"
+        return f"version {self.native.version} " + ("for AVX2" if self.native.name == AVX2 else "without AVX2")
+
+
+@lru_cache(maxsize=1)
+def choose() -> Choice:
+    """Choose the library by DATAPIPE_NATIVE and the processor, once per process.
+
+    Raises:
+        SettingError: DATAPIPE_NATIVE is none of its values.
+    """
+    setting = os.environ.get(VARIABLE, "1")
+    if setting not in ("0", "1", PLAIN):
+        raise SettingError(
+            f"{VARIABLE}: {setting!r}; allowed: 0 (not to use the decoder in C), 1, {PLAIN} (without AVX2)"
+        )
+    if setting == "0":
+        return Choice(None, f"{VARIABLE}=0")
+    try:
+        return Choice(open_library(PLAIN if setting == PLAIN else AVX2), "")
+    except UnusableError as error:
+        return Choice(None, str(error))
+
+
+def open_library(name: str) -> Native:
+    """Load a library.
+
+    Args:
+        name: AVX2 or PLAIN.
+
+    Raises:
+        UnusableError: It was not compiled, or does not run here.
+    """
+    plain, avx2 = (importlib.util.find_spec(f"{__name__}._{kind}") for kind in (PLAIN, AVX2))
+    spec = plain if name == PLAIN else avx2
+    if spec is None or spec.origin is None:
+        raise UnusableError(f"it was not compiled when this package was installed; {REBUILD}")
+    if name == AVX2 and plain and plain.origin and not Native(plain.origin, PLAIN).has_avx2():
+        raise UnusableError(
+            f"this processor has no AVX2, and libraries are faster without it; {VARIABLE}={PLAIN} uses it"
+        )
+    return Native(spec.origin, name)

@@ -1,0 +1,188 @@
+/* A chunk of a batch in one call: each image is decoded, cropped, resized and mirrored into its slot. */
+#define _POSIX_C_SOURCE 200809L /* clock_gettime, posix_memalign */
+
+#include "huffman.h"
+#include "pixels.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+struct Workspace {
+    Decoder decoder;
+    Memory chroma, resized;
+    Huffman tables[8];
+};
+
+uint8_t *make_room(Memory *memory, size_t size)
+{
+#if defined EXACT_ROOM /* for tests: so that sanitizers see what lies behind */
+    bool is_enough = false;
+#else
+    bool is_enough = memory->size >= size;
+    size += size / 2;
+#endif
+    if (!is_enough) {
+        void *bytes = NULL;
+        free(memory->bytes);
+        memory->size = posix_memalign(&bytes, 64, size) ? 0 : size;
+        memory->bytes = memory->size ? bytes : NULL;
+    }
+    return memory->bytes;
+}
+
+int native_version(void)
+{
+    return NATIVE_VERSION;
+}
+
+int native_has_avx2(void)
+{
+#if defined __x86_64__
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+#else
+    return 0;
+#endif
+}
+
+Workspace *native_open(void)
+{
+    Workspace *workspace = calloc(1, sizeof *workspace);
+    if (workspace) {
+        workspace->decoder.dc = workspace->tables;
+        workspace->decoder.ac = workspace->tables + 4;
+    }
+    return workspace;
+}
+
+void native_close(Workspace *workspace)
+{
+    if (workspace) {
+        free(workspace->decoder.entropy.bytes);
+        free(workspace->decoder.samples.bytes);
+        free(workspace->chroma.bytes);
+        free(workspace->resized.bytes);
+    }
+    free(workspace);
+}
+
+static int larger(int a, int b)
+{
+    return a > b ? a : b;
+}
+
+static int smaller(int a, int b)
+{
+    return a < b ? a : b;
+}
+
+/* Write the rows as they are into a slot of which they are a part, and black around them. */
+static bool copy(const Rows *rows, int left, int top, bool flip, int size, uint8_t *out, Memory *memory)
+{
+    size_t pixel = (size_t)rows->channels, line = (size_t)size * pixel;
+    uint8_t *row = make_room(memory, (size_t)rows->width * pixel + ROW_SLACK);
+    if (!row)
+        return false;
+    if (rows->width < size || rows->height < size)
+        memset(out, 0, line * (size_t)size);
+    for (int y = 0; y < rows->height; y++) {
+        uint8_t *to = out + (size_t)(top + y) * line;
+        read_row(rows, y, row);
+        if (!flip) {
+            memcpy(to + (size_t)left * pixel, row, (size_t)rows->width * pixel);
+            continue;
+        }
+        for (int x = 0; x < rows->width; x++)
+            memcpy(to + (size_t)(size - 1 - left - x) * pixel, row + (size_t)x * pixel, pixel);
+    }
+    return true;
+}
+
+/* Whether the job can be done at all: an image of the given size, and a box within it, or as large as the slot. */
+static bool is_possible(const Job *job, int out_size)
+{
+    int64_t right = (int64_t)job->box.left + job->box.width, bottom = (int64_t)job->box.top + job->box.height;
+    bool is_within = job->box.left >= 0 && job->box.top >= 0 && right <= job->width && bottom <= job->height;
+    return job->width > 0 && job->height > 0 && job->width <= MAX_SIDE && job->height <= MAX_SIDE &&
+           job->box.width > 0 && job->box.height > 0 &&
+           (job->scale == 1 || job->scale == 2 || job->scale == 4 || job->scale == 8) &&
+           (is_within || (job->box.width == out_size && job->box.height == out_size));
+}
+
+/* Return the pixels of an image that is stored as such; NULL for an image that is encoded. */
+static const uint8_t *find_pixels(const Job *job, int channels)
+{
+    size_t size = (size_t)job->size;
+    if (!job->is_pixels)
+        return find_pnm_pixels(job->data, size, job->width, job->height, channels);
+    return size == (size_t)job->width * (size_t)job->height * (size_t)channels ? job->data : NULL;
+}
+
+static double now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static bool decode(Workspace *workspace, const Job *job, int channels, int out_size, double *spent_s)
+{
+    Header header;
+    Window window;
+    double began = now();
+    if (!is_possible(job, out_size))
+        return false;
+    /* the part of the box that lies within the image */
+    int left = larger(job->box.left, 0), right = smaller(job->box.left + job->box.width, job->width);
+    int top = larger(job->box.top, 0), bottom = smaller(job->box.top + job->box.height, job->height);
+    if (left >= right || top >= bottom)
+        return false;
+    int scale = 1;
+    Rows rows = {.channels = channels};
+    const uint8_t *pixels = find_pixels(job, channels);
+    if (pixels) {
+        rows.stride = (size_t)job->width * (size_t)channels;
+        rows.pixels = pixels + (size_t)top * rows.stride + (size_t)(left * channels);
+    } else {
+        Box box = {left, top, right - left, bottom - top};
+        if (job->is_pixels || !read_header(job->data, (size_t)job->size, &header))
+            return false;
+        if (header.width != job->width || header.height != job->height || (channels == 1 && header.is_rgb))
+            return false;
+        if (!decode_window(&workspace->decoder, job->data, (size_t)job->size, &header, box, job->scale, &window))
+            return false;
+        scale = window.scale;
+        rows.header = &header;
+        rows.window = &window;
+        rows.left = left / scale;
+        rows.top = top / scale;
+    }
+    rows.width = (right - left) / scale;
+    rows.height = (bottom - top) / scale;
+    if (!rows.width || !rows.height || !place_chroma(&rows, &workspace->chroma))
+        return false;
+    bool is_whole = job->box.width / scale == out_size && job->box.height / scale == out_size, is_done;
+    double decoded = now();
+    if (is_whole)
+        is_done = copy(&rows, left - job->box.left, top - job->box.top, job->flip, out_size, job->out,
+                       &workspace->resized);
+    else
+        is_done = resize(&rows, job->flip, out_size, job->out, &workspace->resized);
+    spent_s[DECODE] += decoded - began;
+    spent_s[RESIZE] += now() - decoded;
+    return is_done;
+}
+
+/* Do the jobs whose status is DONE, and set the status of those that fail. Returns how many are not DONE.
+ * The rest is left alone once `is_abandoned`. */
+int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels, int out_size,
+                        const volatile uint8_t *is_abandoned, double *spent_s)
+{
+    int failed = 0;
+    for (int i = 0; i < count && !*is_abandoned; i++) {
+        Job *job = &jobs[i];
+        if (job->status == DONE && !decode(workspace, job, channels, out_size, spent_s))
+            job->status = UNSUPPORTED;
+        failed += job->status != DONE;
+    }
+    return failed;
+}

@@ -1,0 +1,26 @@
+"""What pyproject.toml cannot say: the decoder in C, which is left out where nothing compiles it."""
+
+import platform
+from glob import glob
+
+from setuptools import Extension, setup
+
+FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"]
+AVX2 = ["-mavx2", "-mbmi", "-mbmi2"]
+
+
+def library(name: str, *flags: str) -> Extension:
+    return Extension(
+        f"datapipe.native._{name}",
+        sorted(glob("datapipe/native/*.c")),
+        depends=sorted(glob("datapipe/native/*.h")),
+        extra_compile_args=[*FLAGS, *flags],
+        libraries=["m"],
+        optional=True,
+    )
+
+
+libraries = [library("plain")]
+if platform.machine() in ("x86_64", "AMD64"):
+    libraries.append(library("avx2", *AVX2))
+setup(ext_modules=libraries)
