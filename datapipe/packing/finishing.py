@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import tempfile
 from collections import Counter
@@ -18,10 +19,13 @@ from ..errors import SourceError
 from ..fsio import atomic_write, sync_folder
 from ..sources import place_in_source
 from ..sources.packed import quarantined
+from .copies import check_copies
 from .journal import PackedShard
 from .out_folder import OutFolder
 from .plan import Plan, SplitPlan
 from .shard import file_info
+
+logger = logging.getLogger(__name__)
 
 
 def complete(plan: Plan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
@@ -44,6 +48,7 @@ def complete(plan: Plan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
         with out.note_finishing():
             packed = _read_journals(plan, out)
             _check_bad(plan, packed, max_bad)
+            _check_copies(plan, packed)
             for split in plan.splits:
                 # In a folder of its own: when another task does the same, whole files replace whole files.
                 with tempfile.TemporaryDirectory(prefix="manifest-", dir=out.state) as folder:
@@ -82,6 +87,21 @@ def _check_bad(plan: Plan, packed: dict[str, list[PackedShard]], max_bad: int) -
             raise SourceError(f"split {split} holds no image that can be packed", path=plan.settings["source"])
 
 
+def _check_copies(plan: Plan, packed: dict[str, list[PackedShard]]) -> None:
+    """Warn of images that are there twice. Raises SourceError when all images of val are train's."""
+    source = plan.settings["source"]
+    try:
+        for said in check_copies({split: _records(shards) for split, shards in packed.items()}):
+            logger.warning("%s: %s", source, said)
+    except SourceError as error:
+        raise SourceError(str(error), path=source) from None
+
+
+def _records(packed: list[PackedShard]) -> np.ndarray:
+    """Return the records of all shards that have any."""
+    return np.concatenate([shard.records for shard in packed if shard.info])
+
+
 def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:
     """Write the files of a split that describe its shards, the manifest last."""
     lines, keys = list(quarantined(split.samples)), []
@@ -94,7 +114,7 @@ def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], fol
     shards = [shard for shard in packed if shard.info]
     for number, shard in enumerate(shards):
         shard.records["shard"] = number
-    records = np.concatenate([shard.records for shard in shards])
+    records = _records(shards)
     width, height = _common_size(records["width"]), _common_size(records["height"])
     if plan.settings["format"] == "npy" and None in (width, height):  # each shard has one size, but not the same
         message = "holds images of differing sizes, and npy shards hold one size: choose --size, or another format"

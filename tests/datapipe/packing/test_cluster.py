@@ -49,7 +49,7 @@ def raw(tmp_path_factory, photo, encoded) -> Path:
         for i in range(count):
             path = root / split / f"class {i % 5}" / f"{i:03d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(encoded(np.roll(photos[i % 10], i, axis=1), quality=99))
+            path.write_bytes(encoded(np.roll(photos[i % 10], i + 270 * (split == "val"), axis=1), quality=99))
     return root
 
 
