@@ -7,10 +7,11 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from ..console import format_count, format_some
 from ..errors import SourceError
 from ..fsio import side_by_side
 from .class_folders import Doubt, doubt_root
@@ -128,6 +129,19 @@ class ClassTree:
         files = (*self.beside, *beside, *(inside if len(folders) == 1 else ()))
         return doubt_root(folders, list(dict.fromkeys(filter(may_have_labels, files))), known)
 
+    def _tell_inner(self) -> None:
+        """Warn of folders within class folders that have images of their own: masks and thumbnails lie so, too."""
+        inner: dict[str, int] = {}  # images by the name of their folder
+        for content in self.classes.values():
+            with_images = {path for path, _ in content.folders}
+            for path, images in content.folders:
+                if any(str(above) in with_images for above in PurePosixPath(path).parents):
+                    inner[os.path.basename(path)] = inner.get(os.path.basename(path), 0) + len(images)
+        if inner:
+            taken = format_count(sum(inner.values()), "image is taken", "images are taken")
+            where = f"folders within class folders that have images themselves ({format_some(sorted(inner))})"
+            logger.warning("%s: %s from %s", self.root, taken, where)
+
     def samples(self, label_of: Mapping[str, int], left_out: LeftOut) -> Files:
         """Return the samples by class, folder and name. Raises SourceError for a class folder without a label."""
         if unknown := sorted(self.classes.keys() - label_of.keys()):
@@ -146,6 +160,7 @@ class ClassTree:
                 counts.append(len(images))
                 files += images
         self._count_others(len(files), left_out)
+        self._tell_inner()
         number = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
         return Files(str(self.root), self.bounds, folders, number, files, np.array(labels, np.uint32)[number])
 

@@ -592,6 +592,16 @@ def test_links_between_splits_and_classes(tmp_path, caplog, name):
             open_source(root)
 
 
+def test_folders_within_class_folders_that_have_images(tmp_path, caplog):
+    """Masks and thumbnails lie so; a class of folders alone has images nowhere else."""
+    open_source(put(tmp_path / "plain", "{cat,dog}/images/1.jpg"))
+    assert "within class folders" not in caplog.text
+    assert len(open_source(put(tmp_path / "raw", "{cat,dog}/{1,masks/1,old/2}.jpg")).splits["train"]) == 6
+    assert (
+        "4 images are taken from folders within class folders that have images themselves (masks, old)" in caplog.text
+    )
+
+
 @pytest.mark.parametrize("num_days", [1, 2])
 def test_a_class_of_links_alone(tmp_path, caplog, num_days):
     root = put(tmp_path / "raw", "{cat,dog}/1.jpg", ".pool/{2,3,4}.jpg", ".more/5.jpg")
