@@ -138,9 +138,9 @@ class ClassTree:
                 if any(str(above) in with_images for above in PurePosixPath(path).parents):
                     inner[os.path.basename(path)] = inner.get(os.path.basename(path), 0) + len(images)
         if inner:
-            taken = format_count(sum(inner.values()), "image is taken", "images are taken")
+            total = format_count(sum(inner.values()), "image is taken", "images are taken")
             where = f"folders within class folders that have images themselves ({format_some(sorted(inner))})"
-            logger.warning("%s: %s from %s", self.root, taken, where)
+            logger.warning("%s: %s from %s", self.root, total, where)
 
     def samples(self, label_of: Mapping[str, int], left_out: LeftOut) -> Files:
         """Return the samples by class, folder and name. Raises SourceError for a class folder without a label."""

@@ -254,7 +254,8 @@ def test_a_network_that_has_lost_itself_reaches_no_target(go, packed, tmp_path, 
         for label, count in enumerate(counts):
             (folder / split / f"class{label}").mkdir(parents=True)
             for i in range(count):
-                image = Image.fromarray(np.full((16, 16), 200 * label + i, np.uint8))
+                value = 200 * label + i + 20 * (split == "val")
+                image = Image.fromarray(np.full((16, 16), value, np.uint8))
                 image.save(folder / split / f"class{label}" / f"{i}.png")
     pack(folder, tmp_path / "packed", PackOptions(workers=1))
     changes = ["train.batch_size=40", "train.target_accuracy=0.8", "optimizer.lr=1e37", "train.epochs=1"]
@@ -272,7 +273,8 @@ def damaged(tmp_path):
         for label in range(2):
             (tmp_path / "raw" / split / f"class{label}").mkdir(parents=True)
             for i in range(20):
-                pixels = np.random.default_rng(i).integers(0, 120, (16, 16), dtype=np.uint8) + 100 * label
+                random = np.random.default_rng((split == "val", i))
+                pixels = random.integers(0, 120, (16, 16), dtype=np.uint8) + 100 * label
                 Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "raw" / split / f"class{label}" / f"{i}.png")
         path = tmp_path / "raw" / split / "class1" / "7.png"
         data = bytearray(path.read_bytes())
