@@ -152,8 +152,8 @@ def format_some(names: Sequence[str], most: int = 3) -> str:
     """Return some of many names in words.
 
     Args:
-        names: all of them.
-        most: how many are given.
+        names: Texts to list.
+        most: Largest number of texts that are named.
 
     >>> format_some(["a", "b", "c", "d"]), format_some(["a", "b"])
     ('a, b, c, …', 'a, b')

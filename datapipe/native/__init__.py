@@ -19,7 +19,7 @@ from ..errors import SettingError
 
 VERSION = 1  # NATIVE_VERSION in native.h
 VARIABLE = "DATAPIPE_NATIVE"
-REBUILD = "to build it, with a C compiler: python -m pip install --force-reinstall --no-deps datapipe-trainer"
+REBUILD = "to build it, with a C compiler (cc): python -m pip install --no-deps -e CHECKOUT, the folder of this project"
 AVX2, PLAIN = "avx2", "plain"
 
 DONE, UNSUPPORTED = range(2)  # enum Status
@@ -73,7 +73,7 @@ class Native:
     """
 
     def __init__(self, path: str, name: str) -> None:
-        self.path, self.name, self.version = path, name, VERSION
+        self.name, self.version = name, VERSION
         try:
             self._library = library = ctypes.CDLL(path)
             pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -169,11 +169,10 @@ def open_library(name: str) -> Native:
     Raises:
         UnusableError: It was not compiled, or does not run here.
     """
-    plain, avx2 = (importlib.util.find_spec(f"{__name__}._{kind}") for kind in (PLAIN, AVX2))
-    spec = plain if name == PLAIN else avx2
+    spec = importlib.util.find_spec(f"{__name__}._{name}")
     if spec is None or spec.origin is None:
         raise UnusableError(f"it was not compiled when this package was installed; {REBUILD}")
-    if name == AVX2 and plain and plain.origin and not Native(plain.origin, PLAIN).has_avx2():
+    if name == AVX2 and not open_library(PLAIN).has_avx2():  # asked of code that runs on every processor
         raise UnusableError(
             f"this processor has no AVX2, and libraries are faster without it; {VARIABLE}={PLAIN} uses it"
         )

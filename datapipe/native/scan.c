@@ -245,7 +245,7 @@ static bool decode_pieces(Scan *scan)
         int end = interval < total - first ? first + interval : total;
         if (has_any(window, scan->columns, first, end)) {
             Piece piece = {{room, 0, 0}, copy_without_stuffing(&scan->at, scan->end, room), {0}, 0};
-            memset(room + (piece.end - room), 0, MAX_MCU_BYTES);
+            memset(room + (piece.end - room), 0, READ_AHEAD); /* what lies behind counts for nothing */
             if (!decode_mcus(scan, &piece, first, end < needed ? end : needed))
                 return false;
         } else {

@@ -27,11 +27,11 @@ def check_copies(records: Mapping[str, np.ndarray]) -> list[str]:
         SourceError: All images of val are train's.
     """
     said = []
-    identities = {split: _identify(its) for split, its in records.items()}
-    for split, its in records.items():
+    identities = {split: _identify(images) for split, images in records.items()}
+    for split, images in records.items():
         distinct, first, inverse = np.unique(identities[split], return_index=True, return_inverse=True)
-        if num_copies := len(its) - len(distinct):
-            others = int((its["label"] != its["label"][first[inverse]]).sum())
+        if num_copies := len(images) - len(distinct):
+            others = int((images["label"] != images["label"][first[inverse]]).sum())
             classes = f", {others:,} of them as another class" if others else ""
             copies = format_count(num_copies, "image is a copy", "images are copies")
             said.append(f"{copies} of others in {split}, byte for byte{classes}")
