@@ -26,9 +26,11 @@ from datapipe.dataset import DataSet
 from datapipe.dataset.index import open_index, write_index
 from datapipe.dataset.manifest import INDEX, KEYS, FileInfo, Manifest
 from datapipe.fsio import checksum
+from datapipe.loaders.base import DataDescription
+from datapipe.loaders.batch_slots import BatchSlots
+from datapipe.loaders.cpu import make_source
+from datapipe.loaders.engine import Decoder, Delivery, Engine
 from datapipe.loaders.options import LoaderOptions
-from datapipe.loaders.prefetch import BatchSlots
-from datapipe.loaders.threaded import ThreadedLoader
 from datapipe.sampling.augment import Augment
 
 BATCH, BLOCK_BYTES = 256, 8 << 20
@@ -56,20 +58,38 @@ print(json.dumps({"open_s": opened - began, "first_batch_s": done - began, "inde
 """
 
 
-class ReadingLoader(ThreadedLoader[BatchSlots]):
-    """A loader that reads and checks samples, and drops them."""
+class ReadOnly(Decoder[BatchSlots]):
+    """Reads and checks samples, and drops them."""
 
-    def _new_slots(self, positions, count) -> BatchSlots:
-        return BatchSlots(positions, count)
-
-    def _put(self, slots, images) -> dict[str, float]:
+    def put(self, slots, chunk, take_bad) -> dict[str, float]:
+        for _ in chunk.pending(range(len(chunk.slots)), slots, take_bad):
+            pass
         return {}
 
-    def _put_nothing(self, slots, slot) -> None:
+
+class NoDelivery(Delivery[BatchSlots]):
+    """Gives the slots themselves."""
+
+    def new_slots(self, positions, count) -> BatchSlots:
+        return BatchSlots(positions, count)
+
+    def put_nothing(self, slots, slot) -> None:
         pass
 
-    def _finish(self, slots) -> BatchSlots:
+    def begin(self, slots) -> None:
+        pass
+
+    def finish(self, slots, engine) -> BatchSlots:
         return slots
+
+    def set_size(self, size) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def ours(folder: Path, order: str, io: str) -> dict[str, float]:
@@ -83,7 +103,9 @@ def ours(folder: Path, order: str, io: str) -> dict[str, float]:
         retries=0,
         timeout_s=600.0,
     )
-    loader = ReadingLoader(DataSet(folder, io), options)
+    data_set = DataSet(folder, io)
+    data, source = DataDescription.from_data_set(data_set), make_source(data_set, options)
+    loader = Engine(data, options, source, ReadOnly(), NoDelivery())
     try:
         list(loader)  # an epoch in which memory is touched for the first time
         loader.read_bytes = 0

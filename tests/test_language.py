@@ -36,7 +36,9 @@ MANY = 2  # parameters; a function with more describes each, and what it returns
 INTERFACES = {
     ("datapipe/formats", "add"): "datapipe/formats/__init__.py",
     ("datapipe/sources", "load"): "datapipe/sources/__init__.py",
+    ("datapipe/loaders", "batches"): "datapipe/loaders/engine.py",
     ("datapipe/loaders", "make_loader"): "datapipe/loaders/__init__.py",
+    ("datapipe/loaders", "put"): "datapipe/loaders/engine.py",
 }
 COMMANDS = {
     "datapipe/cli/__init__.py",

@@ -15,7 +15,7 @@ from ..foreign import open_plain
 from ..names import Io
 from .arriving import LOOK_S, ArrivingShard
 from .manifest import MANIFEST, Manifest
-from .shard_files import Data
+from .shard_files import Data, File
 from .shard_reader import SLACK, Read, ShardReader, allow_open_files, release
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,18 @@ class LocalFirstReader(ShardReader):
                 if was_whole or not self._take_name(shard):  # which it may have got at this moment
                     self._give_up(shard, error.message)
         return super().read(shard, offset, size, into)
+
+    def file_for(self, shard: int, offset: int, size: int) -> File | None:
+        """Return the open file from which `read` would take some bytes: the copy, if they have landed there.
+
+        Args:
+            shard: its number.
+            offset: in the shard's file, in bytes.
+            size: in bytes.
+        """
+        if self._is_there(shard, offset, size):
+            return self._copy.file_for(shard, offset, size)
+        return super().file_for(shard, offset, size)
 
     def read_again(self, shard: int, offset: int, size: int) -> Data | None:
         """Read bytes that were wrong once more, from the source.

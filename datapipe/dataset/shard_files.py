@@ -9,11 +9,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096  # of O_DIRECT: no disk in use asks for more (open(2))
 
 Data = bytes | memoryview
+NOWHERE = 0, -1, False  # what `File.locate` returns of bytes that only `read` can give
 
 
 def room_for(size: int) -> int:
@@ -29,6 +32,7 @@ class File:
     fd = -1
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.fd = os.open(path, self.flags)
 
     def read(self, offset: int, size: int, into: memoryview | None) -> Data:
@@ -55,6 +59,18 @@ class File:
             data += more  # a read may return less than was asked for before the end of the file
         return data
 
+    def locate(self, offset: int, size: int) -> tuple[int, int, bool]:
+        """Say where code that is not Python finds bytes, as long as this object lives.
+
+        Args:
+            offset: in bytes.
+            size: in bytes.
+
+        Returns:
+            Their address in memory, or 0; a descriptor to read them from; and whether that needs whole pages.
+        """
+        return 0, self.fd, False
+
     def __del__(self) -> None:
         if self.fd >= 0:
             with suppress(OSError):  # nothing was written
@@ -70,9 +86,13 @@ class MappedFile(File):
             self._view = memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))  # unmapped with the last view of it
         except ValueError as error:
             raise OSError(0, "an empty file") from error
+        self._address = np.frombuffer(self._view, np.uint8).ctypes.data
 
     def read(self, offset: int, size: int, into: memoryview | None) -> Data:
         return self._view[offset : offset + size]
+
+    def locate(self, offset: int, size: int) -> tuple[int, int, bool]:
+        return (self._address + offset, -1, False) if offset + size <= len(self._view) else NOWHERE
 
 
 class DirectFile(File):
@@ -100,3 +120,6 @@ class DirectFile(File):
             if count % ALIGNMENT:  # the end of the file
                 break
         return room[offset - first : min(done, offset - first + size)]
+
+    def locate(self, offset: int, size: int) -> tuple[int, int, bool]:
+        return 0, self.fd, True

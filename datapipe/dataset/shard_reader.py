@@ -7,10 +7,13 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .. import clock
 from ..checks import check_name, checked_int
@@ -33,6 +36,21 @@ class Read(NamedTuple):
     path: Path
     offset: int
     problem: str  # why it is about to be repeated; empty while it has not failed
+
+
+class _ChunkRead(NamedTuple):
+    """Reads that code that is not Python does one after the other."""
+
+    since: float  # clock.now() when it began
+    paths: list[Path | None]
+    offsets: list[int]
+    progress: np.ndarray  # native.PROGRESS
+
+    def current(self) -> list[Read]:
+        """Return the read that is under way; nothing if there is none."""
+        number, since_ns = self.progress.tolist()
+        path = self.paths[number - 1] if number else None
+        return [Read(self.since + 1e-9 * since_ns, path, self.offsets[number - 1], "")] if path else []
 
 
 class ShardReader:
@@ -62,6 +80,7 @@ class ShardReader:
         self._closed = threading.Event()
         self._shards = [_Shard(path, self._kind, self._closed) for path in self._paths]
         self._under_way: dict[int, tuple[float, int, int, str]] = {}
+        self._chunks: dict[int, _ChunkRead] = {}  # by thread, as those under way
 
     def read(self, shard: int, offset: int, size: int, into: memoryview | None = None) -> Data:
         """Read bytes of a shard.
@@ -106,6 +125,35 @@ class ShardReader:
             del under_way[thread]
         tried = f" (tried {failed} times)" if failed > 1 else ""
         raise ShardReadError(problem + tried, path=opened.path.parent, shard=opened.path.name)
+
+    def file_for(self, shard: int, offset: int, size: int) -> File | None:
+        """Return the open file from which `read` would take some bytes; None where `read` has to open it first.
+
+        Args:
+            shard: its number.
+            offset: in the shard's file, in bytes.
+            size: in bytes.
+        """
+        return self._shards[shard].file
+
+    @contextmanager
+    def watch_chunk(self, files: list[File | None], offsets: list[int], progress: np.ndarray) -> Iterator[None]:
+        """Have `oldest` tell of reads that code that is not Python does one after the other, in this thread.
+
+        Args:
+            files: of each, from `file_for`. They stay open until then.
+            offsets: of each, in bytes.
+            progress: `native.PROGRESS`, which tells which of them is under way.
+
+        Yields:
+            Once: the reads are to be done in the body of `with`.
+        """
+        thread, chunks = threading.get_ident(), self._chunks
+        chunks[thread] = _ChunkRead(clock.now(), [file.path if file else None for file in files], offsets, progress)
+        try:
+            yield
+        finally:
+            del chunks[thread]
 
     def will_read(self, shard: int, offset: int, size: int) -> None:
         """Let the kernel read ahead (posix_fadvise(2)). Does nothing for a shard that has not been read yet.
@@ -161,11 +209,10 @@ class ShardReader:
 
     def oldest(self) -> Read | None:
         """Return the read that began first among those under way; None if there is none."""
-        reads = list(self._under_way.values())
-        if not reads:
-            return None
-        since, shard, offset, problem = min(reads)
-        return Read(since, self._paths[shard], offset, problem)
+        under_way = list(self._under_way.values())
+        reads = [Read(since, self._paths[shard], offset, problem) for since, shard, offset, problem in under_way]
+        reads += [read for chunk in list(self._chunks.values()) for read in chunk.current()]
+        return min(reads, default=None, key=attrgetter("since"))
 
     def close(self) -> None:
         """Release all files and end the pauses before retries. May be called twice; a later read opens files again.

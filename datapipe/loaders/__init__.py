@@ -17,7 +17,8 @@ from ..names import BACKENDS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
 from ..splits import TEST
-from .base import Batch, Loader
+from .base import Loader
+from .batch import Batch
 from .device import normalise
 from .options import LoaderOptions
 

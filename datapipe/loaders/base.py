@@ -10,12 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypedDict
 
 import numpy as np
-import torch
 
 from ..checks import checked_int
 from ..dataset import DataSet
@@ -23,38 +21,9 @@ from ..errors import SettingError
 from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
 from ..sampling.order import num_steps
+from .batch import Batch
 from .options import LoaderOptions
 from .tuples import NOT_PICKLED, TupleLoader
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's slice of a global batch."""
-
-    images: torch.Tensor  # uint8[B, C, H, W], channels last in memory
-    labels: torch.Tensor  # int64[B]
-    samples: torch.Tensor  # int64[B]: numbers in the data set, -1 for padding
-    valid: torch.Tensor  # bool[B]: False for padding and for bad samples, whose images are black
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError("a batch is not (images, labels): loop over loader.as_tuples(), or take its attributes")
-
-    def to(self, device: torch.device | str | int, non_blocking: bool = True) -> Batch:
-        """Copy to a device.
-
-        Args:
-            device: Where to; what is there already is not copied.
-            non_blocking: Do not wait for a copy from pinned memory to a GPU, as `torch.Tensor.to` has it.
-        """
-        return Batch(*(getattr(self, field.name).to(device, non_blocking=non_blocking) for field in fields(self)))
-
-    def pin_memory(self) -> Batch:
-        """Copy to pinned memory, from which a GPU copies without the host's waiting; what is on a device stays there.
-
-        Raises RuntimeError without an accelerator.
-        """
-        tensors = (getattr(self, field.name) for field in fields(self))
-        return Batch(*(tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in tensors))
 
 
 class Place(TypedDict, total=False):
@@ -290,10 +259,21 @@ class Loader(ABC):
         """Give images another size; nothing is under way. A backend also replaces what depends on it."""
         self.size = size
 
-    def _crops(
+    def crops(
         self, epoch: int, positions: np.ndarray, samples: np.ndarray, widths: np.ndarray, heights: np.ndarray
     ) -> Crops:
-        """Choose the crops and flips of samples of these sizes (pixels) at these positions of the epoch."""
+        """Choose what is cut out of samples; training draws it.
+
+        Args:
+            epoch: From 0.
+            positions: int64[N], of the samples in the epoch.
+            samples: int64[N], their numbers.
+            widths: int[N], in pixels.
+            heights: int[N], in pixels.
+
+        Returns:
+            A box and a flip for each.
+        """
         widths, heights = widths.astype(np.int64), heights.astype(np.int64)
         if not self.options.train:
             return eval_crops(widths, heights, self.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
@@ -19,7 +19,6 @@ from ..errors import ShardReadError
 from ..sampling.block_order import NEVER, BlockOrder, Needs
 from ..sampling.cached_blocks import NextUses, choose_slot
 from .batch_memory import BatchMemory
-from .coalesced_reads import Extent
 from .threads import Pool
 
 READ_AHEAD = 8  # reads, beyond those that the batches under way need: for the times when many lanes begin one at once
@@ -173,18 +172,6 @@ def _find_extent(records: np.ndarray) -> tuple[int, int, int]:
     """Return the shard of neighbouring samples, the first of their bytes in it, and the byte behind the last."""
     starts = records["offset"].astype(np.int64)
     return int(records["shard"][0]), int(starts.min()), int((starts + records["size"]).max())
-
-
-class BlockedReads:
-    """The reads of a chunk of samples, each a part of the block that was read with it."""
-
-    def __init__(self, reads: Sequence[BlockRead | PiecewiseRead], extents: Sequence[Extent]) -> None:
-        self._reads, self._extents = reads, extents
-
-    def read(self, i: int) -> memoryview:
-        """Return the bytes of the chunk's `i`-th sample, not checked. Raises ShardReadError."""
-        _, _, offset, size, _ = self._extents[i]
-        return self._reads[i].take(offset, size)
 
 
 class RankReads:

@@ -9,60 +9,53 @@ import torch
 
 from ..dataset import DataSet
 from . import gpu_pixels
-from .base import Batch, Loader
-from .delivery import Delivery, Images
+from .base import DataDescription, Loader
+from .batch_slots import Images
+from .blocks import BlockSource
+from .delivery import HostDelivery
 from .device import resolve_device
+from .engine import Engine
+from .image_chunk import PendingImage
+from .indexed import IndexedSource, open_on
 from .options import LoaderOptions
 from .painter import Painter
-from .prefetch import PendingImage
-from .threaded import ThreadedLoader, open_on
 
 
 def make_loader(
     path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
 ) -> Loader:
     """Open the data set at `path`, of which a copy arrives at `local`, and make a loader that delivers to `device`."""
+    place = resolve_device(device)
 
     def make(data_set: DataSet) -> Loader:
-        place = resolve_device(device)
         if place.type != "cpu" and gpu_pixels.fits(data_set):
-            return gpu_pixels.GpuPixelsLoader(data_set, options, place)
-        return CpuLoader(data_set, options, place)
+            return gpu_pixels.make_pixels_loader(data_set, make_source(data_set, options), options, place)
+        return make_cpu_loader(data_set, options, place)
 
     return open_on(path, options, make, local)
 
 
-class CpuLoader(ThreadedLoader[Images]):
-    """The loader of the `cpu` backend. See `open_loader`."""
+def make_cpu_loader(data_set: DataSet, options: LoaderOptions, device: torch.device) -> Engine[Images]:
+    """Make a loader that decodes on the processor.
 
-    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
-        super().__init__(data_set, options)
-        self._device = device
-        self._delivery = self._new_delivery()
-        only_pixels = data_set.raw_shape is not None
-        self._painter = Painter[Images](self.channels, self._decode_whole, self._take_bad, only_pixels)
+    Args:
+        data_set: Open; the loader closes it.
+        options: The loader's.
+        device: Where batches are delivered.
 
-    def _decode_whole(self, image: PendingImage) -> np.ndarray:
-        return self.data_set.pixels(image.sample, image.data)
+    Returns:
+        The loader.
+    """
 
-    def _new_slots(self, positions: np.ndarray, count: int) -> Images:
-        return Images(positions, count, self._delivery.new_images())
+    def decode_whole(image: PendingImage) -> np.ndarray:
+        return data_set.pixels(image.sample, image.data)
 
-    def _put(self, slots: Images, images: list[PendingImage]) -> dict[str, float]:
-        return self._painter.put(slots, images)
+    channels = data_set.manifest.channels
+    painter = Painter[Images](channels, decode_whole, only_pixels=data_set.raw_shape is not None)
+    delivery = HostDelivery(Images, (options.batch_size, options.size, options.size, channels), device)
+    return Engine(DataDescription.from_data_set(data_set), options, make_source(data_set, options), painter, delivery)
 
-    def _put_nothing(self, slots: Images, slot: int | slice) -> None:
-        slots.images[slot] = 0
 
-    def _finish(self, slots: Images) -> Batch:
-        return self._delivery.deliver(slots)
-
-    def _take_size(self, size: int) -> None:
-        super()._take_size(size)
-        self._delivery = self._new_delivery()
-
-    def _new_delivery(self) -> Delivery:
-        return Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
-
-    def _drain(self) -> None:
-        self._delivery.drain()
+def make_source(data_set: DataSet, options: LoaderOptions) -> IndexedSource:
+    """Choose the source by the order."""
+    return (BlockSource if options.order == "blocks" and options.train else IndexedSource)(data_set, options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,16 @@ from ..images import Buffer
 from ..images.codec import encode_png, read_header
 from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
-from .base import Batch, Loader
+from .base import DataDescription, Loader
+from .batch import Batch
 from .batch_memory import BatchMemory
+from .batch_slots import BatchSlots
+from .cpu import make_source
 from .device import dali_extra, read_driver, resolve_device, to_device
+from .engine import Decoder, Delivery, Engine, TakeBad
+from .image_chunk import ImageChunk, PendingImage
+from .indexed import open_on
 from .options import LoaderOptions
-from .prefetch import BatchSlots, PendingImage
-from .threaded import ThreadedLoader, open_on
-from .threads import Pool, wait_for
 
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
@@ -43,8 +47,10 @@ def make_loader(
 ) -> Loader:
     """Open the data set at `path`, of which a copy arrives at `local`, and make a loader that delivers to `device`."""
 
-    def make(data_set: DataSet) -> DaliLoader:
-        return DaliLoader(data_set, options, resolve_device(device))
+    def make(data_set: DataSet) -> Engine[EncodedImages]:
+        delivery = DaliDelivery(data_set, options, resolve_device(device))
+        source, data = make_source(data_set, options), DataDescription.from_data_set(data_set)
+        return Engine(data, options, source, WindowCutter(), delivery)
 
     return open_on(path, options, make, local)
 
@@ -67,13 +73,45 @@ class EncodedImages(BatchSlots):
         self.flips = np.zeros(len(positions), np.int32)
 
 
-class DaliLoader(ThreadedLoader[EncodedImages]):
-    """The loader of the `dali` backend. See `open_loader`."""
+class WindowCutter(Decoder[EncodedImages]):
+    """Cuts out what DALI has to decode of each image."""
+
+    def put(self, slots: EncodedImages, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
+        began = time.perf_counter()
+        images = list(chunk.pending(range(len(chunk.slots)), slots, take_bad))
+        read = time.perf_counter()
+        for image in images:
+            slot = image.slot
+            try:
+                data, box = _cut_window(image)
+            except ValueError as error:
+                take_bad(slot, error)
+                continue
+            slots.data[slot] = np.frombuffer(data, np.uint8)
+            slots.starts[slot] = box[1], box[0]
+            slots.shapes[slot] = box[3], box[2]
+            slots.flips[slot] = image.flip
+        return {"read": read - began, "window": time.perf_counter() - read}
+
+
+class DaliDelivery(Delivery[EncodedImages]):
+    """Batches that a pipeline of DALI decodes, resizes and mirrors.
+
+    Args:
+        data_set: The data set.
+        options: The loader's.
+        device: Where batches are delivered.
+
+    Raises:
+        SettingError: DALI does not decode what the data set holds.
+        MissingBackendError: DALI is not installed.
+    """
 
     num_on_device = DEPTH - 1
 
     def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
-        super().__init__(data_set, options)
+        self._data_set, self._options = data_set, options
+        self._size, self._channels = options.size, data_set.manifest.channels
         kinds = {ENCODINGS[number] for number in np.unique(data_set.index["encoding"])}
         if not kinds <= DECODED:
             raise SettingError(
@@ -81,10 +119,11 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
                 "allowed: cpu"
             )
         self._device = device
-        nothing = np.zeros((1, 1) if self.channels == 1 else (1, 1, 3), np.uint8)
+        nothing = np.zeros((1, 1) if self._channels == 1 else (1, 1, 3), np.uint8)
         self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
         # Crops are as large as the output, and may reach beyond the image.
-        self._pads = options.train and self._augment.crop == "pad"
+        data = DataDescription.from_data_set(data_set)
+        self._pads = options.train and options.augment.resolve(data.width, data.height, options.size).crop == "pad"
         self._scheduled: deque[EncodedImages] = deque()
         self._pipelines: list[Pipeline] = []
         self._prepare()
@@ -92,19 +131,18 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         weakref.finalize(self, self._pipelines.clear)
 
     def close(self) -> None:
-        super().close()
         self._pipelines.clear()
 
     @property
     def _pipeline(self) -> Pipeline:
         return self._pipelines[0]
 
-    def _take_size(self, size: int) -> None:
-        super()._take_size(size)
+    def set_size(self, size: int) -> None:
+        self._size = size
         self._prepare()
 
     def _prepare(self) -> None:
-        shape = (self.options.batch_size, self.size, self.size, self.channels)
+        shape = (self._options.batch_size, self._size, self._size, self._channels)
         self._memory = BatchMemory(shape, pinned=False)
         self._pipelines[:] = [self._build()]
 
@@ -115,7 +153,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         except ImportError as error:
             raise MissingBackendError.for_extra("DALI is not installed", dali_extra(read_driver())) from error
         on_gpu = self._device.type == "cuda"
-        options = self.options
+        options = self._options
         pipeline = Pipeline(
             batch_size=options.batch_size,
             num_threads=options.num_threads(),
@@ -128,7 +166,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
                 fn.external_source(name=name, ndim=1, dtype=DALIDataType.INT32) for name in ("start", "shape")
             )
             flip = fn.external_source(name="flip", ndim=0, dtype=DALIDataType.INT32)
-            kind = DALIImageType.RGB if self.channels == 3 else DALIImageType.GRAY
+            kind = DALIImageType.RGB if self._channels == 3 else DALIImageType.GRAY
             # Crops are those of the image as it is stored, which no other backend turns by its EXIF orientation.
             decoding: dict[str, Any] = {
                 "device": "mixed" if on_gpu else "cpu",
@@ -142,40 +180,21 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
             else:
                 decoded = fn.decoders.image_slice(data, start=start, shape=shape, axes=[0, 1], **decoding)
                 images = fn.resize(
-                    decoded, size=[self.size, self.size], interp_type=DALIInterpType.INTERP_LINEAR, antialias=True
+                    decoded, size=[self._size, self._size], interp_type=DALIInterpType.INTERP_LINEAR, antialias=True
                 )
             pipeline.set_outputs(fn.flip(images, horizontal=flip))
         pipeline.build()
         return pipeline
 
-    # --- in the threads ---
-
-    def _put(self, slots: EncodedImages, images: list[PendingImage]) -> dict[str, float]:
-        began = time.perf_counter()
-        for image in images:
-            slot = image.slot
-            try:
-                data, box = _cut_window(image)
-            except ValueError as error:
-                self._take_bad(slots, slot, error)
-                continue
-            slots.data[slot] = np.frombuffer(data, np.uint8)
-            slots.starts[slot] = box[1], box[0]
-            slots.shapes[slot] = box[3], box[2]
-            slots.flips[slot] = image.flip
-        return {"window": time.perf_counter() - began}
-
-    def _put_nothing(self, slots: EncodedImages, slot: int | slice) -> None:
+    def put_nothing(self, slots: EncodedImages, slot: int | slice) -> None:
         for i in range(*slot.indices(len(slots.data))) if isinstance(slot, slice) else (slot,):
             slots.data[i] = self._nothing
-        slots.starts[slot], slots.shapes[slot] = 0, self.size if self._pads else 1
+        slots.starts[slot], slots.shapes[slot] = 0, self._size if self._pads else 1
 
-    # --- in the consumer ---
-
-    def _new_slots(self, positions: np.ndarray, count: int) -> EncodedImages:
+    def new_slots(self, positions: np.ndarray, count: int) -> EncodedImages:
         return EncodedImages(positions, count, self._nothing)
 
-    def _begin(self, slots: EncodedImages) -> None:
+    def begin(self, slots: EncodedImages) -> None:
         self._scheduled.append(slots)
         self._feed(slots)
 
@@ -185,20 +204,20 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         self._pipeline.feed_input("flip", slots.flips)
         self._pipeline.schedule_run()
 
-    def _finish(self, slots: EncodedImages) -> Batch:
+    def finish(self, slots: EncodedImages, engine: Engine[EncodedImages]) -> Batch:
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         began = time.perf_counter()
         try:
             (images,) = self._pipeline.share_outputs()
         except RuntimeError as error:
-            self._restart_without_bad(slots, error)
+            self._restart_without_bad(slots, engine, error)
             (images,) = self._pipeline.share_outputs()
         self._scheduled.popleft()
-        self.stage_s["decode"] += time.perf_counter() - began
+        engine.stage_s["decode"] += time.perf_counter() - began
         images = images.as_tensor()
         if self._device.type == "cuda":
-            shape = (len(slots.data), self.size, self.size, self.channels)
+            shape = (len(slots.data), self._size, self._size, self._channels)
             images_BHWC = torch.empty(shape, dtype=torch.uint8, device=self._device)
             feed_ndarray(images, images_BHWC, cuda_stream=torch.cuda.current_stream(self._device))
         else:
@@ -211,7 +230,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         rest = (to_device(a, self._device) for a in (slots.labels, slots.samples, slots.valid))
         return Batch(images_BHWC.permute(0, 3, 1, 2), *rest)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         try:
             while self._scheduled and self._pipelines:
                 self._scheduled.popleft()
@@ -222,7 +241,7 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         finally:
             self._scheduled.clear()
 
-    def _restart_without_bad(self, slots: EncodedImages, error: Exception) -> None:
+    def _restart_without_bad(self, slots: EncodedImages, engine: Engine[EncodedImages], error: Exception) -> None:
         """Continue without the bad images of a batch.
 
         DALI refuses the batch as a whole, and takes no others: our own decoder finds the images.
@@ -230,25 +249,20 @@ class DaliLoader(ThreadedLoader[EncodedImages]):
         self._pipelines[:] = [self._build()]
         scheduled = list(self._scheduled)
         self._scheduled.clear()
-        pool = Pool(1)  # it reads again
-        try:
-            has_bad = wait_for(pool.submit(self._take_undecodable, slots), self.options.timeout_s, self._report_wait)
-        finally:
-            pool.close()
-        if not has_bad:
-            raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self.data_set.folder) from error
+        if not engine.wait_for(partial(self._take_undecodable, slots, engine)):
+            raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self._data_set.folder) from error
         for batch in scheduled:
-            self._begin(batch)
+            self.begin(batch)
 
-    def _take_undecodable(self, slots: EncodedImages) -> bool:
+    def _take_undecodable(self, slots: EncodedImages, engine: Engine[EncodedImages]) -> bool:
         """In a thread: take for bad what our own decoder refuses as a whole. Returns whether there is any."""
         has_bad = False
         for slot in np.flatnonzero(slots.valid).tolist():
             sample = int(slots.samples[slot])
             try:
-                self.data_set.pixels(sample, self.data_set.read(sample))
+                self._data_set.pixels(sample, self._data_set.read(sample))
             except DecodeError as error:
-                self._take_bad(slots, slot, error)
+                engine.take_bad(slots, slot, error)
                 has_bad = True
         return has_bad
 

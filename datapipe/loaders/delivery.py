@@ -4,42 +4,51 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import fields
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from .base import Batch
+from .batch import Batch
 from .batch_memory import BatchMemory
-from .prefetch import BatchSlots
+from .batch_slots import Images
+from .engine import Delivery, Engine
+
+ImagesT = TypeVar("ImagesT", bound=Images)
 
 
-class Images(BatchSlots):
-    """Slots with the images' memory: uint8[B, H, W, C]."""
-
-    def __init__(self, positions: np.ndarray, count: int, images: np.ndarray) -> None:
-        super().__init__(positions, count)
-        self.images = images
-
-
-class Delivery:
+class HostDelivery(Delivery[ImagesT]):
     """Batches from host memory, on the device if there is one.
 
     Args:
+        kind: The class of a batch's slots.
         shape: Of a batch's images: B, H, W, C.
         device: Where batches are delivered; from pinned memory to a GPU.
     """
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self._device = None if device.type == "cpu" else device
+    def __init__(self, kind: type[ImagesT], shape: tuple[int, ...], device: torch.device) -> None:
+        self._kind = kind
+        self._shape, self._device = shape, None if device.type == "cpu" else device
         self._memory = BatchMemory(shape, pinned=self._device is not None)
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)
         self._on_device: deque[tuple[torch.cuda.Event, Batch]] = deque()
 
-    def new_images(self) -> np.ndarray:
-        """Give memory for one batch, with whatever an earlier one left in it."""
-        return self._memory.take()
+    def set_size(self, size: int) -> None:
+        batch_size, _, _, channels = self._shape
+        self._shape = batch_size, size, size, channels
+        self._memory = BatchMemory(self._shape, pinned=self._device is not None)
 
-    def deliver(self, slots: Images) -> Batch:
+    def new_slots(self, positions: np.ndarray, count: int) -> ImagesT:
+        """Make slots, with whatever an earlier batch has left in their memory."""
+        return self._kind(positions, count, self._memory.take())
+
+    def put_nothing(self, slots: ImagesT, slot: int | slice) -> None:
+        slots.images[slot] = 0
+
+    def begin(self, slots: ImagesT) -> None:
+        pass
+
+    def finish(self, slots: ImagesT, engine: Engine[ImagesT]) -> Batch:
         """Make a batch of slots that are full, on the device."""
         images, *rest = (torch.from_numpy(a) for a in (slots.images, slots.labels, slots.samples, slots.valid))
         batch = Batch(images.permute(0, 3, 1, 2), *rest)
@@ -58,6 +67,9 @@ class Delivery:
         while self._on_device[0][0].query() and len(self._on_device) > 1:
             self._on_device.popleft()
         return delivered
+
+    def close(self) -> None:
+        pass
 
     def drain(self) -> None:
         """Wait until nothing is being copied: memory may be used again."""

@@ -13,12 +13,15 @@ import torch
 from ..dataset import DataSet
 from ..errors import DecodeError
 from ..images.window import check_size
-from .base import Batch
-from .delivery import Delivery, Images
+from .base import DataDescription
+from .batch import Batch
+from .batch_slots import Images
+from .delivery import HostDelivery
 from .device import to_device
+from .engine import Decoder, Engine, TakeBad
+from .image_chunk import ImageChunk
+from .indexed import IndexedSource
 from .options import LoaderOptions
-from .prefetch import PendingImage
-from .threaded import ThreadedLoader
 
 
 def fits(data_set: DataSet) -> bool:
@@ -37,46 +40,70 @@ class Pixels(Images):
         self.flips = np.zeros(len(positions), bool)
 
 
-class GpuPixelsLoader(ThreadedLoader[Pixels]):
-    """The loader for `device="cuda"` and a data set that `fits`. See `open_loader`."""
+def make_pixels_loader(
+    data_set: DataSet, source: IndexedSource, options: LoaderOptions, device: torch.device
+) -> Engine[Pixels]:
+    """Make a loader that leaves all but copying to the device.
 
-    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
-        super().__init__(data_set, options)
-        width, height = data_set.manifest.width, data_set.manifest.height
-        if width is None or height is None:
-            raise ValueError("the images have different sizes")
-        self._device = device
-        self._delivery = Delivery((options.batch_size, height, width, self.channels), device)
+    Args:
+        data_set: It `fits`.
+        source: Of its samples.
+        options: The loader's.
+        device: Where batches are delivered.
 
-    def _new_slots(self, positions: np.ndarray, count: int) -> Pixels:
-        return Pixels(positions, count, self._delivery.new_images())
+    Returns:
+        The loader.
+    """
+    delivery = CutOnDevice(data_set, options, device)
+    return Engine(DataDescription.from_data_set(data_set), options, source, PixelCopier(data_set), delivery)
 
-    def _put(self, slots: Pixels, images: list[PendingImage]) -> dict[str, float]:
+
+class PixelCopier(Decoder[Pixels]):
+    """Copies pixels as they are stored."""
+
+    def __init__(self, data_set: DataSet) -> None:
+        self._data_set = data_set
+
+    def put(self, slots: Pixels, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
         began = time.perf_counter()
-        for image in images:
+        for image in chunk.pending(range(len(chunk.slots)), slots, take_bad):
             try:
-                pixels = self.data_set.pixels(image.sample, image.data)
+                pixels = self._data_set.pixels(image.sample, image.data)
                 check_size(pixels.shape[1], pixels.shape[0], image.size)  # numpy would repeat a single row
                 slots.images[image.slot] = pixels
             except (ValueError, DecodeError) as error:
-                self._take_bad(slots, image.slot, error)
+                take_bad(image.slot, error)
                 continue
             slots.boxes[image.slot] = image.box
             slots.flips[image.slot] = image.flip
         return {"copy": time.perf_counter() - began}
 
-    def _put_nothing(self, slots: Pixels, slot: int | slice) -> None:
-        slots.images[slot] = 0
 
-    def _finish(self, slots: Pixels) -> Batch:
-        batch = self._delivery.deliver(slots)
-        boxes, flips = (to_device(a, self._device) for a in (slots.boxes, slots.flips))
+class CutOnDevice(HostDelivery[Pixels]):
+    """Whole images, which the device cuts out of.
+
+    Args:
+        data_set: It `fits`.
+        options: The loader's.
+        device: Where batches are delivered.
+    """
+
+    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
+        width, height = data_set.manifest.width, data_set.manifest.height
+        if width is None or height is None:
+            raise ValueError("the images have different sizes")
+        super().__init__(Pixels, (options.batch_size, height, width, data_set.manifest.channels), device)
+        self._place = device
+
+    def set_size(self, size: int) -> None:
+        """Leave the memory as it is: whole images are in it."""
+
+    def finish(self, slots: Pixels, engine: Engine[Pixels]) -> Batch:
+        batch = super().finish(slots, engine)
+        boxes, flips = (to_device(a, self._place) for a in (slots.boxes, slots.flips))
         images_BHWC = batch.images.permute(0, 2, 3, 1)
-        images_BSSC = crop_resize_flip_batch(images_BHWC, boxes, flips, self.size)
+        images_BSSC = crop_resize_flip_batch(images_BHWC, boxes, flips, engine.size)
         return Batch(images_BSSC.permute(0, 3, 1, 2), batch.labels, batch.samples, batch.valid)
-
-    def _drain(self) -> None:
-        self._delivery.drain()
 
 
 def crop_resize_flip_batch(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import time
 from functools import lru_cache
 
 import numpy as np
 
 from .. import native
 from ..images.codec import decode_jpeg, encode_jpeg
-from .delivery import Images
-from .prefetch import PendingImage
+from .batch_slots import Images
+from .image_chunk import ImageChunk, ImagesInMemory
 from .resize import crop_resize_flip
 
 logger = logging.getLogger(__name__)
@@ -28,25 +30,24 @@ class NativePixels:
     def __init__(self, library: native.Native, channels: int, only_pixels: bool) -> None:
         self._library, self._channels, self._only_pixels = library, channels, only_pixels
 
-    def put(self, slots: Images, images: list[PendingImage]) -> tuple[list[PendingImage], dict[str, float]]:
-        """Put images into their slots; return those that are left to other decoders, and the seconds of each stage."""
-        jobs = np.zeros(len(images), native.JOB)
-        # An array of each image's bytes keeps them alive, and gives their address.
-        arrays = [np.frombuffer(image.data, np.uint8) for image in images]
-        jobs["data"] = [array.ctypes.data for array in arrays]
-        jobs["size"] = [array.size for array in arrays]
-        jobs["box"] = [image.box for image in images]
-        jobs["width"], jobs["height"] = np.array([image.size for image in images], np.int32).T
-        jobs["flip"] = [image.flip for image in images]
-        jobs["scale"] = [image.scale for image in images]
+    def put(self, slots: Images, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
+        """Put images into their slots; return which are left to other decoders, and the seconds of each stage."""
+        began = time.perf_counter()
+        jobs, spent_s = chunk.jobs, np.zeros(len(native.STAGES))
         jobs["is_pixels"] = self._only_pixels
-        size, spent_s = slots.images.shape[1], np.zeros(native.STAGES)
-        slot_bytes = slots.images[0].nbytes
-        jobs["out"] = [slots.images.ctypes.data + image.slot * slot_bytes for image in images]
-        left = []
-        if self._library.decode(jobs, self._channels, size, slots.stop, spent_s):
-            left = [images[i] for i in np.flatnonzero(jobs["status"])]
-        return left, {"decode": float(spent_s[0]), "resize": float(spent_s[1])}
+        jobs["out"] = slots.images.ctypes.data + np.array(chunk.slots) * slots.images[0].nbytes
+        watching, progress = chunk.locate()
+        stage_s = {"read": time.perf_counter() - began}
+        left: list[int] = []
+        with watching:
+            if self._library.decode(jobs, self._channels, slots.images.shape[1], slots.stop, progress, spent_s):
+                left = np.flatnonzero(jobs["status"]).tolist()
+        for i in left:
+            if jobs["status"][i] == native.UNSUPPORTED and i not in chunk.data:
+                chunk.data[i] = ctypes.string_at(int(jobs["data"][i]), int(jobs["size"][i]))
+        for name, seconds in zip(native.STAGES, spent_s.tolist(), strict=True):
+            stage_s[name] = stage_s.get(name, 0.0) + seconds
+        return left, stage_s
 
 
 @lru_cache(maxsize=1)
@@ -76,8 +77,10 @@ def _find_difference(library: native.Native) -> str:
             slots = Images(np.arange(1), 1, np.zeros((1, 20, 20, 3), np.uint8))
             expected = np.zeros((20, 20, 3), np.uint8)
             crop_resize_flip(pixels, box, True, expected)
-            image = PendingImage(0, 0, data, (38, 50), box, 1, True)
-            left, _ = NativePixels(library, 3, name == "resize").put(slots, [image])
+            jobs = np.zeros(1, native.JOB)
+            jobs["width"], jobs["height"], jobs["box"], jobs["scale"], jobs["flip"] = 38, 50, box, 1, True
+            chunk = ImagesInMemory([0], np.arange(1), jobs, [data])
+            left, _ = NativePixels(library, 3, name == "resize").put(slots, chunk)
             if left or not np.array_equal(slots.images[0], expected):
                 other = "torch" if name == "resize" else "libjpeg-turbo"
                 return f"it does not {name} as the installed {other} does"

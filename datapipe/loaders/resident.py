@@ -16,13 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..dataset import DataSet
 from ..errors import SettingError
 from ..sampling.order import epoch_order, slice_positions
-from .base import Batch, DataDescription, Loader
-from .cpu import CpuLoader
+from .base import DataDescription, Loader
+from .batch import Batch
+from .cpu import make_cpu_loader
 from .device import resolve_device, to_device
+from .indexed import open_on
 from .options import LoaderOptions
-from .threaded import open_on
 
 FILL_BATCH = 1024  # images that are decoded at a time
 
@@ -34,14 +36,19 @@ def make_loader(
     options.refuse_other_than("images that are decoded once", order="full", io="cached")
     whole = replace(options, batch_size=FILL_BATCH, train=False, rank=0, world_size=1, last="pad")
     cpu = torch.device("cpu")
-    with closing(open_on(path, whole, lambda data_set: CpuLoader(data_set, whole, cpu), local)) as source:
-        return ResidentLoader(source, options, resolve_device(device))
+
+    def make(data_set: DataSet) -> ResidentLoader:
+        with closing(make_cpu_loader(data_set, whole, cpu)) as source:
+            return ResidentLoader(DataDescription.from_data_set(data_set), source, options, resolve_device(device))
+
+    return open_on(path, whole, make, local)
 
 
 class ResidentLoader(Loader):
     """The loader of the `resident` backend. See `open_loader`.
 
     Args:
+        data: The data set.
         source: Gives all images once, in order.
         options: The loader's.
         device: Where the images stay.
@@ -51,8 +58,7 @@ class ResidentLoader(Loader):
         DatapipeError: They cannot be read.
     """
 
-    def __init__(self, source: CpuLoader, options: LoaderOptions, device: torch.device) -> None:
-        data = DataDescription.from_data_set(source.data_set)
+    def __init__(self, data: DataDescription, source: Loader, options: LoaderOptions, device: torch.device) -> None:
         super().__init__(data, options)
         if (data.width, data.height) != (self.size, self.size):
             sides = f"of {data.width}×{data.height}" if data.width and data.height else "of different sizes"
@@ -94,7 +100,7 @@ class ResidentLoader(Loader):
         if not len(samples):
             return self._padding(missing)
         side = np.full(len(samples), self.size)
-        boxes, flips = self._crops(epoch, positions, samples, side, side)
+        boxes, flips = self.crops(epoch, positions, samples, side, side)
         columns = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
         rows, tops, lefts, mirrored = to_device(columns, self._device).unbind(1)  # one copy
         if self._pad:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -126,6 +126,14 @@ class Pool:
     def close(self) -> None:
         """End the threads; what they have not begun is cancelled. Waits only a moment for one that hangs."""
         self._end()
+
+
+class Threads(NamedTuple):
+    """The threads of a loader, in one process."""
+
+    fill: Pool
+    read: Pool  # that read ahead, in order
+    plan: Pool  # one, that works out what a batch's samples are
 
 
 def _end(tasks: TaskQueue, threads: list[threading.Thread], ending: threading.Event) -> None:

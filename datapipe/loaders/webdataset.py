@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from functools import partial
 from itertools import islice
 from typing import BinaryIO, NamedTuple
 
@@ -20,16 +21,19 @@ import torch
 
 from ..errors import DatapipeError, ShardReadError
 from ..images.codec import decode, read_header
+from ..native import JOB
 from ..sampling.augment import scales
 from ..sampling.order import BUFFER, permutation, uniform
-from .base import Batch, DataDescription, Loader, Place
-from .delivery import Delivery, Images
+from .base import Loader, Place
+from .batch_slots import BatchSlots, ChunkReport, Images
+from .delivery import HostDelivery
 from .device import resolve_device
+from .engine import Engine, SlotsT, Source
+from .image_chunk import ImageChunk, ImagesInMemory, PendingImage
 from .options import LoaderOptions
 from .painter import Painter
-from .prefetch import CHUNK, ChunkReport, PendingImage, PrefetchLoader, Threads
 from .tar_streams import Sample, Shard, describe, end_commands, locate, read_samples
-from .threads import Pool
+from .threads import Threads
 
 SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
 
@@ -48,86 +52,55 @@ def make_loader(
     """Open the shards at `path`, those of a split if there are several, and make a loader that delivers to `device`."""
     options.refuse_other_than("backend: 'webdataset'", order="full", io="cached")
     shards, counts, data = describe(str(path), split, options)
-    return WebDatasetLoader(shards, counts, data, options, resolve_device(device))
+
+    def decode_whole(image: PendingImage) -> np.ndarray:
+        return decode(image.data, data.channels)
+
+    delivery = HostDelivery(
+        Images, (options.batch_size, options.size, options.size, data.channels), resolve_device(device)
+    )
+    return Engine(
+        data, options, TarStreams(shards, counts, options), Painter[Images](data.channels, decode_whole), delivery
+    )
 
 
-class StreamSlots(Images):
-    """Slots whose samples are known when they were read."""
-
-    streamed: list[Sample]  # in the order of the slots
-
-
-class WebDatasetLoader(PrefetchLoader[StreamSlots]):
-    """The loader of the `webdataset` backend. See `open_loader`.
-
-    `samples` of a batch count through the shards as they are named.
+class TarStreams(Source):
+    """The samples of tar shards, one behind the other. `samples` of a batch count through the shards as they are named.
 
     Args:
         shards: In the order of their names.
         counts: The number of samples in each.
-        data: What is known of all of them.
         options: The loader's.
-        device: Where batches are delivered.
     """
 
-    def __init__(
-        self,
-        shards: list[Shard],
-        counts: list[int],
-        data: DataDescription,
-        options: LoaderOptions,
-        device: torch.device,
-    ) -> None:
-        super().__init__(data, options)
-        self._shards, self._counts = shards, counts
+    def __init__(self, shards: list[Shard], counts: list[int], options: LoaderOptions) -> None:
+        self._shards, self._counts, self.options = shards, counts, options
         self._firsts = np.cumsum([0, *counts]).tolist()
-        self._device = device
-        self._delivery = self._new_delivery()
-        self._painter = Painter[StreamSlots](self.channels, self._decode_whole, self._take_bad)
         self._shard = shards[0]  # that is being read
         self._streams: list[BinaryIO] = []  # that are being read
 
     def identity(self) -> dict[str, int | str]:
-        return {**super().identity(), "world_size": self.options.world_size}
+        return {"world_size": self.options.world_size}
 
-    def _decode_whole(self, image: PendingImage) -> np.ndarray:
-        return decode(image.data, self.channels)
-
-    def _put(self, slots: StreamSlots, images: list[PendingImage]) -> dict[str, float]:
-        return self._painter.put(slots, images)
-
-    def _put_nothing(self, slots: StreamSlots, slot: int | slice) -> None:
-        slots.images[slot] = 0
-
-    def _finish(self, slots: StreamSlots) -> Batch:
-        return self._delivery.deliver(slots)
-
-    def _take_size(self, size: int) -> None:
-        super()._take_size(size)
-        self._delivery = self._new_delivery()
-
-    def _new_delivery(self) -> Delivery:
-        return Delivery((self.options.batch_size, self.size, self.size, self.channels), self._device)
-
-    def _drain(self) -> None:
-        self._delivery.drain()
-
-    def _place(self, slots: StreamSlots, slot: int) -> Place:
-        sample = slots.streamed[slot]
+    def place(self, slots: BatchSlots, slot: int) -> Place:
+        sample: Sample = slots.known[slot]
         return {**locate(sample.shard), "key": sample.key}
 
-    def _explain_wait(self) -> tuple[Place, str]:
+    def explain_wait(self) -> tuple[Place, str]:
         return locate(self._shard), ""
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         end_commands(self._streams)
 
-    def _forget_files(self) -> None:
+    def forget_files(self) -> None:
+        self._streams = []
+
+    def close(self) -> None:
         self._streams = []
 
     # --- in the consumer ---
 
-    def _start_batches(self, epoch: int, steps: range, threads: Threads) -> Generator[StreamSlots]:
+    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
         batch_size = self.options.batch_size
         parts = rank_parts(self._counts, self.options, epoch)
         total = sum(part.take for part in parts)
@@ -136,8 +109,8 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
         try:
             for step in steps:
                 count = max(0, min(batch_size, total - step * batch_size))
-                slots = StreamSlots(self._positions(step), count, self._delivery.new_images())
-                slots.tasks.append(threads.read.submit(self._read, epoch, slots, count, stream, threads.fill))
+                slots = engine.delivery.new_slots(engine.positions(step), count)
+                slots.tasks.append(threads.read.submit(self._read, engine, epoch, slots, stream, threads))
                 yield slots
         finally:
             threads.read.submit(samples.close)  # behind what it is reading
@@ -172,29 +145,23 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
             yield buffer.pop()
 
     def _read(
-        self, epoch: int, slots: StreamSlots, count: int, stream: Iterator[Sample], pool: Pool
+        self, engine: Engine[SlotsT], epoch: int, slots: SlotsT, stream: Iterator[Sample], threads: Threads
     ) -> ChunkReport | None:
         """Read a batch's samples, and have them decoded."""
         if slots.abandoned:
             return None
         began = time.perf_counter()
-        slots.streamed = list(islice(stream, count))
-        self._put_nothing(slots, slice(count, None))
-        for first in range(0, count, CHUNK):
-            chunk = range(first, min(first + CHUNK, count))
-            slots.tasks.append(pool.submit(self._fill, epoch, slots, chunk))
-        stage_s = {"read": time.perf_counter() - began}
-        return ChunkReport(stage_s, sum(len(sample.data) for sample in slots.streamed))
+        slots.known = list(islice(stream, slots.count))
+        engine.fill(slots, partial(self._images, engine, epoch, slots), threads)
+        return ChunkReport({"read": time.perf_counter() - began}, 0)
 
     # --- in the decoding threads ---
 
-    def _fill(self, epoch: int, slots: StreamSlots, chunk: range) -> ChunkReport | None:
-        if slots.abandoned:
-            return None
+    def _images(self, engine: Engine[SlotsT], epoch: int, slots: SlotsT, chunk: slice) -> ImageChunk:
         readable: list[int] = []  # slots
         sizes: list[tuple[int, int]] = []
-        for slot in chunk:
-            sample = slots.streamed[slot]
+        for slot in range(chunk.start, chunk.stop):
+            sample: Sample = slots.known[slot]
             slots.samples[slot], slots.labels[slot] = sample.number, sample.label
             try:
                 if sample.error is not None:
@@ -203,19 +170,14 @@ class WebDatasetLoader(PrefetchLoader[StreamSlots]):
                 readable.append(slot)
                 sizes.append((header.width, header.height))
             except (ValueError, DatapipeError) as error:
-                self._take_bad(slots, slot, error)
-        if not readable:
-            return None
-        widths, heights = np.array(sizes).T
-        crops = self._crops(epoch, slots.positions[readable], slots.samples[readable], widths, heights)
-        boxes, flips = crops.boxes.tolist(), crops.flips.tolist()
-        images = [
-            PendingImage(slot, slots.streamed[slot].number, slots.streamed[slot].data, size, box, scale, flip)
-            for slot, size, box, scale, flip in zip(
-                readable, sizes, boxes, scales(crops.boxes, self.size).tolist(), flips, strict=True
-            )
-        ]
-        return ChunkReport(self._put(slots, images), 0)
+                engine.take_bad(slots, slot, error)
+        jobs = np.zeros(len(readable), JOB)
+        jobs["width"], jobs["height"] = widths, heights = np.array(sizes, np.int32).reshape(-1, 2).T
+        if readable:
+            crops = engine.crops(epoch, slots.positions[readable], slots.samples[readable], widths, heights)
+            jobs["box"], jobs["flip"], jobs["scale"] = crops.boxes, crops.flips, scales(crops.boxes, engine.size)
+        encoded = [slots.known[slot].data for slot in readable]
+        return ImagesInMemory(readable, slots.samples[readable], jobs, encoded)
 
 
 def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[ShardPart]:

@@ -1,4 +1,5 @@
-"""The decoder in C: encoded images to crops in a batch's slots, one call for many, without the interpreter's lock.
+"""The decoder in C: images in files or memory to crops in a batch's slots, one call for many, without the
+interpreter's lock.
 
 It is compiled when the package is installed, where there is a compiler: for processors with AVX2, and for all others.
 Without AVX2 libraries are faster, and only DATAPIPE_NATIVE=plain chooses it; DATAPIPE_NATIVE=0 chooses none.
@@ -7,31 +8,37 @@ Without AVX2 libraries are faster, and only DATAPIPE_NATIVE=plain chooses it; DA
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import threading
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import SettingError
 
-VERSION = 1  # NATIVE_VERSION in native.h
+VERSION = 2  # NATIVE_VERSION in native.h
 VARIABLE = "DATAPIPE_NATIVE"
 REBUILD = "to build it, with a C compiler (cc): python -m pip install --no-deps -e CHECKOUT, the folder of this project"
 AVX2, PLAIN = "avx2", "plain"
 
-DONE, UNSUPPORTED = range(2)  # enum Status
+DONE, UNSUPPORTED, UNREAD = range(3)  # enum Status
 
 JOB = np.dtype(  # struct Job in native.h
     [
         ("data", np.uintp),
         ("size", np.int64),
         ("out", np.uintp),
+        ("offset", np.int64),
         ("box", np.int32, (4,)),
         ("width", np.int32),
         ("height", np.int32),
+        ("fd", np.int32),
+        ("checksum", np.uint32),
+        ("has_checksum", np.uint8),
+        ("is_direct", np.uint8),
         ("flip", np.uint8),
         ("is_pixels", np.uint8),
         ("status", np.uint8),
@@ -39,7 +46,8 @@ JOB = np.dtype(  # struct Job in native.h
     ],
     align=True,
 )
-STAGES = 2  # of which the seconds are told: decode, resize
+STAGES = ("read", "decode", "resize")  # of which the seconds are told
+PROGRESS = 2  # int64: the number of the job that is being read, from 1, and since when; 0: none
 
 
 class UnusableError(Exception):
@@ -50,7 +58,7 @@ class _Workspace:
     """Memory of one thread in the library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library, self.pointer = library, library.native_open()
+        self._library, self.pointer = library, library.native_open(find_hash())
         if not self.pointer:
             raise MemoryError("no memory for a decoder")
 
@@ -77,13 +85,14 @@ class Native:
         try:
             self._library = library = ctypes.CDLL(path)
             pointer, number = ctypes.c_void_p, ctypes.c_int
-            for function, result, *arguments in (
-                ("native_version", number),
-                ("native_has_avx2", number),
-                ("native_open", pointer),
-                ("native_close", None, pointer),
-                ("native_decode_chunk", number, pointer, pointer, number, number, number, pointer, pointer),
-            ):
+            functions: list[tuple[str, Any, list[Any]]] = [
+                ("native_version", number, []),
+                ("native_has_avx2", number, []),
+                ("native_open", pointer, [pointer]),
+                ("native_close", None, [pointer]),
+                ("native_decode_chunk", number, [pointer, pointer, number, number, number, *[pointer] * 3]),
+            ]
+            for function, result, arguments in functions:
                 entry = getattr(library, function)
                 entry.restype, entry.argtypes = result, arguments
         except (OSError, AttributeError) as error:
@@ -102,16 +111,19 @@ class Native:
         channels: int,
         size: int,
         abandoned: np.ndarray,
+        progress: np.ndarray,
         spent_s: np.ndarray,
     ) -> int:
         """Do the jobs whose status is DONE, and set the status of those that fail.
 
         Args:
-            jobs: JOB[N]. The memory that they point to must live.
+            jobs: JOB[N]. The memory and the files that they point to must live. The bytes of those that were read, and
+                are UNSUPPORTED, lie at `data` until this thread calls again.
             channels: 1 or 3.
             size: S: a slot is uint8[S, S, channels].
             abandoned: uint8[1]: the rest is not done once it is not 0.
-            spent_s: float64[STAGES]: the seconds of each stage are added.
+            progress: int64[PROGRESS]: what is being read, in nanoseconds since the call began.
+            spent_s: float64[len(STAGES)]: the seconds of each stage are added.
 
         Returns:
             How many are not DONE.
@@ -119,12 +131,22 @@ class Native:
         workspace = getattr(self._local, "workspace", None)
         if workspace is None:
             workspace = self._local.workspace = _Workspace(self._library)
-        addresses = (array.ctypes.data for array in (abandoned, spent_s))
+        addresses = (array.ctypes.data for array in (abandoned, progress, spent_s))
         return int(
             self._library.native_decode_chunk(
                 workspace.pointer, jobs.ctypes.data, len(jobs), channels, size, *addresses
             )
         )
+
+
+@lru_cache(maxsize=1)
+def find_hash() -> int | None:
+    """Return the address of the function XXH3_64bits in the package xxhash; None where that does not show it."""
+    try:
+        library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+        return ctypes.cast(library.XXH3_64bits, ctypes.c_void_p).value
+    except (ImportError, OSError, AttributeError):
+        return None
 
 
 class Choice(NamedTuple):

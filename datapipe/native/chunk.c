@@ -1,15 +1,18 @@
-/* A chunk of a batch in one call: each image is decoded, cropped, resized and mirrored into its slot. */
+/* A chunk of a batch in one call: each image is read, decoded, cropped, resized and mirrored into its slot. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime, posix_memalign */
 
 #include "huffman.h"
 #include "pixels.h"
+#include "read.h"
 
 #include <stdlib.h>
 #include <time.h>
 
 struct Workspace {
     Decoder decoder;
-    Memory chroma, resized;
+    Memory chroma, resized, unsupported;
+    Group group;
+    Hash *hash;
     Huffman tables[8];
 };
 
@@ -44,10 +47,11 @@ int native_has_avx2(void)
 #endif
 }
 
-Workspace *native_open(void)
+Workspace *native_open(Hash *hash)
 {
     Workspace *workspace = calloc(1, sizeof *workspace);
     if (workspace) {
+        workspace->hash = hash;
         workspace->decoder.dc = workspace->tables;
         workspace->decoder.ac = workspace->tables + 4;
     }
@@ -61,6 +65,8 @@ void native_close(Workspace *workspace)
         free(workspace->decoder.samples.bytes);
         free(workspace->chroma.bytes);
         free(workspace->resized.bytes);
+        free(workspace->unsupported.bytes);
+        free(workspace->group.memory.bytes);
     }
     free(workspace);
 }
@@ -172,16 +178,60 @@ static bool decode(Workspace *workspace, const Job *job, int channels, int out_s
     return is_done;
 }
 
+/* Return the bytes of job `i`, from memory or its file; NULL if there are none, or not those of its checksum. */
+static const uint8_t *find_bytes(Workspace *workspace, const Job *jobs, int i, int count)
+{
+    const Job *job = &jobs[i];
+    const uint8_t *data = job->data ? job->data : read_image(&workspace->group, jobs, i, count);
+    bool is_right = data && (!job->has_checksum || (workspace->hash &&
+                             (uint32_t)workspace->hash(data, (size_t)job->size) == job->checksum));
+    return is_right ? data : NULL;
+}
+
+/* Keep the bytes of job `i`, which were read, for Python. */
+static const uint8_t *keep(Memory *memory, size_t *used, const uint8_t *data, const Job *jobs, int i, int count)
+{
+    size_t size = (size_t)jobs[i].size, needed = 0;
+    if (!*used) { /* once: room for all that may come; what is not used costs nothing */
+        for (int j = i; j < count; j++)
+            needed += (size_t)jobs[j].size;
+        if (!make_room(memory, needed + 1))
+            return NULL;
+    }
+    uint8_t *kept = memcpy(memory->bytes + *used, data, size);
+    *used += size;
+    return kept;
+}
+
 /* Do the jobs whose status is DONE, and set the status of those that fail. Returns how many are not DONE.
  * The rest is left alone once `is_abandoned`. */
 int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels, int out_size,
-                        const volatile uint8_t *is_abandoned, double *spent_s)
+                        const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s)
 {
     int failed = 0;
+    size_t kept = 0;
+    double start = now();
+    workspace->group.end = 0;
     for (int i = 0; i < count && !*is_abandoned; i++) {
         Job *job = &jobs[i];
-        if (job->status == DONE && !decode(workspace, job, channels, out_size, spent_s))
-            job->status = UNSUPPORTED;
+        if (job->status == DONE) {
+            double began = now();
+            progress->since_ns = (int64_t)(1e9 * (began - start));
+            progress->number = i + 1;
+            bool is_from_file = !job->data;
+            job->data = find_bytes(workspace, jobs, i, count);
+            progress->number = 0;
+            spent_s[READ] += now() - began;
+            if (!job->data)
+                job->status = UNREAD;
+            else if (!decode(workspace, job, channels, out_size, spent_s))
+                job->status = UNSUPPORTED;
+            if (is_from_file && job->status == UNSUPPORTED) {
+                job->data = keep(&workspace->unsupported, &kept, job->data, jobs, i, count);
+                if (!job->data)
+                    job->status = UNREAD;
+            }
+        }
         failed += job->status != DONE;
     }
     return failed;

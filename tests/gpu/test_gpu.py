@@ -18,7 +18,8 @@ import torch
 
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import normalise, open_loader
-from datapipe.loaders.delivery import Delivery, Images
+from datapipe.loaders.batch_slots import Images
+from datapipe.loaders.delivery import HostDelivery
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
 from tests.ports import free_ports
@@ -59,13 +60,13 @@ def test_batches_arrive_whole(packed_folders, device):
 
 @pytest.mark.gpu
 def test_batches_are_copied_beside_what_is_computed():
-    delivery = Delivery((4, 8, 8, 3), torch.device("cuda", 0))
-    slots = Images(np.arange(4), 4, delivery.new_images())
+    delivery = HostDelivery(Images, (4, 8, 8, 3), torch.device("cuda", 0))
+    slots = delivery.new_slots(np.arange(4), 4)
     slots.images[:] = 7
     torch.cuda._sleep(2_000_000_000)  # about a second
     computed = torch.cuda.Event()
     computed.record()
-    batch = delivery.deliver(slots)
+    batch = delivery.finish(slots, None)
     delivery.drain()  # waits for the copy alone
     assert not computed.query()
     assert (batch.images.cpu() == 7).all()
@@ -107,7 +108,7 @@ def test_stored_pixels_are_cut_on_the_device(image_folder, tmp_path, device):
         open_loader(tmp_path / "train", 16, device=device, **settings) as loader,
         open_loader(tmp_path / "train", 16, **settings) as reference,
     ):
-        assert type(loader).__name__ == ("GpuPixelsLoader" if device.type == "cuda" else "CpuLoader")
+        assert type(loader.decoder).__name__ == ("PixelCopier" if device.type == "cuda" else "Painter")
         for mine, theirs in zip(loader, reference, strict=True):
             assert mine.images.device.type == device.type
             assert (mine.images.cpu().int() - theirs.images.int()).abs().max() <= 1

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from datapipe import native
 from datapipe.dataset import DataSet, shard_reader
 from datapipe.errors import DecodeError, SettingError, ShardCorruptError, ShardReadError
-from datapipe.loaders import open_loader, threaded, threads
+from datapipe.loaders import indexed, open_loader, painter, threads
 from datapipe.packing import PackOptions, pack
 from tests.waiting import limit_s, read_until
 
@@ -171,10 +172,11 @@ def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypat
         assert size > 0
         told.append((shard, offset))
 
+    monkeypatch.setattr(painter, "choose_native", lambda: native.Choice(None, ""))  # which would read itself
     monkeypatch.setattr(shard_reader.ShardReader, "read", slowly)
     monkeypatch.setattr(shard_reader.ShardReader, "will_read", note)
-    for share, fewest, most in ((threaded.SLOW_SHARE, 60 - 5 * 4, 60), (1.1, 0, 0)):
-        monkeypatch.setattr(threaded, "SLOW_SHARE", share)
+    for share, fewest, most in ((indexed.SLOW_SHARE, 60 - 5 * 4, 60), (1.1, 0, 0)):
+        monkeypatch.setattr(indexed, "SLOW_SHARE", share)
         told.clear()
         reads.clear()
         with open_loader(packed_folders["tar"] / "train", 4, size=64, threads=2) as loader:

@@ -7,7 +7,8 @@ import torch
 from datapipe.dataset import DataSet
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import open_loader
-from datapipe.loaders.gpu_pixels import GpuPixelsLoader, crop_resize_flip_batch, fits
+from datapipe.loaders.gpu_pixels import crop_resize_flip_batch, fits, make_pixels_loader
+from datapipe.loaders.indexed import IndexedSource
 from datapipe.loaders.painter import crop_resize_flip
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment, train_crops
@@ -46,7 +47,8 @@ def test_a_loader_that_leaves_all_to_the_device(image_folder, tmp_path, format):
     with DataSet(tmp_path / "train") as data_set:
         assert fits(data_set)
         with open_loader(tmp_path / "train", 61, size=32, augment=Augment("random_resized")) as reference:
-            loader = GpuPixelsLoader(data_set, reference.options, torch.device("cpu"))
+            source = IndexedSource(data_set, reference.options)
+            loader = make_pixels_loader(data_set, source, reference.options, torch.device("cpu"))
             ((mine,), (wanted,)) = list(loader), list(reference)
             assert loader.stages()["copy"] > 0
             loader.close()

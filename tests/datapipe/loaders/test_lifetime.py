@@ -16,7 +16,7 @@ import torch
 
 from datapipe import clock
 from datapipe.errors import DatapipeError
-from datapipe.loaders import open_loader, threaded, threads
+from datapipe.loaders import engine, open_loader, threads
 from tests.processes import clean_environment
 from tests.waiting import limit_s, read_until, wait_until
 
@@ -39,7 +39,7 @@ def left() -> Iterator[Callable[[], tuple[int, ...]]]:
 
     def left() -> tuple[int, ...]:
         gc.collect()
-        loaders = sum(isinstance(thing, threaded.ThreadedLoader) for thing in gc.get_objects())
+        loaders = sum(isinstance(thing, engine.Engine) for thing in gc.get_objects())
         shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
         return threading.active_count(), open_files(), loaders, sum(name.startswith("torch_") for name in shared)
 
@@ -102,7 +102,7 @@ def test_memory_is_used_again(packed_folders):
             for _ in loader:
                 pass
         gc.collect()
-        assert 1 <= len(loader._delivery._memory._free) <= 6
+        assert 1 <= len(loader.delivery._memory._free) <= 6
 
 
 def test_decoders_leave_torch_to_the_consumer(packed_folders):

@@ -273,7 +273,7 @@ def test_cache_stages_once(folder, backend, tmp_path):
         wanted = epoch(loader)
     for _ in range(2):
         with open_loader(folder, 8, backend=backend, size=24, cache=tmp_path / "cache") as loader:
-            assert loader.data_set.folder.is_relative_to(tmp_path / "cache")
+            assert loader.source.data_set.folder.is_relative_to(tmp_path / "cache")
             np.testing.assert_array_equal(column(epoch(loader), 0), column(wanted, 0))
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
 

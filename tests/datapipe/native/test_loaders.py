@@ -25,10 +25,10 @@ def counted(monkeypatch):
     counts = {"taken": 0, "left": 0}
     put = native_pixels.NativePixels.put
 
-    def counting(self, slots, images):
-        left, stage_s = put(self, slots, images)
+    def counting(self, slots, chunk):
+        left, stage_s = put(self, slots, chunk)
         counts["left"] += len(left)
-        counts["taken"] += len(images) - len(left)
+        counts["taken"] += len(chunk.slots) - len(left)
         return left, stage_s
 
     monkeypatch.setattr(native_pixels.NativePixels, "put", counting)

@@ -14,12 +14,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
+from datapipe import native
 from datapipe.images import pnm
 from datapipe.images.codec import decode
 from datapipe.images.window import cut, decode_window
-from datapipe.loaders.delivery import Images
+from datapipe.loaders.batch_slots import Images
+from datapipe.loaders.image_chunk import ImagesInMemory
 from datapipe.loaders.native_pixels import NativePixels
-from datapipe.loaders.prefetch import PendingImage
 from datapipe.loaders.resize import crop_resize_flip
 
 SUBSAMPLINGS = ("444", "422", "440", "420", "411", "Gray")
@@ -86,9 +87,12 @@ def drawn(library, data, case, scale=1, only_pixels=False):
     """Return what the library makes of an image; None if it leaves it to others."""
     images = np.full((1, case.size, case.size, case.channels), 77, np.uint8)
     slots = Images(np.arange(1), 1, images)
-    pending = PendingImage(0, 0, data, (case.width, case.height), case.box, scale, case.flip)
-    left, stage_s = NativePixels(library, case.channels, only_pixels).put(slots, [pending])
-    assert stage_s.keys() == {"decode", "resize"} and min(stage_s.values()) >= 0
+    jobs = np.zeros(1, native.JOB)
+    jobs["width"], jobs["height"], jobs["box"] = case.width, case.height, case.box
+    jobs["scale"], jobs["flip"] = scale, case.flip
+    chunk = ImagesInMemory([0], np.arange(1), jobs, [data])
+    left, stage_s = NativePixels(library, case.channels, only_pixels).put(slots, chunk)
+    assert stage_s.keys() == {"read", "decode", "resize"} and min(stage_s.values()) >= 0
     return None if left else images[0]
 
 

@@ -214,7 +214,7 @@ def test_a_loader_reads_every_byte_once(packed_folders, monkeypatch, ranks):
             packed_folders["tar"] / "train", 12 // ranks, size=16, order="blocks", last="pad", **place
         ) as loader:
             seen += [sample for batch in loader for sample in batch.samples[batch.valid].tolist()]
-            index = loader.data_set.index
+            index = loader.source.data_set.index
     assert sorted(seen) == list(range(61))
     assert set(counted.bytes.values()) == {1}
     assert len(counted.bytes) >= index["size"].sum() and counted.calls < 61
@@ -256,12 +256,12 @@ def test_ranks_together_give_the_same_global_batches(packed_folders, format):
 
 def test_room_is_made_for_the_longest_block(packed_folders):
     with open_loader(packed_folders["tar"] / "train", 12, size=16, order="blocks", block_mib=10**6) as loader:
-        index = loader.data_set.index
+        index = loader.source.data_set.index
         longest = max(
             int((part["offset"] + part["size"]).max() - part["offset"].min())
             for part in (index[index["shard"] == shard] for shard in set(index["shard"].tolist()))
         )
-        assert longest <= loader._block_memory.take().nbytes <= longest + 3 * 4096
+        assert longest <= loader.source._memory.take().nbytes <= longest + 3 * 4096
         assert sum(int(batch.valid.sum()) for batch in loader) == 60
 
 
@@ -272,12 +272,3 @@ def test_a_state_of_another_order_is_refused(packed_folders):
             loader.load_state_dict(full.state_dict())
         with pytest.raises(SettingError, match="order"):
             full.load_state_dict(loader.state_dict())
-
-
-def test_evaluation_reads_neighbours_at_once(packed_folders, monkeypatch):
-    counted = Counted(monkeypatch)
-    with open_loader(packed_folders["hdf5"] / "train", 61, size=16, train=False) as loader:
-        assert sum(batch.valid.sum().item() for batch in loader) == 61
-        chunks = 2
-        assert counted.calls <= chunks + len(loader.data_set.manifest.shards)
-    assert set(counted.bytes.values()) == {1}

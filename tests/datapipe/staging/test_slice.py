@@ -81,7 +81,7 @@ def test_the_smaller_data_set_is_copied_whole(source, sliced):
     assert (sliced / "val" / "manifest.json").exists() and not (sliced / "train" / "manifest.json").exists()
     assert (sliced / "train" / ".slots").stat().st_size <= 12 * MIB
     with open_loader(source / "val", batch_size=1, size=16, train=False, cache=sliced) as loader:
-        assert loader.data_set.folder == sliced / "val"
+        assert loader.source.data_set.folder == sliced / "val"
 
 
 def test_ranks_of_a_node_share_the_slots(source, sliced, read_bytes, monkeypatch):

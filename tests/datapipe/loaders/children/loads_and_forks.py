@@ -8,13 +8,14 @@ import sys
 import threading
 
 from datapipe.loaders import open_loader
-from datapipe.loaders.cpu import CpuLoader
+from datapipe.loaders.engine import Engine
+from datapipe.loaders.indexed import IndexedSource
 from tests.waiting import wait_until
 
 folder, shard, good = sys.argv[1:]
 with open_loader(folder, 61, size=24, threads=2, train=False) as loader:
-    assert isinstance(loader, CpuLoader)
-    reader = loader.data_set.reader
+    assert isinstance(loader, Engine) and isinstance(loader.source, IndexedSource)
+    reader = loader.source.data_set.reader
     threading.Thread(target=lambda: next(iter(loader)), daemon=True).start()
     wait_until(reader.oldest)
     os.replace(good, shard)

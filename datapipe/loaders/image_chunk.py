@@ -1,0 +1,184 @@
+"""Images of a chunk on their way into the slots of a batch, and where their bytes are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from ..dataset import DataSet
+from ..dataset.shard_files import NOWHERE, Data, File
+from ..errors import ShardCorruptError, ShardReadError
+from ..images.window import Box
+from ..native import PROGRESS
+from .batch_slots import BatchSlots
+from .block_reads import BlockRead, PiecewiseRead
+
+
+class PendingImage(NamedTuple):
+    """An image whose bytes are there."""
+
+    slot: int
+    sample: int
+    data: Data  # encoded
+    size: tuple[int, int]  # width and height in pixels, for which `box` was drawn
+    box: Box
+    scale: int  # see `augment.scales`
+    flip: bool
+
+
+class ImageChunk(ABC):
+    """Images of one chunk.
+
+    Attributes:
+        slots: Of each image.
+        samples: The number of each in the data set.
+        jobs: JOB[N]: what is known of each beforehand.
+        data: The bytes of those that have been read.
+    """
+
+    def __init__(self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray) -> None:
+        self.slots, self.samples, self.jobs = slots, samples, jobs
+        self.data: dict[int, Data] = {}
+
+    @abstractmethod
+    def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
+        """Write into `jobs` where the bytes of each image are, if that is known.
+
+        Returns:
+            Holds what must live while they are read there; and int64[PROGRESS], where it is told which is being read.
+        """
+
+    @abstractmethod
+    def read(self, i: int) -> Data:
+        """Return the bytes of an image. Raises ShardReadError, and ShardCorruptError for bytes that are wrong."""
+
+    def pending(
+        self, numbers: Sequence[int], slots: BatchSlots, take_bad: Callable[[int, Exception], None]
+    ) -> Iterator[PendingImage]:
+        """Read some of the images, until the batch is abandoned.
+
+        Args:
+            numbers: Which, in order.
+            slots: The batch.
+            take_bad: Called with the slot of an image whose bytes are wrong, and the error.
+
+        Yields:
+            Those that can be read.
+        """
+        jobs = self.jobs
+        columns = (jobs[name].tolist() for name in ("width", "height", "box", "scale", "flip"))
+        widths, heights, boxes, scales, flips = columns
+        for i in numbers:
+            if slots.abandoned:
+                return
+            try:
+                data = self.data[i] if i in self.data else self.read(i)
+            except ShardCorruptError as error:
+                take_bad(self.slots[i], error)
+                continue
+            size = widths[i], heights[i]
+            yield PendingImage(self.slots[i], int(self.samples[i]), data, size, boxes[i], scales[i], bool(flips[i]))
+
+
+class ImagesInMemory(ImageChunk):
+    """Images whose bytes are there already, in `encoded`."""
+
+    def __init__(self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray, encoded: Sequence[Data]) -> None:
+        super().__init__(slots, samples, jobs)
+        self.data = dict(enumerate(encoded))
+        jobs["size"] = list(map(len, encoded))
+
+    def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
+        arrays = [np.frombuffer(self.data[i], np.uint8) for i in range(len(self.jobs))]
+        self.jobs["data"] = [array.ctypes.data for array in arrays]
+        return nullcontext(arrays), np.zeros(PROGRESS, np.int64)
+
+    def read(self, i: int) -> Data:
+        return self.data[i]
+
+
+class IndexedImages(ImageChunk):
+    """Images of a packed data set.
+
+    Args:
+        data_set: The data set.
+        shards: The shard of each.
+    """
+
+    def __init__(
+        self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray, data_set: DataSet, shards: Sequence[int]
+    ) -> None:
+        super().__init__(slots, samples, jobs)
+        self._data_set, self._shards = data_set, shards
+
+    def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
+        jobs, reader = self.jobs, self._data_set.reader
+        offsets, sizes = jobs["offset"].tolist(), jobs["size"].tolist()
+        files: list[File | None] = []
+        places = []
+        for i, extent in enumerate(zip(self._shards, offsets, sizes, strict=True)):
+            file = reader.file_for(*extent)
+            if file is not None:
+                places.append(file.locate(*extent[1:]))
+            else:
+                with suppress(ShardCorruptError):  # which is raised again where it counts
+                    self.data[i] = self.read(i)  # opens the shard
+                places.append(NOWHERE)
+            files.append(file)
+        jobs["data"], jobs["fd"], jobs["is_direct"] = zip(*places, strict=True)
+        arrays = {i: np.frombuffer(data, np.uint8) for i, data in self.data.items()}
+        for i, array in arrays.items():
+            jobs["data"][i] = array.ctypes.data
+        return reader.watch_chunk(files, offsets, progress := np.zeros(PROGRESS, np.int64)), progress
+
+    def read(self, i: int) -> Data:
+        sample, shard, offset, size, checksum = self._extent(i)
+        return self._data_set.read_at(sample, shard, offset, size, checksum)
+
+    def _extent(self, i: int) -> tuple[int, int, int, int, int]:
+        job = self.jobs[i]
+        return int(self.samples[i]), self._shards[i], int(job["offset"]), int(job["size"]), int(job["checksum"])
+
+
+class BlockedImages(IndexedImages):
+    """Images of a packed data set, each a part of the block that was read with it.
+
+    Args:
+        reads: What reads the block of each.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        samples: np.ndarray,
+        jobs: np.ndarray,
+        data_set: DataSet,
+        shards: Sequence[int],
+        reads: Sequence[BlockRead | PiecewiseRead],
+    ) -> None:
+        super().__init__(slots, samples, jobs, data_set, shards)
+        self._reads = reads
+        self._parts: dict[int, memoryview] = {}  # not compared with the checksums
+
+    def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
+        arrays = [np.frombuffer(self._take(i), np.uint8) for i in range(len(self.jobs))]
+        self.jobs["data"] = [array.ctypes.data for array in arrays]
+        return nullcontext(arrays), np.zeros(PROGRESS, np.int64)
+
+    def read(self, i: int) -> Data:
+        sample, shard, offset, _, checksum = self._extent(i)
+        return self._data_set.checked(sample, self._take(i), shard, offset, checksum)
+
+    def _take(self, i: int) -> memoryview:
+        if i not in self._parts:
+            job = self.jobs[i]
+            try:
+                self._parts[i] = self._reads[i].take(int(job["offset"]), int(job["size"]))
+            except ShardReadError as error:
+                error.key = error.key or self._data_set.key(int(self.samples[i]))
+                raise
+        return self._parts[i]

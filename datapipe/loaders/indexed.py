@@ -1,0 +1,187 @@
+"""Samples of a packed data set, read by the index.
+
+Samples, crops and flips are pure functions of positions. One thread works them out for each batch, before others need
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from .. import clock
+from ..dataset import DataSet
+from ..errors import SettingError
+from ..native import JOB
+from ..sampling.augment import scales
+from ..sampling.order import KeyedPermutation, epoch_order
+from .base import Loader, Place
+from .batch_slots import BatchSlots
+from .engine import AHEAD, Engine, SlotsT, Source
+from .image_chunk import ImageChunk, IndexedImages
+from .options import LoaderOptions
+from .threads import Threads, call_in_time
+
+SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundredths
+
+LoaderT = TypeVar("LoaderT", bound=Loader)
+
+
+def open_on(
+    path: Path | str, options: LoaderOptions, make: Callable[[DataSet], LoaderT], local: Path | None = None
+) -> LoaderT:
+    """Open a data set within the time limit, and make a loader of it, which closes it.
+
+    Args:
+        path: The data set's folder.
+        options: The loader's.
+        make: Makes the loader. The data set is closed if that fails.
+        local: The folder to which the data set is being copied.
+
+    Returns:
+        What `make` returns.
+
+    Raises:
+        DatapipeError: The data set cannot be opened, or not within `timeout_s`. And whatever `make` raises.
+    """
+    data_set = call_in_time(
+        options.timeout_s, path, "opening the data set", lambda: DataSet(path, options.io, options.retries, local)
+    )
+    try:
+        return make(data_set)
+    except BaseException:
+        data_set.close()
+        raise
+
+
+class Plan(NamedTuple):
+    """What belongs into each slot that is not padding, in order."""
+
+    samples: np.ndarray  # int64[N]
+    shards: list[int]
+    jobs: np.ndarray  # JOB[N]
+
+
+class IndexedSource(Source):
+    """The samples of a packed data set in the order "full", or one behind the other. It closes the data set.
+
+    Args:
+        data_set: The data set.
+        options: The loader's.
+
+    Raises:
+        SettingError: They do not fit the data set's copy.
+    """
+
+    def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
+        self.data_set, self.options = data_set, options
+        self._hints: list[Future[None]] = []
+        if data_set.slots and options.train and options.order != "blocks":
+            message = f"order: {options.order!r} has no use for a part of the data set"
+            raise SettingError(f"{message}, which is all that {data_set.local} has room for; allowed: blocks")
+        if data_set.slots and data_set.slots.block_bytes != options.block_mib << 20:
+            staged = data_set.slots.block_bytes >> 20
+            raise SettingError(f"block_mib: {options.block_mib} is not what {data_set.local} was made for: {staged}")
+
+    def close(self) -> None:
+        self.data_set.close()
+
+    def place(self, slots: BatchSlots, slot: int) -> Place:
+        sample, data_set = int(slots.samples[slot]), self.data_set
+        shard = data_set.manifest.shards[data_set.index[sample]["shard"]].name
+        return {"path": data_set.folder, "shard": shard, "key": data_set.key(sample)}
+
+    def explain_wait(self) -> tuple[Place, str]:
+        read = self.data_set.reader.oldest()
+        if read is None:
+            return {"path": self.data_set.folder}, ""
+        place: Place = {"path": read.path.parent, "shard": read.path.name}
+        if read.problem:
+            return place, f"; {read.problem}; it is being tried again"
+        return place, f"; a read at {read.offset} has not answered for {clock.now() - read.since:.0f} s"
+
+    def interrupt(self) -> None:
+        self.data_set.reader.close()
+
+    def forget_files(self) -> None:
+        self._hints = []
+        self.data_set.forget_files()
+
+    # --- in the consumer ---
+
+    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
+        order: np.ndarray | KeyedPermutation
+        if self.options.train:
+            order = epoch_order(engine.num_samples, self.options.seed, epoch)
+        else:
+            order = np.arange(engine.num_samples)
+        for step in steps:
+            positions = engine.positions(step)
+            slots, plan = self.plan_slots(engine, epoch, positions, order[positions[positions < len(order)]], threads)
+            if _reads_slowly(engine):
+                self._hints = [hint for hint in self._hints if not hint.done()]
+                if len(self._hints) < AHEAD:  # a hint that comes too late is useless, and would keep a batch's memory
+                    self._hints.append(threads.read.submit(self._hint, slots, plan))
+            engine.fill(slots, partial(self._images, plan), threads)
+            yield slots
+
+    def plan_slots(
+        self, engine: Engine[SlotsT], epoch: int, positions: np.ndarray, samples: np.ndarray, threads: Threads
+    ) -> tuple[SlotsT, Future[Plan]]:
+        """Make slots for a batch, and have it worked out what belongs into them.
+
+        Args:
+            engine: What fills them.
+            epoch: From 0.
+            positions: int64[batch_size], of the epoch.
+            samples: The numbers of the samples at the first of the positions; the others have none.
+            threads: Of the loader.
+
+        Returns:
+            The slots, and what belongs into those with a sample.
+        """
+        slots = engine.delivery.new_slots(positions, len(samples))
+        slots.samples[: len(samples)] = samples
+        return slots, threads.plan.submit(self._plan, engine, epoch, slots)
+
+    # --- in the threads ---
+
+    def _images(self, plan: Future[Plan], chunk: slice) -> ImageChunk:
+        samples, shards, jobs = plan.result()
+        slots = range(chunk.start, chunk.stop)
+        return IndexedImages(slots, samples[chunk], jobs[chunk], self.data_set, shards[chunk])
+
+    def _hint(self, slots: BatchSlots, plan: Future[Plan]) -> None:
+        """Tell the kernel what will be read.
+
+        It may ask the filesystem's server first, and so must not be asked by the consumer.
+        """
+        _, shards, jobs = plan.result()
+        for shard, offset, size in zip(shards, jobs["offset"].tolist(), jobs["size"].tolist(), strict=True):
+            if slots.abandoned:
+                return
+            self.data_set.reader.will_read(shard, offset, size)
+
+    def _plan(self, engine: Engine[SlotsT], epoch: int, slots: BatchSlots) -> Plan:
+        samples, positions = slots.samples[: slots.count], slots.positions[: slots.count]
+        jobs = np.zeros(len(samples), JOB)
+        if not len(samples):
+            return Plan(samples, [], jobs)
+        records = self.data_set.index[samples]
+        slots.labels[: len(samples)] = records["label"]
+        crops = engine.crops(epoch, positions, samples, records["width"], records["height"])
+        for name in ("offset", "size", "checksum", "width", "height"):
+            jobs[name] = records[name]
+        jobs["has_checksum"] = True
+        jobs["box"], jobs["flip"], jobs["scale"] = crops.boxes, crops.flips, scales(crops.boxes, engine.size)
+        return Plan(samples, records["shard"].tolist(), jobs)
+
+
+def _reads_slowly(engine: Engine[SlotsT]) -> bool:
+    """Return whether reads take so long that hints to the kernel, two batches ahead, are worth their calls."""
+    return engine.stage_s["read"] > SLOW_SHARE * sum(engine.stage_s.values())

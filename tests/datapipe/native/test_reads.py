@@ -1,0 +1,109 @@
+"""Bytes that the decoder in C reads itself: each image gets its own, neighbours at once; faults are left to Python."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datapipe import native
+
+GAP = 4096  # bytes between two neighbours that are read at once
+ROOM = 40_000  # bytes of a file
+SAMPLES = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 30_000), st.integers(1, 500), st.booleans()), min_size=1, max_size=40
+)
+CONTENTS = [np.random.default_rng(number).bytes(ROOM) for number in range(2)]
+
+
+def extents_of(samples):
+    """(file, offset, size) of each: at the given offset, or a little behind the sample before."""
+    extents = []
+    for file, offset, size, is_behind in samples:
+        if is_behind and extents:
+            last_file, last_offset, last_size = extents[-1]
+            file, offset = last_file, (last_offset + last_size + offset % (2 * GAP)) % 30_000
+        extents.append((file, offset, size))
+    return extents
+
+
+def count_groups(extents) -> int:
+    groups, last, end = 0, None, 0
+    for file, offset, size in extents:
+        groups += file != last or not 0 <= offset - end <= GAP
+        last, end = file, offset + size
+    return groups
+
+
+def count_reads() -> int:
+    """Count this thread's reads, this one not included."""
+    file = os.open("/proc/thread-self/io", os.O_RDONLY)
+    try:
+        return int(os.read(file, 4096).split(b"syscr: ")[1].split()[0])
+    finally:
+        os.close(file)
+
+
+def read(library, extents, files, is_direct=False) -> np.ndarray:
+    """Have images read that no decoder takes: they come back as they are."""
+    jobs = np.zeros(len(extents), native.JOB)
+    jobs["fd"] = [files[file] for file, _, _ in extents]
+    jobs["offset"], jobs["size"] = ([extent[i] for extent in extents] for i in (1, 2))
+    jobs["is_direct"], jobs["has_checksum"] = is_direct, True
+    digests = (xxhash.xxh3_64_intdigest(CONTENTS[file % 2][at : at + size]) for file, at, size in extents)
+    jobs["checksum"] = [digest & 0xFFFFFFFF for digest in digests]
+    decode(library, jobs)
+    return jobs
+
+
+def decode(library, jobs) -> None:
+    stop, progress, spent_s = np.zeros(1, np.uint8), np.zeros(native.PROGRESS, np.int64), np.zeros(len(native.STAGES))
+    assert library.decode(jobs, 3, 8, stop, progress, spent_s) == len(jobs)
+    assert progress[0] == 0 and spent_s[0] > 0
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for number, content in enumerate(CONTENTS):
+        (folder / str(number)).write_bytes(content)
+    files = [os.open(folder / str(number), os.O_RDONLY) for number in range(2)]
+    yield files
+    for file in files:
+        os.close(file)
+
+
+@given(SAMPLES, st.booleans())
+def test_each_image_gets_its_bytes_and_neighbours_are_read_at_once(library_of_session, files, samples, is_direct):
+    extents = extents_of(samples)
+    for library in library_of_session:
+        before = count_reads()
+        jobs = read(library, extents, files, is_direct)
+        assert count_reads() - before - 1 == count_groups(extents)
+        for job, (file, offset, size) in zip(jobs, extents, strict=True):
+            assert job["status"] == native.UNSUPPORTED
+            assert ctypes.string_at(int(job["data"]), size) == CONTENTS[file][offset : offset + size]
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_what_cannot_be_read_is_left_to_python_and_nothing_else(library, files, is_direct):
+    good, behind_the_end, no_file = (0, 100, 50), (1, ROOM - 20, 40), (2, 0, 40)
+    jobs = read(library, [good, behind_the_end, no_file, good], [*files, -1], is_direct)
+    assert jobs["status"].tolist() == [native.UNSUPPORTED, native.UNREAD, native.UNREAD, native.UNSUPPORTED]
+    assert ctypes.string_at(int(jobs["data"][3]), 50) == CONTENTS[0][100:150]
+
+
+def test_bytes_that_are_not_those_of_the_checksum_are_left_to_python(library, files):
+    jobs = np.zeros(2, native.JOB)
+    jobs["fd"], jobs["size"], jobs["has_checksum"] = files[0], 40, True
+    jobs["checksum"][1] = xxhash.xxh3_64_intdigest(CONTENTS[0][:40]) & 0xFFFFFFFF
+    memory = np.frombuffer(CONTENTS[0], np.uint8)
+    for data in (0, memory.ctypes.data):
+        jobs["data"], jobs["status"] = data, 0
+        decode(library, jobs)
+        assert jobs["status"].tolist() == [native.UNREAD, native.UNSUPPORTED]
