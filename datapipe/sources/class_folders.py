@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..console import format_some
-from ..splits import KINDS, is_split_name
+from ..split_names import KINDS, is_split_name
 
 # Folders of images, whatever they show, and of what lies beside them: no classes.
 OF_IMAGES = {"images", "image", "imgs", "img", "jpg", "jpeg", "jpegs", "png", "pngs", "jpegimages"}

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..console import format_count, printable
 from ..errors import SourceError
-from ..splits import SPLIT_OF, TRAIN, split_words
+from ..split_names import SPLIT_OF, TRAIN, split_words
 from . import Source
 from .file_names import EXTENSIONS, is_hidden, is_submission
 from .files import Files

@@ -10,17 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import SettingError, SourceError, WrongPathError
-from ..splits import (
-    SPLIT_OF,
-    TEST,
-    VAL,
-    VAL_OR_TRAIN,
-    AmbiguousSplitError,
-    have_twins,
-    is_split_name,
-    split_words,
-    splits_of_name,
-)
+from ..split_names import SPLIT_OF, TEST, VAL, have_twins, is_split_name, split_words, splits_of_name
+from ..splits import VAL_OR_TRAIN, AmbiguousSplitError
 from . import Source
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden

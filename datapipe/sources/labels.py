@@ -12,7 +12,7 @@ import numpy as np
 
 from ..console import format_count, format_some
 from ..errors import SourceError
-from ..splits import is_split_name
+from ..split_names import is_split_name
 
 NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
 # Columns that may hold labels.

@@ -13,7 +13,8 @@ from pathlib import Path
 from ..console import format_count, printable
 from ..errors import SettingError, SourceError
 from ..fsio import atomic_write, side_by_side
-from ..splits import TEST, TRAIN, VAL, SplitRule, split_words
+from ..split_names import TEST, TRAIN, VAL, split_words
+from ..splits import SplitRule
 from .file_names import is_harmless, is_hidden
 
 logger = logging.getLogger(__name__)

@@ -5,26 +5,20 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
 from ..console import format_some
 from ..errors import DatapipeError, SettingError, SourceError
-from ..splits import (
-    SPLIT_OF,
-    TEST,
-    TRAIN,
-    VAL,
-    AmbiguousSplitError,
-    SplitRule,
-    is_split_name,
-    matches,
-    split_options,
-    split_words,
-)
+from ..split_names import SPLIT_OF, TEST, TRAIN, VAL, have_twins, is_split_name, split_words
+from ..split_patterns import matches, split_options
+from ..split_variants import find_variants
+from ..splits import AmbiguousSplitError, SplitRule
 from . import csv, open_source
 from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
@@ -103,18 +97,26 @@ def _all_but(names: Sequence[str]) -> str:
     return named_options({TRAIN: [pattern], VAL: [glob.escape(names[0])]}) if fits else ""
 
 
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Log nothing of what is tried, since it is not packed yet."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
     """Say to give a folder, which is opened first: if it is refused, say what to type for it, too."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # what it would log is of what is not packed yet
     try:
-        open_source(folder, outside=listing.outside)
+        with _without_log():
+            open_source(folder, outside=listing.outside)
     except (DatapipeError, SettingError) as error:
         message = getattr(error, "message", str(error)).removesuffix(f"; {LAYOUT}")
         typed = message.replace("type --", f"give {quote(str(folder))} --")
         return f"if {what} in {quote(str(folder))}, more has to be said: {typed}"
-    finally:
-        logging.disable(before)
     if what == "the class folders are":
         return f"if {what} in {quote(str(folder))}, give that"
     return f"if {what} in {os.path.basename(folder)}, give {quote(str(folder))}"
@@ -185,23 +187,8 @@ def _advise_splits(
         names[TRAIN], condition = silent, f"if {silent[0]} is for training, "
     elif silent and not names[VAL]:
         names[VAL], condition = silent, f"if {silent[0]} is for validation, "
-    chosen: dict[str, Root] = {}
-    for split, candidates in names.items():
-        fitting = [roots[name] for name in candidates if name in roots]
-        if TRAIN in chosen:
-            fitting = [root for root in fitting if root.classes <= chosen[TRAIN].classes]
-        if len(fitting) == len(candidates) > 1 and are_parts(candidates):
-            fitting = _join_parts(candidates, fitting, folders)
-        if fitting:
-            chosen[split] = fitting[0]
-    if TRAIN not in chosen:
-        chosen = {}
-    texts = []
-    if chosen and all(root.is_clear for root in chosen.values()):
-        options = named_options({split: root.patterns for split, root in chosen.items()})
-        texts.append(f"{condition}type {options} (patterns, any number of them); what no --split names is left out")
-    elif chosen:
-        texts.append(condition + advise_joined({split: root.folders for split, root in chosen.items()}))
+    chosen, texts = _choose_roots(names, roots, folders)
+    texts = [condition + text for text in texts]
     lacking = [name for split, its in names.items() if split not in chosen for name in its]
     if not names[TRAIN] and any(name in roots and roots[name].classes <= set(folders) for name in lacking):
         return [f"if the folders beside {lacking[0]} are train's classes, move them into a folder train"], False
@@ -211,6 +198,54 @@ def _advise_splits(
         images = f"the images of {format_some(lacking)} into class folders, such as {lacking[0]}/CLASS/image.jpg"
         texts.append(f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split")
     return texts, bool(lacking)
+
+
+def _choose_roots(
+    names: Mapping[str, Sequence[str]], roots: Mapping[str, Root], folders: Sequence[str]
+) -> tuple[dict[str, Root], list[str]]:
+    """Choose a folder for each split, and say what to type for it, and for the others that may be meant.
+
+    Args:
+        names: The folders that may be a split's.
+        roots: What class folders they hold, of those that hold some.
+        folders: All folders in the source.
+
+    Returns:
+        What was chosen first, and the texts.
+    """
+    fitting = {split: [name for name in of_split if name in roots] for split, of_split in names.items()}
+    choices: list[dict[str, Root]] = []
+    for train in fitting[TRAIN]:
+        vals = [name for name in fitting[VAL] if roots[name].classes <= roots[train].classes]
+        if len(fitting[TRAIN]) > 1:
+            vals = ([name for name in vals if _is_twin(train, name)] or vals)[:1]
+        choices += [{TRAIN: roots[train], VAL: roots[val]} for val in vals] or [{TRAIN: roots[train]}]
+    joined: dict[str, Root] = {}
+    for split, of_split in names.items():
+        of_both = [roots[name] for name in fitting[split]]
+        if len(of_both) == len(of_split) > 1 and are_parts(of_split):
+            of_both = _join_parts(of_split, of_both, folders)
+        if TRAIN in joined:
+            of_both = [root for root in of_both if root.classes <= joined[TRAIN].classes]
+        if of_both:
+            joined[split] = of_both[0]
+    if not choices:
+        return {}, []
+    if not any(map(find_variants, names.values())):
+        choices = [joined]
+    are_several = joined not in choices
+    if not all(root.is_clear for choice in [*choices, joined] for root in choice.values()):
+        return joined, [advise_joined({split: root.folders for split, root in joined.items()})]
+    *each, everything = (
+        f"type {named_options({split: root.patterns for split, root in its.items()})}" for its in (*choices, joined)
+    )
+    text = ", or ".join(each[:NAMED]) + f"; to take all as one, {everything}" * are_several
+    return joined, [f"{text} (patterns, any number of them); what no --split names is left out"]
+
+
+def _is_twin(first: str, second: str) -> bool:
+    """Whether two folders differ in the word for a split alone."""
+    return have_twins([first, second]) and re.findall("[0-9]+", first) == re.findall("[0-9]+", second)
 
 
 def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str]) -> list[Root]:
@@ -231,7 +266,8 @@ def _advise_tables(source: Path, listing: Listing) -> str:
         return f"if a table has their classes, give that, {COLUMNS}"
     what = f"if {format_some(tables)} {'have' if len(tables) > 1 else 'has'} their labels"
     try:
-        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
+        with _without_log():
+            splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
         can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
     except AmbiguousSplitError:  # with one table, what to type next is said then
         can_read = len(tables) == 1

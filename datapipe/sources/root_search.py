@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import SourceError
-from ..splits import SPLIT_OF, TRAIN, is_split_name, split_words
+from ..split_names import SPLIT_OF, TRAIN, is_split_name, split_words
 from .class_tree import ClassTree
 from .joined import doubtful_classes
 from .listing import LeftOut, Listing

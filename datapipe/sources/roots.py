@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 
-from ..splits import TRAIN, is_split_name, split_words
+from ..split_names import TRAIN, is_split_name, split_words
 from .class_folders import Doubt
 from .class_tree import ClassTree, RootError
 from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, may_have_labels

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..console import format_some
-from ..splits import is_split_name
+from ..split_names import is_split_name
 from .class_tree import ClassTree
 from .labels import LABEL_COLUMN
 

@@ -37,7 +37,7 @@ def labelled(source):
 def advised(message):
     """What a message says to type: each as the words of a command, options or a folder."""
     folders = re.findall("are in ([^;]*), give that| lies in ([^;]*): give that", message)
-    typed = re.findall("(?:type|give) ((?:--|/|').*?)(?: [(](?:patterns|folders)| if |;|$)", message)
+    typed = re.findall("(?:type|give) ((?:--|/|').*?)(?: [(](?:patterns|folders)| if |, or |;|$)", message)
     return [shlex.split(text) for text in (*map("".join, folders), *typed)]
 
 
@@ -215,7 +215,33 @@ ADVISED = {
     "a split in words": (["train [x]/{a,b}/1.jpg", "val 'y'/{a,b}/1.jpg", "extra/a/1.jpg"], {},
                          {"--split train='train [[]x]' --split val=\"val 'y'\"": {"train": 2, "val": 2}}, "extra does"),
     "variants of a split": (["{train_mini,train,val}/{a,b}/1.jpg"], {},
-                            {"--split train=train --split val=val": {"train": 2, "val": 2}}, "all of train"),
+                            {"--split train=train --split val=val": {"train": 2, "val": 2},
+                             "--split train=train_mini --split val=val": {"train": 2, "val": 2}}, "all of train"),
+    "one split in two spellings": (["{Train,train,val}/{a,b}/1.jpg"], {},
+                                   {"--split train=Train --split val=val": {"train": 2, "val": 2},
+                                    "--split train=train --split val=val": {"train": 2, "val": 2},
+                                    "--split train=Train --split train=train --split val=val": {"train": 4, "val": 2}},
+                                   "holds Train and train, all of train; .*; to take all as one, type"),
+    "two sizes": (["{train,val}_{224,512}/{a,b}/1.jpg"], {},
+                  {"--split train=train_224 --split val=val_224": {"train": 2, "val": 2},
+                   "--split train=train_512 --split val=val_512": {"train": 2, "val": 2},
+                   "--split train=train_224 --split train=train_512 --split val=val_224 --split val=val_512":
+                   {"train": 4, "val": 4}}, "holds train_224 and train_512, all of train"),
+    "two sizes of train alone": (["train_{224,512}/{a,b}/1.jpg"], {},
+                                 {"--split train=train_224": {"train": 2}, "--split train=train_512": {"train": 2},
+                                  "--split train=train_224 --split train=train_512": {"train": 4}}, "all of train"),
+    "clean and noisy": (["train_{clean,noisy}/{a,b}/1.jpg", "val/{a,b}/1.jpg"], {},
+                        {"--split train=train_clean --split val=val": {"train": 2, "val": 2},
+                         "--split train=train_noisy --split val=val": {"train": 2, "val": 2}}, "all of train"),
+    "seen and unseen": (["train/{a,b}/1.jpg", "val_{seen,unseen}/{a,b}/1.jpg"], {},
+                        {"--split train=train --split val=val_seen": {"train": 2, "val": 2},
+                         "--split train=train --split val=val_unseen": {"train": 2, "val": 2}}, "all of val"),
+    "two words for val": (["{train,val,validation}/{a,b}/1.jpg"], {},
+                          {"--split train=train --split val=val": {"train": 2, "val": 2},
+                           "--split train=train --split val=validation": {"train": 2, "val": 2}}, "mean the same"),
+    "numbered parts": (["train_part{1,2}/{a,b}/1.jpg", "val/{a,b}/1.jpg"], {},
+                       {"--split train=train_part1 --split train=train_part2 --split val=val": {"train": 4, "val": 2}},
+                       "holds 2 folders for train"),
     "train and val of other classes": (["train/x/{a,b}/1.jpg", "val/c/1.jpg"], {},
                                        {"--split train=train/x": {"train": 2}}, "with the same classes in each"),
     "two data sets side by side": (["{a,b}/{x,y}/1.jpg", "a/z/images/1.jpg"], {},
