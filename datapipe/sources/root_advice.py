@@ -6,7 +6,8 @@ import glob
 import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -105,19 +106,32 @@ def _all_but(names: Sequence[str]) -> str:
 
 def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
     """Say to give a folder, which is opened first: if it is refused, say what to type for it, too."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # what it would log is of what is not packed yet
     try:
-        open_source(folder, outside=listing.outside)
+        with _silenced():
+            open_source(folder, outside=listing.outside)
     except (DatapipeError, SettingError) as error:
         message = getattr(error, "message", str(error)).removesuffix(f"; {LAYOUT}")
         typed = message.replace("type --", f"give {quote(str(folder))} --")
         return f"if {what} in {quote(str(folder))}, more has to be said: {typed}"
-    finally:
-        logging.disable(before)
     if what == "the class folders are":
         return f"if {what} in {quote(str(folder))}, give that"
     return f"if {what} in {os.path.basename(folder)}, give {quote(str(folder))}"
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Log nothing: what is tried for a message is not packed yet."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _fault(source: Path, error: DatapipeError | SettingError) -> str:
+    """Say what is wrong with a source's tables, and with which."""
+    return str(error).removeprefix(f"{source}: ").removeprefix(f"{source}/")
 
 
 def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
@@ -231,10 +245,14 @@ def _advise_tables(source: Path, listing: Listing) -> str:
         return f"if a table has their classes, give that, {COLUMNS}"
     what = f"if {format_some(tables)} {'have' if len(tables) > 1 else 'has'} their labels"
     try:
-        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
+        with _silenced():
+            splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
         can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
-    except AmbiguousSplitError:  # with one table, what to type next is said then
+    except AmbiguousSplitError as error:  # with one table, what to type next is said then
         can_read = len(tables) == 1
-    except (DatapipeError, SettingError):
-        can_read = False
+        if not can_read:
+            return f"{what}, they have to be read with --kind csv and options: {error.why}"
+    except (DatapipeError, SettingError) as error:
+        they = "it" if len(tables) == 1 else "them"
+        return f"{what}, --kind csv reads {they} once this is settled: {_fault(source, error)}"
     return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"
