@@ -101,7 +101,7 @@ PACKAGES = {
     "lmdb": ["datapipe/formats/lmdb.py"],
     "crc32c": ["datapipe/formats/tfrecord.py"],
     "tfrecord": ["datapipe/formats/tfrecord.py"],
-    "pyarrow": ["datapipe/sources/parquet.py", "datapipe/sources/parquet_rows.py"],
+    "pyarrow": [f"datapipe/sources/parquet{part}.py" for part in ("", "_columns", "_rows")],
     "scipy": ["datapipe/sources/imagenet_labels.py"],
     "webdataset": ["datapipe/loaders/tar_streams.py"],
     "braceexpand": ["datapipe/loaders/tar_streams.py"],

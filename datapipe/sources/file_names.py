@@ -34,6 +34,7 @@ ABOUT = re.compile(
     r"(\.(md|txt|rst|html?|pdf|bib|cff))?",
     re.IGNORECASE,
 )
+TEXT_TABLES = (".csv", ".tsv")  # tables that are read as text
 SHEETS = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".jsonl", ".parquet", ".arrow", ".mat")  # may have labels of images
 SUBMISSION = re.compile("submission", re.IGNORECASE)  # in the name of a table that shows how to answer, as on Kaggle
 

@@ -72,7 +72,8 @@ def _divide(files: list[str], path: Path, listing: Listing) -> dict[str, list[st
 
 def _image_files(folder: Path) -> list[str]:
     """Find the files of images; of a plain and a gzipped one, the plain one."""
-    names = sorted(name for name in os.listdir(folder) if IMAGES.fullmatch(name) and not is_hidden(name))
+    named = [name for name in os.listdir(folder) if IMAGES.fullmatch(name) and not is_hidden(name)]
+    names = sorted(name for name in named if not os.path.isdir(folder / name))  # Kaggle has folders of the same names
     return [name for name in names if name.removesuffix(".gz") == name or name.removesuffix(".gz") not in names]
 
 
@@ -86,7 +87,7 @@ def _count_others(folder: Path, known: set[str], listing: Listing) -> None:
 def _find_labels(images_path: Path) -> Path:
     name = images_path.name.removesuffix(".gz").replace("-images", "-labels").replace("idx3", "idx1")
     for path in (images_path.with_name(name), images_path.with_name(f"{name}.gz")):
-        if path.exists():
+        if path.exists() and not path.is_dir():
             return path
     raise SourceError(f"has no labels: {name}[.gz] is missing", path=images_path)
 

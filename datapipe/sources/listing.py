@@ -216,7 +216,8 @@ class Listing:
         both = ("label", self.label_column, ["csv", "parquet", "webdataset"]), ("path", self.path_column, ["csv"])
         for name, column, kinds in both:
             if column is not None and kind not in kinds:
-                raise SettingError(f"{name}_column: it is for {', '.join(kinds)}, and {path} is {kind}")
+                advice = "; if a table there has the labels, add --kind csv" if kind == "imagefolder" else ""
+                raise SettingError(f"{name}_column: it is for {', '.join(kinds)}, and {path} is {kind}{advice}")
 
     def refuse_options(self, kind: str) -> None:
         """Raise SettingError if the user says what splits or labels are, for a kind that has its own."""

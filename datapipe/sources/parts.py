@@ -150,6 +150,8 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
     samples = {
         split: np.flatnonzero(np.isin(number, [place[name] for name in of_split])) for split, of_split in splits.items()
     }
+    if not samples and "" in listed.labels:  # all of it is a test split
+        raise listed.unlabelled(listed.labels.index(""))
     for split, of_split in samples.items():
         if not len(of_split):
             raise SourceError(f"split {split} holds no images", path=source)

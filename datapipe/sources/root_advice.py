@@ -122,6 +122,11 @@ def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
     return f"if {what} in {os.path.basename(folder)}, give {quote(str(folder))}"
 
 
+def _fault(source: Path, error: DatapipeError | SettingError) -> str:
+    """Say what is wrong with a source's tables, and with which."""
+    return str(error).removeprefix(f"{source}: ").removeprefix(f"{source}/")
+
+
 def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
     """Say how to take all folders as groups of classes, as parts of one set or as splits, or one that holds classes."""
     if root := find_root(source, ".", listing):
@@ -269,8 +274,11 @@ def _advise_tables(source: Path, listing: Listing) -> str:
         with _without_log():
             splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
         can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
-    except AmbiguousSplitError:  # with one table, what to type next is said then
+    except AmbiguousSplitError as error:  # with one table, what to type next is said then
         can_read = len(tables) == 1
-    except (DatapipeError, SettingError):
-        can_read = False
+        if not can_read:
+            return f"{what}, they have to be read with --kind csv and options: {error.why}"
+    except (DatapipeError, SettingError) as error:
+        they = "it" if len(tables) == 1 else "them"
+        return f"{what}, --kind csv reads {they} once this is settled: {_fault(source, error)}"
     return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"

@@ -280,7 +280,7 @@ ADVISED = {
               {"--split train=fold1 --split train=fold2 --split val=fold0": {"train": 4, "val": 2},
                "--split train='*'": {"train": 6}, AS_CLASSES: {"train": 6}}, "if they are folds.*; if .* parts of one"),
     "HAM10000": (["HAM10000_images_part_{1,2}/1.jpg"], {"HAM10000_metadata.csv": "image_id,dx\n1,nv\n"},
-                 {AS_CLASSES: {"train": 2}}, "may be parts of .*; if HAM10000_metadata.csv has their la.*, write"),
+                 {AS_CLASSES: {"train": 2}}, "may be parts of .*; if HAM10000_metadata.csv has their la.*-column dx"),
     "NIH chest X-rays": (["images_0{01,02,12}/images/1.png"], {}, {AS_CLASSES: {"train": 3}}, "parts of one set"),
     "one part": (["part_a/{1,2}.jpg"], {}, {AS_CLASSES: {"train": 2}}, "part_a may be a part of one set of images"),
     "numbers beside a table": (["{1,2}/1.jpg"], {"labels.csv": "path,label\n1/1.jpg,a\n2/1.jpg,b\n"},
