@@ -23,7 +23,7 @@ from ..splits import (
 )
 from . import Source
 from .class_tree import LAYOUT, ClassTree, RootError
-from .file_names import advise, is_hidden
+from .file_names import advise, is_hidden, is_partial
 from .joined import check_joined
 from .labels import number_labels, out_of_order
 from .links import check_links
@@ -122,7 +122,8 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
     folders = folders_in(path)
     if listing.rule.patterns:
         return _chosen_roots(path, folders, listing)
-    others = sorted(name for name in set(os.listdir(path)).difference(folders) if not is_hidden(name))
+    names = set(os.listdir(path)).difference(folders)
+    others = sorted(name for name in names if not is_hidden(name) or is_partial(name))
     if not folders:
         raise RootError(f"holds no class folders{advise(others)}", path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}
