@@ -12,8 +12,14 @@ EXTENSIONS = (".jpg", ".jpeg", ".png")
 ARCHIVES = (".tar", ".zip", ".7z", ".rar", ".gz", ".xz", ".bz2", ".zst", ".lz4", ".tgz", ".txz", ".tbz", ".tbz2",
             ".tzst")  # fmt: skip
 TABLES = (".csv", ".parquet", ".arrow", ".tfrecord", ".h5", ".hdf5", ".npz")
-# What to do about them where images are looked for.
+# What to do about them, and about images that are not read, where images are looked for.
+CONVERT = (
+    "python -c \"import pathlib, PIL.Image; [PIL.Image.open(path).save(path.with_suffix('.png')) "
+    "for path in pathlib.Path().rglob('*{suffix}')]\""
+)
 ADVICE = {
+    (".ppm", ".pgm", ".pbm", ".pnm", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".jp2", ".avif", ".tga"):
+        f"is an image that is not read: to write all of them as PNG, with their pixels, run in the source {CONVERT}",
     ARCHIVES[1:]: "is an archive: unpack it, and give the folder that it becomes",
     (".tar",): "is an archive: give it itself if it is a shard of WebDataset, or else unpack it",
     (".parquet", ".csv", ".tsv"): "is a table: give it or its folder if it is one of images",
@@ -107,7 +113,8 @@ def advise(names: Iterable[str]) -> str:
     for suffixes, advice in ADVICE.items():
         if named := [name for name in names if name.lower().endswith(suffixes) or f"{suffixes[0]}-" in name.lower()]:
             others = f" (and {format_count(len(named) - 1, 'other')} like it)" if len(named) > 1 else ""
-            texts.append(f"; {printable(named[0])}{others} {advice}")
+            suffix = "." + named[0].rpartition(".")[2]
+            texts.append(f"; {printable(named[0])}{others} {advice.format(suffix=suffix)}")
     return "".join(texts)
 
 

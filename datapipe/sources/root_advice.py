@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -19,22 +18,21 @@ from ..splits import (
     TRAIN,
     VAL,
     AmbiguousSplitError,
-    SplitRule,
     is_split_name,
     matches,
     split_options,
     split_words,
 )
-from . import csv, open_source
+from . import open_source
 from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
 from .joined import advise_joined, are_parts, named_options, shared_classes
 from .listing import LeftOut, Listing
 from .root_search import Root, find_root, find_splits
-from .roots import folders_in, tables_in
+from .roots import folders_in
+from .table_advice import advise_tables
 
-COLUMNS = "a CSV file with the columns path, label and, if need be, split"
 NAMED = 3  # readings that a message gives
 
 
@@ -80,7 +78,7 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     elif doubt is None and root != source:
         texts.append(f"sort the images of {root.name} into class folders, {root.name}/CLASS/image.jpg")
     if are_flat or not texts:
-        texts.append(_advise_tables(source, listing))
+        texts.append(advise_tables(source, listing))
     return "".join(f"; {text}" for text in texts)
 
 
@@ -126,7 +124,8 @@ def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> li
         if not shared_classes(root.folders):
             return [f"if its folders are groups of classes, type {named_options({TRAIN: root.patterns})}"]
         return [*_advise_twins(root.folders), _advise_joined(root)]
-    roots = {name: its for name in folders if (its := find_root(source, name, listing))}
+    candidates = {name: root for name in folders if (root := find_root(source, name, listing))}
+    roots = {name: root for name, root in candidates.items() if len(root.classes) > 1}  # masks lie in one folder, too
     return [
         f"if the class folders are in {name}, type {named_options({TRAIN: root.patterns})}"
         if root.is_clear else _advise_joined(root)
@@ -219,22 +218,3 @@ def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str])
     patterns = [option.partition("=")[2] for option in shlex.split(options)[1::2]]
     joined = Root(patterns, {folder: its for root in roots for folder, its in root.folders.items()})
     return [joined, *roots] if patterns and joined.is_clear and all(len(root.folders) == 1 for root in roots) else roots
-
-
-def _advise_tables(source: Path, listing: Listing) -> str:
-    """Say how to read the images by a table, if there is one that may have their labels."""
-    tables = tables_in(source)
-    inside = [f"{name}/{table}" for name in folders_in(source) for table in tables_in(source / name)]
-    if not tables and inside:
-        return f"if {inside[0]} has labels of the images beside it, write {COLUMNS}, of all, and give that"
-    if not tables:
-        return f"if a table has their classes, give that, {COLUMNS}"
-    what = f"if {format_some(tables)} {'have' if len(tables) > 1 else 'has'} their labels"
-    try:
-        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
-        can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
-    except AmbiguousSplitError:  # with one table, what to type next is said then
-        can_read = len(tables) == 1
-    except (DatapipeError, SettingError):
-        can_read = False
-    return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"

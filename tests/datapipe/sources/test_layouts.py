@@ -46,8 +46,11 @@ def open_advised(root, words):
     if not words[0].startswith("--"):
         root, words = words[0], words[1:]
     given = list(zip(words[::2], words[1::2], strict=True))
-    kind = dict(given).get("--kind", "auto")
-    return open_source(root, kind, splits=[value for option, value in given if option == "--split"])
+    kind, column = (
+        dict(given).get(option, default) for option, default in (("--kind", "auto"), ("--label-column", None))
+    )
+    splits = [value for option, value in given if option == "--split"]
+    return open_source(root, kind, splits=splits, label_column=column)
 
 
 CAT_AND_DOG = ["cat: cat/1", "dog: dog/1"]
@@ -287,6 +290,28 @@ ADVISED = {
     "flat splits with a table in each": (["{train,test}/{1,2}.jpg", "test/metadata.csv"],
                                          {"train/metadata.csv": "file_name,label\n1.jpg,a\n2.jpg,b\n"}, {},
                                          "if test/metadata.csv has labels of the images beside it, write a CSV file"),
+    "German traffic signs, of Kaggle": (
+        ["Train/{0,1,2}/1.png", "Test/{1,2}.png", "Meta/{0,1,2}.png"],
+        {"Train.csv": "Width,ClassId,Path\n" + "".join(f"9,{c},Train/{c}/1.png\n" for c in (0, 1, 2)),
+         "Test.csv": "Width,ClassId,Path\n9,0,Test/1.png\n9,2,Test/2.png\n",
+         "Meta.csv": "Path,ClassId,ShapeId\nMeta/0.png,0,1\n"},
+        {"--split train=Train": {"train": 3},
+         "--kind csv --label-column ClassId --split train=Train.csv --split val=Test.csv": {"train": 3, "val": 2}},
+        "if Test.csv, Train.csv have their labels, type"),
+    "German traffic signs, written as PNG": (
+        ["Final_Training/Images/{00000,00001}/{1,2}.png", "Final_Test/Images/{1,2}.png"],
+        {f"Final_Training/Images/0000{c}/GT-0000{c}.csv": f"Filename;ClassId\n1.ppm;{c}\n2.ppm;{c}\n" for c in (0, 1)}
+        | {"GT-final_test.csv": "Filename;Width;ClassId\n1.ppm;9;1\n2.ppm;9;0\n"},
+        {"--split train=Final_Training/Images": {"train": 4},
+         "--split train=Final_Training --split val=Final_Test": {"train": 4, "val": 2}},
+        "sort the images of Final_Test into .*; if GT-final_test.csv has their labels, write a CSV file"),
+    "a folder above German traffic signs": (
+        ["GTSRB/Final_Training/Images/{00000,00001}/{1,2}.png", "GTSRB/Final_Test/Images/{1,2}.png"], {},
+        {"{root}/GTSRB --split train=Final_Training/Images": {"train": 4},
+         "{root}/GTSRB --split train=Final_Training --split val=Final_Test": {"train": 4, "val": 2},
+         AS_CLASSES: {"train": 6}}, "if the data set is in /.*/GTSRB, more has to be said"),
+    "Oxford pets": (["images/{Abyssinian,beagle}_{1,2}.jpg", "annotations/trimaps/Abyssinian_{1,2}.png"], {},
+                    {AS_CLASSES: {"train": 6}}, "images would be a class"),
     "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n9.jpg,a\n"},
                                              {}, "if labels.csv has their labels, write a CSV file with the columns"),
 }  # fmt: skip
@@ -304,6 +329,19 @@ def test_what_a_refusal_says_to_type_works(tmp_path, name):
     assert typed == [shlex.split(text.replace("{root}", str(root))) for text in expected]
     for words, counts in zip(typed, expected.values(), strict=True):
         assert {split: len(samples) for split, samples in open_advised(root, words).splits.items()} == counts
+
+
+def test_images_that_are_not_read_are_written_as_said(tmp_path, monkeypatch):
+    root = put(tmp_path / "raw")
+    for place in ("Images/00000/1.ppm", "Images/00001/2.ppm"):
+        (root / place).parent.mkdir(parents=True)
+        (root / place).write_bytes(b"P6 2 1 255\nabcdef")
+    with pytest.raises(SourceError, match=r"1.ppm \(and 1 other like it\) is an image that is not read: ") as caught:
+        open_source(root)
+    program = shlex.split(re.search("run in the source (python -c .*)", str(caught.value))[1])[2]
+    monkeypatch.chdir(root)
+    exec(program, {})
+    assert labelled(open_source(root / "Images")) == {"train": ["00000: 00000/1", "00001: 00001/2"]}
 
 
 @pytest.mark.parametrize("given", ["", "MNIST"])
