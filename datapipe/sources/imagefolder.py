@@ -122,8 +122,8 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
     folders = folders_in(path)
     if listing.rule.patterns:
         return _chosen_roots(path, folders, listing)
-    names = set(os.listdir(path)).difference(folders)
-    others = sorted(name for name in names if not is_hidden(name) or is_partial(name))
+    beside = set(os.listdir(path)).difference(folders)
+    others = sorted(name for name in beside if not is_hidden(name) or is_partial(name))
     if not folders:
         raise RootError(f"holds no class folders{advise(others)}", path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}

@@ -28,6 +28,7 @@ from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
 from .joined import advise_joined, are_parts, named_options, shared_classes
+from .label_advice import advise_sorting
 from .listing import LeftOut, Listing
 from .root_search import Root, find_root, find_splits
 from .roots import folders_in
@@ -208,7 +209,11 @@ def _advise_splits(
         lacking = []
     if lacking:
         images = f"the images of {format_some(lacking)} into class folders, such as {lacking[0]}/CLASS/image.jpg"
-        texts.append(f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split")
+        command = advise_sorting(source / lacking[0], chosen[TRAIN].classes) if chosen else ""
+        texts.append(
+            f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split"
+            + (f", as this does: {command}" if command else "")
+        )
     return texts, bool(lacking)
 
 

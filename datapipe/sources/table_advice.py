@@ -13,6 +13,7 @@ from ..console import format_some
 from ..errors import DatapipeError, SettingError
 from ..splits import SPLIT_OF, TRAIN, AmbiguousSplitError, SplitRule, options_of, split_words
 from . import csv
+from .label_advice import advise_listing
 from .labels import LABEL_COLUMN
 from .listing import LeftOut, Listing
 from .roots import folders_in, tables_in
@@ -28,7 +29,8 @@ def advise_tables(source: Path, listing: Listing) -> str:
     if not tables and inside:
         return f"if {inside[0]} has labels of the images beside it, write {COLUMNS}, of all, and give that"
     if not tables:
-        return f"if a table has their classes, give that, {COLUMNS}"
+        by_path = f"{text}; " if (text := advise_listing(source)) else ""
+        return f"{by_path}if a table has their classes, give that, {COLUMNS}"
     by_name = {name: its.pop() for name in tables if len(its := {SPLIT_OF[word] for word in split_words(name)}) == 1}
     splits = [options_of(by_name)] if len(by_name) > 1 and TRAIN in by_name.values() else []
     columns = [] if listing.label_column else _label_columns(source, list(by_name) if splits else tables)

@@ -344,6 +344,52 @@ def test_images_that_are_not_read_are_written_as_said(tmp_path, monkeypatch):
     assert labelled(open_source(root / "Images")) == {"train": ["00000: 00000/1", "00001: 00001/2"]}
 
 
+PETS = [f"{name}: images/{name}_{i}" for name in ("Abyssinian", "great_pyrenees") for i in (1, 2)]
+CATS = [f"{name}: train/{name}.{i}" for name in ("cat", "dog") for i in (0, 1)]
+# Layouts without tables: what is read of them by the table that the advised command writes.
+LISTED = {
+    "Oxford pets": (["images/{Abyssinian,great_pyrenees}_{1,2}.jpg", "annotations/trimaps/{Abyssinian,x}_{1,2,3}.png"],
+                    {"train": PETS}),
+    "dogs and cats": (["train/{cat,dog}.{0,1}.jpg", "test1/{1,2}.jpg"], {"train": CATS}),
+    "names in two splits": (["{train,val}/{cat,dog}.{0,1}.jpg"],
+                            {"train": CATS, "val": [text.replace("train", "val") for text in CATS]}),
+    "SUN397": (["a/{abbey,apse/indoor,apse/outdoor}/sun_1.jpg", "b/bar/sun_2.PNG"],
+               {"train": [f"{c}: {c}/sun_1" for c in ("a/abbey", "a/apse/indoor", "a/apse/outdoor")]
+                         + ["b/bar: b/bar/sun_2"]}),
+    "names that say no classes": (["images/{1,2,3,4}.jpg"], None),
+    "names of one kind": (["images/img_{1,2,3,4}.jpg"], None),
+    "names of other things": (["images/{a,b,c}{1,2}x.jpg", "images/d1.jpg"], None),
+    "a copy in a copy": (["flowers/{a,b}/1.jpg", "flowers/flowers/{a,b}/1.jpg"], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_table_is_written_as_said(tmp_path, name):
+    files, expected = LISTED[name]
+    root = put(tmp_path / "the raw", *files)
+    with pytest.raises(SourceError) as caught:
+        open_source(root)
+    command = re.search('run in (.*), and give the labels.csv that it writes: (python -c .*?\\)")', str(caught.value))
+    assert (command is None) == (expected is None)
+    if command:
+        subprocess.run(command[2], shell=True, check=True, timeout=60, cwd=shlex.split(command[1])[0])
+        read = labelled(open_source(root / "labels.csv"))
+        assert {split: sorted(of_split) for split, of_split in read.items()} == expected
+
+
+@pytest.mark.parametrize("folder", ["val/images", "val"])
+def test_images_are_sorted_by_their_list_as_said(tmp_path, folder):
+    root = put(
+        tmp_path / "tiny imagenet", "train/{n01,n02}/images/1.JPEG", f"{folder}/val_{{0,1}}.JPEG", "test/images/0.JPEG"
+    )
+    (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn02\t0\t32\nval_1.JPEG\tn01\t0\t9\n")
+    with pytest.raises(SourceError) as caught:
+        open_source(root)
+    command = re.search("as this does: (.*?); if a table", str(caught.value))[1]
+    subprocess.run(command, shell=True, check=True, timeout=60)
+    assert labelled(open_source(root))["val"] == ["n01: n01/val_1", "n02: n02/val_0"]
+
+
 @pytest.mark.parametrize("given", ["", "MNIST"])
 def test_a_folder_above_a_data_set_of_another_kind(tmp_path, given):
     raw = put(tmp_path / "data", "MNIST/raw/t10k-images-idx3-ubyte.gz", "MNIST/processed/test.pt") / "MNIST" / "raw"
