@@ -48,7 +48,7 @@ DATAPIPE = {
     "formats": "images",
     "dataset": "images",
     # 3
-    "sources": "images dataset formats.naming formats.tar_listing",
+    "sources": "images dataset formats.magic formats.naming formats.tar_listing",
     "staging": "dataset sampling",
     # 4
     "packing": "sources formats images dataset sampling",

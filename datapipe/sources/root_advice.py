@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -18,17 +15,18 @@ from ..errors import DatapipeError, SettingError, SourceError
 from ..split_names import SPLIT_OF, TEST, TRAIN, VAL, have_twins, is_split_name, split_words
 from ..split_patterns import matches, split_options
 from ..split_variants import find_variants
-from ..splits import AmbiguousSplitError, SplitRule
-from . import csv, open_source
+from ..splits import AmbiguousSplitError
+from . import open_source
 from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
 from .joined import advise_joined, are_parts, named_options, shared_classes
+from .label_advice import advise_sorting
 from .listing import LeftOut, Listing
 from .root_search import Root, find_root, find_splits
-from .roots import folders_in, tables_in
+from .roots import folders_in
+from .table_advice import advise_tables, without_log
 
-COLUMNS = "a CSV file with the columns path, label and, if need be, split"
 NAMED = 3  # readings that a message gives
 
 
@@ -74,7 +72,7 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     elif doubt is None and root != source:
         texts.append(f"sort the images of {root.name} into class folders, {root.name}/CLASS/image.jpg")
     if are_flat or not texts:
-        texts.append(_advise_tables(source, listing))
+        texts.append(advise_tables(source, listing))
     return "".join(f"; {text}" for text in texts)
 
 
@@ -97,21 +95,10 @@ def _all_but(names: Sequence[str]) -> str:
     return named_options({TRAIN: [pattern], VAL: [glob.escape(names[0])]}) if fits else ""
 
 
-@contextmanager
-def _without_log() -> Iterator[None]:
-    """Log nothing of what is tried, since it is not packed yet."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
     """Say to give a folder, which is opened first: if it is refused, say what to type for it, too."""
     try:
-        with _without_log():
+        with without_log():
             open_source(folder, outside=listing.outside)
     except (DatapipeError, SettingError) as error:
         message = getattr(error, "message", str(error)).removesuffix(f"; {LAYOUT}")
@@ -122,18 +109,14 @@ def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
     return f"if {what} in {os.path.basename(folder)}, give {quote(str(folder))}"
 
 
-def _fault(source: Path, error: DatapipeError | SettingError) -> str:
-    """Say what is wrong with a source's tables, and with which."""
-    return str(error).removeprefix(f"{source}: ").removeprefix(f"{source}/")
-
-
 def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> list[str]:
     """Say how to take all folders as groups of classes, as parts of one set or as splits, or one that holds classes."""
     if root := find_root(source, ".", listing):
         if not shared_classes(root.folders):
             return [f"if its folders are groups of classes, type {named_options({TRAIN: root.patterns})}"]
         return [*_advise_twins(root.folders), _advise_joined(root)]
-    roots = {name: its for name in folders if (its := find_root(source, name, listing))}
+    candidates = {name: root for name in folders if (root := find_root(source, name, listing))}
+    roots = {name: root for name, root in candidates.items() if len(root.classes) > 1}  # masks lie in one folder, too
     return [
         f"if the class folders are in {name}, type {named_options({TRAIN: root.patterns})}"
         if root.is_clear else _advise_joined(root)
@@ -201,7 +184,11 @@ def _advise_splits(
         lacking = []
     if lacking:
         images = f"the images of {format_some(lacking)} into class folders, such as {lacking[0]}/CLASS/image.jpg"
-        texts.append(f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split")
+        command = advise_sorting(source / lacking[0], chosen[TRAIN].classes) if chosen else ""
+        texts.append(
+            f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split"
+            + (f", as this does: {command}" if command else "")
+        )
     return texts, bool(lacking)
 
 
@@ -259,26 +246,3 @@ def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str])
     patterns = [option.partition("=")[2] for option in shlex.split(options)[1::2]]
     joined = Root(patterns, {folder: its for root in roots for folder, its in root.folders.items()})
     return [joined, *roots] if patterns and joined.is_clear and all(len(root.folders) == 1 for root in roots) else roots
-
-
-def _advise_tables(source: Path, listing: Listing) -> str:
-    """Say how to read the images by a table, if there is one that may have their labels."""
-    tables = tables_in(source)
-    inside = [f"{name}/{table}" for name in folders_in(source) for table in tables_in(source / name)]
-    if not tables and inside:
-        return f"if {inside[0]} has labels of the images beside it, write {COLUMNS}, of all, and give that"
-    if not tables:
-        return f"if a table has their classes, give that, {COLUMNS}"
-    what = f"if {format_some(tables)} {'have' if len(tables) > 1 else 'has'} their labels"
-    try:
-        with _without_log():
-            splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
-        can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
-    except AmbiguousSplitError as error:  # with one table, what to type next is said then
-        can_read = len(tables) == 1
-        if not can_read:
-            return f"{what}, they have to be read with --kind csv and options: {error.why}"
-    except (DatapipeError, SettingError) as error:
-        they = "it" if len(tables) == 1 else "them"
-        return f"{what}, --kind csv reads {they} once this is settled: {_fault(source, error)}"
-    return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"
