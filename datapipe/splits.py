@@ -1,82 +1,31 @@
-"""Which split a name speaks of: one rule for folders, files, shards and columns, whoever reads them.
+"""Which split the parts of a data set belong to: folders, files, shards, and values of columns.
 
-A name speaks of a split if a word of it is one of WORDS, in any case, whatever numbers stand around it: `Train2017`,
-`2021_valid`, `imagenet-validation-000001.tar`, `testset`. If one name of a data set does, each must.
+If the name of one speaks of a split (see `split_names`), each must. Those of one split are joined, unless they may be
+variants of it (see `split_variants`).
 """
 
 from __future__ import annotations
 
-import fnmatch
 import glob
-import re
+import logging
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .console import format_count
 from .errors import SettingError, SourceError
+from .split_names import GLUED, SPLIT_OF, TEST, TRAIN, VAL, naming_folder, own_splits, split_words
+from .split_patterns import NAMED, matches, split_options
+from .split_variants import Variants, find_variants, folds_in
 
-TRAIN, VAL, TEST = "train", "val", "test"
-WORDS = {
-    TRAIN: ("train", "training", "trn"),
-    VAL: ("val", "valid", "validation", "minival", "eval", "evaluation", "dev"),
-    TEST: ("test", "testing", "tst", "holdout"),
-}
-SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
-KINDS = "sets?|splits?|data|images?|imgs?|pictures|photos|jpe?g|png|shards?|folder"  # what a split may be a split of
-OF_FILES = (  # folders named after what lies in them, or after how that came about
-    "images?|imgs?|pictures|photos|jpe?gs?|pngs?|shards?|tars?|labels?|data(sets?)?|files?|class(es)?|raw|originals?|packed"
-    "|(un)?zipped|unpacked|extracted|download(s|ed)?|(pre)?processed|resized|sorted|clean(ed)?|all|archives?|new|v?[0-9]+"
-)
-SUFFIXES = {"tar", "gz", "tgz", "zst", "bz", "xz", "parquet", "csv", "tfrecord", "idx"}  # of files, without numbers
-HASH = re.compile(r"\b(?=[a-f]*[0-9])[0-9a-f]{6,}\b")  # in names of files that are called by their content
-# The number of a fold: fold_0, cv-1, 2nd_fold; not manifold2.
-FOLD = re.compile(
-    "(?i)(?:(?<!mani)(?<!scaf)folds?[-_ ]?|(?<![a-z])cv[-_ ]?|(?=[0-9]+(?:st|nd|rd|th)[-_ ]?fold))([0-9]+)"
-)
-WORD = re.compile(rf"({'|'.join(sorted(SPLIT_OF, key=len, reverse=True))})({KINDS})?")
-GLUED = re.compile("(?i)(?<![a-z])train[a-z]|[a-z]train(?![a-z])")  # as in imagenettrain.tar, beside another name
-PART = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a name in camel case
-# What is written as one word, or as several.
-SPELT = {"h[oe]ld[-_ ]?out": "-holdout-", "t10k": "-test-", "train[-_ ]?val(?![a-z])": "-train-val-"}
-NAMED = 3  # names that a message gives
+logger = logging.getLogger(__name__)
+
 VAL_OR_TRAIN = "type --split val=. if its images are for validation, or --split train=. if they are for training"
 CHOOSE = "say with --split train=PATTERN and --split val=PATTERN what to take; the rest is left out"
+REST = "(patterns, any number of them); what no --split names is left out"
 
-
-def _words(name: str) -> list[str]:
-    """List the words of a name, lower case, without their numbers."""
-    for spelling, words_of_it in SPELT.items():
-        name = re.sub(spelling, words_of_it, name, flags=re.IGNORECASE)
-    words = []
-    for run in re.findall("[A-Za-z]+", name):
-        words += [run] if WORD.fullmatch(run.lower()) else PART.findall(run)
-    return [word.lower() for word in words]
-
-
-def split_words(name: str) -> list[str]:
-    """List the words of a name that speak of a split, lower case and in their order.
-
-    >>> split_words("ILSVRC2012_img_val.tar"), split_words("MyTrainImages/valid-1.tar"), split_words("latest.tar")
-    (['val'], ['train', 'valid'], [])
-    """
-    return [match[1] for word in _words(name) if (match := WORD.fullmatch(word))]
-
-
-def is_split_name(name: str) -> bool:
-    """Whether a name says nothing but a split: `val`, `Train2017`, `test_images`; not `bullet_train`."""
-    others = [word for word in _words(name) if not WORD.fullmatch(word) and not re.fullmatch(KINDS, word)]
-    return bool(split_words(name)) and not others
-
-
-def have_twins(names: Iterable[str]) -> bool:
-    """Whether two names differ in the word for a split alone, such as `seg_train` and `seg_test`."""
-    splits: dict[tuple[str, ...], set[str]] = {}
-    for name in names:
-        others = tuple(word for word in _words(name) if not WORD.fullmatch(word))
-        splits.setdefault(others, set()).update(SPLIT_OF[word] for word in split_words(name))
-    return any(len(of_stem) > 1 for of_stem in splits.values())
+Typed = Callable[[str], Sequence[str]]  # gives what `--split` names a part by
 
 
 class AmbiguousSplitError(SourceError):
@@ -85,6 +34,22 @@ class AmbiguousSplitError(SourceError):
     def __init__(self, source: Path, why: str, advice: str) -> None:
         super().__init__(f"{why}: {advice}", path=source)
         self.why = why
+        self.advice = advice
+
+
+class VariantsError(AmbiguousSplitError):
+    """Parts of one split may be variants of each other.
+
+    Attributes:
+        variants: The variants of each split that has some.
+        choices: What to type to take one of them.
+        joined: What to type to take all; "" if nothing is known.
+    """
+
+    def __init__(self, source: Path, why: str, variants: Mapping[str, Variants], choices: str, joined: str) -> None:
+        advice = f"{choices}; to take all as one, {joined}" if joined else choices
+        super().__init__(source, why, f"{advice} (patterns; the rest is left out)" if choices != CHOOSE else CHOOSE)
+        self.variants, self.choices, self.joined = variants, choices, joined
 
 
 @dataclass(frozen=True)
@@ -113,12 +78,13 @@ class SplitRule:
         cut = f"{source}/"
         return SplitRule(tuple((split, pattern.removeprefix(cut) or ".") for split, pattern in self.patterns))
 
-    def divide(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
+    def divide(self, names: Sequence[str], source: Path, typed: Typed = lambda name: [name]) -> dict[str, list[str]]:
         """Divide the parts of a data set, which are files or folders, by split.
 
         Args:
             names: Their paths below the source.
             source: The data set, for its own name and for messages.
+            typed: What `--split` names a part by, for messages.
 
         Returns:
             The names of each split that there is: "train", "val", "test". All are train's if none speaks of a split.
@@ -138,24 +104,20 @@ class SplitRule:
             first = next(name for name in speaking if name not in silent)
             why = f"{first} names a split, and {_list(silent)} {'do' if len(silent) > 1 else 'does'} not"
             known = {name: SPLIT_OF[[*words[name], TRAIN][0]] for name in names if name not in silent}
-            raise AmbiguousSplitError(source, why, _advise(known, silent))
+            known = {text: split for name, split in known.items() for text in typed(name)}
+            raise AmbiguousSplitError(source, why, _advise(known, [text for name in silent for text in typed(name)]))
         splits: dict[str, list[str]] = {}
-        synonyms: dict[str, str] = {}
         for name in names:
             chosen = {SPLIT_OF[word] for word in words[name]}
             if len(chosen) > 1:
                 why = f"the name of {name} has {' and '.join(dict.fromkeys(words[name]))} in it"
-                advice = f"say which it is, as --split train={shlex.quote(name)} or --split val={shlex.quote(name)}"
+                text = shlex.quote(glob.escape(typed(name)[0]))
+                advice = f"say which it is, as --split train={text} or --split val={text}"
                 raise AmbiguousSplitError(source, why, advice)
-            (split,), word = chosen, words[name][-1]
-            if synonyms.setdefault(split, word) != word:
-                why = f"holds both {synonyms[split]} ({splits[split][0]}) and {word} ({name}), which mean the same"
-                raise AmbiguousSplitError(source, why, CHOOSE)
-            splits.setdefault(split, []).append(name)
-        for split, of_split in splits.items():
-            if (split != TEST or VAL not in splits) and (why := _find_variants(of_split)):
-                raise AmbiguousSplitError(source, f"{why}, all of {split}", CHOOSE)
-        return {split: splits[split] for split in (TRAIN, VAL, TEST) if split in splits}
+            splits.setdefault(chosen.pop(), []).append(name)
+        splits = {split: splits[split] for split in (TRAIN, VAL, TEST) if split in splits}
+        _check_variants(splits, words, source, typed)
+        return splits
 
     def _divide_by_pattern(self, names: Sequence[str], source: Path) -> dict[str, list[str]]:
         splits: dict[str, list[str]] = {}
@@ -186,39 +148,6 @@ class SplitRule:
         raise AmbiguousSplitError(source, why, VAL_OR_TRAIN)
 
 
-def naming_folder(source: Path) -> Path:
-    """Return the first of a source and the folders above it whose name says more than `images` or `data.csv` does.
-
-    >>> naming_folder(Path("/x/val/raw/images/0.tar")), naming_folder(Path("/x/val-2017"))
-    (PosixPath('/x/val'), PosixPath('/x/val-2017'))
-    """
-    for place in (source, *source.parents):
-        is_file = place.suffix[1:].lower() in SUFFIXES and not split_words(place.name)
-        if not is_file and not re.fullmatch(OF_FILES, place.name.lower()):
-            return place
-    return source
-
-
-def own_splits(source: Path) -> set[str]:
-    """Return the splits that a source's own name speaks of; `my-test` may be a trial: see `check_own_name`."""
-    return splits_of_name(naming_folder(source).name)
-
-
-def splits_of_name(name: str) -> set[str]:
-    """Return the splits that a name speaks of that stands for all images, of which a trial may be called `my-test`."""
-    splits = {SPLIT_OF[word] for word in split_words(name)}
-    return set() if splits == {TEST} and not is_split_name(name) else splits
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a path below the source, its last part or a folder above it; "." names all."""
-    if pattern == ".":
-        return True
-    parts = name.split("/")
-    above = ("/".join(parts[: count + 1]) for count in range(len(parts)))
-    return any(fnmatch.fnmatchcase(text, pattern) for text in (*above, parts[-1]))
-
-
 def _differing(words: list[list[str]]) -> list[list[str]]:
     """Leave out what all names begin or end with, as in `test-images-train` and `test-images-val`, if more remains."""
     shortest = min(map(len, words), default=0)
@@ -232,16 +161,63 @@ def _differing(words: list[list[str]]) -> list[list[str]]:
     return cut if all(cut) else words
 
 
-def _find_variants(names: Sequence[str]) -> str:
-    """Say which files or folders of a split may be folds, or parts of each other; "" if none are."""
-    if len(folds := {match[1] for name in names for match in FOLD.finditer(name)}) > 1:
-        return f"holds folds {', '.join(sorted(folds, key=int))}"
-    stems: dict[frozenset[str], str] = {}
-    for name in names:
-        stems.setdefault(frozenset(_words(HASH.sub("", name))) - SUFFIXES, name)
-    least = min(stems, key=len)
-    more = next((name for stem, name in stems.items() if least < stem), None)
-    return f"holds {stems[least]} and {more}" if more else ""
+def _check_variants(
+    splits: Mapping[str, list[str]], words: Mapping[str, Sequence[str]], source: Path, typed: Typed
+) -> None:
+    """Raise VariantsError if names of one split may be variants of each other; warn if they differ otherwise.
+
+    Args:
+        splits: The names of each split.
+        words: The words of splits in each name.
+        source: The data set, for messages.
+        typed: What `--split` names a part by.
+    """
+    there = {split: names for split, names in splits.items() if split != TEST or VAL not in splits}
+    variants = {split: its for split, names in there.items() if (its := find_variants(names))}
+    if doubtful := {split: its for split, its in variants.items() if its.are_doubtful}:
+        split, its = next(iter(doubtful.items()))
+        first, second, *more = (names[0] for names in its.groups.values())
+        why = f"holds {f'{first} and {second}' if not more else _list([first, second, *more])}, all of {split}"
+        if words[first][-1] != words[second][-1]:
+            why = f"holds both {words[first][-1]} ({first}) and {words[second][-1]} ({second}), which mean the same"
+        elif len(folds := folds_in(there[split])) > 1:
+            why = f"holds folds {', '.join(folds)}, all of {split}"
+        raise VariantsError(source, why, doubtful, *_advise_variants(there, doubtful, splits, typed))
+    for split, its in variants.items():
+        names = [names[0] for names in its.groups.values()]
+        message = "%s: %s are joined for %s, though they are called differently: --split %s=PATTERN takes some of them"
+        logger.warning(message, source, _list(names), split, VAL if split == TEST else split)
+
+
+def _advise_variants(
+    there: Mapping[str, list[str]], variants: Mapping[str, Variants], splits: Mapping[str, list[str]], typed: Typed
+) -> tuple[str, str]:
+    """Say what to type to take one of the variants, and to take all.
+
+    Args:
+        there: The names of each split that is taken.
+        variants: Those of splits that have several.
+        splits: The names of all splits.
+        typed: What `--split` names a part by.
+    """
+    groups = {split: its.groups for split, its in variants.items()}
+    choices: list[Mapping[str, list[str]]] = []
+    for key in dict.fromkeys(key for of_split in groups.values() for key in of_split):
+        if TRAIN not in groups or key in groups[TRAIN]:
+            choices.append({split: groups.get(split, {}).get(key, names) for split, names in there.items()})
+    options = []
+    for choice in [*choices[:NAMED], there]:
+        chosen = {name for names in choice.values() for name in names}
+        others = [text for names in splits.values() for name in names if name not in chosen for text in typed(name)]
+        texts = {
+            VAL if split == TEST else split: [text for name in names for text in typed(name)]
+            for split, names in choice.items()
+        }
+        options.append(split_options(texts, others))
+    *each, everything = options
+    typable = [f"type {text}" for text in each if text]
+    more = ", or others likewise" * (len(choices) > NAMED)
+    return f"{', or '.join(typable)}{more}" if typable else CHOOSE, f"type {everything}" if everything else ""
 
 
 def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
@@ -255,44 +231,12 @@ def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
     as_val = TEST if VAL not in splits else VAL  # a test split is val, if there is none
     groups = {TRAIN: [name for name in known if known[name] == TRAIN]}
     groups[VAL] = [name for name in known if known[name] == as_val]
-    rest = "(patterns, any number of them); what no --split names is left out"
     if groups[TRAIN] and groups[VAL]:
         options = split_options(groups, [*silent, *(name for name in known if known[name] not in (TRAIN, as_val))])
-        return f"type {options} {rest}" if options else CHOOSE
+        return f"type {options} {REST}" if options else CHOOSE
     other = VAL if groups[TRAIN] else TRAIN
     options = split_options({split: its or list(silent) for split, its in groups.items()}, [])
-    return f"if they are {other} type {options} {rest}" if options else CHOOSE
-
-
-def options_of(splits: Mapping[str, str]) -> str:
-    """Return `--split` options that name what is of train and of val, or of test if nothing is of val.
-
-    Args:
-        splits: The split of each name.
-    """
-    groups = {split: [name for name in splits if splits[name] == split] for split in (TRAIN, VAL, TEST)}
-    test = groups.pop(TEST)
-    groups[VAL] = groups[VAL] or test
-    return split_options(groups, []) or "--split train=PATTERN --split val=PATTERN"
-
-
-def split_options(groups: Mapping[str, list[str]], others: Sequence[str]) -> str:
-    """Return `--split` options that name the names of each split, and no others; "" where few patterns do not.
-
-    Args:
-        groups: The names, by split.
-        others: Names that the options must not name.
-    """
-    words = []
-    for split, names in groups.items():
-        of_others = [*others, *(name for key, its in groups.items() if key != split for name in its)]
-        patterns = [glob.escape(name) for name in names]
-        if len(names) > NAMED:
-            patterns = list(dict.fromkeys(re.sub("[0-9]+", "*", pattern) for pattern in patterns))
-        if len(patterns) > NAMED or any(matches(name, pattern) for name in of_others for pattern in patterns):
-            return ""
-        words += [f"--split {split}={shlex.quote(pattern)}" for pattern in patterns]
-    return " ".join(words)
+    return f"if they are {other} type {options} {REST}" if options else CHOOSE
 
 
 def _list(names: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Each part (a folder, or a file at a package's root) and the parts it may import, by level: arrows point down. In
 # brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
 GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams", "checks"}
-GROUND |= {"splits", "clock", "process_id", "foreign"}
+GROUND |= {"splits", "split_names", "split_patterns", "split_variants", "clock", "process_id", "foreign"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
     "errors": "",
@@ -36,7 +36,10 @@ DATAPIPE = {
     "streams": "clock errors",
     "process_id": "fsio",
     "checks": "errors",
-    "splits": "console errors",
+    "split_names": "",
+    "split_patterns": "split_names",
+    "split_variants": "split_names",
+    "splits": "console errors split_names split_patterns split_variants",
     # 1
     "images": "",
     "native": "",
@@ -45,7 +48,7 @@ DATAPIPE = {
     "formats": "images",
     "dataset": "images",
     # 3
-    "sources": "images dataset formats.naming formats.tar_listing",
+    "sources": "images dataset formats.magic formats.naming formats.tar_listing",
     "staging": "dataset sampling",
     # 4
     "packing": "sources formats images dataset sampling",
@@ -98,7 +101,7 @@ PACKAGES = {
     "lmdb": ["datapipe/formats/lmdb.py"],
     "crc32c": ["datapipe/formats/tfrecord.py"],
     "tfrecord": ["datapipe/formats/tfrecord.py"],
-    "pyarrow": ["datapipe/sources/parquet.py", "datapipe/sources/parquet_rows.py"],
+    "pyarrow": [f"datapipe/sources/parquet{part}.py" for part in ("", "_columns", "_rows")],
     "scipy": ["datapipe/sources/imagenet_labels.py"],
     "webdataset": ["datapipe/loaders/tar_streams.py"],
     "braceexpand": ["datapipe/loaders/tar_streams.py"],

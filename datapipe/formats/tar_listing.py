@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import SourceError
+from .magic import HEAD_BYTES, explain
 
 BLOCK = tarfile.BLOCKSIZE
 END = bytes(BLOCK)
@@ -85,6 +86,8 @@ def list_members(
         except _Unusual:
             return _list_slowly(window, keep_content)
     except (tarfile.TarError, ValueError, RecursionError) as error:
+        if end is None and (what := explain(os.pread(fd, HEAD_BYTES, begin), path)):
+            raise SourceError(what, path=path) from error
         raise SourceError(f"is a corrupt or truncated tar archive, or none: {error}", path=path) from error
 
 

@@ -16,7 +16,7 @@ from ..errors import SettingError
 from ..names import BACKENDS, Io
 from ..sampling.augment import Augment
 from ..sampling.order import Last
-from ..splits import TEST
+from ..split_names import TEST
 from .base import Loader
 from .batch import Batch
 from .device import normalise

@@ -33,16 +33,15 @@ from ..errors import (
 )
 from ..formats.naming import IMAGES, LABELS, read_label, split_name
 from ..formats.tar_listing import list_members
-from ..splits import TRAIN, AmbiguousSplitError, SplitRule, own_splits, split_words
 from .base import DataDescription, Place
 from .options import LoaderOptions
+from .tar_splits import shards_of_split
 from .threads import call_in_time
 
 RAISED = {kind.__name__: kind for kind in (DecodeError, ManifestError, ShardReadError)}  # by ranks that count
 logger = logging.getLogger(__name__)
 
 COUNTED = 100  # samples counted at a time: that takes less than `timeout_s`, where the whole shard may not
-SUFFIX = ".tar"
 MAX_SAMPLES = 1 << 32  # in a shard; so that no sum of them passes 64 bits
 LINE_CHARS = 100  # of the first line of DALI's index, which is a version and a number
 NUMBER = re.compile(r"\d{1,18}")  # fits into 64 bits
@@ -171,7 +170,7 @@ def _list_shards(path: str, split: str | None) -> tuple[list[Shard], Manifest | 
         return [url for part in path.split("::") if part for url in braceexpand.braceexpand(part)], None
     folder = Path(path)
     if not (folder / MANIFEST).exists():
-        return [folder / name for name in _of_split(folder, split)], None
+        return [folder / name for name in shards_of_split(folder, split)], None
     manifest = Manifest.read(folder)
     if split not in (None, manifest.split):
         raise SettingError(f"split: {split!r} is not in {folder}, which holds split {manifest.split}")
@@ -179,27 +178,6 @@ def _list_shards(path: str, split: str | None) -> tuple[list[Shard], Manifest | 
     if stored != "tar shards":
         raise SettingError(f"backend: 'webdataset' reads image files in tar shards, and {folder} holds {stored}")
     return [folder / shard.name for shard in manifest.shards], manifest
-
-
-def _of_split(folder: Path, split: str | None) -> list[str]:
-    """List the tar shards of a split, or of the only one. Raises SettingError."""
-    entries = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    names = [name for name in entries if name.lower().endswith(SUFFIX)]
-    for name in (name for name in entries if names and name not in names and SUFFIX in name.lower()):
-        logger.warning("%s: is not read: it is not named as a tar shard", folder / name)
-    try:
-        names_of = SplitRule().divide(names, folder) if names else {}
-    except AmbiguousSplitError as error:
-        which = f"give those that you mean, such as {folder}/shard-{{000..009}}.tar"
-        raise SettingError(f"path: {folder}: {error.why}; {which}") from error
-    if [*names_of] == [TRAIN] and not any(map(split_words, names)) and len(own := own_splits(folder.absolute())) == 1:
-        names_of = {own.pop(): names}
-    if split is None and len(names_of) > 1:
-        which = ", ".join(f"{name} (such as {of_name[0]})" for name, of_name in names_of.items())
-        raise SettingError(f"path: {folder} holds shards of {which}: choose one, as split={next(iter(names_of))!r}")
-    if split is not None and split not in names_of:
-        raise SettingError(f"split: {split!r} is not in {folder}, which has {', '.join(names_of) or 'no tar shards'}")
-    return names_of[split] if split else next(iter(names_of.values()), [])
 
 
 def _checksum(shards: list[Shard], counts: list[int]) -> str:

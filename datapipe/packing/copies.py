@@ -8,7 +8,7 @@ import numpy as np
 
 from ..console import format_count
 from ..errors import SourceError
-from ..splits import TRAIN, VAL
+from ..split_names import TRAIN, VAL
 
 
 def check_copies(records: Mapping[str, np.ndarray]) -> list[str]:

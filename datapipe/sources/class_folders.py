@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..console import format_some
-from ..splits import KINDS, is_split_name
+from ..split_names import KINDS, is_split_name
 
 # Folders of images, whatever they show, and of what lies beside them: no classes.
 OF_IMAGES = {"images", "image", "imgs", "img", "jpg", "jpeg", "jpegs", "png", "pngs", "jpegimages"}
@@ -74,9 +74,11 @@ def doubt_root(
         return Doubt(f"{called} names a split, and would be a class", "split", is_slight=hold_images)
     if doubt := _doubt_parts(tops, tables, known):
         return doubt
-    if 2 * sum(own.values()) > sum(count for _, count in folders):  # a few folders below do not matter
-        name = next((name for name in tops if name.lower() in OF_IMAGES), None)
-        return Doubt(f"{name} would be a class") if name else None
+    is_flat = 2 * sum(own.values()) > sum(count for _, count in folders)  # a few folders below do not matter
+    if name := next((name for name in (tops if is_flat else own) if name.lower() in OF_IMAGES), None):
+        return Doubt(f"{name} would be a class")
+    if is_flat:
+        return None
     below: dict[str, list[str]] = {}
     for path, _ in sorted(folders):
         if "/" in path:

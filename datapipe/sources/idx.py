@@ -12,12 +12,14 @@ import os
 import re
 import zlib
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import SourceError
 from ..memory import allowed_bytes
+from ..splits import VariantsError
 from . import Pixels, Source, numbered
 from .file_names import is_hidden
 from .labels import number_labels
@@ -39,10 +41,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         raise SourceError("holds no *-images-idx3-ubyte[.gz]", path=path)
     pixels: dict[str, Pixels] = {}
     known = set(files)
-    for split, names in listing.divide(files, path).items():
-        if len(names) > 1:
-            raise SourceError(f"holds several files of images for {split}, {' and '.join(names)}: say which is, as "
-                              f"--split {split}={names[0]}, for each split", path=path)  # fmt: skip
+    for split, names in _divide(files, path, listing).items():
         images_path = path / names[0]
         labels_path = _find_labels(images_path)
         known.add(labels_path.name)
@@ -56,9 +55,25 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     return Source(kind, classes, {split: replace(samples, labels=numbers[split]) for split, samples in pixels.items()})
 
 
+def _divide(files: list[str], path: Path, listing: Listing) -> dict[str, list[str]]:
+    """Find the file of each split. Raises SourceError if one has several."""
+    advice = "say with --split train=FILE and --split val=FILE which are"
+    try:
+        splits = listing.divide(files, path)
+    except VariantsError as error:
+        splits = {split: list(chain(*its.groups.values())) for split, its in error.variants.items()}
+        advice = error.choices
+    for split, names in splits.items():
+        if len(names) > 1:
+            several = " and ".join(names)
+            raise SourceError(f"holds several files of images for {split}, {several}: {advice}", path=path)
+    return splits
+
+
 def _image_files(folder: Path) -> list[str]:
     """Find the files of images; of a plain and a gzipped one, the plain one."""
-    names = sorted(name for name in os.listdir(folder) if IMAGES.fullmatch(name) and not is_hidden(name))
+    named = [name for name in os.listdir(folder) if IMAGES.fullmatch(name) and not is_hidden(name)]
+    names = sorted(name for name in named if not os.path.isdir(folder / name))  # Kaggle has folders of the same names
     return [name for name in names if name.removesuffix(".gz") == name or name.removesuffix(".gz") not in names]
 
 
@@ -72,7 +87,7 @@ def _count_others(folder: Path, known: set[str], listing: Listing) -> None:
 def _find_labels(images_path: Path) -> Path:
     name = images_path.name.removesuffix(".gz").replace("-images", "-labels").replace("idx3", "idx1")
     for path in (images_path.with_name(name), images_path.with_name(f"{name}.gz")):
-        if path.exists():
+        if path.exists() and not path.is_dir():
             return path
     raise SourceError(f"has no labels: {name}[.gz] is missing", path=images_path)
 

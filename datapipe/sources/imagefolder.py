@@ -10,20 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import SettingError, SourceError, WrongPathError
-from ..splits import (
-    SPLIT_OF,
-    TEST,
-    VAL,
-    VAL_OR_TRAIN,
-    AmbiguousSplitError,
-    have_twins,
-    is_split_name,
-    split_words,
-    splits_of_name,
-)
+from ..split_names import SPLIT_OF, TEST, VAL, have_twins, is_split_name, split_words, splits_of_name
+from ..splits import VAL_OR_TRAIN, AmbiguousSplitError
 from . import Source
 from .class_tree import LAYOUT, ClassTree, RootError
-from .file_names import advise, is_hidden
+from .file_names import advise, is_hidden, is_partial
 from .joined import check_joined
 from .labels import number_labels, out_of_order
 from .links import check_links
@@ -122,7 +113,8 @@ def _split_roots(path: Path, listing: Listing) -> dict[str, list[Path]]:
     folders = folders_in(path)
     if listing.rule.patterns:
         return _chosen_roots(path, folders, listing)
-    others = sorted(name for name in set(os.listdir(path)).difference(folders) if not is_hidden(name))
+    beside = set(os.listdir(path)).difference(folders)
+    others = sorted(name for name in beside if not is_hidden(name) or is_partial(name))
     if not folders:
         raise RootError(f"holds no class folders{advise(others)}", path)
     naming = {name: {SPLIT_OF[word] for word in words} for name in folders if (words := split_words(name))}

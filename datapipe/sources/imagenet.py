@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import SourceError, WrongPathError
 from ..formats.tar_listing import Member, list_members
-from ..splits import SPLIT_OF, is_split_name, split_words
+from ..split_names import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
 from .archive_members import ArchiveMembers, ListedArchive, join
 from .class_tree import ClassTree

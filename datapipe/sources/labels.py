@@ -12,13 +12,14 @@ import numpy as np
 
 from ..console import format_count, format_some
 from ..errors import SourceError
-from ..splits import is_split_name
+from ..split_names import is_split_name
 
 NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
 # Columns that may hold labels.
 LABEL_COLUMN = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
 MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
+NONE = "None"  # what Python writes for nothing; none may be a class
 SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
 
 
@@ -40,7 +41,8 @@ def number_labels(
         SourceError: Labels cannot be classes, or can be read in two ways.
     """
     distinct: set[str] = set().union(*labels.values())
-    numbers = {label: int(match[1]) for label in distinct if (match := NUMBER.fullmatch(label))}
+    written = {label: match[1] for label in distinct if (match := NUMBER.fullmatch(label))}
+    numbers = {label: int(text) for label, text in written.items()}
     names = sorted(distinct - numbers.keys())
     if pair := alike(names):
         raise SourceError(f"holds two labels that {SAME_LOOK}: {pair[0]!a}, {pair[1]!a}", path=path)
@@ -48,9 +50,12 @@ def number_labels(
         raise SourceError(f"holds labels that are not whole numbers: {_some(names)}", path=path)
     if how == "auto":
         _check_one_kind(path, sorted(numbers, key=numbers.__getitem__), names)
+        _check_spelling(path, set(written.values()))
     texts = {label: str(numbers.get(label, label)) for label in distinct}  # of 3 and 3.0: 3
+    if how == "names":
+        texts |= written  # 03 is another name than 3
     if names or how == "names":
-        classes = sorted(set(texts.values()), key=None if names else int)
+        classes = sorted(set(texts.values()), key=None if names else lambda text: (int(text), text))
     else:
         classes = numbered_classes(path, numbers.values(), how)
     place = {name: label for label, name in enumerate(classes)}
@@ -66,12 +71,24 @@ def _check_one_kind(path: Path, numbers: Sequence[str], names: Sequence[str]) ->
     if len(names) > 1 and not numbers and all(map(is_split_name, names)):
         what = f"holds labels that are all names of splits: {_some(names)}"
         raise SourceError(f"{what}; call that column split, or take them as classes with --labels names", path=path)
-    odd = [name for name in names if name.lower() in MISSING or _is_fraction(name)]
+    odd = [name for name in names if name.lower() in MISSING or name == NONE or _is_fraction(name)]
     if odd or (names and numbers):
         what = f"mixes labels that are numbers ({_some(numbers)}) with names ({_some(names)})"
         if odd:
             what = f"holds labels that are neither whole numbers nor names: {_some(odd)}"
         raise SourceError(f"{what}: mend it, or take all as names with --labels names", path=path)
+
+
+def _check_spelling(path: Path, numbers: Collection[str]) -> None:
+    """Raise SourceError for a number that is written in two ways, such as 1 and 01."""
+    texts: dict[int, str] = {}
+    for text in sorted(numbers):
+        if (other := texts.setdefault(int(text), text)) != text:
+            raise SourceError(
+                f"holds the labels {other} and {text}: --labels numbers takes both as {int(text)}, --labels names "
+                "keeps them apart",
+                path=path,
+            )
 
 
 def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:

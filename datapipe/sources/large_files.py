@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..dataset.manifest import MANIFEST
 from ..errors import SourceError
-from ..splits import split_words
+from ..split_names import split_words
 from .file_names import EXTENSIONS, is_hidden, is_image
 from .listing import Listing, is_folder
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..console import format_count
 from ..errors import SourceError
-from ..splits import TRAIN, VAL
+from ..split_names import TRAIN, VAL
 from .class_tree import ClassTree
 
 logger = logging.getLogger(__name__)

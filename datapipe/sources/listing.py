@@ -13,12 +13,15 @@ from pathlib import Path
 from ..console import format_count, printable
 from ..errors import SettingError, SourceError
 from ..fsio import atomic_write, side_by_side
-from ..splits import TEST, TRAIN, VAL, SplitRule, split_words
-from .file_names import is_harmless, is_hidden
+from ..split_names import TEST, TRAIN, VAL, split_words
+from ..splits import SplitRule
+from .file_names import is_harmless, is_hidden, is_partial
 
 logger = logging.getLogger(__name__)
 
 HIDDEN = "hidden, or a system's"
+PARTIAL = "of a transfer that has not ended, so images may be missing: run that again, or remove them"
+HUB = ".cache", "huggingface"  # what `hf download --local-dir` writes: notes of its own, and files that are not whole
 NOT_NAMED = "not named by any --split"
 NAMED = 10  # paths that are named for each reason
 
@@ -44,7 +47,7 @@ class LeftOut:
         self._lock = threading.Lock()
 
     def add(self, path: str, reason: str) -> None:
-        """Add what is left out: its path, and what it is."""
+        """Add what is left out: its path, and what it is; what is called as of a transfer is PARTIAL."""
         self.add_all([path], reason)
 
     def add_all(self, paths: Iterable[str], reason: str) -> None:
@@ -53,7 +56,8 @@ class LeftOut:
 
     def _add(self, paths: Iterable[str], reason: str) -> None:
         with self._lock:
-            self._reasons.setdefault(reason, set()).update(paths)
+            for path in paths:
+                self._reasons.setdefault(PARTIAL if is_partial(_name(path)) else reason, set()).add(path)
 
     def add_members(self, archive: str, others: Iterable[tuple[str, str]]) -> None:
         """Add members of an archive: what each is, and its name."""
@@ -79,7 +83,9 @@ class LeftOut:
                 name = entry.name
                 if name in known or (hidden_only and not is_hidden(name)):
                     continue
-                if not is_harmless(name) or is_folder(entry):
+                if name == HUB[0] and is_folder(entry) and os.listdir(entry.path) == [HUB[1]]:
+                    self._add(map(str, Path(entry.path).glob("**/*.incomplete")), PARTIAL)
+                elif not is_harmless(name) or is_folder(entry):
                     self._add([os.path.join(folder, name)], HIDDEN if is_hidden(name) else reason)
 
     def add_unnamed(self, root: Path, names: Iterable[tuple[str, str]], reason: str) -> None:
@@ -215,7 +221,8 @@ class Listing:
         both = ("label", self.label_column, ["csv", "parquet", "webdataset"]), ("path", self.path_column, ["csv"])
         for name, column, kinds in both:
             if column is not None and kind not in kinds:
-                raise SettingError(f"{name}_column: it is for {', '.join(kinds)}, and {path} is {kind}")
+                advice = "; if a table there has the labels, add --kind csv" if kind == "imagefolder" else ""
+                raise SettingError(f"{name}_column: it is for {', '.join(kinds)}, and {path} is {kind}{advice}")
 
     def refuse_options(self, kind: str) -> None:
         """Raise SettingError if the user says what splits or labels are, for a kind that has its own."""

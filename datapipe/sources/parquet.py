@@ -7,9 +7,7 @@ whole, so its samples are a block.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +18,19 @@ import numpy as np
 from ..errors import SourceError
 from ..splits import SplitRule
 from . import Source
-from .labels import LABEL_COLUMN, NUMBER, check_same_classes, number_labels
+from .labels import NUMBER, check_same_classes, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
+from .parquet_columns import (
+    PATHS,
+    STRINGS,
+    class_names,
+    describe_lack,
+    find_columns,
+    other_columns,
+    path_column,
+    rival_columns,
+)
 from .parquet_rows import ParquetRows, import_parquet
 from .parts import Listed, choose_files, divide, pick
 from .paths import check_inside
@@ -34,10 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IMAGES = ("image", "img")
-LABELS = ("label", "labels", "fine_label", "class", "cls", "target")
-PATHS = ("path", "file", "filename", "file_name", "image_path")
-STRINGS = ("string", "large_string", "string_view")  # Arrow's types
 LISTERS = 16  # files whose labels are read at once: hides a shared filesystem's latency
 
 
@@ -55,10 +59,12 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     with_paths = not all(files.values())
     with ThreadPoolExecutor(LISTERS) as pool:
         tables = list(pool.map(lambda name: _list(str(root / name), name, bounds, listing, with_paths), files))
-    for table in tables:
-        if table.others:
-            columns = " and ".join(table.others)
-            logger.warning("%s: may hold images or labels in %s, too, not read", table.path, columns)
+    for (column, *others), table in {
+        (table.column.split(".")[0], *table.others): table for table in tables[::-1]
+    }.items():
+        if others:
+            message = "%s: may hold images or labels in %s, too, not read: its images are those of %s"
+            logger.warning(message, table.path, " and ".join(others), column)
     listed = _join_listed(tables)
     picked = divide(listed, files, listing, path)
     file_of_row = np.repeat(np.arange(len(tables)), [len(table.labels) for table in tables])
@@ -88,6 +94,7 @@ class _Table(NamedTuple):
     others: list[str]  # columns that may hold images or labels, too
     said: list[Said]  # of each row's split; empty: nothing
     paths: list[str]  # of the images, as the file gives them; empty: it does not, or they are not asked for
+    lack: str  # what to say where its labels are needed, and it has none
 
 
 def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths: bool) -> _Table:
@@ -97,22 +104,22 @@ def _list(path: str, name: str, bounds: str | None, listing: Listing, with_paths
     try:
         with parquet.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
-            column, label = _columns(path, schema, label_column)
+            column, label = find_columns(path, schema, label_column)
             labels = _texts(file, label) if label else [""] * metadata.num_rows
-            for other in () if label_column else _rivals(schema, label):
+            for other in () if label_column else rival_columns(schema, label):
                 check_same_classes(path, (label or "", other), set(zip(labels, _texts(file, other), strict=True)))
             said = _said(file, listing.rule, {column.split(".")[0], label, *PATHS})
-            path_column = _path_column(schema) if with_paths else None
-            paths = _texts(file, path_column) if path_column else []
+            of_paths = path_column(schema) if with_paths else None
+            paths = _texts(file, of_paths) if of_paths else []
     except (OSError, ValueError, NotImplementedError) as error:  # Arrow's errors are subclasses
         raise SourceError(f"cannot be read: {error}", path=path) from error
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     num_bytes = [group.column(leaf).total_uncompressed_size for group in groups]
-    names = (*IMAGES, *(() if label_column else LABELS))
-    others = [name for name in names if name in schema.names and name not in (column.split(".")[0], label)]
-    num_rows, classes = [group.num_rows for group in groups], _class_names(schema, label)
-    return _Table(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths)
+    others = other_columns(schema, column, label, label_column)
+    lack = "" if label else describe_lack(schema, label_column)
+    num_rows, classes = [group.num_rows for group in groups], class_names(schema, label)
+    return _Table(path, name, column, label, labels, classes, num_rows, num_bytes, others, said, paths, lack)
 
 
 def _texts(file: pyarrow.parquet.ParquetFile, column: str, group: int | None = None) -> list[str]:
@@ -125,30 +132,6 @@ def _texts(file: pyarrow.parquet.ParquetFile, column: str, group: int | None = N
         values = compute.struct_field(values, part)
     texts = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value for value in values.to_pylist())
     return ["" if value is None else str(value) for value in texts]
-
-
-def _rivals(schema: pyarrow.Schema, label: str | None) -> list[str]:
-    """List the columns that may be of labels as well as that one; if it is called so, only `Label` beside `label`."""
-    from pyarrow import types
-
-    if label is None:
-        return []
-    alike = [name for name in schema.names if LABEL_COLUMN.fullmatch(name) and name != label]
-    rivals = [name for name in alike if label not in ("label", "labels") or name.lower() == label]
-    return [name for name in rivals if not types.is_nested(schema.field(name).type)]
-
-
-def _path_column(schema: pyarrow.Schema) -> str | None:
-    """Return the column of the images' paths, or None."""
-    from pyarrow import types
-
-    for name in (*IMAGES, *PATHS):
-        kind = schema.field(name).type if name in schema.names else None
-        if kind is not None and types.is_struct(kind) and kind.get_field_index("path") >= 0:
-            return f"{name}.path"
-        if name in PATHS and str(kind) in STRINGS:
-            return name
-    return None
 
 
 def _said(file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | None]) -> list[Said]:
@@ -165,7 +148,7 @@ def _said(file: pyarrow.parquet.ParquetFile, rule: SplitRule, others: Set[str | 
             kind = kind.value_type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         is_simple = types.is_primitive(kind) or str(kind).endswith("binary")
-        if not (str(kind) in STRINGS or (is_named and is_simple) or _class_names(schema, name)):
+        if not (str(kind) in STRINGS or (is_named and is_simple) or class_names(schema, name)):
             continue
         texts: list[str] = []
         for group in range(file.metadata.num_row_groups):
@@ -192,7 +175,7 @@ def _fields(columns: Iterable[tuple[str, pyarrow.DataType]]) -> Iterator[tuple[s
 
 def _named(schema: pyarrow.Schema, column: str, texts: list[str]) -> list[str]:
     """Replace numbers by names, where Hugging Face's `datasets` has written these into the schema."""
-    names = _class_names(schema, column)
+    names = class_names(schema, column)
     return [names[int(text)] if text.isdecimal() and int(text) < len(names) else text for text in texts]
 
 
@@ -214,48 +197,9 @@ def _join_listed(tables: list[_Table]) -> Listed:
             if i < len(table.labels):
                 break
             i -= len(table.labels)
-        if table.label is None:
-            expected = f"image ({', '.join(IMAGES)}) and label ({', '.join(LABELS)})"
-            return SourceError(f"has not both columns, {expected}", path=table.path)
-        return SourceError(f"row {i} has no {table.label}", path=table.path)
+        return SourceError(table.lack or f"row {i} has no {table.label}", path=table.path)
 
     return Listed(list(parts), np.concatenate(part), labels, [paths], lambda: Paths.from_texts(paths), unlabelled)
-
-
-def _columns(path: str, schema: pyarrow.Schema, label_column: str | None) -> tuple[str, str | None]:
-    """Return the columns of the images' bytes and of the labels (None: there is none). Raises SourceError."""
-    from pyarrow import types
-
-    if double := next((name for name, count in Counter(schema.names).items() if count > 1), None):
-        raise SourceError(f"has two columns {double}: rename one", path=path)
-    image = next((name for name in IMAGES if name in schema.names), None)
-    labels = LABELS if label_column is None else (label_column,)
-    label = next((name for name in labels if name in schema.names), None)
-    if image is None or (label_column and label is None):
-        expected = f"image ({', '.join(IMAGES)}) and label ({', '.join(labels)})"
-        raise SourceError(f"has not both columns, {expected}, but {', '.join(schema.names)}", path=path)
-    kind, column = schema.field(image).type, image
-    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        kind, column = kind.field("bytes").type, f"{image}.bytes"
-    if not (types.is_binary(kind) or types.is_large_binary(kind)):
-        raise SourceError(f"column {image} holds no encoded images, but {schema.field(image).type}", path=path)
-    if label is None:
-        return column, None
-    kind = schema.field(label).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_string(kind) or types.is_large_string(kind)):
-        raise SourceError(f"column {label} holds no whole numbers or names, but {kind}", path=path)
-    return column, label
-
-
-def _class_names(schema: pyarrow.Schema, label: str | None) -> list[str]:
-    """Return a column's class names that Hugging Face's `datasets` has written into the schema; [] if it has not."""
-    try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        names = features[label]["names"]
-    except (KeyError, TypeError, ValueError):
-        return []
-    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _classes(

@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..splits import TRAIN, VAL, AmbiguousSplitError, SplitRule, matches, split_words
+from ..split_names import TRAIN, VAL, split_words
+from ..split_patterns import matches
+from ..splits import AmbiguousSplitError, SplitRule
 from .listing import Listing
 from .shard_names import check_contents, check_copies, check_names
 from .short_forms import check_undivided
@@ -113,18 +115,18 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
     by_file = bool(files) and all(files.values())
     paths = table = None
     if rule.patterns:
-        (names, number), rule = (_by_file(listed), rule) if by_file else _by_pattern(listed, rule, source)
+        (names, number, typed), rule = (_by_file(listed), rule) if by_file else _by_pattern(listed, rule, source)
     else:
         table = SplitTable(listed.parts, source, partial(_labels_of, listed))
         table.check_files(files)
-        names, number = _by_name(listed, table.names)
+        names, number, typed = _by_name(listed, table.names, table.typed)
         by_file = by_file and not table.columns
         is_said = any(map(split_words, names))
         if may_speak(listed.texts):
             at = listed.paths()
             paths = by_folder(at, listed.labels) or (None if is_said else by_file_name(at))
         if paths is not None and not is_said:
-            names, number = paths
+            names, number, typed = paths
         table.check_rest(len(set().union(*map(splits_of, names))))
     bare = _unlabelled(listed, names, number)
     if by_file:
@@ -136,7 +138,7 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
             check_undivided(names, listed.paths(), listed.labels, source)
             rule.check_own_name(source)
         try:
-            raw = rule.divide(names, source)
+            raw = rule.divide(names, source, typed)
         except AmbiguousSplitError as error:
             raise (table.refusal(error) if table is not None else error) from None
     place = {name: at for at, name in enumerate(names)}
@@ -148,14 +150,16 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
     samples = {
         split: np.flatnonzero(np.isin(number, [place[name] for name in of_split])) for split, of_split in splits.items()
     }
+    if not samples and "" in listed.labels:  # all of it is a test split
+        raise listed.unlabelled(listed.labels.index(""))
     for split, of_split in samples.items():
         if not len(of_split):
             raise SourceError(f"split {split} holds no images", path=source)
         if "" in (labels := pick(listed.labels, of_split)):
             raise listed.unlabelled(int(of_split[labels.index("")]))
-    if table is not None and paths is not None and number is not paths[1]:
+    if table is not None and paths is not None and number is not paths.number:
         said = {name: split for split, of_split in raw.items() for name in of_split}
-        check_paths((names, number), said, table.typed, paths, listed.paths, source)
+        check_paths(Names(names, number, typed), said, paths, listed.paths, source)
     check_contents({name: files[name] for name in files if name not in empty}, source, bool(listing.rule.patterns))
     if table is not None:
         table.report(len(samples.get(TRAIN, ())), len(samples.get(VAL, ())))
@@ -175,10 +179,10 @@ def pick(values: Sequence[str], samples: np.ndarray) -> Sequence[str]:
 # --- what says it -----------------------------------------------------------------------------------
 
 
-def _by_name(listed: Listed, names_of_parts: Iterable[str]) -> Names:
+def _by_name(listed: Listed, names_of_parts: Iterable[str], typed: Mapping[str, Sequence[str]] | None = None) -> Names:
     names: dict[str, int] = {}
     numbers = [names.setdefault(name, len(names)) for name in names_of_parts]
-    return list(names), np.array(numbers, np.int32)[listed.part]
+    return Names(list(names), np.array(numbers, np.int32)[listed.part], lambda name: (typed or {}).get(name, [name]))
 
 
 def _by_file(listed: Listed) -> Names:
@@ -217,10 +221,10 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     for column in columns:
         names = _by_name(listed, (column_value(part, column) for part in listed.parts))
         bare = [(split, _without(column, pattern)) for split, pattern in rule.patterns]
-        if _covers(values := SplitRule(tuple(bare)), names[0]):
+        if _covers(values := SplitRule(tuple(bare)), names.names):
             fitting[column] = names, values
     divisions = []
-    for (distinct_values, number), values in fitting.values():
+    for (distinct_values, number, _), values in fitting.values():
         split_of = {
             name: split for split, of_split in values.divide(distinct_values, source).items() for name in of_split
         }
@@ -237,15 +241,15 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     paths = list(map(os.path.normpath, listed.paths().joined()))
     distinct = {path: number for number, path in enumerate(dict.fromkeys(paths))}
     if _covers(rule, list(distinct)):
-        return (list(distinct), np.array([distinct[path] for path in paths], np.int32)), rule
+        return Names(list(distinct), np.array([distinct[path] for path in paths], np.int32)), rule
     files = _by_file(listed)
-    if _covers(rule, files[0]):
+    if _covers(rule, files.names):
         return files, rule
     said = list(dict.fromkeys(f"{name}={value}" for part in listed.parts for name, value in part.said if value))
-    everything = [*said, *(text.partition("=")[2] for text in said), *files[0], *distinct]
+    everything = [*said, *(text.partition("=")[2] for text in said), *files.names, *distinct]
     wrong = next((pattern for _, pattern in rule.patterns if not _names_any(everything, pattern)), None)
     what = "the patterns name different things" if wrong is None else f"{wrong!r} names nothing"
-    there = ", ".join([*said[:NAMED], *files[0][:NAMED], *paths[:NAMED]])
+    there = ", ".join([*said[:NAMED], *files.names[:NAMED], *paths[:NAMED]])
     raise SettingError(
         f"split: {what} in {source}; there is {there}: each pattern must name files, or each values of one column, or "
         "each paths"

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
 from ..console import format_some
 from ..errors import DatapipeError, SettingError, SourceError
-from ..splits import (
-    SPLIT_OF,
-    TEST,
-    TRAIN,
-    VAL,
-    AmbiguousSplitError,
-    SplitRule,
-    is_split_name,
-    matches,
-    split_options,
-    split_words,
-)
-from . import csv, open_source
+from ..split_names import SPLIT_OF, TEST, TRAIN, VAL, have_twins, is_split_name, split_words
+from ..split_patterns import matches, split_options
+from ..split_variants import find_variants
+from ..splits import AmbiguousSplitError
+from . import open_source
 from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
 from .joined import advise_joined, are_parts, named_options, shared_classes
+from .label_advice import advise_sorting
 from .listing import LeftOut, Listing
 from .root_search import Root, find_root, find_splits
-from .roots import folders_in, tables_in
+from .roots import folders_in
+from .table_advice import advise_tables, without_log
 
-COLUMNS = "a CSV file with the columns path, label and, if need be, split"
 NAMED = 3  # readings that a message gives
 
 
@@ -80,7 +72,7 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     elif doubt is None and root != source:
         texts.append(f"sort the images of {root.name} into class folders, {root.name}/CLASS/image.jpg")
     if are_flat or not texts:
-        texts.append(_advise_tables(source, listing))
+        texts.append(advise_tables(source, listing))
     return "".join(f"; {text}" for text in texts)
 
 
@@ -105,16 +97,13 @@ def _all_but(names: Sequence[str]) -> str:
 
 def _advise_folder(what: str, folder: Path, listing: Listing) -> str:
     """Say to give a folder, which is opened first: if it is refused, say what to type for it, too."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # what it would log is of what is not packed yet
     try:
-        open_source(folder, outside=listing.outside)
+        with without_log():
+            open_source(folder, outside=listing.outside)
     except (DatapipeError, SettingError) as error:
         message = getattr(error, "message", str(error)).removesuffix(f"; {LAYOUT}")
         typed = message.replace("type --", f"give {quote(str(folder))} --")
         return f"if {what} in {quote(str(folder))}, more has to be said: {typed}"
-    finally:
-        logging.disable(before)
     if what == "the class folders are":
         return f"if {what} in {quote(str(folder))}, give that"
     return f"if {what} in {os.path.basename(folder)}, give {quote(str(folder))}"
@@ -126,7 +115,8 @@ def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> li
         if not shared_classes(root.folders):
             return [f"if its folders are groups of classes, type {named_options({TRAIN: root.patterns})}"]
         return [*_advise_twins(root.folders), _advise_joined(root)]
-    roots = {name: its for name in folders if (its := find_root(source, name, listing))}
+    candidates = {name: root for name in folders if (root := find_root(source, name, listing))}
+    roots = {name: root for name, root in candidates.items() if len(root.classes) > 1}  # masks lie in one folder, too
     return [
         f"if the class folders are in {name}, type {named_options({TRAIN: root.patterns})}"
         if root.is_clear else _advise_joined(root)
@@ -185,23 +175,8 @@ def _advise_splits(
         names[TRAIN], condition = silent, f"if {silent[0]} is for training, "
     elif silent and not names[VAL]:
         names[VAL], condition = silent, f"if {silent[0]} is for validation, "
-    chosen: dict[str, Root] = {}
-    for split, candidates in names.items():
-        fitting = [roots[name] for name in candidates if name in roots]
-        if TRAIN in chosen:
-            fitting = [root for root in fitting if root.classes <= chosen[TRAIN].classes]
-        if len(fitting) == len(candidates) > 1 and are_parts(candidates):
-            fitting = _join_parts(candidates, fitting, folders)
-        if fitting:
-            chosen[split] = fitting[0]
-    if TRAIN not in chosen:
-        chosen = {}
-    texts = []
-    if chosen and all(root.is_clear for root in chosen.values()):
-        options = named_options({split: root.patterns for split, root in chosen.items()})
-        texts.append(f"{condition}type {options} (patterns, any number of them); what no --split names is left out")
-    elif chosen:
-        texts.append(condition + advise_joined({split: root.folders for split, root in chosen.items()}))
+    chosen, texts = _choose_roots(names, roots, folders)
+    texts = [condition + text for text in texts]
     lacking = [name for split, its in names.items() if split not in chosen for name in its]
     if not names[TRAIN] and any(name in roots and roots[name].classes <= set(folders) for name in lacking):
         return [f"if the folders beside {lacking[0]} are train's classes, move them into a folder train"], False
@@ -209,8 +184,60 @@ def _advise_splits(
         lacking = []
     if lacking:
         images = f"the images of {format_some(lacking)} into class folders, such as {lacking[0]}/CLASS/image.jpg"
-        texts.append(f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split")
+        command = advise_sorting(source / lacking[0], chosen[TRAIN].classes) if chosen else ""
+        texts.append(
+            f"{'to take more, ' if chosen else ''}sort {images}, with the same classes in each split"
+            + (f", as this does: {command}" if command else "")
+        )
     return texts, bool(lacking)
+
+
+def _choose_roots(
+    names: Mapping[str, Sequence[str]], roots: Mapping[str, Root], folders: Sequence[str]
+) -> tuple[dict[str, Root], list[str]]:
+    """Choose a folder for each split, and say what to type for it, and for the others that may be meant.
+
+    Args:
+        names: The folders that may be a split's.
+        roots: What class folders they hold, of those that hold some.
+        folders: All folders in the source.
+
+    Returns:
+        What was chosen first, and the texts.
+    """
+    fitting = {split: [name for name in of_split if name in roots] for split, of_split in names.items()}
+    choices: list[dict[str, Root]] = []
+    for train in fitting[TRAIN]:
+        vals = [name for name in fitting[VAL] if roots[name].classes <= roots[train].classes]
+        if len(fitting[TRAIN]) > 1:
+            vals = ([name for name in vals if _is_twin(train, name)] or vals)[:1]
+        choices += [{TRAIN: roots[train], VAL: roots[val]} for val in vals] or [{TRAIN: roots[train]}]
+    joined: dict[str, Root] = {}
+    for split, of_split in names.items():
+        of_both = [roots[name] for name in fitting[split]]
+        if len(of_both) == len(of_split) > 1 and are_parts(of_split):
+            of_both = _join_parts(of_split, of_both, folders)
+        if TRAIN in joined:
+            of_both = [root for root in of_both if root.classes <= joined[TRAIN].classes]
+        if of_both:
+            joined[split] = of_both[0]
+    if not choices:
+        return {}, []
+    if not any(map(find_variants, names.values())):
+        choices = [joined]
+    are_several = joined not in choices
+    if not all(root.is_clear for choice in [*choices, joined] for root in choice.values()):
+        return joined, [advise_joined({split: root.folders for split, root in joined.items()})]
+    *each, everything = (
+        f"type {named_options({split: root.patterns for split, root in its.items()})}" for its in (*choices, joined)
+    )
+    text = ", or ".join(each[:NAMED]) + f"; to take all as one, {everything}" * are_several
+    return joined, [f"{text} (patterns, any number of them); what no --split names is left out"]
+
+
+def _is_twin(first: str, second: str) -> bool:
+    """Whether two folders differ in the word for a split alone."""
+    return have_twins([first, second]) and re.findall("[0-9]+", first) == re.findall("[0-9]+", second)
 
 
 def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str]) -> list[Root]:
@@ -219,22 +246,3 @@ def _join_parts(names: Sequence[str], roots: list[Root], folders: Sequence[str])
     patterns = [option.partition("=")[2] for option in shlex.split(options)[1::2]]
     joined = Root(patterns, {folder: its for root in roots for folder, its in root.folders.items()})
     return [joined, *roots] if patterns and joined.is_clear and all(len(root.folders) == 1 for root in roots) else roots
-
-
-def _advise_tables(source: Path, listing: Listing) -> str:
-    """Say how to read the images by a table, if there is one that may have their labels."""
-    tables = tables_in(source)
-    inside = [f"{name}/{table}" for name in folders_in(source) for table in tables_in(source / name)]
-    if not tables and inside:
-        return f"if {inside[0]} has labels of the images beside it, write {COLUMNS}, of all, and give that"
-    if not tables:
-        return f"if a table has their classes, give that, {COLUMNS}"
-    what = f"if {format_some(tables)} {'have' if len(tables) > 1 else 'has'} their labels"
-    try:
-        splits = csv.load(source, "csv", replace(listing, rule=SplitRule(), left_out=LeftOut())).splits
-        can_read = all(len(samples) and os.path.exists(samples.where(0)) for samples in splits.values())
-    except AmbiguousSplitError:  # with one table, what to type next is said then
-        can_read = len(tables) == 1
-    except (DatapipeError, SettingError):
-        can_read = False
-    return f"{what}, type --kind csv" if can_read else f"{what}, write {COLUMNS}, and give that"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import SourceError
-from ..splits import SPLIT_OF, TRAIN, is_split_name, split_words
+from ..split_names import SPLIT_OF, TRAIN, have_twins, is_split_name, split_words
 from .class_tree import ClassTree
 from .joined import doubtful_classes
 from .listing import LeftOut, Listing
@@ -99,7 +99,8 @@ def find_splits(source: Path, name: str, listing: Listing) -> str:
     except OSError:
         return ""
     trains = [inner for inner in inside if {SPLIT_OF[word] for word in split_words(inner)} == {TRAIN}]
-    if any(find_root(source, f"{name}/{inner}", listing) for inner in filter(is_split_name, trains)):
+    named = trains if have_twins(inside) else filter(is_split_name, trains)
+    if any(find_root(source, f"{name}/{inner}", listing) for inner in named):
         return name
     if name.count("/") + 1 >= MAX_DEPTH or len(inside) > MAX_FOLDERS:
         return ""

@@ -10,10 +10,10 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 
-from ..splits import TRAIN, is_split_name, split_words
+from ..split_names import TRAIN, is_split_name, split_words
 from .class_folders import Doubt
 from .class_tree import ClassTree, RootError
-from .file_names import ARCHIVES, EXTENSIONS, is_hidden, is_image, may_have_labels
+from .file_names import ARCHIVES, EXTENSIONS, TEXT_TABLES, is_hidden, is_image, may_have_labels
 from .joined import named_options
 from .listing import is_folder
 from .tables_beside import doubt_by_table
@@ -61,9 +61,9 @@ def _tables(source: Path, tree: ClassTree) -> list[Path]:
 
 
 def tables_in(path: Path) -> list[str]:
-    """List the CSV tables in a folder, sorted; none if it cannot be listed."""
+    """List the tables of text in a folder, sorted; none if it cannot be listed."""
     with suppress(OSError):
-        names = [name for name in os.listdir(path) if name.lower().endswith(".csv") and not is_hidden(name)]
+        names = [name for name in os.listdir(path) if name.lower().endswith(TEXT_TABLES) and not is_hidden(name)]
         return sorted(filter(may_have_labels, names))
     return []
 

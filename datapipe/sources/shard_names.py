@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..console import format_count
-from ..splits import CHOOSE, FOLD, HASH, SPLIT_OF, TRAIN, VAL, AmbiguousSplitError, matches, split_options, split_words
+from ..split_names import FOLD, HASH, SPLIT_OF, TRAIN, VAL, split_words
+from ..split_patterns import matches, split_options
+from ..splits import CHOOSE, AmbiguousSplitError
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..console import format_some
-from ..splits import FOLD, HASH, PART, SPLIT_OF, TEST, TRAIN, VAL, AmbiguousSplitError, split_words
+from ..split_names import FOLD, HASH, PART, SPLIT_OF, TEST, TRAIN, VAL, split_words
+from ..splits import AmbiguousSplitError
 from .shard_names import check_folds
 from .split_paths import Paths
 

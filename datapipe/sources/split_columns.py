@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..splits import SPLIT_OF, SplitRule, is_split_name, split_words
+from ..split_names import SPLIT_OF, is_split_name, split_words
+from ..splits import SplitRule
 from .labels import LABEL_COLUMN
 from .short_forms import short_splits
 

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ..console import format_count
-from ..splits import SPLIT_OF, TRAIN, AmbiguousSplitError, is_split_name, options_of, split_words
+from ..split_names import SPLIT_OF, TRAIN, is_split_name, split_words
+from ..split_patterns import options_of
+from ..splits import AmbiguousSplitError, Typed
 
 logger = logging.getLogger(__name__)
 
 SPOKEN = ("train", "trn", "val", "dev", "test", "tst", "hold", "held", "t10k")  # each word of splits has one of them
 MAX_PATTERNS = 1000  # of files' names: more are not called by a rule
 
-Names = tuple[list[str], np.ndarray]  # distinct names, and int[N], the number of each sample's
+
+class Names(NamedTuple):
+    """What samples are divided by.
+
+    Attributes:
+        names: Distinct names.
+        number: Integers[N], the number of each sample's.
+        typed: Gives what `--split` names the samples of a name by.
+    """
+
+    names: list[str]
+    number: np.ndarray
+    typed: Typed = lambda name: [name]
 
 
 class Paths(NamedTuple):
@@ -62,8 +77,16 @@ def by_folder(paths: Paths, labels: Sequence[str]) -> Names | None:
     for folder, inside in list(below.items()):
         while folder := os.path.dirname(folder).rstrip("/"):
             below.setdefault(folder, set()).update(inside)
-    spoken = {number: "/".join(_spoken(paths.folders[number], below)) for number in speaking}
-    if not any(spoken.values()):
+    spoken: dict[int, str] = {}
+    places: dict[str, dict[str, None]] = {}  # by name: the folders that are called so, with those above them
+    for number in speaking:
+        parts = paths.folders[number].split("/")
+        at = _spoken(parts, below)
+        if at:
+            spoken[number] = "/".join(parts[i] for i in at)
+            place = os.path.normpath("/".join(parts[: at[-1] + 1]))
+            places.setdefault(spoken[number], {})[place] = None
+    if not spoken:
         return None
     _, first = np.unique(paths.folder, return_index=True)
     names = [
@@ -71,15 +94,18 @@ def by_folder(paths: Paths, labels: Sequence[str]) -> Names | None:
         for (number, folder), at in zip(enumerate(paths.folders), first.tolist(), strict=True)
     ]
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return list(distinct), np.array([distinct[name] for name in names], np.int32)[paths.folder]
+    number_of = np.array([distinct[name] for name in names], np.int32)
+    return Names(list(distinct), number_of[paths.folder], lambda name: [*places.get(name, {name: None})])
 
 
-def _spoken(folder: str, below: Mapping[str, set[str]]) -> Iterator[str]:
-    parts = folder.split("/")
+def _spoken(parts: Sequence[str], below: Mapping[str, set[str]]) -> list[int]:
+    """List which parts of a folder's path speak of splits."""
+    spoken = []
     for at, part in enumerate(parts):
         inside = below.get("/".join(parts[: at + 1]), set())
         if split_words(part) and (len(inside) > 1 or "" in inside or (is_split_name(part) and inside != {part})):
-            yield part
+            spoken.append(at)
+    return spoken
 
 
 def by_file_name(paths: Paths) -> Names | None:
@@ -94,13 +120,16 @@ def by_file_name(paths: Paths) -> Names | None:
     words = [split_words(name) for name in distinct]
     if len(pure) < 2 and not (all(words) and len({SPLIT_OF[word] for of_name in words for word in of_name}) > 1):
         return None
-    return list(distinct), np.array([distinct[name] for name in bare], np.int32)
+
+    def files_of(name: str) -> list[str]:
+        return list(dict.fromkeys(itertools.compress(paths.files, map(name.__eq__, bare))))
+
+    return Names(list(distinct), np.array([distinct[name] for name in bare], np.int32), files_of)
 
 
 def check_paths(
     chosen: Names,
     said: Mapping[str, str],
-    typed: Mapping[str, str],
     paths: Names,
     all_paths: Callable[[], Paths],
     source: Path,
@@ -110,14 +139,13 @@ def check_paths(
     Args:
         chosen: The names that the samples are divided by.
         said: The split of each of these.
-        typed: What names it in `--split SPLIT=…`, if it is not itself.
         paths: The names that their paths give them.
         all_paths: Gives the paths.
         source: The data set, for messages.
     """
-    names, number = chosen
-    spoken = [{SPLIT_OF[word] for word in split_words(name)} for name in paths[0]]
-    pairs = number.astype(np.int64) * len(spoken) + paths[1]
+    names, number, typed = chosen
+    spoken = [{SPLIT_OF[word] for word in split_words(name)} for name in paths.names]
+    pairs = number.astype(np.int64) * len(spoken) + paths.number
     distinct, first, counts = np.unique(pairs, return_index=True, return_counts=True)
     for pair, i, count in zip(distinct.tolist(), first.tolist(), counts.tolist(), strict=True):
         at, place = divmod(pair, len(spoken))
@@ -125,15 +153,16 @@ def check_paths(
         split = said.get(name)
         if split is None or len(spoken[place]) != 1 or split in spoken[place]:
             continue
-        what = f"{format_count(count, 'sample')} of {name} {'lies' if count == 1 else 'lie'} in {paths[0][place]}"
+        what = f"{format_count(count, 'sample')} of {name} {'lies' if count == 1 else 'lie'} in {paths.names[place]}"
         example = all_paths().joined()[i]
         if split == TRAIN:
-            of_paths = {name: next(iter(splits)) for name, splits in zip(paths[0], spoken, strict=True) if splits}
+            of_names = {text: said[name] for name in said for text in typed(name)}
+            by_path = zip(paths.names, spoken, strict=True)
+            of_paths = {text: next(iter(its)) for name, its in by_path if its for text in paths.typed(name)}
             raise AmbiguousSplitError(
                 source,
                 f"{what}, such as {example}, so it is not clear whether they are for training",
-                f"if they are, type {options_of({typed.get(name, name): said[name] for name in said})}; if the folders "
-                f"are right, type {options_of(of_paths)}",
+                f"if they are, type {options_of(of_names)}; if the folders are right, type {options_of(of_paths)}",
             )
         if len(set().union(*spoken)) > 1:
             logger.warning("%s: %s, such as %s: taken as what %s says", source, what, example, name)

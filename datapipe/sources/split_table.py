@@ -13,7 +13,9 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..splits import TEST, TRAIN, VAL, AmbiguousSplitError, is_split_name, options_of, split_options
+from ..split_names import TEST, TRAIN, VAL, is_split_name
+from ..split_patterns import options_of, split_options
+from ..splits import AmbiguousSplitError, VariantsError
 from .short_forms import mean_splits, short_splits
 from .split_columns import BESIDE, TRUTH, Part, flag_split, is_column, splits_of
 
@@ -40,7 +42,7 @@ class SplitTable:
     Attributes:
         names: Of each part: the value that says its split, or else its file.
         columns: The columns that do.
-        typed: What names the samples of a name in `--split SPLIT=…`.
+        typed: Of each name that is one of values, what `--split` names its samples by, in each spelling.
     """
 
     def __init__(self, parts: Sequence[Part], source: Path, labels_of: Callable[[Collection[int]], set[str]]) -> None:
@@ -69,12 +71,16 @@ class SplitTable:
             if is_column(name) or (not self.columns and not self._is_of_classes(name, labels_of)):
                 raise self._refusal(name)
         self.names: list[str] = []
-        self.typed: dict[str, str] = {}
+        self.typed: dict[str, list[str]] = {}
+        first: dict[str, str] = {}  # by name in lower case
         for part, row in zip(parts, self._rows, strict=True):
             column = next((name for name in self.columns if name in row), None)
-            self.names.append(part.file if column is None else self._name(column, row))
+            name = part.file if column is None else self._name(column, row)
+            name = name if column is None else first.setdefault(name.lower(), name)
+            self.names.append(name)
             if column is not None and (column in of_words or len(flags) == 1):
-                self.typed.setdefault(self.names[-1], f"{column}={row[column]}")
+                texts = self.typed.setdefault(name, [])
+                texts += [text for text in [f"{column}={row[column]}"] if text not in texts]
             self._check_row(part, row, column)
 
     def report(self, num_train: int, num_val: int) -> None:
@@ -120,6 +126,8 @@ class SplitTable:
         if not self.columns or not set(self.names) <= self.typed.keys():
             return error
         why = f"{' and '.join(self.columns)}: {error.why}"
+        if isinstance(error, VariantsError):
+            return VariantsError(self._source, why, error.variants, error.choices, error.joined)
         return AmbiguousSplitError(self._source, why, self._advise_or_all(self.columns[0]))
 
     def _of_kind(self, kind: str) -> list[str]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..console import format_some
-from ..splits import is_split_name
+from ..split_names import is_split_name
 from .class_tree import ClassTree
 from .labels import LABEL_COLUMN
 
@@ -36,7 +36,7 @@ def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> 
         Why; "" if nothing speaks against them.
     """
     for path in [path for path in tables if path.name.lower().endswith(TABLES)][:MAX_TABLES]:
-        rows = list(_sample(path))
+        rows = list(sample_rows(path))
         header, rows = (rows[0], [row for row in rows[1:] if len(row) == len(rows[0])]) if rows else ([], [])
         at, folders = _find_paths(tree, header, rows)
         named = sorted(set(folders.values()))
@@ -61,7 +61,7 @@ def _may_be_labels(name: str, column: Sequence[str]) -> bool:
     return LABEL_COLUMN.fullmatch(name) is not None or (num_values > 1 and not is_id and not is_number)
 
 
-def _sample(path: Path) -> Iterator[list[str]]:
+def sample_rows(path: Path) -> Iterator[list[str]]:
     """Read some rows of a table, the first included; none if it cannot be read, or is a link."""
     with suppress(OSError, csv.Error):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import IO, cast
 
 from ..errors import SourceError
+from ..formats.magic import HEAD_BYTES, explain
 from ..formats.tar_listing import END, MAX_HEADER_BYTES
 from .paths import opened
 
@@ -70,6 +71,7 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
             What was yielded before may be damaged, too.
     """
     with opened(path, bounds) as fd, open(fd, "rb", closefd=False) as file:
+        unpack = None
         try:
             magic = file.peek(4)
             if magic.startswith(ZSTANDARD):
@@ -101,6 +103,8 @@ def members(path: str, bounds: str | None, names: Set[str], max_bytes: int) -> I
                     yield member.name, data
                 stream.read_end()
         except DAMAGE as error:
+            if unpack is None and (what := explain(os.pread(fd, HEAD_BYTES, 0), path)):
+                raise SourceError(what, path=path) from error
             raise SourceError(f"is a truncated or corrupt archive, or none: {error}", path=path) from error
 
 

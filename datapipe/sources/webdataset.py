@@ -5,8 +5,9 @@ How they are named is in `formats.naming`. A field of the JSON, or `key.split`, 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
@@ -14,7 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..console import format_count
 from ..errors import SourceError
+from ..formats.magic import HEAD_BYTES, advise_unpacking, explain, is_tar
 from ..formats.naming import IMAGES, LABEL_FIELDS, LABELS, read_fields, split_name
 from ..formats.tar_listing import Member, list_members
 from . import Source
@@ -23,16 +26,20 @@ from .file_names import is_in_hidden
 from .labels import check_same_classes, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
+from .nested import refuse_nested
 from .parts import Listed, choose_files, divide, pick
 from .paths import opened
 from .split_columns import Columns, Part, Said
 from .split_paths import Paths
 
+logger = logging.getLogger(__name__)
+
 TAR = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 NOT_NAMED = f"not named .{', .'.join(IMAGES + LABELS)}"
+OTHERWISE = f"{NOT_NAMED} from the first dot on, where WebDataset's extensions begin"
 SPLITS = ("split", "subset", "set")  # extensions of texts that say which split a sample belongs to
-TEXTS = (*LABELS, *SPLITS)
+TEXTS = LABELS + SPLITS
 NO_LABELS = np.zeros(0, np.uint32)
 NO_FIELDS: dict[str, object] = {}
 MAX_DEPTH = 50  # of objects in a JSON
@@ -51,18 +58,30 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
     files = choose_files(names, listing, path, may_wait=False)
     for name in files:
         if name.lower().endswith(COMPRESSED):
-            advice = "unpack it to .tar if it is a shard, or to a folder if it holds folders of images"
-            message = f"is compressed, so no image in it can be read by itself; {advice}"
-            raise SourceError(message, path=root / name)
+            _check_compressed(str(root / name), bounds)
     shards = _list(root, list(files), bounds, listing)
     listed = _join_listed(shards, list(files))
     divided = divide(listed, files, listing, path)
     texts = {split: pick(listed.labels, samples) for split, samples in divided.items()}
     classes, labels = number_labels(path, texts, listing.labels)
+    if dotted := [
+        f"{Path(file).name}: {name}" for file, shard in zip(files, shards, strict=True) for name in shard.dotted
+    ]:
+        count = format_count(len(dotted), "image has a name", "images have names")
+        message = "%s: %s of several dots, such as %s; the last begins the extension here, and in WebDataset the first"
+        logger.warning(message, path, count, dotted[0])
     everything = join([str(root / name) for name in files], [shard.images for shard in shards], NO_LABELS)
     return Source(
         kind, classes, {split: everything.picked(samples, labels[split]) for split, samples in divided.items()}
     )
+
+
+def _check_compressed(path: str, bounds: str | None) -> None:
+    """Raise SourceError for a compressed archive, which one that is named so need not be."""
+    with opened(path, bounds) as fd:
+        head = os.pread(fd, HEAD_BYTES, 0)
+    if not is_tar(head):
+        raise SourceError(explain(head, path) or f"is compressed{advise_unpacking(path)}", path=path)
 
 
 class _Shard(NamedTuple):
@@ -70,6 +89,7 @@ class _Shard(NamedTuple):
     labels: list[str]  # "": none
     said: list[Said]  # of each sample's split
     unlabelled: SourceError | None  # for the first image without a label
+    dotted: list[str]  # images whose names have more dots than one
 
 
 def _list(root: Path, names: list[str], bounds: str | None, listing: Listing) -> list[_Shard]:
@@ -83,13 +103,15 @@ def _list(root: Path, names: list[str], bounds: str | None, listing: Listing) ->
 def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) -> _Shard:
     left_out = listing.left_out
     with opened(path, bounds) as fd:
-        archive = list_members(fd, path, keep_content=lambda name: split_name(name)[1] in TEXTS)
+        archive = list_members(fd, path, keep_content=lambda name: name.rpartition(".")[2].lower() in TEXTS)
+        names = _split_names([member.name for member in archive.members])
+        if not any(extension in IMAGES for _, extension in names):
+            refuse_nested(fd, path, archive.members)
     left_out.add_members(path, archive.others)
     images: dict[str, Member] = {}
     texts: dict[str, dict[str, bytes]] = {}  # of each key, by extension
     others: list[tuple[str, str]] = []  # what is not taken, and its name
-    for member in archive.members:
-        key, extension = split_name(member.name)
+    for member, (key, extension) in zip(archive.members, names, strict=True):
         if is_in_hidden(member.name):
             left_out.add_hidden_member(path, member.name)
         elif extension in TEXTS:
@@ -97,8 +119,9 @@ def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) ->
                 raise SourceError(f"has two .{extension}", path=path, key=key)
             texts[key][extension] = member.content or b""
         elif extension not in IMAGES:
-            left_out.add(f"{path}: {member.name}", NOT_NAMED)
-            others.append((NOT_NAMED, member.name))
+            reason = OTHERWISE if extension.endswith(tuple(f".{end}" for end in IMAGES + LABELS)) else NOT_NAMED
+            left_out.add(f"{path}: {member.name}", reason)
+            others.append((reason, member.name))
         elif key in images:
             raise SourceError(f"has two images: {images[key].name} and {member.name}", path=path, key=key)
         else:
@@ -107,7 +130,25 @@ def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) ->
     if without is not None:
         raise SourceError(_no_image(without, [*archive.others, *others]), path=path, key=without)
     listed = ListedArchive.from_members(number, list(images), list(images.values()))
-    return _Shard(listed, *_read_texts(path, images, texts, listing))
+    dotted = [member.name for key, member in images.items() if "." in key.rpartition("/")[2]]
+    return _Shard(listed, *_read_texts(path, images, texts, listing), dotted)
+
+
+def _split_names(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Split names into keys and extensions: at the first dot, as WebDataset does, or else at the last.
+
+    The last dot counts for images that have no extension otherwise, and for texts beside them, if what stands before
+    the first dot is not a sample: `2.5.jpg` and `2.5.cls` are one, `a.mask.png` is a part of that of `a.jpg`.
+    """
+    pairs = [split_name(name) for name in names]
+    keys = {key for key, extension in pairs if extension in IMAGES + LABELS}
+    stems = [name.removeprefix("./").rpartition(".")[0] for name in names]
+    dotted = [extension.rpartition(".")[2] if "." in extension and key not in keys else "" for key, extension in pairs]
+    images = {stem for stem, extension in zip(stems, dotted, strict=True) if extension in IMAGES}
+    return [
+        (stem, extension) if extension in IMAGES + TEXTS and stem in images else pair
+        for pair, stem, extension in zip(pairs, stems, dotted, strict=True)
+    ]
 
 
 def _read_texts(

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from datapipe.errors import SettingError
-from datapipe.splits import AmbiguousSplitError, SplitRule, is_split_name, split_words
+from datapipe.split_names import is_split_name, split_words
+from datapipe.splits import AmbiguousSplitError, SplitRule, VariantsError
 
 SOURCE = Path("/raw/data")
 
@@ -112,7 +113,8 @@ def test_what_a_refusal_says_to_type_divides():
         (["ground_truth", "test", "train"], ": type --split train=train --split val=test (patterns"),
         (["meta", "test", "train", "val"], ": type --split train=train --split val=val (patterns"),
         ([*(f"train-{i}.tar" for i in range(9)), "x.tar"], "type --split train='train-*.tar' --split val=x.tar (pat"),
-        ([*(f"0-{i}.tar" for i in range(9)), "0-train.tar"], ": say with --split train=PATTERN and"),  # 0-* is both
+        ([*(f"0-{i}.tar" for i in range(9)), "0-train.tar"], "train=0-train.tar --split val='[0-9]*-[0-9]*.tar' (pat"),
+        ([*(f"0-{c}.tar" for c in "abcd"), "0-train.tar"], ": say with --split train=PATTERN and"),  # 0-* is both
         ([*(f"{c}.tar" for c in "abcde"), "train.tar"], ": say with --split train=PATTERN and"),
         (["[a].tar", "train.tar"], "type --split train=train.tar --split val='[[]a].tar'"),
     ],
@@ -126,7 +128,7 @@ def test_a_refusal_says_what_to_type_for_all_names(names, advice):
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        (["train_0.tar", "train_mini_0.tar", "val_0.tar"], "holds train_0.tar and train_mini_0.tar, all of train: say"),
+        (["train_0.tar", "train_mini_0.tar", "val_0.tar"], "holds train_0.tar and train_mini_0.tar, all of train: "),
         (["train/0.tar", "val/0.tar", "val_small/0.tar"], "holds val/0.tar and val_small/0.tar, all of val"),
         (["train-00.tar", "train-00-fixed.tar"], "holds train-00.tar and train-00-fixed.tar, all of train"),
         (["test.tar", "test_hard.tar", "train.tar"], "holds test.tar and test_hard.tar, all of test"),
@@ -138,6 +140,85 @@ def test_variants_and_folds_of_a_split_are_not_joined(names, why):
     with pytest.raises(AmbiguousSplitError) as caught:
         SplitRule().divide(names, SOURCE)
     assert why in str(caught.value)
+
+
+VARIANTS = [  # of one split: what there is, and what each command of the message takes of train and val, at last all
+    (["train_HR-000.tar", "train_LR-000.tar"], [(1, 0), (1, 0), (2, 0)]),
+    ([f"{s}_{v}-{i:03}.tar" for s in ("train", "val") for v in ("HR", "LR") for i in range(5)],
+     [(5, 5), (5, 5), (10, 10)]),
+    (["train_clean/0.tar", "train_noisy/0.tar", "val/0.tar"], [(1, 1), (1, 1), (2, 1)]),
+    (["train-0.parquet", "val_seen-0.parquet", "val_unseen-0.parquet"], [(1, 1), (1, 1), (1, 2)]),
+    (["train.csv", "test.csv", "val_seen.csv", "val_unseen.csv"], [(1, 1), (1, 1), (1, 2)]),
+    (["train.csv", "test_seen.csv", "test_unseen.csv"], [(1, 1), (1, 1), (1, 2)]),
+    (["train_v1.tar", "train_v2.tar"], [(1, 0), (1, 0), (2, 0)]),
+    (["train_v1-0.tar", "train_v1-1.tar", "trainV2-0.tar"], [(2, 0), (1, 0), (3, 0)]),
+    (["train/v1.tar", "train/version-2.tar"], [(1, 0), (1, 0), (2, 0)]),
+    (["train_64x64.tar", "train_224x224.tar"], [(1, 0), (1, 0), (2, 0)]),
+    (["train_64px.tar", "train_224px.tar"], [(1, 0), (1, 0), (2, 0)]),
+    (["train_224-0.tar", "train_224-1.tar", "train_512-0.tar"], [(2, 0), (1, 0), (3, 0)]),
+    (["train.tar", "train_64.tar"], [(1, 0), (1, 0), (2, 0)]),
+    (["Training", "PublicTest", "PrivateTest"], [(1, 1), (1, 1), (1, 2)]),
+    (["train_10percent.tar", "train_full.tar", "val.tar"], [(1, 1), (1, 1), (2, 1)]),
+    (["train_1percent.tar", "train_10percent.tar"], [(1, 0), (1, 0), (2, 0)]),
+    (["imagenet1k-train-0.tar", "imagenet21k-train-0.tar"], [(1, 0), (1, 0), (2, 0)]),
+    ([f"{d}_{s}.csv" for d in ("clipart", "real", "sketch", "quickdraw") for s in ("train", "test")],
+     [(1, 1), (1, 1), (1, 1), (4, 4)]),
+    (["Train/0.tar", "train/0.tar", "val/0.tar"], [(1, 1), (1, 1), (2, 1)]),
+    (["train.csv", "val.csv", "validation.csv"], [(1, 1), (1, 1), (1, 2)]),
+    (["train.tar", "train_extra.tar"], [(1, 0), (1, 0), (2, 0)]),
+    ([f"{s}_fold{i}.csv" for i in (0, 1) for s in ("train", "val")], [(1, 1), (1, 1), (2, 2)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "expected"), VARIANTS)
+def test_variants_are_refused_with_what_to_type_for_each(names, expected):
+    with pytest.raises(VariantsError, match=r"all of|mean the same") as caught:
+        SplitRule().divide(names, SOURCE)
+    commands = [shlex.split(text.partition(" (")[0].rstrip(",;")) for text in str(caught.value).split("type ")[1:]]
+    counts = []
+    for words in commands:
+        patterns = [word for word in (word.rstrip(",;") for word in words) if "=" in word]
+        divided = SplitRule.parse(patterns).divide(names, SOURCE)
+        counts.append((len(divided["train"]), len(divided.get("val", []))))
+    assert counts == expected
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train2014.tar", "train2017.tar", "val2017.tar"],
+        ["train/cat.tar", "train/dog.tar"],
+        ["train/HR-0.tar", "train/LR-0.tar", "val/0.tar"],
+    ],
+)
+def test_parts_that_are_called_differently_are_joined_and_named(names, caplog):
+    assert sum(map(len, SplitRule().divide(names, SOURCE).values())) == len(names)
+    assert f"{names[0]}, {names[1]} are joined for train, though they are called differently: --split" in caplog.text
+
+
+PARTS = [  # of one split, without a word
+    [f"train_{c}.tar" for c in "0123456789abcdef"],  # Open Images
+    [f"train_{i:02x}.tar" for i in range(256)],
+    ["train_a.tar", "train_b.tar"],
+    ["train_part1.tar", "train_part2.tar", "val.tar"],
+    ["train.tar", "train_part2.tar", "val.tar"],
+    [f"imagenet1k-{split}-{i:04}.tar" for split in ("train", "validation") for i in range(40)],
+    [f"train-{i:05}-of-00064.parquet" for i in range(64)],
+    ["train-00000-of-00002-abcdef0123456789.parquet", "train-00001-of-00002-deadbeefdeadbeef.parquet"],
+    ["train-0-7f3a11aa-bade-4cab-9def-0123456789ab.parquet", "train-1-7f3a11ab-face-4bad-8dad-abcdefabcdef.parquet"],
+    ["train-rank0-0.tar", "train-rank1-0.tar"],
+    ["yfcc_train_000.tar", "yfcc_train_001.tar"],
+    ["train2017.tar", "val2017.tar"],
+    ["train_224.tar", "val_512.tar"],
+    ["train/n01440764.tar", "train/n01443537.tar"],
+    ["train-0.tar", "val-0.tar", "test_seen.tar", "test_unseen.tar"],  # a test split beside val is left out
+]
+
+
+@pytest.mark.parametrize("names", PARTS)
+def test_parts_of_one_split_are_joined_without_a_word(names, caplog):
+    assert sum(map(len, SplitRule().divide(names, SOURCE).values())) == len(names)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from datapipe.errors import MissingBackendError, SourceError
 from datapipe.formats import tar_listing
 from datapipe.formats.tar_listing import list_members
 from datapipe.sources import open_source
+from datapipe.sources.listing import PARTIAL
 
 RANDOM = np.random.default_rng(0)
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -787,8 +788,9 @@ def test_what_lies_beside_shards_is_counted(tmp_path, caplog):
         (tmp_path / path).write_bytes(b"")
     (tmp_path / "train" / "deeper").mkdir()
     assert len(open_source(tmp_path, "webdataset").splits["train"]) == 2
-    others = "old.zip, notes.md, train/0.idx, train/2.tar.part, train/3.jpg, train/deeper"
-    assert f"left out 6 entries (beside the .tar files): {', '.join(sorted(others.split(', ')))}\n" in caplog.text
+    others = "old.zip, notes.md, train/0.idx, train/3.jpg, train/deeper"
+    assert f"left out 5 entries (beside the .tar files): {', '.join(sorted(others.split(', ')))}\n" in caplog.text
+    assert f"left out 1 entry ({PARTIAL}): train/2.tar.part\n" in caplog.text
 
 
 def test_two_labels_of_a_sample(tmp_path):

@@ -14,9 +14,13 @@ SOURCE = Path("/raw/data")
     ("labels", "how", "classes", "numbers"),
     [
         (["2", "0", "1"], "auto", ["0", "1", "2"], [2, 0, 1]),
-        (["2.0", "0.", "1", "01"], "auto", ["0", "1", "2"], [2, 0, 1, 1]),  # pandas, once a NaN was there
+        (["2.0", "0.", "1", "1.0"], "auto", ["0", "1", "2"], [2, 0, 1, 1]),  # pandas, once a NaN was there
         ([f"{i}.0" for i in range(12)], "auto", [str(i) for i in range(12)], [*range(12)]),  # not in the text's order
         ([str(i) for i in range(1, 27)], "auto", [str(i) for i in range(27)], [*range(1, 27)]),  # EMNIST's letters
+        (["01", "02.0", "00"], "auto", ["0", "1", "2"], [1, 2, 0]),
+        (["1", "01", "2"], "numbers", ["0", "1", "2"], [1, 1, 2]),
+        (["1", "01", "2", "1.0"], "names", ["01", "1", "2"], [1, 0, 2, 1]),
+        (["None", "mild"], "names", ["None", "mild"], [0, 1]),
         (["3"], "numbers", ["0", "1", "2", "3"], [3]),
         (["1", "3"], "auto", ["0", "1", "2", "3"], [1, 3]),  # half of them
         (["bee", "ant", "bee"], "auto", ["ant", "bee"], [1, 0, 1]),
@@ -47,6 +51,8 @@ def test_splits_have_the_same_classes():
         (["0", "nan"], "auto", "neither whole numbers nor names: nan"),
         (["cat", "NaN"], "auto", "neither whole numbers nor names: NaN"),
         (["cat", "N/A", "null"], "auto", "neither whole numbers nor names: N/A, null"),
+        (["mild", "None"], "auto", "neither whole numbers nor names: None: mend it, or .* --labels names"),
+        (["1", "01", "2"], "auto", "01 and 1: --labels numbers takes both as 1, --labels names keeps them apart"),
         (["0.5", "1.5"], "auto", "neither whole numbers nor names: 0.5, 1.5"),
         (["1e3"], "auto", "neither whole numbers nor names: 1e3"),
         (["cat", "1"], "numbers", "labels that are not whole numbers: cat"),

@@ -37,7 +37,7 @@ def labelled(source):
 def advised(message):
     """What a message says to type: each as the words of a command, options or a folder."""
     folders = re.findall("are in ([^;]*), give that| lies in ([^;]*): give that", message)
-    typed = re.findall("(?:type|give) ((?:--|/|').*?)(?: [(](?:patterns|folders)| if |;|$)", message)
+    typed = re.findall("(?:type|give) ((?:--|/|').*?)(?: [(](?:patterns|folders)| if |, or |;|$)", message)
     return [shlex.split(text) for text in (*map("".join, folders), *typed)]
 
 
@@ -46,8 +46,11 @@ def open_advised(root, words):
     if not words[0].startswith("--"):
         root, words = words[0], words[1:]
     given = list(zip(words[::2], words[1::2], strict=True))
-    kind = dict(given).get("--kind", "auto")
-    return open_source(root, kind, splits=[value for option, value in given if option == "--split"])
+    kind, column = (
+        dict(given).get(option, default) for option, default in (("--kind", "auto"), ("--label-column", None))
+    )
+    splits = [value for option, value in given if option == "--split"]
+    return open_source(root, kind, splits=splits, label_column=column)
 
 
 CAT_AND_DOG = ["cat: cat/1", "dog: dog/1"]
@@ -215,7 +218,33 @@ ADVISED = {
     "a split in words": (["train [x]/{a,b}/1.jpg", "val 'y'/{a,b}/1.jpg", "extra/a/1.jpg"], {},
                          {"--split train='train [[]x]' --split val=\"val 'y'\"": {"train": 2, "val": 2}}, "extra does"),
     "variants of a split": (["{train_mini,train,val}/{a,b}/1.jpg"], {},
-                            {"--split train=train --split val=val": {"train": 2, "val": 2}}, "all of train"),
+                            {"--split train=train --split val=val": {"train": 2, "val": 2},
+                             "--split train=train_mini --split val=val": {"train": 2, "val": 2}}, "all of train"),
+    "one split in two spellings": (["{Train,train,val}/{a,b}/1.jpg"], {},
+                                   {"--split train=Train --split val=val": {"train": 2, "val": 2},
+                                    "--split train=train --split val=val": {"train": 2, "val": 2},
+                                    "--split train=Train --split train=train --split val=val": {"train": 4, "val": 2}},
+                                   "holds Train and train, all of train; .*; to take all as one, type"),
+    "two sizes": (["{train,val}_{224,512}/{a,b}/1.jpg"], {},
+                  {"--split train=train_224 --split val=val_224": {"train": 2, "val": 2},
+                   "--split train=train_512 --split val=val_512": {"train": 2, "val": 2},
+                   "--split train=train_224 --split train=train_512 --split val=val_224 --split val=val_512":
+                   {"train": 4, "val": 4}}, "holds train_224 and train_512, all of train"),
+    "two sizes of train alone": (["train_{224,512}/{a,b}/1.jpg"], {},
+                                 {"--split train=train_224": {"train": 2}, "--split train=train_512": {"train": 2},
+                                  "--split train=train_224 --split train=train_512": {"train": 4}}, "all of train"),
+    "clean and noisy": (["train_{clean,noisy}/{a,b}/1.jpg", "val/{a,b}/1.jpg"], {},
+                        {"--split train=train_clean --split val=val": {"train": 2, "val": 2},
+                         "--split train=train_noisy --split val=val": {"train": 2, "val": 2}}, "all of train"),
+    "seen and unseen": (["train/{a,b}/1.jpg", "val_{seen,unseen}/{a,b}/1.jpg"], {},
+                        {"--split train=train --split val=val_seen": {"train": 2, "val": 2},
+                         "--split train=train --split val=val_unseen": {"train": 2, "val": 2}}, "all of val"),
+    "two words for val": (["{train,val,validation}/{a,b}/1.jpg"], {},
+                          {"--split train=train --split val=val": {"train": 2, "val": 2},
+                           "--split train=train --split val=validation": {"train": 2, "val": 2}}, "mean the same"),
+    "numbered parts": (["train_part{1,2}/{a,b}/1.jpg", "val/{a,b}/1.jpg"], {},
+                       {"--split train=train_part1 --split train=train_part2 --split val=val": {"train": 4, "val": 2}},
+                       "holds 2 folders for train"),
     "train and val of other classes": (["train/x/{a,b}/1.jpg", "val/c/1.jpg"], {},
                                        {"--split train=train/x": {"train": 2}}, "with the same classes in each"),
     "two data sets side by side": (["{a,b}/{x,y}/1.jpg", "a/z/images/1.jpg"], {},
@@ -254,7 +283,7 @@ ADVISED = {
               {"--split train=fold1 --split train=fold2 --split val=fold0": {"train": 4, "val": 2},
                "--split train='*'": {"train": 6}, AS_CLASSES: {"train": 6}}, "if they are folds.*; if .* parts of one"),
     "HAM10000": (["HAM10000_images_part_{1,2}/1.jpg"], {"HAM10000_metadata.csv": "image_id,dx\n1,nv\n"},
-                 {AS_CLASSES: {"train": 2}}, "may be parts of .*; if HAM10000_metadata.csv has their la.*, write"),
+                 {AS_CLASSES: {"train": 2}}, "may be parts of .*; if HAM10000_metadata.csv has their la.*-column dx"),
     "NIH chest X-rays": (["images_0{01,02,12}/images/1.png"], {}, {AS_CLASSES: {"train": 3}}, "parts of one set"),
     "one part": (["part_a/{1,2}.jpg"], {}, {AS_CLASSES: {"train": 2}}, "part_a may be a part of one set of images"),
     "numbers beside a table": (["{1,2}/1.jpg"], {"labels.csv": "path,label\n1/1.jpg,a\n2/1.jpg,b\n"},
@@ -287,6 +316,28 @@ ADVISED = {
     "flat splits with a table in each": (["{train,test}/{1,2}.jpg", "test/metadata.csv"],
                                          {"train/metadata.csv": "file_name,label\n1.jpg,a\n2.jpg,b\n"}, {},
                                          "if test/metadata.csv has labels of the images beside it, write a CSV file"),
+    "German traffic signs, of Kaggle": (
+        ["Train/{0,1,2}/1.png", "Test/{1,2}.png", "Meta/{0,1,2}.png"],
+        {"Train.csv": "Width,ClassId,Path\n" + "".join(f"9,{c},Train/{c}/1.png\n" for c in (0, 1, 2)),
+         "Test.csv": "Width,ClassId,Path\n9,0,Test/1.png\n9,2,Test/2.png\n",
+         "Meta.csv": "Path,ClassId,ShapeId\nMeta/0.png,0,1\n"},
+        {"--split train=Train": {"train": 3},
+         "--kind csv --label-column ClassId --split train=Train.csv --split val=Test.csv": {"train": 3, "val": 2}},
+        "if Test.csv, Train.csv have their labels, type"),
+    "German traffic signs, written as PNG": (
+        ["Final_Training/Images/{00000,00001}/{1,2}.png", "Final_Test/Images/{1,2}.png"],
+        {f"Final_Training/Images/0000{c}/GT-0000{c}.csv": f"Filename;ClassId\n1.ppm;{c}\n2.ppm;{c}\n" for c in (0, 1)}
+        | {"GT-final_test.csv": "Filename;Width;ClassId\n1.ppm;9;1\n2.ppm;9;0\n"},
+        {"--split train=Final_Training/Images": {"train": 4},
+         "--split train=Final_Training --split val=Final_Test": {"train": 4, "val": 2}},
+        "sort the images of Final_Test into .*; if GT-final_test.csv has their labels, --kind csv reads it once .* --label-column"),
+    "a folder above German traffic signs": (
+        ["GTSRB/Final_Training/Images/{00000,00001}/{1,2}.png", "GTSRB/Final_Test/Images/{1,2}.png"], {},
+        {"{root}/GTSRB --split train=Final_Training/Images": {"train": 4},
+         "{root}/GTSRB --split train=Final_Training --split val=Final_Test": {"train": 4, "val": 2},
+         AS_CLASSES: {"train": 6}}, "if the data set is in /.*/GTSRB, more has to be said"),
+    "Oxford pets": (["images/{Abyssinian,beagle}_{1,2}.jpg", "annotations/trimaps/Abyssinian_{1,2}.png"], {},
+                    {AS_CLASSES: {"train": 6}}, "images would be a class"),
     "a table of images that are not there": (["{train,val}/{1,2}.jpg"], {"labels.csv": "path,label\n9.jpg,a\n"},
                                              {}, "if labels.csv has their labels, write a CSV file with the columns"),
 }  # fmt: skip
@@ -304,6 +355,65 @@ def test_what_a_refusal_says_to_type_works(tmp_path, name):
     assert typed == [shlex.split(text.replace("{root}", str(root))) for text in expected]
     for words, counts in zip(typed, expected.values(), strict=True):
         assert {split: len(samples) for split, samples in open_advised(root, words).splits.items()} == counts
+
+
+def test_images_that_are_not_read_are_written_as_said(tmp_path, monkeypatch):
+    root = put(tmp_path / "raw")
+    for place in ("Images/00000/1.ppm", "Images/00001/2.ppm"):
+        (root / place).parent.mkdir(parents=True)
+        (root / place).write_bytes(b"P6 2 1 255\nabcdef")
+    with pytest.raises(SourceError, match=r"1.ppm \(and 1 other like it\) is an image that is not read: ") as caught:
+        open_source(root)
+    program = shlex.split(re.search("run in the source (python -c .*)", str(caught.value))[1])[2]
+    monkeypatch.chdir(root)
+    exec(program, {})
+    assert labelled(open_source(root / "Images")) == {"train": ["00000: 00000/1", "00001: 00001/2"]}
+
+
+PETS = [f"{name}: images/{name}_{i}" for name in ("Abyssinian", "great_pyrenees") for i in (1, 2)]
+CATS = [f"{name}: train/{name}.{i}" for name in ("cat", "dog") for i in (0, 1)]
+# Layouts without tables: what is read of them by the table that the advised command writes.
+LISTED = {
+    "Oxford pets": (["images/{Abyssinian,great_pyrenees}_{1,2}.jpg", "annotations/trimaps/{Abyssinian,x}_{1,2,3}.png"],
+                    {"train": PETS}),
+    "dogs and cats": (["train/{cat,dog}.{0,1}.jpg", "test1/{1,2}.jpg"], {"train": CATS}),
+    "names in two splits": (["{train,val}/{cat,dog}.{0,1}.jpg"],
+                            {"train": CATS, "val": [text.replace("train", "val") for text in CATS]}),
+    "SUN397": (["a/{abbey,apse/indoor,apse/outdoor}/sun_1.jpg", "b/bar/sun_2.PNG"],
+               {"train": [f"{c}: {c}/sun_1" for c in ("a/abbey", "a/apse/indoor", "a/apse/outdoor")]
+                         + ["b/bar: b/bar/sun_2"]}),
+    "names that say no classes": (["images/{1,2,3,4}.jpg"], None),
+    "names of one kind": (["images/img_{1,2,3,4}.jpg"], None),
+    "names of other things": (["images/{a,b,c}{1,2}x.jpg", "images/d1.jpg"], None),
+    "a copy in a copy": (["flowers/{a,b}/1.jpg", "flowers/flowers/{a,b}/1.jpg"], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_table_is_written_as_said(tmp_path, name):
+    files, expected = LISTED[name]
+    root = put(tmp_path / "the raw", *files)
+    with pytest.raises(SourceError) as caught:
+        open_source(root)
+    command = re.search('run in (.*), and give the labels.csv that it writes: (python -c .*?\\)")', str(caught.value))
+    assert (command is None) == (expected is None)
+    if command:
+        subprocess.run(command[2], shell=True, check=True, timeout=60, cwd=shlex.split(command[1])[0])
+        read = labelled(open_source(root / "labels.csv"))
+        assert {split: sorted(of_split) for split, of_split in read.items()} == expected
+
+
+@pytest.mark.parametrize("folder", ["val/images", "val"])
+def test_images_are_sorted_by_their_list_as_said(tmp_path, folder):
+    root = put(
+        tmp_path / "tiny imagenet", "train/{n01,n02}/images/1.JPEG", f"{folder}/val_{{0,1}}.JPEG", "test/images/0.JPEG"
+    )
+    (root / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn02\t0\t32\nval_1.JPEG\tn01\t0\t9\n")
+    with pytest.raises(SourceError) as caught:
+        open_source(root)
+    command = re.search("as this does: (.*?); if a table", str(caught.value))[1]
+    subprocess.run(command, shell=True, check=True, timeout=60)
+    assert labelled(open_source(root))["val"] == ["n01: n01/val_1", "n02: n02/val_0"]
 
 
 @pytest.mark.parametrize("given", ["", "MNIST"])

@@ -15,6 +15,8 @@ import pytest
 from datapipe.errors import SettingError, SourceError
 from datapipe.packing import PackOptions, pack
 from datapipe.sources import open_source
+from datapipe.sources.file_names import is_harmless, is_partial
+from datapipe.sources.listing import PARTIAL
 
 
 def put_csv(root):
@@ -86,8 +88,14 @@ HARMLESS = (
     ".DS_Store",
     "Thumbs.db",
     ".git.lock",
+    "README.dataset.txt",
+    "README.roboflow.txt",
+    "LICENSE-CC-BY-4.0",
+    "train.tar.sha256",
+    "_DS_Store",
 )
 COUNTED = {
+    PARTIAL: (".train-1.tar.Xy12ab", "train-1.tar.part", ".~tmp~"),
     "hidden, or a system's": (".1.jpg", ".train-1.parquet", ".train-1.tar", ".more", "@eaDir"),
     "beside": ("notes.txt", "2.jpg", "README.zip", "train.arrow"),
 }
@@ -100,7 +108,7 @@ def test_one_rule_of_what_is_left_out(tmp_path, caplog, kind):
         (tmp_path / name).touch()
     assert open_source(tmp_path, strict=True).kind == kind and "left out" not in caplog.text
     for name in (name for names in COUNTED.values() for name in names):
-        (tmp_path / name).mkdir() if name in (".more", "@eaDir") else (tmp_path / name).touch()
+        (tmp_path / name).mkdir() if name in (".more", "@eaDir", ".~tmp~") else (tmp_path / name).touch()
     file = tmp_path.with_suffix(".jsonl")
     with pytest.raises(SourceError, match="--strict: something of it would be left out"):
         open_source(tmp_path, strict=True, left_out=file)
@@ -109,6 +117,46 @@ def test_one_rule_of_what_is_left_out(tmp_path, caplog, kind):
         reason = row["reason"] if row["reason"] in COUNTED else "beside"
         listed.setdefault(reason, []).append(row["path"])
     assert listed == {reason: sorted(names) for reason, names in COUNTED.items()}
+
+
+NAMES = {
+    "of a transfer": (".x.tar.Xy12ab", ".x.tar.abcdef", ".1.jpg.123456", ".train-images-idx3-ubyte.Xy12ab",
+                      "x.tar.part", "1.jpg.crdownload", "1.jpg.filepart", "x.tar.aria2", "1.jpg.partial",
+                      "1.jpg.6eF3d5Ab", "1.jpg~", "1.jpg_.gstmp", ".syncthing.1.jpg.tmp", ".azDownload-1-1.jpg",
+                      "Unconfirmed 12.crdownload", ".~tmp~", ".rsync-partial", "x.incomplete"),
+    "harmless": ("README_zh.md", "Readme.docx", "readme (1).txt", "README", "LICENSE.CC", "license_agreement.txt",
+                 "dataset_infos.json", "checksums.md5", "x.tar.md5", ".gitattributes", ".x.backup", ".nfs0001"),
+    "data": ("license_plates.txt", "readmeasure.txt", "README.bin", "README.zip", "classes.txt", "x.csv.original",
+             "x.csv.20240101", "x.tar.part0001", "file.txt~", "img.001", "1.jpg", ".1.jpg", "data.v1.2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, names in NAMES.items() for name in names])
+def test_what_files_are_by_their_names(what, name):
+    assert (is_partial(name), is_harmless(name)) == (what == "of a transfer", what == "harmless")
+
+
+def test_a_transfer_that_has_not_ended(tmp_path, caplog):
+    put_folders(tmp_path)
+    for name in ("train/a/.2.jpg.Xy12ab", "train/b/2.jpg.part", ".cache/huggingface/download/train/x.incomplete"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".cache" / "huggingface" / "download" / "train" / "1.jpg.metadata").touch()
+    open_source(tmp_path)
+    names = ".cache/huggingface/download/train/x.incomplete, train/a/.2.jpg.Xy12ab, train/b/2.jpg.part"
+    assert f"left out 3 entries ({PARTIAL}): {names}\n" in caplog.text
+    with pytest.raises(SourceError, match=r"--strict: .*\(of a transfer that has not ended"):
+        open_source(tmp_path, strict=True)
+    for name in names.split(", "):
+        (tmp_path / name).unlink()
+    assert open_source(tmp_path, strict=True)  # the notes of the Hub are passed over
+
+
+@pytest.mark.parametrize("name", ["x.tar.part", ".x.tar.Xy12ab"])
+def test_a_transfer_that_has_not_ended_alone(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(SourceError, match=f"; {name} is of a transfer that has not ended: run that again"):
+        open_source(tmp_path)
 
 
 def test_images_that_no_row_names(tmp_path, caplog):

@@ -197,11 +197,19 @@ def test_null_images_are_found_when_read(tmp_path):
         ({"image": [b"1", b"2"], "label": [0, None]}, r"x\.parquet: row 1 has no label"),
         ({"image": [b"1"], "label": [-1]}, "holds the label -1"),
         ({"image": [b"1"], "label": [0.5]}, "labels that are neither whole numbers nor names: 0.5"),
-        ({"image": [b"1"], "label": [True]}, "column label holds no whole numbers or names, but bool"),
+        ({"image": [b"1"], "label": [b"cat"]}, "column label holds no whole numbers or names, but binary"),
         ({"image": ["x.jpg"], "label": [0]}, "column image holds no encoded images, but string"),
         ({"image": [{"path": "x.jpg"}], "label": [0]}, "column image holds no encoded images, but struct"),
-        ({"picture": [b"1"], "label": [0]}, r"has not both columns, .*, but picture, label"),
-        ({"image": [b"1"], "caption": ["x"]}, r"has not both columns"),
+        (
+            {"picture": [b"1"], "label": [0]},
+            r"has not both columns, .*, but picture, label: rename .* \(picture\) to im",
+        ),
+        ({"photo": [{"bytes": b"1"}], "mask": [b"2"], "label": [0]}, r"but photo, .* \(photo or mask\) to image$"),
+        (
+            {"image": [b"1"], "caption": ["x"]},
+            r"has not both columns, .*, but image, caption: .* --label-column caption$",
+        ),
+        ({"image": [b"1"], "dx": ["x"], "age": [1]}, r"but image, dx, age: say which has the .* --label-column NAME$"),
         ({"image": np.empty(0, bytes), "label": np.empty(0, np.int64)}, "split train holds no images"),
     ],
 )
@@ -338,3 +346,21 @@ def test_columns_that_may_be_meant(tmp_path, caplog):
     assert content["image"] == [read(open_source(tmp_path).splits["train"], i) for i in range(2)]
     assert "x.parquet: may hold images or labels in img and class, too, not read" in caplog.text
     open_source(tmp_path, strict=True)  # nothing but a column is not read
+    content = {"image": [b"1"], "mask": [{"bytes": b"2", "path": "1.png"}], "label": [0], "embedding": [[0.5]]}
+    for name in ("a", "b"):  # of files with the same columns the first is named
+        pq.write_table(pa.table({**content, "image": [name.encode()]}), tmp_path / f"{name}.parquet")
+    (tmp_path / "x.parquet").unlink()
+    caplog.clear()
+    open_source(tmp_path)
+    (message,) = (record.getMessage() for record in caplog.records if "too, not read" in record.getMessage())
+    assert (
+        message
+        == f"{tmp_path}/a.parquet: may hold images or labels in mask, too, not read: its images are those of image"
+    )
+
+
+def test_truths_as_labels(tmp_path):
+    table = pa.table({"image": [b"1", b"2", b"3"], "label": [True, False, True]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    source = open_source(tmp_path)
+    assert source.classes == ["False", "True"] and source.splits["train"].labels.tolist() == [1, 0, 1]

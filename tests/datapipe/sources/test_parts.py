@@ -669,3 +669,50 @@ def test_two_labels_of_a_member(tmp_path, cls, fields, expected):
         if value is not None:
             source = open_source(tmp_path, label_column=name, labels="names")
             assert source.classes == [str(value)]
+
+
+FOLDERS = ["train_clean/a", "train_clean/b", "train_noisy/a", "train_noisy/b"]
+VARIANTS = {  # of a split: what there is, and the message
+    "files": ({"train_HR": FOUR[:2], "train_LR": FOUR[2:]}, "", "holds train_HR[.].* and train_LR[.].*, all of train"),
+    "folders": ({"data": [(f"{folder}.jpg",) for folder in FOLDERS]}, "", "holds train_clean and train_noisy, all of"),
+    "folders in folders": ({"data": [(f"{'xyz'[at // 2]}/{folder}.jpg",) for at, folder in enumerate(
+                           [*FOLDERS, "val/a", "val/b"])]}, "", "holds train_clean and train_noisy, all of"),
+    "names": ({"data": [(f"{name}_{i}.jpg",) for name in ("train_clean", "train_noisy", "val") for i in range(5)]},
+              "", "all of train"),
+    "FER2013": ({"data": [(f"{i}.jpg", value) for i, value in enumerate(
+                 ["Training"] * 2 + ["PublicTest"] * 2 + ["PrivateTest"] * 2)]},
+                "Usage", "(?i:usage): holds PublicTest and PrivateTest, all of test: type --split "),
+    "a column": ({"data": [(f"{i}.jpg", value) for i, value in enumerate(
+                  ["train", "Train", "val_seen", "val_seen", "val_unseen", "val_unseen"])]},
+                 "split", "split: holds val_seen and val_unseen, all of val"),
+}  # fmt: skip
+
+
+@KINDS
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_a_split_are_refused(tmp_path, kind, name):
+    """What the message says to type takes one of them, or all."""
+    files, header, message = VARIANTS[name]
+    if name == "files":
+        header, files = "use", {name: [(path, "x") for path, _ in its] for name, its in files.items()}
+    files = {name: rows(header, *its) for name, its in files.items()}
+    with pytest.raises(SourceError, match=message) as caught:
+        divided(tmp_path, kind, files)
+    *choices, everything = str(caught.value).split("type ")[1:]
+    counts = []
+    for text in (*choices, everything):
+        words = [word.rstrip(",;") for word in shlex.split(text.partition(" (")[0])]
+        splits = [word for word in words if "=" in word]
+        its = divided(tmp_path, kind, files, splits=splits)
+        counts.append({split: len(names.split()) for split, names in its.items()})
+    assert len(choices) == 2 and sum(counts[-1].values()) == sum(map(len, files.values()))
+    first, second, both = counts
+    for split in both:
+        assert first[split] == second[split] and both[split] in (first[split], 2 * first[split])
+    assert first != both
+
+
+@KINDS
+def test_a_value_of_a_column_in_two_spellings(tmp_path, kind):
+    data = rows("split", ("0.jpg", "train"), ("1.jpg", "Train"), ("2.jpg", "val"), ("3.jpg", "VAL"))
+    assert divided(tmp_path, kind, {"data": data}) == TWO_AND_TWO

@@ -1,0 +1,104 @@
+"""How to bring labels that stand in a list beside images, or in their names, into a form that is read: by a command."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice, pairwise
+from pathlib import Path
+from shlex import quote
+
+from ..splits import split_words
+from .class_folders import OF_IMAGES
+from .file_names import EXTENSIONS, is_hidden, is_image
+
+LISTS = (".txt", ".tsv")
+LOOKED_AT = 100  # lines of a list
+FEW = 3  # folders that may be classes
+NUMBERS = r"[-_. (]*[0-9]+[)]*$"  # at the end of an image's name
+SORT = (
+    "cd {folder} && while read -r image class rest; do "
+    'mkdir -p "$class" && mv {images}"$image" "$class/"; done < {list}'
+)
+WRITE = (
+    "python -c \"import csv, pathlib, re; csv.writer(open('labels.csv', 'w', newline='')).writerows("
+    "[('path', 'label'), *((path, {label}) for path in sorted(pathlib.Path('{folder}').rglob('*')) "
+    'if path.suffix.lower() in {suffixes})])"'
+)
+PLAIN = re.compile(r"[\w ./()+,@=-]+")  # what needs no quotes in it
+
+
+def advise_sorting(folder: Path, classes: Collection[str]) -> str:
+    """Say how to sort images by a list beside them, whose lines have an image and a class, as Tiny ImageNet has it.
+
+    Args:
+        folder: That of a split, with the images in it or in one below, such as `images`.
+        classes: Those of train.
+
+    Returns:
+        The command; "" if there is no such list.
+    """
+    with suppress(OSError):
+        places = ["", *(entry.name for entry in os.scandir(folder) if entry.name.lower() in OF_IMAGES)]
+        for name in sorted(name for name in os.listdir(folder) if name.lower().endswith(LISTS)):
+            with open(folder / name, encoding="utf-8", errors="replace") as file:
+                rows = [line.split() for line in islice(file, LOOKED_AT)]
+            if not rows or any(len(row) < 2 or row[1] not in classes or "/" in row[0] for row in rows):
+                continue
+            for place in places:
+                if all((folder / place / row[0]).is_file() for row in rows):
+                    images = quote(place) + "/" if place else ""
+                    rest = f" && rmdir {quote(place)}" if place else ""
+                    return SORT.format(folder=quote(str(folder)), images=images, list=quote(name)) + rest
+    return ""
+
+
+def advise_listing(source: Path) -> str:
+    """Say how to write a table of images whose names, or whose folders in folders, may be their classes; "" if none."""
+    folders = dict(_folders_of_images(source))
+    if by_name := [folder for folder, names in folders.items() if _name_classes(names)]:
+        best = max(by_name, key=lambda folder: (os.path.basename(folder).lower() in OF_IMAGES, len(folders[folder])))
+        name = folders[best][0]
+        place = "." if len(by_name) > 1 and all(map(split_words, by_name)) else best
+        what = f"if the names of images begin with their classes, such as {_stem(name)} in "
+        what += os.path.normpath(os.path.join(best, name))
+        label = f"re.sub(r'{NUMBERS}', '', path.stem)"
+    else:
+        if len(folders) < FEW or not all(map(_may_be_class, folders)):
+            return ""
+        what = f"if each folder of images is a class of its own, such as {next(iter(folders))}"
+        label, place = "path.parent", "."
+    if not PLAIN.fullmatch(place):
+        return ""
+    command = WRITE.format(label=label, folder=place, suffixes=EXTENSIONS)
+    return f"{what}, run in {quote(str(source))}, and give the labels.csv that it writes: {command}"
+
+
+def _may_be_class(folder: str) -> bool:
+    """Whether a folder in folders may be a class: none is called as a split, as its images, or as the one around it."""
+    parts = folder.split("/")
+    is_copy = any(part == above for above, part in pairwise(parts))
+    return len(parts) > 1 and not is_copy and not any(split_words(part) or part.lower() in OF_IMAGES for part in parts)
+
+
+def _folders_of_images(source: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the folders that hold images, below a source, and the names of some of these."""
+    for above, folders, names in os.walk(source):
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        images = [name for name in sorted(names) if is_image(name) and not is_hidden(name)]
+        if images:
+            yield os.path.relpath(above, source), images
+
+
+def _name_classes(names: Sequence[str]) -> bool:
+    """Whether names of images may say classes: some words, each of several images, that differ by a number behind."""
+    counts = Counter(map(_stem, names))
+    are_words = all(re.search("[A-Za-z]", stem) and not split_words(stem) for stem in counts)
+    return len(counts) > 1 and min(counts.values()) > 1 and are_words
+
+
+def _stem(name: str) -> str:
+    return re.sub(NUMBERS, "", os.path.splitext(name)[0])

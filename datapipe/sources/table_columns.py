@@ -1,0 +1,158 @@
+"""Which columns of a table hold the paths of images and their labels: by their names, or by what is in them.
+
+The first row names the columns, unless it is one of data: then they are called by their numbers, from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from shlex import quote
+from typing import NamedTuple
+
+from ..console import format_some
+from ..split_names import is_split_name
+from .file_names import is_image
+from .listing import Listing
+from .split_columns import is_column
+
+PATHS = ("path", "file", "filename", "image", "image_path", "file_name", "file_path", "filepath", "image_file",
+         "image_name", "img", "img_path")  # fmt: skip
+LABELS = ("label", "class", "target", "category")
+
+CountImages = Callable[[Sequence[str]], int]
+
+
+class Header(NamedTuple):
+    """The columns of a table."""
+
+    names: list[str]  # lower case, each another
+    path: int
+    label: int | None  # None: there is none
+    others: list[str]  # other candidates for these two
+    is_named: bool  # whether the first row has the names
+
+    def describe(self) -> str:
+        """Say which columns are read."""
+        by_number = "" if self.is_named else "its first row is one of data, and columns are called by their numbers: "
+        labels = "" if self.label is None else f", and labels in {self.names[self.label]}"
+        return f"{by_number}paths are in column {self.names[self.path]}{labels}"
+
+    def describe_lack(self, label_column: str | None) -> str:
+        """Say that there is no column of labels, and what to type."""
+        usual = (label_column,) if label_column else LABELS
+        left = [name for at, name in enumerate(self.names) if at != self.path and not is_column(name)]
+        advice = f": say which it is with --label-column {quote(left[0]) if len(left) == 1 else 'NAME'}"
+        advice = advice if left else ": there is no other column"
+        return f"names no column of labels ({', '.join(usual)}), but {', '.join(self.names)}{advice}"
+
+
+def find_columns(rows: Sequence[Sequence[str]], listing: Listing, count_images: CountImages) -> Header:
+    """Find the columns of a table.
+
+    Args:
+        rows: Its first rows.
+        listing: Has the names that the user gives.
+        count_images: Counts those of some cells that name an image, without an extension, say.
+
+    Returns:
+        The columns.
+
+    Raises:
+        ValueError: There is no column of paths, or it is not clear which it is.
+    """
+    first = [cell.strip() for cell in rows[0]] if rows else []
+    names = [cell.lower() for cell in first]
+    columns = [[row[at].strip() for row in rows if len(row) == len(first)] for at in range(len(first))]
+    path, label = _named(listing.path_column, PATHS, names), _named(listing.label_column, LABELS, names)
+    likely = [path] if path is not None else []
+    if path is None:
+        may_be = {at: column[1:] or column for at, column in enumerate(columns) if at != label}
+        likely = [at for at, cells in may_be.items() if all(map(is_image, cells))]
+        likely = likely or [at for at, cells in may_be.items() if _are_ids(cells, count_images)]
+    is_usual = path is not None and names[path] in PATHS
+    if not is_usual and any(_is_data(columns[at], count_images) for at in likely):
+        return _by_number(first, columns, likely, listing)
+    if path is None and (listing.path_column or len(likely) != 1) and not _is_list(names, listing):
+        raise ValueError(_describe_doubt(names, likely, listing))
+    at = path if path is not None else likely[0] if likely else 0
+    others = [
+        name
+        for chosen, usual, place in ((listing.path_column, PATHS, path), (listing.label_column, LABELS, label))
+        for name in usual
+        if not chosen and name in names and place is not None and name != names[place]
+    ]
+    distinct = [f"{name} ({n + 1})" if (n := names[:at].count(name)) else name for at, name in enumerate(names)]
+    return Header(distinct, at, label, others, True)
+
+
+def _named(chosen: str | None, usual: Sequence[str], names: list[str]) -> int | None:
+    """Return the column that the user names, or that is called as usual; None: there is none."""
+    allowed = (chosen.strip().lower(),) if chosen else usual
+    name = next((name for name in allowed if name in names), None)
+    if name is not None and names.count(name) > 1:
+        raise ValueError(f"names two columns {name}")
+    return None if name is None else names.index(name)
+
+
+def _are_ids(cells: Sequence[str], count_images: CountImages) -> bool:
+    return 0 < len(cells) == len(set(cells)) and 2 * count_images(cells) >= len(cells)  # some may be missing
+
+
+def _is_data(column: Sequence[str], count_images: CountImages) -> bool:
+    """Whether the first cell of a column of paths is one of them, and not its name."""
+    first, *below = column
+    return is_image(first) or (not (below and all(map(is_image, below))) and count_images([first]) > 0)
+
+
+def _is_list(names: Sequence[str], listing: Listing) -> bool:
+    """Whether a table is a list of images, such as those of a test split, whose labels are not told."""
+    return len(names) == 1 and not listing.path_column and names[0].isidentifier()
+
+
+def _describe_doubt(names: Sequence[str], likely: Sequence[int], listing: Listing) -> str:
+    if listing.path_column:
+        return f"names no column of paths ({listing.path_column.strip().lower()}), but {', '.join(names) or 'none'}"
+    if len(likely) > 1:
+        which = format_some([names[at] for at in likely])
+        return f"{which} may hold the paths: say which it is with --path-column {quote(names[likely[0]])}"
+    advice = "; say which it is with --path-column NAME"
+    if len(names) == 1:
+        advice = "; commas, semicolons or tabs must separate the columns"
+    return f"names no column of paths ({', '.join(PATHS)}), but {', '.join(names) or 'none'}{advice}"
+
+
+def _by_number(first: list[str], columns: list[list[str]], likely: list[int], listing: Listing) -> Header:
+    """Return the columns of a table whose first row is one of data."""
+    names = [str(number) for number in range(1, len(first) + 1)]
+    path, label = (
+        _numbered(option, column, first, likely[0])
+        for option, column in (("path", listing.path_column), ("label", listing.label_column))
+    )
+    path = likely[0] if path is None and len(likely) == 1 else path
+    left = [
+        at
+        for at, column in enumerate(columns)
+        if at != path and any(column) and not all(is_split_name(cell) for cell in column)
+    ]
+    label = left[0] if label is None and len(left) == 1 else label
+    for option, place, may_be in (("path", path, likely), ("label", label, left)):
+        if place is None and may_be:
+            which = " and ".join(names[at] for at in may_be)
+            raise ValueError(
+                f"is a row of data, not of names ({', '.join(first)}), and columns {which} may hold the {option}s: say "
+                f"which with --{option}-column {names[may_be[-1]]}"
+            )
+    assert path is not None
+    return Header(names, path, label, [], False)
+
+
+def _numbered(option: str, chosen: str | None, first: list[str], example: int) -> int | None:
+    if chosen is None:
+        return None
+    if not (chosen.isdecimal() and 1 <= int(chosen) <= len(first)):
+        at = first.index(chosen) if chosen in first else example
+        raise ValueError(
+            f"is a row of data, not of names ({', '.join(first)}), so columns are called by their numbers: name "
+            f"that of {option}s with --{option}-column NUMBER, such as {at + 1} for {first[at]}"
+        )
+    return int(chosen) - 1
