@@ -330,7 +330,7 @@ ADVISED = {
         | {"GT-final_test.csv": "Filename;Width;ClassId\n1.ppm;9;1\n2.ppm;9;0\n"},
         {"--split train=Final_Training/Images": {"train": 4},
          "--split train=Final_Training --split val=Final_Test": {"train": 4, "val": 2}},
-        "sort the images of Final_Test into .*; if GT-final_test.csv has their labels, --kind csv reads it once .*-column"),
+        "sort the images of Final_Test into .*; if GT-final_test.csv has their labels, --kind csv reads it .*-column"),
     "a folder above German traffic signs": (
         ["GTSRB/Final_Training/Images/{00000,00001}/{1,2}.png", "GTSRB/Final_Test/Images/{1,2}.png"], {},
         {"{root}/GTSRB --split train=Final_Training/Images": {"train": 4},
