@@ -41,8 +41,8 @@ DATAPIPE = {
     "split_variants": "split_names",
     "splits": "console errors split_names split_patterns split_variants",
     # 1
-    "images": "",
     "native": "",
+    "images": "native",
     "sampling": "",
     # 2
     "formats": "images",

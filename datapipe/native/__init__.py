@@ -138,6 +138,19 @@ class Native:
             )
         )
 
+    def accepts(self, data: bytes | bytearray | memoryview, width: int, height: int) -> bool:
+        """Return whether a JPEG can be read to its end without damage; False also for what this does not take.
+
+        Args:
+            data: The JPEG.
+            width: In pixels, as its header says.
+            height: The same.
+        """
+        memory, job = np.frombuffer(data, np.uint8), np.zeros(1, JOB)
+        job["data"], job["size"], job["width"], job["height"] = memory.ctypes.data, memory.size, width, height
+        stop, progress, spent_s = np.zeros(1, np.uint8), np.zeros(PROGRESS, np.int64), np.zeros(len(STAGES))
+        return not self.decode(job, 1, 0, stop, progress, spent_s)
+
 
 @lru_cache(maxsize=1)
 def find_hash() -> int | None:

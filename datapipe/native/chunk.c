@@ -130,6 +130,13 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
+static bool check(Workspace *workspace, const Job *job)
+{
+    Header header;
+    return read_header(job->data, (size_t)job->size, &header) && header.width == job->width &&
+           header.height == job->height && check_scan(&workspace->decoder, job->data, (size_t)job->size, &header);
+}
+
 static bool decode(Workspace *workspace, const Job *job, int channels, int out_size, double *spent_s)
 {
     Header header;
@@ -224,7 +231,7 @@ int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels
             spent_s[READ] += now() - began;
             if (!job->data)
                 job->status = UNREAD;
-            else if (!decode(workspace, job, channels, out_size, spent_s))
+            else if (!(job->out ? decode(workspace, job, channels, out_size, spent_s) : check(workspace, job)))
                 job->status = UNSUPPORTED;
             if (is_from_file && job->status == UNSUPPORTED) {
                 job->data = keep(&workspace->unsupported, &kept, job->data, jobs, i, count);

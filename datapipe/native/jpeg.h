@@ -73,5 +73,6 @@ extern const uint8_t ZIGZAG[192]; /* place in a block, row by row, of the k-th c
 bool read_header(const uint8_t *data, size_t size, Header *header);
 bool decode_window(Decoder *decoder, const uint8_t *data, size_t size, const Header *header, Box box, int scale,
                    Window *window);
+bool check_scan(Decoder *decoder, const uint8_t *data, size_t size, const Header *header);
 
 #endif

@@ -28,7 +28,8 @@ typedef struct {
     const uint8_t *data; /* the encoded image; pixels, where `is_pixels`. NULL: it is read from `fd`; if it was, and is
                           * UNSUPPORTED, it lies at `data` until the workspace is used again */
     int64_t size;        /* of the encoded image, bytes */
-    uint8_t *out;        /* uint8[out_size, out_size, channels]: the batch's slot */
+    uint8_t *out;        /* uint8[out_size, out_size, channels]: the batch's slot. NULL: a JPEG is read to its end, and
+                          * DONE if libjpeg would not warn of damage */
     int64_t offset;      /* of the encoded image in the file, bytes */
     Box box;             /* of the image, to be resized to the slot */
     int32_t width;       /* of the image, pixels, as the index says */

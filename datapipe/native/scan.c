@@ -21,6 +21,7 @@ typedef struct {
     _Alignas(32) int16_t quantisation[MAX_COMPONENTS][64]; /* row by row */
     const uint8_t *at, *end; /* of the data: what was not read yet */
     Memory *entropy;
+    bool is_check; /* no MCU is in the window, and yet all are read */
 } Scan;
 
 /* The decoder's state between two restart markers. */
@@ -243,11 +244,13 @@ static bool decode_pieces(Scan *scan)
         return false;
     for (int first = 0, number = 0; first < needed; first += interval, number++) {
         int end = interval < total - first ? first + interval : total;
-        if (has_any(window, scan->columns, first, end)) {
+        if (scan->is_check || has_any(window, scan->columns, first, end)) {
             Piece piece = {{room, 0, 0}, copy_without_stuffing(&scan->at, scan->end, room), {0}, 0};
             memset(room + (piece.end - room), 0, READ_AHEAD); /* what lies behind counts for nothing */
             if (!decode_mcus(scan, &piece, first, end < needed ? end : needed))
                 return false;
+            if (scan->is_check && piece.end - (piece.reader.next - (piece.reader.count >> 3)) > 0)
+                return false; /* bytes that belong to no MCU */
         } else {
             scan->at = find_marker(scan->at, scan->end);
         }
@@ -309,26 +312,47 @@ static bool place_samples(const Header *header, Memory *memory, Window *window)
     return true;
 }
 
-/* Decode the samples that a box needs, which lies within the image; `window` says where they are, and at which scale.
- * False if this is left to another decoder. */
-bool decode_window(Decoder *decoder, const uint8_t *data, size_t size, const Header *header, Box box, int scale,
-                   Window *window)
+/* Prepare for reading a scan. False if a table is damaged. */
+static bool begin_scan(Decoder *decoder, const uint8_t *data, size_t size, const Header *header, Scan *scan)
 {
     int width = BLOCK * header->across, height = BLOCK * header->down;
-    Scan scan = {.header = header, .window = window, .at = data + header->scan_at, .end = data + size};
-    scan.entropy = &decoder->entropy;
-    scan.columns = (header->width + width - 1) / width;
-    scan.rows = (header->height + height - 1) / height;
+    *scan = (Scan){.header = header, .at = data + header->scan_at, .end = data + size, .entropy = &decoder->entropy};
+    scan->columns = (header->width + width - 1) / width;
+    scan->rows = (header->height + height - 1) / height;
     for (int i = 0; i < header->components; i++) {
         int dc = header->dc_of[i], ac = header->ac_of[i];
         if (!build_huffman(&decoder->dc[dc], &header->dc[dc], false) ||
             !build_huffman(&decoder->ac[ac], &header->ac[ac], true))
             return false;
-        scan.dc[i] = &decoder->dc[dc];
-        scan.ac[i] = &decoder->ac[ac];
+        scan->dc[i] = &decoder->dc[dc];
+        scan->ac[i] = &decoder->ac[ac];
         for (int k = 0; k < 64; k++)
-            scan.quantisation[i][ZIGZAG[k]] = (int16_t)header->quantisation[header->quantisation_of[i]][k];
+            scan->quantisation[i][ZIGZAG[k]] = (int16_t)header->quantisation[header->quantisation_of[i]][k];
     }
+    return true;
+}
+
+/* Whether all entropy-coded data can be read, and belong to MCUs. */
+bool check_scan(Decoder *decoder, const uint8_t *data, size_t size, const Header *header)
+{
+    Scan scan;
+    if (!begin_scan(decoder, data, size, header, &scan))
+        return false;
+    Window nothing = {.end_column = scan.columns, .first_row = scan.rows, .end_row = scan.rows};
+    scan.window = &nothing;
+    scan.is_check = true;
+    return decode_pieces(&scan);
+}
+
+/* Decode the samples that a box needs, which lies within the image; `window` says where they are, and at which scale.
+ * False if this is left to another decoder. */
+bool decode_window(Decoder *decoder, const uint8_t *data, size_t size, const Header *header, Box box, int scale,
+                   Window *window)
+{
+    Scan scan;
+    if (!begin_scan(decoder, data, size, header, &scan))
+        return false;
+    scan.window = window;
     choose_window(&scan, box, scale, window);
     return place_samples(header, &decoder->samples, window) && decode_pieces(&scan);
 }
