@@ -20,20 +20,16 @@ import torch
 from ..dataset import DataSet
 from ..dataset.index import ENCODINGS
 from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingError
-from ..images import Buffer
-from ..images.codec import encode_png, read_header
-from ..images.jpeg import is_jpeg
-from ..images.window import Box, check_size, cut
+from ..images.codec import encode_png
 from .base import DataDescription, Loader
 from .batch import Batch
 from .batch_memory import BatchMemory
-from .batch_slots import BatchSlots
 from .cpu import make_source
 from .device import dali_extra, read_driver, resolve_device, to_device
-from .engine import Decoder, Delivery, Engine, TakeBad
-from .image_chunk import ImageChunk, PendingImage
+from .engine import Delivery, Engine
 from .indexed import open_on
 from .options import LoaderOptions
+from .window_cutter import EncodedImages, WindowCutter
 
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
@@ -53,45 +49,6 @@ def make_loader(
         return Engine(data, options, source, WindowCutter(), delivery)
 
     return open_on(path, options, make, local)
-
-
-class EncodedImages(BatchSlots):
-    """Slots with what DALI is fed.
-
-    `data` are uint8[bytes] each, `starts` and `shapes` int32[B, 2] (rows, columns), `flips` int32[B].
-
-    Args:
-        positions: int64[B], of the epoch.
-        count: How many of them have a sample.
-        nothing: A small image, fed for slots without one.
-    """
-
-    def __init__(self, positions: np.ndarray, count: int, nothing: np.ndarray) -> None:
-        super().__init__(positions, count)
-        self.data = [nothing] * len(positions)
-        self.starts, self.shapes = (np.empty((len(positions), 2), np.int32) for _ in range(2))
-        self.flips = np.zeros(len(positions), np.int32)
-
-
-class WindowCutter(Decoder[EncodedImages]):
-    """Cuts out what DALI has to decode of each image."""
-
-    def put(self, slots: EncodedImages, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
-        began = time.perf_counter()
-        images = list(chunk.pending(range(len(chunk.slots)), slots, take_bad))
-        read = time.perf_counter()
-        for image in images:
-            slot = image.slot
-            try:
-                data, box = _cut_window(image)
-            except ValueError as error:
-                take_bad(slot, error)
-                continue
-            slots.data[slot] = np.frombuffer(data, np.uint8)
-            slots.starts[slot] = box[1], box[0]
-            slots.shapes[slot] = box[3], box[2]
-            slots.flips[slot] = image.flip
-        return {"read": read - began, "window": time.perf_counter() - read}
 
 
 class DaliDelivery(Delivery[EncodedImages]):
@@ -265,14 +222,3 @@ class DaliDelivery(Delivery[EncodedImages]):
                 engine.take_bad(slots, slot, error)
                 has_bad = True
         return has_bad
-
-
-def _cut_window(image: PendingImage) -> tuple[Buffer, Box]:
-    """Cut out what has to be decoded of a JPEG, and give the box in it; other images stay whole."""
-    data, box = image.data, image.box
-    if not is_jpeg(data):
-        header = read_header(data)
-        check_size(header.width, header.height, image.size)
-        return data, box
-    window = cut(data, box, image.size)
-    return window.data, (box[0] - window.left, box[1] - window.top, box[2], box[3])

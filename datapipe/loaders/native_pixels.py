@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -32,22 +33,44 @@ class NativePixels:
 
     def put(self, slots: Images, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
         """Put images into their slots; return which are left to other decoders, and the seconds of each stage."""
-        began = time.perf_counter()
-        jobs, spent_s = chunk.jobs, np.zeros(len(native.STAGES))
+        jobs, size = chunk.jobs, slots.images.shape[1]
         jobs["is_pixels"] = self._only_pixels
         jobs["out"] = slots.images.ctypes.data + np.array(chunk.slots) * slots.images[0].nbytes
-        watching, progress = chunk.locate()
-        stage_s = {"read": time.perf_counter() - began}
-        left: list[int] = []
-        with watching:
-            if self._library.decode(jobs, self._channels, slots.images.shape[1], slots.stop, progress, spent_s):
-                left = np.flatnonzero(jobs["status"]).tolist()
-        for i in left:
-            if jobs["status"][i] == native.UNSUPPORTED and i not in chunk.data:
-                chunk.data[i] = ctypes.string_at(int(jobs["data"][i]), int(jobs["size"][i]))
-        for name, seconds in zip(native.STAGES, spent_s.tolist(), strict=True):
-            stage_s[name] = stage_s.get(name, 0.0) + seconds
-        return left, stage_s
+
+        def decode(progress: np.ndarray, spent_s: np.ndarray) -> int:
+            return self._library.decode(jobs, self._channels, size, slots.stop, progress, spent_s)
+
+        return do_jobs(chunk, decode, native.STAGES)
+
+
+def do_jobs(
+    chunk: ImageChunk, work: Callable[[np.ndarray, np.ndarray], int], stages: Sequence[str]
+) -> tuple[list[int], dict[str, float]]:
+    """Have the library do the jobs of a chunk, and take over the bytes of those that it does not.
+
+    Args:
+        chunk: The images.
+        work: Calls the library with the arrays for its progress and for the seconds of each stage; returns how many
+            jobs are left.
+        stages: Names of the library's stages.
+
+    Returns:
+        The images that are left, and the seconds of each stage.
+    """
+    began = time.perf_counter()
+    jobs, spent_s = chunk.jobs, np.zeros(len(stages))
+    watching, progress = chunk.locate()
+    stage_s = {"read": time.perf_counter() - began}
+    left: list[int] = []
+    with watching:
+        if work(progress, spent_s):
+            left = np.flatnonzero(jobs["status"]).tolist()
+    for i in left:
+        if jobs["status"][i] == native.UNSUPPORTED and i not in chunk.data:
+            chunk.data[i] = ctypes.string_at(int(jobs["data"][i]), int(jobs["size"][i]))
+    for name, seconds in zip(stages, spent_s.tolist(), strict=True):
+        stage_s[name] = stage_s.get(name, 0.0) + seconds
+    return left, stage_s
 
 
 @lru_cache(maxsize=1)

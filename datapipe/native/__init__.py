@@ -1,5 +1,5 @@
-"""The decoder in C: images in files or memory to crops in a batch's slots, one call for many, without the
-interpreter's lock.
+"""The decoder in C: images in files or memory to crops in a batch's slots, or to JPEGs of a window for another decoder,
+one call for many, without the interpreter's lock.
 
 It is compiled when the package is installed, where there is a compiler: for processors with AVX2, and for all others.
 Without AVX2 libraries are faster, and only DATAPIPE_NATIVE=plain chooses it; DATAPIPE_NATIVE=0 chooses none.
@@ -47,6 +47,7 @@ JOB = np.dtype(  # struct Job in native.h
     align=True,
 )
 STAGES = ("read", "decode", "resize")  # of which the seconds are told
+CUT_STAGES = ("read", "window")
 PROGRESS = 2  # int64: the number of the job that is being read, from 1, and since when; 0: none
 
 
@@ -91,6 +92,7 @@ class Native:
                 ("native_open", pointer, [pointer]),
                 ("native_close", None, [pointer]),
                 ("native_decode_chunk", number, [pointer, pointer, number, number, number, *[pointer] * 3]),
+                ("native_cut_chunk", number, [pointer, pointer, number, *[pointer] * 3]),
             ]
             for function, result, arguments in functions:
                 entry = getattr(library, function)
@@ -128,15 +130,32 @@ class Native:
         Returns:
             How many are not DONE.
         """
+        return self._call(self._library.native_decode_chunk, jobs, [channels, size], abandoned, progress, spent_s)
+
+    def cut(self, jobs: np.ndarray, abandoned: np.ndarray, progress: np.ndarray, spent_s: np.ndarray) -> int:
+        """Cut the windows of the jobs whose status is DONE, and set the status of those that fail.
+
+        The bytes of each window are those of `images.window.cut`, and lie at `out`, which has room for `size` bytes.
+        The `size` and the `box` of the job become those of the window.
+
+        Args:
+            jobs: JOB[N], as for `decode`.
+            abandoned: The same.
+            progress: The same.
+            spent_s: float64[len(CUT_STAGES)]: the seconds of each stage are added.
+
+        Returns:
+            How many are not DONE.
+        """
+        return self._call(self._library.native_cut_chunk, jobs, [], abandoned, progress, spent_s)
+
+    def _call(self, function: Any, jobs: np.ndarray, numbers: list[int], *arrays: np.ndarray) -> int:
+        """Call a function for a chunk with this thread's workspace."""
         workspace = getattr(self._local, "workspace", None)
         if workspace is None:
             workspace = self._local.workspace = _Workspace(self._library)
-        addresses = (array.ctypes.data for array in (abandoned, progress, spent_s))
-        return int(
-            self._library.native_decode_chunk(
-                workspace.pointer, jobs.ctypes.data, len(jobs), channels, size, *addresses
-            )
-        )
+        addresses = (array.ctypes.data for array in arrays)
+        return int(function(workspace.pointer, jobs.ctypes.data, len(jobs), *numbers, *addresses))
 
     def accepts(self, data: bytes | bytearray | memoryview, width: int, height: int) -> bool:
         """Return whether a JPEG can be read to its end without damage; False also for what this does not take.

@@ -1,20 +1,12 @@
-/* A chunk of a batch in one call: each image is read, decoded, cropped, resized and mirrored into its slot. */
+/* A chunk of a batch in one call: each image is read, and then decoded, cropped, resized and mirrored into its slot, or
+ * otherwise worked on. */
 #define _POSIX_C_SOURCE 200809L /* clock_gettime, posix_memalign */
 
-#include "huffman.h"
+#include "chunk.h"
 #include "pixels.h"
-#include "read.h"
 
 #include <stdlib.h>
 #include <time.h>
-
-struct Workspace {
-    Decoder decoder;
-    Memory chroma, resized, unsupported;
-    Group group;
-    Hash *hash;
-    Huffman tables[8];
-};
 
 uint8_t *make_room(Memory *memory, size_t size)
 {
@@ -66,6 +58,7 @@ void native_close(Workspace *workspace)
         free(workspace->chroma.bytes);
         free(workspace->resized.bytes);
         free(workspace->unsupported.bytes);
+        free(workspace->pieces.bytes);
         free(workspace->group.memory.bytes);
     }
     free(workspace);
@@ -123,7 +116,7 @@ static const uint8_t *find_pixels(const Job *job, int channels)
     return size == (size_t)job->width * (size_t)job->height * (size_t)channels ? job->data : NULL;
 }
 
-static double now(void)
+double now(void)
 {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -137,8 +130,11 @@ static bool check(Workspace *workspace, const Job *job)
            header.height == job->height && check_scan(&workspace->decoder, job->data, (size_t)job->size, &header);
 }
 
-static bool decode(Workspace *workspace, const Job *job, int channels, int out_size, double *spent_s)
+static bool decode(Workspace *workspace, Job *job, const Slot *slot, double *spent_s)
 {
+    if (!job->out)
+        return check(workspace, job);
+    int channels = slot->channels, out_size = slot->size;
     Header header;
     Window window;
     double began = now();
@@ -210,10 +206,8 @@ static const uint8_t *keep(Memory *memory, size_t *used, const uint8_t *data, co
     return kept;
 }
 
-/* Do the jobs whose status is DONE, and set the status of those that fail. Returns how many are not DONE.
- * The rest is left alone once `is_abandoned`. */
-int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels, int out_size,
-                        const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s)
+int do_jobs(Workspace *workspace, Job *jobs, int count, Work *work, const Slot *slot,
+            const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s)
 {
     int failed = 0;
     size_t kept = 0;
@@ -231,7 +225,7 @@ int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels
             spent_s[READ] += now() - began;
             if (!job->data)
                 job->status = UNREAD;
-            else if (!(job->out ? decode(workspace, job, channels, out_size, spent_s) : check(workspace, job)))
+            else if (!work(workspace, job, slot, spent_s))
                 job->status = UNSUPPORTED;
             if (is_from_file && job->status == UNSUPPORTED) {
                 job->data = keep(&workspace->unsupported, &kept, job->data, jobs, i, count);
@@ -242,4 +236,11 @@ int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels
         failed += job->status != DONE;
     }
     return failed;
+}
+
+int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels, int out_size,
+                        const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s)
+{
+    Slot slot = {channels, out_size};
+    return do_jobs(workspace, jobs, count, decode, &slot, is_abandoned, progress, spent_s);
 }

@@ -3,21 +3,6 @@
 
 #include <string.h>
 
-enum Marker {
-    SOF0 = 0xc0, /* baseline */
-    SOF1 = 0xc1, /* extended sequential */
-    DHT = 0xc4,
-    SOI = 0xd8,
-    EOI = 0xd9,
-    SOS = 0xda,
-    DQT = 0xdb,
-    DRI = 0xdd,
-    APP0 = 0xe0,
-    APP14 = 0xee,
-    APP15 = 0xef,
-    COM = 0xfe,
-};
-
 /* Colour transform of an Adobe segment; no segment: NONE. */
 enum { ADOBE_RGB = 0, ADOBE_YCC = 1, NONE = -1 };
 
@@ -162,6 +147,7 @@ bool read_header(const uint8_t *data, size_t size, Header *header)
         size_t length = (size_t)read_short(data + at + 2);
         if (length < 2 || length > size - at - 2)
             return false;
+        size_t marker_at = at;
         Segment segment = {data + at + 4, data + at + 2 + length};
         at += 2 + length;
         if (marker == DQT) {
@@ -174,6 +160,7 @@ bool read_header(const uint8_t *data, size_t size, Header *header)
             if (has_frame || !read_frame(segment, header, ids))
                 return false;
             has_frame = true;
+            header->frame_at = marker_at;
         } else if (marker == DRI) {
             if (left_in(&segment) != 2)
                 return false;

@@ -15,6 +15,23 @@
 #define MAX_PIXELS (1 << 30)   /* of an image, so that no size here overflows */
 #define MAX_WINDOW_BYTES (512 << 20) /* of one image's decoded samples: larger ones are left to Python */
 
+/* Markers: their second bytes (B.1.1.3). */
+enum Marker {
+    SOF0 = 0xc0, /* baseline */
+    SOF1 = 0xc1, /* extended sequential */
+    DHT = 0xc4,
+    RST0 = 0xd0, /* to RST7 */
+    SOI = 0xd8,
+    EOI = 0xd9,
+    SOS = 0xda,
+    DQT = 0xdb,
+    DRI = 0xdd,
+    APP0 = 0xe0,
+    APP14 = 0xee,
+    APP15 = 0xef,
+    COM = 0xfe,
+};
+
 /* A Huffman table as a DHT segment gives it (B.2.4.2). */
 typedef struct {
     uint8_t counts[17]; /* codes of each length, from 1; counts[0] is 1 where the table is given at all */
@@ -32,7 +49,8 @@ typedef struct {
     uint8_t given_quantisation;   /* a bit for each table */
     HuffmanSpec dc[4], ac[4];
     uint8_t quantisation_of[MAX_COMPONENTS], dc_of[MAX_COMPONENTS], ac_of[MAX_COMPONENTS];
-    size_t scan_at; /* where entropy-coded data begin, bytes */
+    size_t frame_at; /* where the marker of the frame lies, bytes */
+    size_t scan_at;  /* where entropy-coded data begin, bytes */
 } Header;
 
 /* A part of the image that consists of whole MCUs, and the samples of each component in it. Pixels are those of the

@@ -1,8 +1,9 @@
 /* The library that datapipe loads with ctypes: the functions that Python calls, and the record that they share.
  *
  * Plain C11, without Python: nothing here holds the interpreter's lock, and nothing is kept between calls except
- * memory. A sample's way: chunk.c -> read.c (bytes from files) -> header.c (markers) or pnm.c -> scan.c (entropy-coded data to blocks, by the tables
- * of huffman.c) -> idct.h (blocks to samples) -> colour.c (samples to rows of pixels) -> resize.c (to the batch's slot).
+ * memory. A sample's way: chunk.c -> read.c (bytes from files) -> header.c (markers) or pnm.c -> scan.c (entropy-coded
+ * data to blocks, by the tables of huffman.c) -> idct.h (blocks to samples) -> colour.c (samples to rows of pixels) ->
+ * resize.c (to the batch's slot). Where another decoder takes the images: chunk.c -> read.c -> header.c -> cut.c.
  */
 #ifndef DATAPIPE_NATIVE_H
 #define DATAPIPE_NATIVE_H
@@ -27,11 +28,11 @@ typedef struct {
 typedef struct {
     const uint8_t *data; /* the encoded image; pixels, where `is_pixels`. NULL: it is read from `fd`; if it was, and is
                           * UNSUPPORTED, it lies at `data` until the workspace is used again */
-    int64_t size;        /* of the encoded image, bytes */
-    uint8_t *out;        /* uint8[out_size, out_size, channels]: the batch's slot. NULL: a JPEG is read to its end, and
-                          * DONE if libjpeg would not warn of damage */
+    int64_t size;        /* of the encoded image, bytes; of a window that was cut out, then of that */
+    uint8_t *out;        /* uint8[out_size, out_size, channels]: the batch's slot; or uint8[size] for a window. NULL: a
+                          * JPEG is read to its end, and DONE if libjpeg would not warn of damage */
     int64_t offset;      /* of the encoded image in the file, bytes */
-    Box box;             /* of the image, to be resized to the slot */
+    Box box;             /* of the image, to be resized to the slot; of a window that was cut out, then of that */
     int32_t width;       /* of the image, pixels, as the index says */
     int32_t height;
     int32_t fd;        /* of an open file */
@@ -44,7 +45,7 @@ typedef struct {
     uint8_t scale;     /* 1, or 2, 4 or 8: a JPEG is decoded at 1/2, 1/4 or 1/8, if its MCUs are squares */
 } Job;
 
-enum Stage { READ, DECODE, RESIZE }; /* seconds of each are told */
+enum Stage { READ, DECODE, RESIZE, WINDOW = 1 }; /* seconds of each are told; of cutting: READ and WINDOW */
 
 /* What is being read, for another thread that watches. */
 typedef struct {
@@ -64,5 +65,7 @@ EXPORTED Workspace *native_open(Hash *hash); /* NULL: no job has a checksum. Ret
 EXPORTED void native_close(Workspace *workspace);
 EXPORTED int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int channels, int out_size,
                                  const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s);
+EXPORTED int native_cut_chunk(Workspace *workspace, Job *jobs, int count, const volatile uint8_t *is_abandoned,
+                              volatile Progress *progress, double *spent_s);
 
 #endif

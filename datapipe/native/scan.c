@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-enum { STUFFING = 0x00, RST0 = 0xd0, EOI = 0xd9 };
+enum { STUFFING = 0x00 };
 /* A block of hostile codes takes at most 16 + 11 + 63 * 26 bits: so far an MCU may read beyond its data. */
 enum { MAX_MCU_BYTES = (MAX_LUMA_BLOCKS + 2) * (27 + 63 * 26) / 8 + READ_AHEAD };
 

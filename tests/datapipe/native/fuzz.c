@@ -1,7 +1,9 @@
-/* Decodes damaged images, in a program that is compiled with sanitizers: `fuzz COUNT SEED FILE…`.
+/* Decodes damaged images, and cuts windows out of them, in a program that is compiled with sanitizers:
+ * `fuzz COUNT SEED FILE…`.
  *
  * Each image is a file in which some bytes were changed, removed or inserted, cut out at any box, size and scale. It lies
- * at the end of its memory, so that a read behind it is seen. Prints how many were decoded.
+ * at the end of its memory, so that a read behind it is seen; and so does the memory for its window, of its size. Prints
+ * how many were decoded, how many windows were cut, and how many of these are smaller than their image.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -85,14 +87,15 @@ static uint8_t *damage(const File *file, size_t *size)
 
 int main(int count, char **words)
 {
-    int files = count - 3, decoded = 0;
+    int files = count - 3, decoded = 0, cut = 0, smaller = 0;
     File *all = malloc((size_t)files * sizeof *all);
     for (int i = 0; i < files; i++)
         all[i] = read_file(words[3 + i]);
     state = (uint64_t)atol(words[2]);
-    Workspace *workspace = native_open();
+    Workspace *workspace = native_open(NULL);
     uint8_t is_abandoned = 0;
-    double spent_s[2] = {0};
+    Progress progress = {0};
+    double spent_s[3] = {0};
     for (long i = 0; i < atol(words[1]); i++) {
         const File *file = &all[draw((uint32_t)files)];
         int size = 1 + (int)draw(40), channels = draw(4) ? 3 : 1;
@@ -107,14 +110,21 @@ int main(int count, char **words)
         if (!draw(4))
             job.box = (Box){(int)draw(80) - 40, (int)draw(80) - 40, size, size};
         job.out = malloc((size_t)(size * size * channels));
-        decoded += !native_decode_chunk(workspace, &job, 1, channels, size, &is_abandoned, spent_s);
-        free((void *)job.data);
+        Job window = job;
+        decoded += !native_decode_chunk(workspace, &job, 1, channels, size, &is_abandoned, &progress, spent_s);
         free(job.out);
+        window.out = malloc(length ? length : 1);
+        if (!native_cut_chunk(workspace, &window, 1, &is_abandoned, &progress, spent_s)) {
+            cut++;
+            smaller += window.size < (int64_t)length;
+        }
+        free((void *)window.data);
+        free(window.out);
     }
     native_close(workspace);
     for (int i = 0; i < files; i++)
         free(all[i].bytes);
     free(all);
-    printf("%d\n", decoded);
+    printf("%d %d %d\n", decoded, cut, smaller);
     return 0;
 }

@@ -34,7 +34,7 @@ def images(tmp_path_factory):
     """Small images of every kind that the decoder takes, with their sizes before them."""
     folder, paths = tmp_path_factory.mktemp("images"), []
     for i, subsampling in enumerate(SUBSAMPLINGS):
-        for interval, optimised in ((0, False), (3, True)):
+        for interval, optimised in ((0, False), (1, False), (3, True)):
             width, height = 21 + 9 * i, 60 - 7 * i
             case = Case(width, height, subsampling, 85, 5 * i, interval, optimised, (0, 0, 1, 1), 1, False, 3)
             paths.append(folder / f"{subsampling}-{interval}.jpg")
@@ -48,4 +48,7 @@ def images(tmp_path_factory):
 def test_damaged_images(fuzz, images):
     done = subprocess.run([fuzz, "100000", "1", *images], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 20_000 < int(done.stdout) < 80_000  # neither are all refused, nor is none
+    decoded, cut, smaller = map(int, done.stdout.split())
+    assert 20_000 < decoded < 80_000  # neither are all refused, nor is none
+    assert decoded < cut < 95_000  # the entropy-coded data are not looked at
+    assert smaller > 5_000

@@ -1,0 +1,97 @@
+"""Cutting what a decoder on another device needs out of each image: in C as far as that takes them, else here."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+
+from .. import native
+from ..images import Buffer
+from ..images.codec import read_header
+from ..images.jpeg import is_jpeg
+from ..images.window import Box, check_size, cut
+from .batch_slots import BatchSlots
+from .engine import Decoder, TakeBad
+from .image_chunk import ImageChunk, PendingImage
+from .native_pixels import choose_native, do_jobs
+
+
+class EncodedImages(BatchSlots):
+    """Slots with what a decoder is fed.
+
+    `data` are uint8[bytes] each, `starts` and `shapes` int32[B, 2] (rows, columns), `flips` int32[B].
+
+    Args:
+        positions: int64[B], of the epoch.
+        count: How many of them have a sample.
+        nothing: A small image, fed for slots without one.
+    """
+
+    def __init__(self, positions: np.ndarray, count: int, nothing: np.ndarray) -> None:
+        super().__init__(positions, count)
+        self.data = [nothing] * len(positions)
+        self.starts, self.shapes = (np.empty((len(positions), 2), np.int32) for _ in range(2))
+        self.flips = np.zeros(len(positions), np.int32)
+
+
+class WindowCutter(Decoder[EncodedImages]):
+    """Cuts out what has to be decoded of each image."""
+
+    def __init__(self) -> None:
+        self._library = choose_native().native
+
+    def put(self, slots: EncodedImages, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
+        left, stage_s = list(range(len(chunk.slots))), {"read": 0.0, "window": 0.0}
+        if self._library is not None:
+            left, stage_s = _cut_in_c(self._library, slots, chunk)
+        began = time.perf_counter()
+        images = list(chunk.pending(left, slots, take_bad))
+        read = time.perf_counter()
+        for image in images:
+            slot = image.slot
+            try:
+                data, box = _cut_window(image)
+            except ValueError as error:
+                take_bad(slot, error)
+                continue
+            slots.data[slot] = np.frombuffer(data, np.uint8)
+            slots.starts[slot] = box[1], box[0]
+            slots.shapes[slot] = box[3], box[2]
+            slots.flips[slot] = image.flip
+        stage_s["read"] += read - began
+        stage_s["window"] += time.perf_counter() - read
+        return stage_s
+
+
+def _cut_in_c(library: native.Native, slots: EncodedImages, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
+    """Cut windows without the interpreter's lock; return which images are left, and the seconds of each stage."""
+    jobs = chunk.jobs
+    images = jobs[["size", "box"]].copy()
+    starts = np.cumsum(images["size"]) - images["size"]
+    memory = np.empty(int(images["size"].sum()), np.uint8)  # a window is no larger than its image
+    jobs["is_pixels"], jobs["out"] = False, memory.ctypes.data + starts
+    left, stage_s = do_jobs(chunk, partial(library.cut, jobs, slots.stop), native.CUT_STAGES)
+    windows = jobs[["size", "box"]].copy()
+    jobs[["size", "box"]] = images
+    if slots.abandoned:  # some may not have been cut
+        return left, stage_s
+    done = np.flatnonzero(jobs["status"] == native.DONE)
+    for i, start, size in zip(done.tolist(), starts[done].tolist(), windows["size"][done].tolist(), strict=True):
+        slots.data[chunk.slots[i]] = memory[start : start + size]
+    cut_slots, boxes = np.array(chunk.slots)[done], windows["box"][done]
+    slots.starts[cut_slots], slots.shapes[cut_slots] = boxes[:, [1, 0]], boxes[:, [3, 2]]
+    slots.flips[cut_slots] = jobs["flip"][done]
+    return left, stage_s
+
+
+def _cut_window(image: PendingImage) -> tuple[Buffer, Box]:
+    """Cut out what has to be decoded of a JPEG, and give the box in it; other images stay whole."""
+    data, box = image.data, image.box
+    if not is_jpeg(data):
+        header = read_header(data)
+        check_size(header.width, header.height, image.size)
+        return data, box
+    window = cut(data, box, image.size)
+    return window.data, (box[0] - window.left, box[1] - window.top, box[2], box[3])
