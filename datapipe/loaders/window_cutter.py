@@ -70,7 +70,7 @@ def _cut_in_c(library: native.Native, slots: EncodedImages, chunk: ImageChunk) -
     jobs = chunk.jobs
     images = jobs[["size", "box"]].copy()
     starts = np.cumsum(images["size"]) - images["size"]
-    memory = np.empty(int(images["size"].sum()), np.uint8)  # a window is no larger than its image
+    memory = np.empty(int(images["size"].sum()), np.uint8)  # a window is at most as large as its image
     jobs["is_pixels"], jobs["out"] = False, memory.ctypes.data + starts
     left, stage_s = do_jobs(chunk, partial(library.cut, jobs, slots.stop), native.CUT_STAGES)
     windows = jobs[["size", "box"]].copy()
