@@ -115,6 +115,8 @@ def check(library, case):
 @settings(max_examples=150)
 @example(Case(500, 375, "420", 90, 5, 0, False, (31, 17, 402, 301), 224, True, 3))
 @example(Case(17, 9, "420", 100, 100, 1, True, (16, 8, 1, 1), 5, False, 3))
+@example(Case(65_500, 2, "420", 90, 5, 0, False, (64_990, 0, 510, 2), 16, True, 3))  # libjpeg's largest side
+@example(Case(2, 65_500, "Gray", 90, 5, 1, True, (0, 0, 2, 65_500), 3, False, 1))
 @example(Case(3, 40, "420", 90, 5, 0, False, (0, 0, 3, 40), 7, False, 3))  # 2 samples of chroma: not interpolated
 @given(cases())
 def test_the_same_pixels(library_of_session, case):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapipe import native
+from datapipe import clock, native
+from datapipe.dataset.shard_reader import ShardReader
+from tests.waiting import limit_s, wait_until
 
 GAP = 4096  # bytes between two neighbours that are read at once
 ROOM = 40_000  # bytes of a file
@@ -107,3 +110,42 @@ def test_bytes_that_are_not_those_of_the_checksum_are_left_to_python(library, fi
         jobs["data"], jobs["status"] = data, 0
         decode(library, jobs)
         assert jobs["status"].tolist() == [native.UNREAD, native.UNSUPPORTED]
+
+
+def test_a_read_that_hangs_inside_the_call_is_told_with_its_file_and_offset(library, tmp_path, monkeypatch):
+    """What hangs here is the comparison of the second image, which belongs to its read."""
+    gate, calls = threading.Event(), []
+
+    @ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
+    def hash_of(data, size):
+        calls.append(size)
+        if len(calls) == 2:
+            gate.wait(limit_s())
+        return 0
+
+    monkeypatch.setattr(native, "find_hash", lambda: ctypes.cast(hash_of, ctypes.c_void_p).value)
+    (tmp_path / "shard").write_bytes(CONTENTS[0])
+    reader = ShardReader([tmp_path / "shard"])
+    reader.read(0, 0, 1)  # opens it
+    jobs, progress = np.zeros(2, native.JOB), np.zeros(native.PROGRESS, np.int64)
+    jobs["size"], jobs["offset"], jobs["has_checksum"] = 40, [100, 20_000], True
+    files = [reader.file_for(0, offset, 40) for offset in (100, 20_000)]
+    jobs["fd"] = [file.locate(0, 40)[1] for file in files]
+
+    def call():
+        with reader.watch_chunk(files, [100, 20_000], progress):
+            library.decode(jobs, 3, 8, np.zeros(1, np.uint8), progress, np.zeros(len(native.STAGES)))
+
+    before = clock.now()
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        wait_until(lambda: len(calls) == 2)
+        read = reader.oldest()
+        assert (read.path, read.offset, read.problem) == (tmp_path / "shard", 20_000, "")
+        assert before <= read.since <= clock.now()
+    finally:
+        gate.set()
+        thread.join()
+    assert reader.oldest() is None
+    reader.close()
