@@ -51,7 +51,7 @@ DATAPIPE = {
     "sources": "images dataset formats.magic formats.naming formats.tar_listing",
     "staging": "dataset sampling",
     # 4
-    "packing": "sources formats images dataset sampling",
+    "packing": "sources formats images native dataset sampling",
     "loaders": "dataset images native sampling formats.naming formats.tar_listing (staging)",
     # 5
     "fetch": "",
@@ -120,7 +120,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "nvidia": "nvidia-dali-cuda130", "pydantic_cor
 LONGEST = 300
 LONG_FILES = {
     "datapipe/images/recode.py": 320,
-    "datapipe/packing/pipeline.py": 320,
+    "datapipe/packing/pipeline.py": 310,
     "datapipe/sources/pickled.py": 320,
     "trainer/kfac/layers.py": 340,
     "trainer/kfac/preconditioner.py": 453,

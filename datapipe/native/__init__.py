@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -45,6 +46,9 @@ JOB = np.dtype(  # struct Job in native.h
         ("scale", np.uint8),
     ],
     align=True,
+)
+FILE = np.dtype(  # struct File in native.h
+    [("name", np.uintp), ("size", np.int64), ("folder", np.int32), ("checksum", np.uint32)], align=True
 )
 STAGES = ("read", "decode", "resize")  # of which the seconds are told
 CUT_STAGES = ("read", "window")
@@ -92,6 +96,11 @@ class Native:
                 ("native_open", pointer, [pointer]),
                 ("native_close", None, [pointer]),
                 ("native_decode_chunk", number, [pointer, pointer, number, number, number, *[pointer] * 3]),
+                (
+                    "native_read_files",
+                    ctypes.c_int64,
+                    [*[pointer] * 2, number, number, pointer, ctypes.c_int64, *[pointer] * 2],
+                ),
                 ("native_cut_chunk", number, [pointer, pointer, number, *[pointer] * 3]),
             ]
             for function, result, arguments in functions:
@@ -151,11 +160,48 @@ class Native:
 
     def _call(self, function: Any, jobs: np.ndarray, numbers: list[int], *arrays: np.ndarray) -> int:
         """Call a function for a chunk with this thread's workspace."""
-        workspace = getattr(self._local, "workspace", None)
+        addresses = (array.ctypes.data for array in arrays)
+        return int(function(self._workspace().pointer, jobs.ctypes.data, len(jobs), *numbers, *addresses))
+
+    def read_files(
+        self,
+        places: Sequence[tuple[int, str]],
+        flags: int,
+        memory: memoryview,
+        abandoned: np.ndarray,
+        progress: np.ndarray,
+    ) -> list[tuple[int, int]]:
+        """Read files one behind the other.
+
+        Args:
+            places: Of each, the descriptor of the folder, which stays open, or -1 to leave it alone; and the name.
+            flags: Of open(2).
+            memory: Where to.
+            abandoned: uint8[1]: the rest is not read once it is not 0.
+            progress: int64[PROGRESS]: what is being read, in nanoseconds since the call began.
+
+        Returns:
+            Of each, the size in bytes, and the lower half of the xxh3-64; -1 and 0 for a file that was not read, or
+            cannot be, or does not fit.
+        """
+        files, names = np.zeros(len(places), FILE), [os.fsencode(name) + b"\0" for _, name in places]
+        joined = b"".join(names)
+        starts = np.cumsum([0, *map(len, names[:-1])])
+        files["name"] = np.frombuffer(joined, np.uint8).ctypes.data + starts
+        files["folder"], files["size"] = [folder for folder, _ in places], -1
+        room = np.frombuffer(memory, np.uint8)
+        self._library.native_read_files(
+            self._workspace().pointer, files.ctypes.data, len(files), flags, room.ctypes.data, room.size,
+            abandoned.ctypes.data, progress.ctypes.data,
+        )  # fmt: skip
+        return list(zip(files["size"].tolist(), files["checksum"].tolist(), strict=True))
+
+    def _workspace(self) -> _Workspace:
+        """Return this thread's memory."""
+        workspace: _Workspace | None = getattr(self._local, "workspace", None)
         if workspace is None:
             workspace = self._local.workspace = _Workspace(self._library)
-        addresses = (array.ctypes.data for array in arrays)
-        return int(function(workspace.pointer, jobs.ctypes.data, len(jobs), *numbers, *addresses))
+        return workspace
 
     def accepts(self, data: bytes | bytearray | memoryview, width: int, height: int) -> bool:
         """Return whether a JPEG can be read to its end without damage; False also for what this does not take.

@@ -47,6 +47,14 @@ typedef struct {
 
 enum Stage { READ, DECODE, RESIZE, WINDOW = 1 }; /* seconds of each are told; of cutting: READ and WINDOW */
 
+/* A file to be read as a whole. The same fields as `FILE` in __init__.py. */
+typedef struct {
+    const char *name;  /* in its folder */
+    int64_t size;      /* out: bytes; -1: left to Python */
+    int32_t folder;    /* descriptor; below 0: the file is left to Python */
+    uint32_t checksum; /* out: the lower half of the xxh3-64 */
+} File;
+
 /* What is being read, for another thread that watches. */
 typedef struct {
     int64_t number;   /* of the job, from 1; 0: none */
@@ -67,5 +75,11 @@ EXPORTED int native_decode_chunk(Workspace *workspace, Job *jobs, int count, int
                                  const volatile uint8_t *is_abandoned, volatile Progress *progress, double *spent_s);
 EXPORTED int native_cut_chunk(Workspace *workspace, Job *jobs, int count, const volatile uint8_t *is_abandoned,
                               volatile Progress *progress, double *spent_s);
+
+/* Read files one behind the other into memory with room for so many bytes, and return how many there are. Those that
+ * cannot be read, or do not fit, are left to Python, and so are all behind the one at which it `is_abandoned`: their
+ * sizes are to be -1 before. `flags` are those of open(2). */
+EXPORTED int64_t native_read_files(Workspace *workspace, File *files, int count, int flags, uint8_t *memory,
+                                   int64_t room, const volatile uint8_t *is_abandoned, volatile Progress *progress);
 
 #endif

@@ -19,19 +19,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from .. import clock
+from .. import clock, native
 from ..console import printable
 from ..dataset.index import sample_checksum
 from ..errors import DatapipeError, SourceError
 from ..images import Buffer
 from ..images.codec import ImageHeader
-from ..sources import Samples
+from ..sources.files import Files
 from .budget import Budget
 from .journal import BadSample, PackedShard
+from .pace import Access, Pace
 from .shard import Good, Shard, ShardTask, Stopped
 from .shard_queue import Chunk, ShardQueue
 
@@ -52,11 +52,6 @@ GRACE_S = 2.0  # for threads to end, before they are left to themselves
 # Takes an image's bytes, and what to call with the memory that decoding takes, before it is taken. Returns the bytes to
 # store, their header, and what was converted. Raises ValueError for a bad image.
 Prepare = Callable[[Buffer, Callable[[int], None]], tuple[Buffer, ImageHeader, Sequence[str]]]
-
-
-# What a thread waits for: since when, the shard, and the sample that it reads, or None and -1 when it writes. A plain
-# tuple, as one is made for each sample.
-_Access = tuple[float, Path, Samples | None, int]
 
 
 class PackPipeline:
@@ -92,7 +87,9 @@ class PackPipeline:
         self._events: queue.SimpleQueue[tuple[ShardTask, PackedShard] | BaseException] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._chunks: Iterator[tuple[ShardQueue, range]] = iter(())  # what is still to be read
-        self._accesses: list[_Access | None] = []  # of each thread
+        self._accesses: list[Access | None] = []  # of each thread
+        self._in_c: dict[int, tuple[float, Sequence[int], np.ndarray]] = {}  # by thread: what it reads there
+        self._stopped = np.zeros(1, np.uint8)  # 1 with `_stop`
 
     def run(
         self, tasks: Sequence[ShardTask], on_progress: Callable[[int], None]
@@ -106,7 +103,7 @@ class PackPipeline:
         shards = [Shard(task) for task in tasks]
         self._chunks = self._divide([ShardQueue(shard) for shard in shards])
         threads: list[threading.Thread] = []
-        pace, num_reported, pending = _Pace(), 0, len(tasks)
+        pace, num_reported, pending = Pace(), 0, len(tasks)
         try:
             self._add_threads(threads, min(pace.cores, self._workers))
             while pending:
@@ -128,6 +125,7 @@ class PackPipeline:
     def _end(self, threads: Sequence[threading.Thread], shards: Sequence[Shard]) -> None:
         """Stop the threads, and remove what is not finished."""
         self._stop.set()
+        self._stopped[0] = 1
         self._budget.close()
         for _ in threads:
             self._free.put(None)
@@ -166,12 +164,22 @@ class PackPipeline:
 
     def _look_for_hangs(self) -> None:
         now = clock.now()
-        oldest = min((access for access in self._accesses if access), key=lambda access: access[0], default=None)
+        accesses = map(self._access, range(len(self._accesses)))
+        oldest = min((access for access in accesses if access), key=lambda access: access[0], default=None)
         if oldest and now - oldest[0] > self._timeout_s:
             since, shard, samples, sample = oldest
             what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
             message = f"{what} has not answered for {now - since:.0f} s (--timeout)"
             raise DatapipeError(message, path=path, shard=shard.name)
+
+    def _access(self, thread: int) -> Access | None:
+        """Return what a thread waits for."""
+        access, in_c = self._accesses[thread], self._in_c.get(thread)
+        if access is None or in_c is None:
+            return access
+        since, numbers, progress = in_c
+        number, since_ns = progress.tolist()
+        return (since + 1e-9 * since_ns, access[1], access[2], numbers[number - 1]) if number else None
 
     # --- in the threads ---
 
@@ -200,9 +208,15 @@ class PackPipeline:
         samples, shard = task.samples, task.path
         numbers = task.which[chunk.which.start : chunk.which.stop].tolist()
         images: list[Buffer | Exception] = []
-        for sample in numbers:
+        known = self._read_files(me, chunk, numbers)
+        at, start = sum(size for size, _ in known if size > 0), 0
+        for sample, (size, _) in zip(numbers, known, strict=True):
             if self._stop.is_set():
                 raise Stopped
+            if size >= 0:
+                images.append(memory[start : start + size])
+                start += size
+                continue
             self._accesses[me] = (clock.now(), shard, samples, sample)
             try:
                 data = samples.read(sample, memory[at:])
@@ -214,7 +228,7 @@ class PackPipeline:
             except (ValueError, OSError) as error:
                 images.append(error)
         self._accesses[me] = None
-        for i, sample, image in zip(chunk.which, numbers, images, strict=True):
+        for i, sample, image, (_, digest) in zip(chunk.which, numbers, images, known, strict=True):
             hold = 0
             try:
                 if isinstance(image, Exception):
@@ -234,8 +248,24 @@ class PackPipeline:
                 )
             else:
                 hold = 0 if stored is image else len(stored)
-                chunk.images.append(Good(sample, stored, header, len(image), converted, sample_checksum(stored)))
+                if stored is not image or not digest:
+                    digest = sample_checksum(stored)
+                chunk.images.append(Good(sample, stored, header, len(image), converted, digest))
             chunk.end_claim(hold)
+
+    def _read_files(self, me: int, chunk: Chunk, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Read files into the chunk's memory without the interpreter's lock, as `Native.read_files` does."""
+        samples, library = chunk.queue.shard.task.samples, native.choose().native
+        if library is None or not isinstance(samples, Files):
+            return [(-1, 0)] * len(numbers)
+        progress = np.zeros(native.PROGRESS, np.int64)
+        self._in_c[me] = clock.now(), numbers, progress
+        self._accesses[me] = (clock.now(), chunk.queue.shard.task.path, samples, numbers[0])
+        try:
+            places = list(map(samples.place, numbers))
+            return library.read_files(places, samples.flags, chunk.memory, self._stopped, progress)
+        finally:
+            del self._in_c[me]
 
     def _bad(self, task: ShardTask, i: int, sample: int, reason: str, error: Exception) -> BadSample:
         """Count and log a bad sample; `reason` is recorded, so in our own words. Raises SourceError for too many."""
@@ -278,43 +308,3 @@ class PackPipeline:
 def _abandon(shards: Sequence[Shard], close: bool) -> None:
     for shard in shards:
         shard.abandon(close)
-
-
-class _Pace:
-    """Tells whether more threads would help: these wait for the filesystem, and the processor is idle."""
-
-    WAIT_S = 0.01  # between looks
-    IDLE = 0.4  # of all cores' time
-    WAITING = 0.5  # of the threads
-    LOOKS = 3  # in a row that must show it
-
-    def __init__(self) -> None:
-        self.cores = len(os.sched_getaffinity(0))
-        self._wall, self._cpu, self._looks = time.monotonic(), time.process_time(), 0
-
-    def is_idle(self, threads: Sequence[threading.Thread], accesses: Sequence[_Access | None]) -> bool:
-        """Look once more, and say whether the last looks have all shown threads that wait and an idle processor."""
-        wall, cpu = time.monotonic(), time.process_time()
-        since = wall - self._wall
-        if since < self.WAIT_S:
-            return False
-        used = (cpu - self._cpu) / since
-        self._wall, self._cpu = wall, cpu
-        # This process may also use the processor little because others do. Then its threads do not sleep.
-        pairs = zip(threads, accesses, strict=True)
-        reading = [thread for thread, access in pairs if access and access[2] is not None]
-        waits = used < self.IDLE * self.cores and sum(map(_sleeps, reading)) >= self.WAITING * len(threads)
-        self._looks = self._looks + 1 if waits else 0
-        if self._looks < self.LOOKS:
-            return False
-        self._looks = 0
-        return True
-
-
-def _sleeps(thread: threading.Thread) -> bool:
-    """Whether a thread neither runs nor waits for a processor (proc(5), /proc/pid/task/tid/stat, field 3)."""
-    try:
-        with open(f"/proc/self/task/{thread.native_id}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] != b"R"
-    except (OSError, IndexError):
-        return True

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..images import Buffer
-from .paths import FOLDER_FLAGS, LEAVES, Descriptors, is_inside, open_file, own_memory, read_at, real_path, real_path_of
+from .paths import (
+    FLAGS,
+    FOLDER_FLAGS,
+    LEAVES,
+    Descriptors,
+    is_inside,
+    open_file,
+    own_memory,
+    read_at,
+    real_path,
+    real_path_of,
+)
 
 
 @dataclass(eq=False)
@@ -76,6 +87,16 @@ class Files:
             return _read_on(fd, buffer)
         finally:
             os.close(fd)
+
+    def place(self, i: int) -> tuple[int, str]:
+        """Return its folder's descriptor, which stays open, or -1 if only `read` may open that; and its name there."""
+        folder = self._folders.kept[self._folder[i]]
+        return -1 if folder is None else folder, self.files[i]
+
+    @property
+    def flags(self) -> int:
+        """With which files are opened at their place: links are left to `read`, if they have bounds."""
+        return FLAGS if self._real_bounds is None else FLAGS | os.O_NOFOLLOW
 
     def close(self) -> None:
         self._folders.close()

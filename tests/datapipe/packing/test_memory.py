@@ -21,7 +21,7 @@ from PIL import Image, PngImagePlugin
 from datapipe import memory
 from datapipe.dataset.manifest import Manifest
 from datapipe.errors import SettingError
-from datapipe.packing import PackOptions, pipeline
+from datapipe.packing import PackOptions, pace
 from datapipe.packing.budget import Budget
 from tests.processes import Process
 from tests.waiting import limit_s, wait_until
@@ -159,19 +159,19 @@ def test_more_threads_help_when_those_there_are_wait_for_the_filesystem(monkeypa
     """And the processor is idle, at several looks in a row."""
     clock, states = SimpleNamespace(wall=0.0, cpu=0.0), {}
     fake = SimpleNamespace(monotonic=lambda: clock.wall, process_time=lambda: clock.cpu)
-    monkeypatch.setattr(pipeline, "time", fake)
-    monkeypatch.setattr(pipeline, "_sleeps", states.__getitem__)
+    monkeypatch.setattr(pace, "time", fake)
+    monkeypatch.setattr(pace, "_sleeps", states.__getitem__)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     reads, writes = (0.0, Path("shard"), mock.Mock(), 1), (0.0, Path("shard"), None, -1)
 
     def looks(busy: float, *threads: tuple[tuple | None, bool]) -> list[bool]:
         """What three looks say, of threads that access a file or None, and sleep or not."""
-        pace = pipeline._Pace()
+        looking = pace.Pace()
         states.update({number: sleeps for number, (_, sleeps) in enumerate(threads)})
         answers = []
         for _ in range(3):
             clock.wall, clock.cpu = clock.wall + 1, clock.cpu + busy
-            answers.append(pace.is_idle(range(len(threads)), [access for access, _ in threads]))
+            answers.append(looking.is_idle(range(len(threads)), [access for access, _ in threads]))
         return answers
 
     assert looks(0.7, (reads, True), (reads, True)) == [False, False, True]
@@ -189,8 +189,8 @@ def test_a_starved_thread_does_not_sleep():
     for thread in waits, works:
         thread.start()
     try:
-        wait_until(lambda: pipeline._sleeps(waits))
-        wait_until(lambda: not pipeline._sleeps(works))
+        wait_until(lambda: pace._sleeps(waits))
+        wait_until(lambda: not pace._sleeps(works))
     finally:
         end.set()
         waits.join()
