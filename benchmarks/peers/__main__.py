@@ -1,7 +1,7 @@
 """A peer in a process of its own: `python -m benchmarks.peers NAME CORPUS TASK`.
 
 For each line on standard input, an epoch's number, it goes through that epoch and answers with a line of
-JSON: images, wall_s and cpu_s (of this process and its children), and checks of what came.
+JSON: images, wall_s and cpu_s (of this process and its children), checks of what came, and the decoder (or null).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.measure import timed
-from benchmarks.peers import Task, open_peer
+from benchmarks.peers import Task, describe_decoder, open_peer
 
 
 def measure(batches: Iterable, task: Task) -> dict:
@@ -39,8 +39,9 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is not an answer
     epochs = open_peer(name, corpus, task)
+    decoder = describe_decoder(name)
     for line in sys.stdin:
-        answers.write(json.dumps(measure(epochs(int(line)), task)) + "\n")
+        answers.write(json.dumps(measure(epochs(int(line)), task) | {"decoder": decoder}) + "\n")
         answers.flush()
     return 0
 

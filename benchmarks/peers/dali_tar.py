@@ -5,7 +5,6 @@ It reads the tar shards that datapipe wrote, with their indexes.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,10 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
 from benchmarks.peers import Epochs, Task
+from benchmarks.peers.idle import wait_until_idle
 from datapipe.loaders.device import resolve_device
 
 SHUFFLED = 1000
-IDLE_S = 0.05
 CPU = torch.device("cpu")
 
 
@@ -59,19 +58,10 @@ def open_epochs(folder: Path, task: Task, device: torch.device = CPU) -> Epochs:
             feed_ndarray(images.as_tensor(), images_BHWC, cuda_stream=_stream(device))
             yield images_BHWC[:num_images].permute(0, 3, 1, 2), torch.tensor(numbers[:num_images])
             left -= num_images
-        _wait_until_idle()
+        wait_until_idle()
 
     return epoch
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _wait_until_idle() -> None:
-    """DALI continues with the next epoch's first batches: their time belongs to this one, which was given its own first
-    batches by the one before."""
-    used_s = -1.0
-    while time.process_time() - used_s > IDLE_S / 10:
-        used_s = time.process_time()
-        time.sleep(IDLE_S)

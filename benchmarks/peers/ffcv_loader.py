@@ -13,13 +13,14 @@ import cv2
 import ffcv.fields.rgb_image as rgb_image
 import numpy as np
 from ffcv.fields import IntField, RGBImageField
-from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
+from ffcv.fields.decoders import CenterCropRGBImageDecoder, IntDecoder, RandomResizedCropRGBImageDecoder
 from ffcv.loader import Loader, OrderOption
 from ffcv.transforms import RandomHorizontalFlip, ToTensor
 from ffcv.writer import DatasetWriter
 
 from benchmarks.peers import Epochs, Task
 from benchmarks.peers.packing import Job, labelled_files
+from benchmarks.peers.pillow import CENTRE
 
 FIELDS = {
     "ffcv-jpg": {"write_mode": "jpg"},
@@ -68,20 +69,25 @@ class Pixels(Sequence):
 def open_epochs(folder: Path, task: Task, beyond_memory: bool = False) -> Epochs:
     """As all peers do. `beyond_memory`: read as FFCV's documentation advises where a data set does not fit into memory,
     through a cache of its own, and in an order that goes through it in pages."""
-    task.need_photographs()
+    task.need_photographs(or_centre=True)
     file = folder / FILE
     if not file.exists():
         _write(folder, file)
     size = (task.size, task.size)
+    if task.train:
+        order = OrderOption.QUASI_RANDOM if beyond_memory else OrderOption.RANDOM
+        decoder, flips = RandomResizedCropRGBImageDecoder(size), [RandomHorizontalFlip()] if task.flip else []
+    else:
+        order, decoder, flips = OrderOption.SEQUENTIAL, CenterCropRGBImageDecoder(size, CENTRE), []
     loader = Loader(
         str(file),
         batch_size=task.batch_size,
         num_workers=task.workers,
-        order=OrderOption.QUASI_RANDOM if beyond_memory else OrderOption.RANDOM,
+        order=order,
         os_cache=not beyond_memory,
         drop_last=False,
         pipelines={
-            "image": [RandomResizedCropRGBImageDecoder(size), RandomHorizontalFlip(), ToTensor()],
+            "image": [decoder, *flips, ToTensor()],
             "label": [IntDecoder(), ToTensor()],
         },
     )

@@ -2,7 +2,7 @@
 
 Answers with a line of JSON. `pack`: wall_s and cpu_s of the packing alone, of this process and its children, without
 start-up and imports. `check`: what the packed images are, as `packing.summary` gives it. `try`, without a job: the same
-of a few images made for it, or an error if they are not what was packed.
+of a few images made for it, or an error if they are not what was packed; of a MODULE that only loads, their labels.
 """
 
 from __future__ import annotations
@@ -15,28 +15,40 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measure import timed
+from benchmarks.peers import PEERS, Task
 from benchmarks.peers.packing import Job, read_files, summary
 
 TRIED_IMAGES, TRIED_CLASSES = 20, 3
 
 
-def tried(module) -> dict:
-    """Pack a few images and read them back. Raises ValueError when something else comes back."""
+def tried(name: str, module) -> dict:
+    """Pack a few images and read them back, or load them. Raises ValueError when something else comes back."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder, "source"), Path(folder, "out")
+        source, out = Path(folder, "images", "train"), Path(folder, "out")
         for i in range(TRIED_IMAGES):
             path = source / str(i % TRIED_CLASSES) / f"{i:02}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.effect_noise((40, 30), 10 + i).convert("RGB").save(path)
-        out.mkdir()
-        job = Job(str(source), str(out), resize=False, workers=2)
-        module.pack(job)
-        packed, read = summary(read_files(source)), summary(module.read(job))
+        if hasattr(module, "pack"):
+            out.mkdir()
+            job = Job(str(source), str(out), resize=False, workers=2)
+            module.pack(job)
+            packed, read = summary(read_files(source)), summary(module.read(job))
+        else:
+            packed = {"labels": sorted(label for _, label in read_files(source))}
+            read = {"labels": loaded_labels(name, module, Path(folder))}
     if packed != read:
         raise ValueError(f"packed {packed}, read {read}")
     return read
+
+
+def loaded_labels(name: str, module, corpus: Path) -> list[int]:
+    data = next(peer.data for peer in PEERS.values() if peer.module == name)
+    task = Task(size=16, channels=3, crop="random_resized", batch_size=8)
+    batches = module.open_epochs(corpus / data / "train", task)(0)
+    return sorted(label for _, labels_B in batches for label in labels_B.tolist())
 
 
 def main() -> int:
@@ -45,7 +57,7 @@ def main() -> int:
     os.dup2(2, 1)  # what a library prints is not an answer
     module = importlib.import_module(f"benchmarks.peers.{name}")
     if action == "try":
-        answer = tried(module)
+        answer = tried(name, module)
     else:
         job = Job(**json.loads(arguments[0]))
         if action == "pack":

@@ -96,10 +96,23 @@ def missing(packer: Packer | Peer, venv: Path = PEERS_VENV) -> str | None:
     return f"not set up in {venv.name}: run benchmarks/peers/setup.sh"
 
 
+def versions(venv: Path = PEERS_VENV) -> dict[str, str]:
+    """The versions of the libraries that are installed in the peers' environment."""
+    status = venv / STATUS
+    lines = (line.split("\t", 2) for line in status.read_text().splitlines()) if status.exists() else ()
+    return {name: detail for name, state, detail in lines if state == "installed"}
+
+
+def python_with(library: str, venv: Path = PEERS_VENV) -> str:
+    """The Python that has a library of the peers' environment, whether in an environment of its own or with the others;
+    this one for none."""
+    own = venv / library / "bin" / "python"
+    return sys.executable if not library else str(own if own.exists() else venv / "bin" / "python")
+
+
 def command(packer: Packer, action: str, arguments: str, venv: Path = PEERS_VENV) -> list[str]:
     """What runs `pack` or `check` in a process of its own, from the repository's root."""
-    python = str(venv / "bin" / "python") if packer.needs else sys.executable
-    return [python, "-m", "benchmarks.peers.pack", action, packer.module, arguments]
+    return [python_with(packer.needs, venv), "-m", "benchmarks.peers.pack", action, packer.module, arguments]
 
 
 def labelled_files(source: str) -> list[tuple[str, int]]:

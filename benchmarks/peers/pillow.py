@@ -15,29 +15,38 @@ from PIL import Image, ImageOps
 from benchmarks.peers import Task
 
 SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10  # RandomResizedCrop's defaults in torchvision
+CENTRE = 224 / 256  # of the shorter side, as in torchvision's evaluations
 
 
 def prepare(opened: Image.Image, task: Task) -> torch.Tensor:
     """Decode, cut, scale and mirror: uint8[C, H, W]."""
     image = opened.convert("L" if task.channels == 1 else "RGB")
-    if task.train:
-        if task.crop != "none":
-            cut = _random_resized_crop if task.crop == "random_resized" else _padded_crop
-            image = cut(image, task)
-        if task.flip and random.random() < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if task.crop == "centre" or (task.train and task.crop == "random_resized"):
+        image = _resized_crop(image, task)
+    elif task.train and task.crop == "pad":
+        image = _padded_crop(image, task)
+    if task.train and task.flip and random.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     pixels = torch.from_numpy(np.array(image))
     return pixels.permute(2, 0, 1) if task.channels == 3 else pixels[None]
 
 
-def _random_resized_crop(image: Image.Image, task: Task) -> Image.Image:
+def choose_window(task: Task, image_width: int, image_height: int) -> tuple[int, int, int, int]:
+    """Choose left, top, width and height of what is scaled to the task's size."""
+    if task.crop == "centre":
+        side = round(CENTRE * min(image_width, image_height))
+        return (image_width - side) // 2, (image_height - side) // 2, side, side
+    return _random_window(image_width, image_height)
+
+
+def _resized_crop(image: Image.Image, task: Task) -> Image.Image:
     """Szegedy et al. 2015: the window is cut out first, then scaled with antialiased bilinear weights."""
-    left, top, width, height = _window(*image.size)
+    left, top, width, height = choose_window(task, *image.size)
     window = image.crop((left, top, left + width, top + height))
     return window.resize((task.size, task.size), Image.Resampling.BILINEAR)
 
 
-def _window(image_width: int, image_height: int) -> tuple[int, int, int, int]:
+def _random_window(image_width: int, image_height: int) -> tuple[int, int, int, int]:
     area = image_width * image_height
     for _ in range(TRIES):
         aimed = area * random.uniform(*SCALE)

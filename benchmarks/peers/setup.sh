@@ -3,21 +3,24 @@
 #
 #   benchmarks/peers/setup.sh [FOLDER]      default: benchmarks/work/peers-venv
 #
-# Each by itself, tried by packing 20 images and reading them back. One that cannot be had is not an error here: FOLDER/status.tsv
-# says why, in a line "NAME<tab>installed|missing<tab>VERSION|REASON", and what pip and the trial said is in
-# FOLDER/NAME.log. Does nothing for those that are there and work. PYTHON: the Python to take, else python3.
+# Each by itself, tried by packing 20 images and reading them back, or by loading them. One that cannot be had is not an
+# error here: FOLDER/status.tsv says why, in a line "NAME<tab>installed|missing<tab>VERSION|REASON", and what pip and the
+# trial said is in FOLDER/NAME.log. Does nothing for those that are there and work. PYTHON: the Python to take, else python3.
+# torchcodec gets an environment inside the other, FOLDER/torchcodec: on PyPI it is linked against torch's libraries for
+# CUDA, and so needs PyPI's own torch, also on a machine without a GPU; the others take whatever torch is found.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
 venv=$(realpath -m "${1:-$root/benchmarks/work/peers-venv}")
+python=$venv/bin/python # of the environment that is being set up
 status=$venv/status.tsv
 log=
 debian_packages=(g++ libopencv-dev libturbojpeg0-dev pkg-config) # what FFCV is compiled with
 ffmpeg_packages=(libavdevice59 libavfilter8)                      # what SPDL decodes with; their names are Debian 12's
 
 in_venv() {
-    "$venv/bin/python" "$@"
+    "$python" "$@"
 }
 
 pip_install() {
@@ -53,15 +56,16 @@ install_peer() {
         pip_install pillow torch numpy spdl &&
             { ldconfig -p | grep -q libavdevice || apt_install "${ffmpeg_packages[@]}"; }
         ;;
+    torchcodec)
+        # Three equals signs: not 2.13.0+cpu, which two of them would allow.
+        pip_install pillow numpy "torch===$(sed -n 's/^torch==//p' "$here/constraints.txt")" torchvision torchcodec
+        ;;
+    grain) pip_install pillow torch numpy opencv-python grain array-record ;;
     esac
 }
 
 works() { # MODULE: in benchmarks/peers; the limit is for a library that waits for a worker that has died
-    if [[ $1 == spdl_loader ]]; then # packs nothing
-        in_venv -c 'import spdl.io; spdl.io.decode_config()' >>"$log" 2>&1
-        return
-    fi
-    (cd "$root" && timeout 300 "$venv/bin/python" -m benchmarks.peers.pack try "$1") >>"$log" 2>&1
+    (cd "$root" && timeout 300 "$python" -m benchmarks.peers.pack try "$1") >>"$log" 2>&1
 }
 
 reason() { # the last line that says error, else the last line
@@ -73,10 +77,16 @@ report() { # NAME installed|missing DETAIL
     echo "    $1: $2${3:+, $3}"
 }
 
-set_up() { # NAME MODULE
+make_environment() { # FOLDER: nothing, if it is there
+    "$1/bin/python" -c '' 2>/dev/null || "${PYTHON:-python3}" -m venv "$1"
+}
+
+set_up() { # NAME MODULE [FOLDER]: FOLDER: of an environment of its own
     local was_there=
     log=$venv/$1.log
     : >"$log"
+    python=${3:-$venv}/bin/python
+    make_environment "${3:-$venv}"
     if in_venv -m pip show --quiet "$1" >/dev/null 2>&1 && works "$2"; then
         was_there=yes
     fi
@@ -87,9 +97,7 @@ set_up() { # NAME MODULE
     fi
 }
 
-if ! "$venv/bin/python" -c '' 2>/dev/null; then
-    "${PYTHON:-python3}" -m venv "$venv"
-fi
+make_environment "$venv"
 echo "==> Setting up the peers in $venv (takes minutes the first time)"
 : >"$status.tmp"
 set_up webdataset pack_webdataset
@@ -97,4 +105,6 @@ set_up mosaicml-streaming pack_mosaicml
 set_up litdata pack_litdata
 set_up ffcv pack_ffcv
 set_up spdl spdl_loader
+set_up torchcodec torchcodec_loader "$venv/torchcodec"
+set_up grain grain_loader
 mv "$status.tmp" "$status"
