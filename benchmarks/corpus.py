@@ -50,17 +50,18 @@ FASHION_MNIST = 60_000
 TAR_BYTES = 2240  # of a small PNG and its label in a tar
 
 
-def photographs(count: int, val_count: int = 0, seed: int = 0) -> Path:
+def photographs(count: int, val_count: int = 0, seed: int = 0, quality: int = 0) -> Path:
     """Folder with `images/train/CLASS/*.jpg` (and `images/val`); `packed` adds the formats.
 
-    The same arguments give the same pixels, and the same files with the same Pillow.
+    The same arguments give the same pixels, and the same files with the same Pillow. `quality`: of the JPEG files, in
+    place of the one that gives them ImageNet's size.
     """
     name = f"photographs-{count}" + (f"-{val_count}" if val_count else "") + (f"-seed{seed}" if seed else "")
-    folder = WORK / name
+    folder = WORK / (name + (f"-quality{quality}" if quality else ""))
     images = folder / "images"
     if not images.exists():
         originals = {path.stem: _scaled(path) for path in _originals()}
-        quality = _quality(originals, seed)
+        sized, quality = not quality, quality or _quality(originals, seed)
         print(f"{count + val_count:,} windows of {len(originals)} photographs, JPEG quality {quality}", flush=True)
         temporary = _emptied(folder / "images.tmp")
         for split, number in (("train", count), ("val", val_count)):
@@ -68,7 +69,8 @@ def photographs(count: int, val_count: int = 0, seed: int = 0) -> Path:
                 path = temporary / split / label / f"{i:06}.jpg"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 window.save(path, quality=quality)
-        _check(temporary)
+        if sized:
+            _check(temporary)
         temporary.rename(images)
     return folder
 
@@ -96,18 +98,23 @@ def noise(count: int, size: int, channels: int, val_count: int) -> Path:
     """Packed data set of random images of one size, of ten classes, for what needs no picture."""
     folder = WORK / f"noise-{count}-{val_count}-{size}-{channels}"
     if not folder.exists():
-        source, random = _emptied(WORK / "noise.tmp"), np.random.default_rng(0)
-        for split, number in (("train", count), ("val", val_count)):
-            for i in range(number):
-                path = source / split / str(i % 10) / f"{i:06}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                pixels = random.integers(256, size=(size, size, channels), dtype=np.uint8)
-                Image.fromarray(pixels.squeeze()).save(path, compress_level=0)
+        source = _emptied(WORK / "noise.tmp")
+        _write_noise(source, count, size, channels, val_count)
         temporary = WORK / "noise-packed.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         pack(source, temporary, PackOptions(format="tar"))
         temporary.rename(folder)
         shutil.rmtree(source)
+    return folder
+
+
+def small_pixels(count: int, size: int) -> Path:
+    """Folder with `images/train/CLASS/*.png`, random colours of one size, of ten classes."""
+    folder = WORK / f"small-{count}-{size}"
+    if not (folder / "images").exists():
+        temporary = _emptied(folder / "images.tmp")
+        _write_noise(temporary, count, size, 3)
+        temporary.rename(folder / "images")
     return folder
 
 
@@ -152,14 +159,18 @@ def fashion_mnist(count: int = FASHION_MNIST) -> Path:
 
 
 def describe(folder: Path) -> dict:
-    """Count, mean bytes and classes of the training images, and their tar shards where packed, for a record."""
-    sizes = [path.stat().st_size for path in (folder / "images" / "train").glob("*/*")]
+    """Count, mean bytes and classes of the training images, their JPEG quality, and their tar shards where packed, for
+    a record."""
+    paths = list((folder / "images" / "train").glob("*/*"))
+    sizes = [path.stat().st_size for path in paths]
+    quality = _quality_of(paths[0])
     shards = len(list((folder / "tar" / "train").glob("*.tar")))
     return {
         "name": folder.name,
         "images": len(sizes),
         "mean_bytes": round(sum(sizes) / len(sizes)),
         "classes": len(list((folder / "images" / "train").iterdir())),
+        **({"jpeg_quality": quality} if quality else {}),
         **({"tar_shards": shards} if shards else {}),
     }
 
@@ -232,6 +243,28 @@ def _quality(originals: dict[str, Image.Image], seed: int) -> int:
         if sum(file.tell() for file in files) >= AIMED_BYTES * len(probes):
             return quality
     raise SystemExit(f"error: no JPEG quality reaches {AIMED_BYTES:,} bytes an image")
+
+
+def _quality_of(path: Path) -> int | None:
+    """The quality with which Pillow writes the quantisation tables of a JPEG file."""
+    with Image.open(path) as image:
+        tables = getattr(image, "quantization", None)
+    for quality in range(100, 0, -1) if tables else ():
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, "JPEG", quality=quality)
+        if Image.open(file).quantization == tables:
+            return quality
+    return None
+
+
+def _write_noise(folder: Path, count: int, size: int, channels: int, val_count: int = 0) -> None:
+    random = np.random.default_rng(0)
+    for split, number in (("train", count), ("val", val_count)):
+        for i in range(number):
+            path = folder / split / str(i % 10) / f"{i:06}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = random.integers(256, size=(size, size, channels), dtype=np.uint8)
+            Image.fromarray(pixels.squeeze()).save(path, compress_level=0)
 
 
 def _check(images: Path) -> None:

@@ -29,6 +29,7 @@ from datapipe.sampling.augment import Augment, train_crops
 from datapipe.sampling.order import permutation
 
 SIZE, BATCH = 224, 256
+PACKS = ("tar", "restart8", "raw256")
 RANDOM_CROP = Augment("random_resized")
 Epoch = Callable[[int], Iterator[torch.Tensor]]
 
@@ -79,7 +80,7 @@ def torchvision_decode(folder: Path, device: torch.device) -> Epoch:
 
 
 def ways(folder: Path, device: torch.device) -> dict[str, Callable[[], Epoch]]:
-    plain, marked, pixels = (folder / name / "train" for name in ("tar", "restart8", "raw256"))
+    plain, marked, pixels = (folder / name / "train" for name in PACKS)
     return {
         "dali, windows (--restart 8)": lambda: ours(marked, device, backend="dali"),
         "dali, whole images": lambda: ours(plain, device, backend="dali"),
@@ -106,12 +107,12 @@ def measure(epoch: Epoch, number: int, device: torch.device) -> dict[str, float]
 
 
 def pictures(count: int) -> Path:
-    """The photographs, or pictures drawn here, with all that this project packs of them."""
+    """The photographs, or pictures drawn here, and what this project packs of them."""
     try:
-        return with_our_packs(corpus.photographs(count))
+        return with_our_packs(corpus.photographs(count), set(PACKS))
     except SystemExit as error:
         print(f"no photographs ({error}): drawing pictures", flush=True)
-    return with_our_packs(corpus.drawn(WORK / f"drawn-{count}", count))
+    return with_our_packs(corpus.drawn(WORK / f"drawn-{count}", count), set(PACKS))
 
 
 def main() -> int:
