@@ -65,9 +65,9 @@ def do_jobs(
     with watching:
         if work(progress, spent_s):
             left = np.flatnonzero(jobs["status"]).tolist()
-    for i in left:
-        if jobs["status"][i] == native.UNSUPPORTED and i not in chunk.data:
-            chunk.data[i] = ctypes.string_at(int(jobs["data"][i]), int(jobs["size"][i]))
+        for i in left:
+            if jobs["status"][i] == native.UNSUPPORTED and i not in chunk.data:
+                chunk.data[i] = ctypes.string_at(int(jobs["data"][i]), int(jobs["size"][i]))
     for name, seconds in zip(stages, spent_s.tolist(), strict=True):
         stage_s[name] = stage_s.get(name, 0.0) + seconds
     return left, stage_s

@@ -96,15 +96,19 @@ static bool copy(const Rows *rows, int left, int top, bool flip, int size, uint8
     return true;
 }
 
-/* Whether the job can be done at all: an image of the given size, and a box within it, or as large as the slot. */
+/* Whether the job can be done at all: an image of the given size, and a box within it, or one that is as large as the
+ * slot and has a part of the image. */
 static bool is_possible(const Job *job, int out_size)
 {
-    int64_t right = (int64_t)job->box.left + job->box.width, bottom = (int64_t)job->box.top + job->box.height;
-    bool is_within = job->box.left >= 0 && job->box.top >= 0 && right <= job->width && bottom <= job->height;
+    const Box *box = &job->box;
+    int64_t right = (int64_t)box->left + box->width, bottom = (int64_t)box->top + box->height;
+    bool is_within = box->left >= 0 && box->top >= 0 && right <= job->width && bottom <= job->height;
+    bool is_slot = box->width == out_size && box->height == out_size && box->left < job->width &&
+                   box->top < job->height && right > 0 && bottom > 0;
     return job->width > 0 && job->height > 0 && job->width <= MAX_SIDE && job->height <= MAX_SIDE &&
-           job->box.width > 0 && job->box.height > 0 &&
-           (job->scale == 1 || job->scale == 2 || job->scale == 4 || job->scale == 8) &&
-           (is_within || (job->box.width == out_size && job->box.height == out_size));
+           (int64_t)job->width * job->height <= MAX_PIXELS && box->width > 0 && box->height > 0 &&
+           out_size > 0 && out_size <= MAX_SIDE &&
+           (job->scale == 1 || job->scale == 2 || job->scale == 4 || job->scale == 8) && (is_within || is_slot);
 }
 
 /* Return the pixels of an image that is stored as such; NULL for an image that is encoded. */
@@ -143,8 +147,6 @@ static bool decode(Workspace *workspace, Job *job, const Slot *slot, double *spe
     /* the part of the box that lies within the image */
     int left = larger(job->box.left, 0), right = smaller(job->box.left + job->box.width, job->width);
     int top = larger(job->box.top, 0), bottom = smaller(job->box.top + job->box.height, job->height);
-    if (left >= right || top >= bottom)
-        return false;
     int scale = 1;
     Rows rows = {.channels = channels};
     const uint8_t *pixels = find_pixels(job, channels);
@@ -185,6 +187,8 @@ static bool decode(Workspace *workspace, Job *job, const Slot *slot, double *spe
 static const uint8_t *find_bytes(Workspace *workspace, const Job *jobs, int i, int count)
 {
     const Job *job = &jobs[i];
+    if (!is_sane(job))
+        return NULL;
     const uint8_t *data = job->data ? job->data : read_image(&workspace->group, jobs, i, count);
     bool is_right = data && (!job->has_checksum || (workspace->hash &&
                              (uint32_t)workspace->hash(data, (size_t)job->size) == job->checksum));
@@ -197,10 +201,12 @@ static const uint8_t *keep(Memory *memory, size_t *used, const uint8_t *data, co
     size_t size = (size_t)jobs[i].size, needed = 0;
     if (!*used) { /* once: room for all that may come; what is not used costs nothing */
         for (int j = i; j < count; j++)
-            needed += (size_t)jobs[j].size;
+            needed += is_sane(&jobs[j]) ? (size_t)jobs[j].size : 0;
         if (!make_room(memory, needed + 1))
             return NULL;
     }
+    if (memory->size - *used < size) /* their sum is too large for 32 bits */
+        return NULL;
     uint8_t *kept = memcpy(memory->bytes + *used, data, size);
     *used += size;
     return kept;
@@ -231,6 +237,8 @@ int do_jobs(Workspace *workspace, Job *jobs, int count, Work *work, const Slot *
                 job->data = keep(&workspace->unsupported, &kept, job->data, jobs, i, count);
                 if (!job->data)
                     job->status = UNREAD;
+            } else if (is_from_file) {
+                job->data = NULL; /* it is gone with the next read */
             }
         }
         failed += job->status != DONE;

@@ -71,12 +71,12 @@ static bool read_huffman(Segment segment, Header *header) /* B.2.4.2 */
 static bool read_frame(Segment segment, Header *header, uint8_t *ids)
 {
     const uint8_t *at = segment.at;
-    if (left_in(&segment) < 6 || at[0] != 8 || left_in(&segment) != 6 + 3 * at[5])
+    if (left_in(&segment) < 6 || at[0] != 8)
         return false;
     header->height = read_short(at + 1);
     header->width = read_short(at + 3);
     header->components = at[5];
-    if (header->components != 1 && header->components != 3)
+    if ((header->components != 1 && header->components != 3) || left_in(&segment) != 6 + 3 * header->components)
         return false;
     if (!header->width || !header->height || header->width > MAX_SIDE || header->height > MAX_SIDE)
         return false;

@@ -201,8 +201,8 @@ static inline void reduce_to_4(const uint32_t *c, int step, uint32_t out[4])
 {
     uint32_t c0 = c[0] * (1 << (BITS + 1)), c2 = 15137 * c[2 * step] - 6270 * c[6 * step];
     uint32_t c1 = c[step], c3 = c[3 * step], c5 = c[5 * step], c7 = c[7 * step];
-    uint32_t inner = -1730 * c7 + 11893 * c5 - 17799 * c3 + 8697 * c1;
-    uint32_t outer = -4176 * c7 - 4926 * c5 + 7373 * c3 + 20995 * c1;
+    uint32_t inner = 11893 * c5 - 1730 * c7 - 17799 * c3 + 8697 * c1;
+    uint32_t outer = 7373 * c3 - 4926 * c5 - 4176 * c7 + 20995 * c1;
     out[0] = c0 + c2 + outer;
     out[1] = c0 - c2 + inner;
     out[2] = c0 - c2 - inner;
@@ -213,7 +213,7 @@ static inline void reduce_to_4(const uint32_t *c, int step, uint32_t out[4])
 static inline void reduce_to_2(const uint32_t *c, int step, uint32_t out[4])
 {
     uint32_t c0 = c[0] * (1 << (BITS + 2));
-    uint32_t odd = -5906 * c[7 * step] + 6967 * c[5 * step] - 10426 * c[3 * step] + 29692 * c[step];
+    uint32_t odd = 6967 * c[5 * step] - 5906 * c[7 * step] - 10426 * c[3 * step] + 29692 * c[step];
     out[0] = c0 + odd;
     out[1] = c0 - odd;
 }

@@ -26,8 +26,8 @@ typedef struct {
 
 /* One image of a chunk. The same fields as `JOB` in __init__.py. */
 typedef struct {
-    const uint8_t *data; /* the encoded image; pixels, where `is_pixels`. NULL: it is read from `fd`; if it was, and is
-                          * UNSUPPORTED, it lies at `data` until the workspace is used again */
+    const uint8_t *data; /* the encoded image; pixels, where `is_pixels`. NULL: it is read from `fd`, and NULL again
+                          * afterwards, unless it is UNSUPPORTED: then it lies here until the workspace is used again */
     int64_t size;        /* of the encoded image, bytes; of a window that was cut out, then of that */
     uint8_t *out;        /* uint8[out_size, out_size, channels]: the batch's slot; or uint8[size] for a window. NULL: a
                           * JPEG is read to its end, and DONE if libjpeg would not warn of damage */

@@ -1,5 +1,6 @@
 /* Encoded images from files: neighbours with one read, each compared with its checksum. */
 #define _POSIX_C_SOURCE 200809L /* pread */
+#define _FILE_OFFSET_BITS 64    /* where off_t would have 32 */
 
 #include "read.h"
 
@@ -27,6 +28,11 @@ static int64_t read_fully(int fd, uint8_t *to, int64_t size, int64_t offset, boo
     return done;
 }
 
+bool is_sane(const Job *job)
+{
+    return job->size >= 0 && job->size <= MAX_ENCODED && job->offset >= 0 && job->offset <= INT64_MAX - 2 * MAX_ENCODED;
+}
+
 /* Return the first of the jobs behind `first` that is not read together with it, and where those before it end. */
 static int find_group(const Job *jobs, int first, int count, int64_t *stop)
 {
@@ -35,9 +41,10 @@ static int find_group(const Job *jobs, int first, int count, int64_t *stop)
     int next = first + 1;
     for (; next < count; next++) {
         const Job *other = &jobs[next];
+        if (other->data || other->status != DONE || other->fd != job->fd || !is_sane(other))
+            break;
         int64_t gap = other->offset - end;
-        if (other->data || other->status != DONE || other->fd != job->fd || gap < 0 || gap > GAP ||
-            other->offset + other->size - job->offset > MAX_GROUP)
+        if (gap < 0 || gap > GAP || other->offset + other->size - job->offset > MAX_GROUP)
             break;
         end = other->offset + other->size;
     }

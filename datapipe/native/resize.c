@@ -72,7 +72,7 @@ static void fill_axis(Axis *axis, uint8_t *room)
         axis->count[i] = count;
         axis->most = count > axis->most ? count : axis->most;
     }
-    axis->precision = 0;
+    axis->precision = 1; /* at least, for `rounded`; more, since no weight is above 1 */
     while (axis->precision < MAX_PRECISION && (int)(0.5 + largest * (1 << (axis->precision + 1))) < 1 << 15)
         axis->precision++;
     for (int i = 0; i < axis->out; i++) {
@@ -270,7 +270,10 @@ bool resize(const Rows *rows, bool flip, int out_size, uint8_t *out, Memory *mem
     Axis across = axis_of(rows->width, out_size), down = axis_of(rows->height, out_size);
     size_t channels = (size_t)rows->channels, row_bytes = (size_t)out_size * channels, stride = aligned(row_bytes + SLACK);
     size_t sizes[] = {room_for_axis(&across), room_for_axis(&down), room_for_plan(&across),
-                      aligned((size_t)rows->width * channels + ROW_SLACK), (size_t)rows->height * stride};
+                      aligned((size_t)(rows->width + across.taps) * channels + ROW_SLACK), /* vectors weigh all taps */
+                      (size_t)rows->height * stride};
+    if ((size_t)rows->height > MAX_WINDOW_BYTES / stride)
+        return false;
     uint8_t *room = make_room(memory, sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + SLACK);
     if (!room)
         return false;

@@ -5,6 +5,8 @@
 #include "huffman.h"
 #include "idct.h"
 
+#include <assert.h>
+
 #if defined __AVX2__
 #include <immintrin.h>
 #endif
@@ -316,6 +318,7 @@ static bool place_samples(const Header *header, Memory *memory, Window *window)
 static bool begin_scan(Decoder *decoder, const uint8_t *data, size_t size, const Header *header, Scan *scan)
 {
     int width = BLOCK * header->across, height = BLOCK * header->down;
+    assert(header->components == 1 || header->components == 3); /* `read_header` sees to it: MCUs have a block */
     *scan = (Scan){.header = header, .at = data + header->scan_at, .end = data + size, .entropy = &decoder->entropy};
     scan->columns = (header->width + width - 1) / width;
     scan->rows = (header->height + height - 1) / height;

@@ -3,8 +3,10 @@
  *
  * Each image is a file in which some bytes were changed, removed or inserted, cut out at any box, size and scale. It lies
  * at the end of its memory, so that a read behind it is seen; and so does the memory for its window, of its size. Prints
- * how many were decoded, how many windows were cut, and how many of these are smaller than their image.
+ * how many were decoded, how many windows were cut, how many of these are smaller than their image, and a checksum of the
+ * pixels.
  */
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -88,6 +90,7 @@ static uint8_t *damage(const File *file, size_t *size)
 int main(int count, char **words)
 {
     int files = count - 3, decoded = 0, cut = 0, smaller = 0;
+    uint32_t checksum = 2166136261; /* FNV-1a */
     File *all = malloc((size_t)files * sizeof *all);
     for (int i = 0; i < files; i++)
         all[i] = read_file(words[3 + i]);
@@ -109,9 +112,14 @@ int main(int count, char **words)
         job.box.height = 1 + (int)draw((uint32_t)(file->height - job.box.top));
         if (!draw(4))
             job.box = (Box){(int)draw(80) - 40, (int)draw(80) - 40, size, size};
+        if (!draw(40))
+            *(draw(2) ? &job.box.left : &job.box.top) = draw(2) ? INT32_MAX : INT32_MIN;
         job.out = malloc((size_t)(size * size * channels));
         Job window = job;
-        decoded += !native_decode_chunk(workspace, &job, 1, channels, size, &is_abandoned, &progress, spent_s);
+        bool is_done = !native_decode_chunk(workspace, &job, 1, channels, size, &is_abandoned, &progress, spent_s);
+        decoded += is_done;
+        for (int k = 0; is_done && k < size * size * channels; k++)
+            checksum = (checksum ^ job.out[k]) * 16777619;
         free(job.out);
         window.out = malloc(length ? length : 1);
         if (!native_cut_chunk(workspace, &window, 1, &is_abandoned, &progress, spent_s)) {
@@ -125,6 +133,6 @@ int main(int count, char **words)
     for (int i = 0; i < files; i++)
         free(all[i].bytes);
     free(all);
-    printf("%d %d %d\n", decoded, cut, smaller);
+    printf("%d %d %d %08lx\n", decoded, cut, smaller, (unsigned long)checksum);
     return 0;
 }

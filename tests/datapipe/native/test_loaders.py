@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -9,6 +11,8 @@ from PIL import Image
 from datapipe import native
 from datapipe.images.recode import RecodeOptions
 from datapipe.loaders import native_pixels, open_loader, painter
+from datapipe.loaders.batch_slots import Images
+from datapipe.loaders.image_chunk import ImagesInMemory
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
 
@@ -85,6 +89,26 @@ def test_formats(packed_folders, without, counted, format):
     assert native_pixels.choose_native().native is not None or pytest.skip("no decoder in C here")
     check_alike(packed_folders[format] / "train", without)
     assert counted["taken"] > counted["left"]
+
+
+def test_bytes_that_are_left_are_copied_while_they_are_there(library):
+    """As those of a file in memory, which is closed by another thread that cannot read it."""
+
+    class Fleeting(ImagesInMemory):
+        def locate(self):
+            self.memory = np.frombuffer(self.data.pop(0), np.uint8).copy()
+            self.jobs["data"] = self.memory.ctypes.data
+            return self.hold(), np.zeros(native.PROGRESS, np.int64)
+
+        @contextmanager
+        def hold(self):
+            yield
+            self.memory[:] = 0
+
+    chunk = Fleeting([0], np.arange(1), np.zeros(1, native.JOB), [b"no image"])
+    slots = Images(np.arange(1), 1, np.zeros((1, 8, 8, 3), np.uint8))
+    assert native_pixels.NativePixels(library, 3, False).put(slots, chunk)[0] == [0]
+    assert chunk.data[0] == b"no image"
 
 
 def test_a_damaged_image_is_reported_as_ever(tmp_path, photo, without):

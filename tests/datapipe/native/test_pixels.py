@@ -191,6 +191,19 @@ def test_the_same_pixels_at_a_smaller_scale(library_of_session, case, scale):
         assert np.array_equal(drawn(library, whole.tobytes(), case, scale, only_pixels=True), expected(whole, case))
 
 
+def test_images_of_more_pixels_than_32_bits_can_count_bytes_of_are_left_to_other_decoders(library):
+    data, at, part = saved(), saved().index(b"\xff\xc0"), CASE._replace(box=(0, 0, 4, 4), size=4)
+    for side, is_taken in ((32768, True), (32769, False)):
+        size = side.to_bytes(2, "big")
+        drawing = drawn(library, data[: at + 5] + size + size + data[at + 9 :], part._replace(width=side, height=side))
+        assert (drawing is not None) == is_taken
+
+
+def test_resizing_that_needs_half_a_gigabyte_is_left_to_others(library):
+    high = CASE._replace(width=1, height=65500, box=(0, 0, 1, 65500), size=2760)
+    assert drawn(library, bytes(65500 * 3), high, only_pixels=True) is None
+
+
 TAKEN = {
     "an Adobe segment": lambda: with_adobe(without_jfif(saved()), 1),
     "no JFIF segment": lambda: without_jfif(saved()),

@@ -149,3 +149,31 @@ def test_a_read_that_hangs_inside_the_call_is_told_with_its_file_and_offset(libr
         thread.join()
     assert reader.oldest() is None
     reader.close()
+
+
+HOSTILE = [(2**63 - 17, 300), (-5000, 50), (0, -1), (50, -(2**63)), (-(2**63), 2**63 - 1), (0, 2**40)]
+
+
+def test_offsets_and_sizes_that_no_image_has_are_left_to_python(library, files):
+    good, data = (100, 50), np.frombuffer(CONTENTS[0], np.uint8)
+    extents = [good, *HOSTILE, good]
+    jobs = np.zeros(len(extents), native.JOB)
+    jobs["fd"] = files[0]
+    jobs["offset"], jobs["size"] = zip(*extents, strict=True)
+    decode(library, jobs)
+    assert jobs["status"].tolist() == [native.UNSUPPORTED, *[native.UNREAD] * len(HOSTILE), native.UNSUPPORTED]
+    assert all(ctypes.string_at(int(jobs["data"][i]), 50) == CONTENTS[0][100:150] for i in (0, -1))
+    jobs["data"], jobs["status"], jobs["offset"], jobs["size"] = data.ctypes.data + 100, 0, 0, -5
+    decode(library, jobs)
+    assert set(jobs["status"]) == {native.UNREAD}
+
+
+def test_an_image_that_was_decoded_leaves_no_address_of_its_bytes(library, tmp_path):
+    (tmp_path / "image").write_bytes(b"P6 8 8 255 " + bytes(8 * 8 * 3))
+    out, jobs = np.ones((2, 8, 8, 3), np.uint8), np.zeros(2, native.JOB)
+    jobs["size"], jobs["out"] = (tmp_path / "image").stat().st_size, [slot.ctypes.data for slot in out]
+    jobs["width"], jobs["height"], jobs["box"], jobs["scale"] = 8, 8, (0, 0, 8, 8), 1
+    with open(tmp_path / "image", "rb") as file:
+        jobs["fd"] = file.fileno()
+        assert not library.decode(jobs, 3, 8, np.zeros(1, np.uint8), np.zeros(native.PROGRESS, np.int64), np.zeros(3))
+    assert not jobs["data"].any() and not out.any()
