@@ -69,6 +69,6 @@ const uint8_t *read_image(Group *group, const Job *jobs, int i, int count)
         }
         group->bytes = memory;
     }
-    bool is_there = job->offset + job->size - group->start <= group->size;
+    bool is_there = group->bytes && job->offset + job->size - group->start <= group->size;
     return is_there ? group->bytes + (job->offset - group->start) : NULL;
 }

@@ -248,7 +248,7 @@ static bool decode_pieces(Scan *scan)
         int end = interval < total - first ? first + interval : total;
         if (scan->is_check || has_any(window, scan->columns, first, end)) {
             Piece piece = {{room, 0, 0}, copy_without_stuffing(&scan->at, scan->end, room), {0}, 0};
-            memset(room + (piece.end - room), 0, READ_AHEAD); /* what lies behind counts for nothing */
+            memset(room + (piece.end - room), 0, MAX_MCU_BYTES); /* what lies behind counts for nothing */
             if (!decode_mcus(scan, &piece, first, end < needed ? end : needed))
                 return false;
             if (scan->is_check && piece.end - (piece.reader.next - (piece.reader.count >> 3)) > 0)

@@ -4,8 +4,7 @@
  *         tests/datapipe/native/fuzz_coverage.c datapipe/native/[a-z]*.c -lm -o fuzz
  *     ./fuzz FOUND SEEDS -max_total_time=3600 -max_len=4096
  *
- * An input is a Choice and a file, at the end of its memory. The size of the image is that of the file's header, if it has
- * one, so that decoding is reached. */
+ * An input is a Choice and a file, at the end of its memory; the size of the image is that of the file's header, if any. */
 #define _GNU_SOURCE /* memfd_create */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +14,7 @@
 
 #include "../../../datapipe/native/jpeg.h"
 
-enum { GREY = 1, FLIP = 2, PIXELS = 4, AS_SLOT = 8, FROM_FILE = 16, FAR = 32, JOBS = 3 };
+enum { GREY = 1, FLIP = 2, PIXELS = 4, AS_SLOT = 8, FROM_FILE = 16, FAR = 32, DIRECT = 64, JOBS = 3 };
 
 typedef struct {
     int16_t left, top, width, height, offset, size;
@@ -34,7 +33,8 @@ static Job choose_job(const Choice *choice, const uint8_t *data, size_t length, 
 {
     Job job = {.data = data, .size = (int64_t)length, .scale = (uint8_t)(1 << choice->scale % 4),
                .flip = !!(choice->choices & FLIP), .is_pixels = !!(choice->choices & PIXELS),
-               .has_checksum = choice->has_checksum & 1, .checksum = (uint32_t)add_bytes(data, length)};
+               .is_direct = !!(choice->choices & DIRECT), .has_checksum = choice->has_checksum & 1,
+               .checksum = (uint32_t)add_bytes(data, length)};
     Header header;
     char text[33];
     snprintf(text, sizeof text, "%.*s", (int)(length < 32 ? length : 32), (const char *)data);
