@@ -23,7 +23,12 @@ ROOT = Path(__file__).parents[2]
 # Where `time.monotonic` is meant: it limits no wait for others, or only its own threads' end, or counts for people.
 BY_MONOTONIC = {
     *("datapipe/clock.py", "datapipe/console.py", "datapipe/streams.py", "datapipe/loaders/threads.py"),
-    *("datapipe/packing/pipeline.py", "datapipe/staging/source_files.py", "datapipe/staging/local_copy.py"),
+    *(
+        "datapipe/packing/pace.py",
+        "datapipe/packing/pipeline.py",
+        "datapipe/staging/source_files.py",
+        "datapipe/staging/local_copy.py",
+    ),
     *("datapipe/dataset/arriving.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_reader.py"),
     *("trainer/stop.py", "trainer/loop.py", "trainer/resume.py", "trainer/state.py", "trainer/measuring/repeat.py"),
 }
