@@ -42,7 +42,10 @@ napoleon_numpy_docstring = False
 # Types in signatures that the reference does not describe: other projects', and our own that nobody has to make. Any
 # other name that leads nowhere is an error, as is a wrong link between pages.
 _OTHERS = "collections contextlib numpy pathlib torch nn types typing".replace(" ", "|")
-_OURS = r"trainer\.kfac\..*|datapipe\.images\.codec\.ImageHeader|datapipe\.loaders\.base\.DataDescription"
+_OURS = (
+    r"trainer\.kfac\..*|datapipe\.images\.codec\.ImageHeader|datapipe\.loaders\.base\.DataDescription"
+    r"|datapipe\.sampling\.augment\.Crops"
+)
 nitpick_ignore_regex = [("py:.*", rf"({_OTHERS})\..*|{_OURS}|[ag]_factor")]
 
 

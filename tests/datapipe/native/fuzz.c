@@ -17,7 +17,7 @@ typedef struct {
     uint8_t *bytes;
     size_t size;
     int width, height;
-} File;
+} Image;
 
 static uint64_t state;
 
@@ -29,9 +29,9 @@ static uint32_t draw(uint32_t limit) /* SplitMix64 */
     return (uint32_t)((z ^ z >> 31) >> 32) % limit;
 }
 
-static File read_file(const char *path)
+static Image read_file(const char *path)
 {
-    File file = {0};
+    Image file = {0};
     FILE *stream = fopen(path, "rb");
     if (!stream || fscanf(stream, "%d %d\n", &file.width, &file.height) != 2)
         exit(2);
@@ -42,9 +42,9 @@ static File read_file(const char *path)
 }
 
 /* Return a damaged copy, with its size. */
-static uint8_t *damage(const File *file, size_t *size)
+static uint8_t *damage(const Image *file, size_t *size)
 {
-    uint8_t *bytes = malloc(file->size + 64);
+    uint8_t *bytes = calloc(file->size + 64, 1);
     memcpy(bytes, file->bytes, file->size);
     *size = file->size;
     for (uint32_t changes = draw(6); changes; changes--) {
@@ -91,7 +91,7 @@ int main(int count, char **words)
 {
     int files = count - 3, decoded = 0, cut = 0, smaller = 0;
     uint32_t checksum = 2166136261; /* FNV-1a */
-    File *all = malloc((size_t)files * sizeof *all);
+    Image *all = malloc((size_t)files * sizeof *all);
     for (int i = 0; i < files; i++)
         all[i] = read_file(words[3 + i]);
     state = (uint64_t)atol(words[2]);
@@ -100,7 +100,7 @@ int main(int count, char **words)
     Progress progress = {0};
     double spent_s[3] = {0};
     for (long i = 0; i < atol(words[1]); i++) {
-        const File *file = &all[draw((uint32_t)files)];
+        const Image *file = &all[draw((uint32_t)files)];
         int size = 1 + (int)draw(40), channels = draw(4) ? 3 : 1;
         Job job = {.width = file->width, .height = file->height, .flip = (uint8_t)draw(2), .is_pixels = draw(50) == 0};
         size_t length;
