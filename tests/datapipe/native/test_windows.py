@@ -110,7 +110,7 @@ def test_the_same_windows_of_any_pieces(library_of_session, image):
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000)
+@settings(max_examples=4_000)
 @given(synthetic())
 def test_the_same_windows_of_many(library_of_session, image):
     assert check(library_of_session, *image)
@@ -148,7 +148,7 @@ def test_what_is_damaged_is_cut_as_in_python_or_left_to_it(library_of_session, i
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000)
+@settings(max_examples=4_000)
 @given(synthetic(), CHANGES, st.booleans())
 def test_what_is_damaged_in_many_ways(library_of_session, image, changes, is_ended):
     data, box, size = image
