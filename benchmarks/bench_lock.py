@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 from benchmarks import corpus
 from benchmarks.bench_reading import long_index
@@ -47,13 +47,14 @@ def niceness() -> dict[str, int | str]:
 
 
 def describe(runs: list[dict]) -> dict:
-    """Return the spread of each figure over all passes of a way, with the first and the last tenth."""
+    """Return the spread of each figure over all passes of a way, with tenths, and the medians of each turn."""
     passes = list(chain.from_iterable(run["passes"] for run in runs))
     figures = {}
     for name in passes[0]:
         tenths = quantiles((its[name] for its in passes), n=10)
         figures[name] = column(passes, name) | {"tenth": tenths[0], "nine_tenths": tenths[-1]}
-    return figures | {"runs": runs}
+    turns = [{name: median(its[name] for its in run["passes"]) for name in figures} for run in runs]
+    return figures | {"turns": turns}
 
 
 def main(arguments: list[str] | None = None) -> int:

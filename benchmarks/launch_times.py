@@ -60,7 +60,7 @@ def cut_windows(folder: Path, num_threads: int) -> Iterator[EncodedImages]:
 
 
 def sum_bytes(count: int, num_threads: int) -> Iterator[None]:
-    """Have threads begin with checksums of so many bytes whenever it is asked for the next."""
+    """Yield while threads sum up `count` bytes, and begin again at each step."""
     with ThreadPoolExecutor(num_threads) as pool:
         memory = bytes(count // num_threads)
         while True:

@@ -141,9 +141,9 @@ class ShardReader:
         """Have `oldest` tell of reads that code that is not Python does one after the other, in this thread.
 
         Args:
-            files: of each, from `file_for`. They stay open until then.
-            offsets: of each, in bytes.
-            progress: `native.PROGRESS`, which tells which of them is under way.
+            files: Open file of each read, from `file_for`; kept open until the end of the context.
+            offsets: First byte of each read in its file.
+            progress: Array of `native.PROGRESS` numbers, which tell the read that is under way.
 
         Yields:
             Once: the reads are to be done in the body of `with`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
@@ -93,9 +93,7 @@ class ImagesInMemory(ImageChunk):
         jobs["size"] = list(map(len, encoded))
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
-        arrays = [np.frombuffer(self.data[i], np.uint8) for i in range(len(self.jobs))]
-        self.jobs["data"] = [array.ctypes.data for array in arrays]
-        return nullcontext(arrays), np.zeros(PROGRESS, np.int64)
+        return nullcontext(_point(self.jobs, self.data)), np.zeros(PROGRESS, np.int64)
 
     def read(self, i: int) -> Data:
         return self.data[i]
@@ -130,9 +128,7 @@ class IndexedImages(ImageChunk):
                 places.append(NOWHERE)
             files.append(file)
         jobs["data"], jobs["fd"], jobs["is_direct"] = zip(*places, strict=True)
-        arrays = {i: np.frombuffer(data, np.uint8) for i, data in self.data.items()}
-        for i, array in arrays.items():
-            jobs["data"][i] = array.ctypes.data
+        _point(jobs, self.data)
         return reader.watch_chunk(files, offsets, progress := np.zeros(PROGRESS, np.int64)), progress
 
     def read(self, i: int) -> Data:
@@ -165,9 +161,8 @@ class BlockedImages(IndexedImages):
         self._parts: dict[int, memoryview] = {}  # not compared with the checksums
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
-        arrays = [np.frombuffer(self._take(i), np.uint8) for i in range(len(self.jobs))]
-        self.jobs["data"] = [array.ctypes.data for array in arrays]
-        return nullcontext(arrays), np.zeros(PROGRESS, np.int64)
+        parts = {i: self._take(i) for i in range(len(self.jobs))}
+        return nullcontext(_point(self.jobs, parts)), np.zeros(PROGRESS, np.int64)
 
     def read(self, i: int) -> Data:
         sample, shard, offset, _, checksum = self._extent(i)
@@ -182,3 +177,10 @@ class BlockedImages(IndexedImages):
                 error.key = error.key or self._data_set.key(int(self.samples[i]))
                 raise
         return self._parts[i]
+
+
+def _point(jobs: np.ndarray, encoded: Mapping[int, Data]) -> list[np.ndarray]:
+    """Have jobs point to bytes, by their numbers; return views that keep their memory alive."""
+    views = [np.frombuffer(data, np.uint8) for data in encoded.values()]
+    jobs["data"][list(encoded)] = [view.ctypes.data for view in views]
+    return views

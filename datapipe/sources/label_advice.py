@@ -39,7 +39,7 @@ def advise_sorting(folder: Path, classes: Collection[str]) -> str:
         classes: Those of train.
 
     Returns:
-        The command; "" if there is no such list.
+        The command; "" without such a list.
     """
     with suppress(OSError):
         places = ["", *(entry.name for entry in os.scandir(folder) if entry.name.lower() in OF_IMAGES)]

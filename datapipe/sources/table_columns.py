@@ -38,11 +38,11 @@ class Header(NamedTuple):
         return f"{by_number}paths are in column {self.names[self.path]}{labels}"
 
     def describe_lack(self, label_column: str | None) -> str:
-        """Say that there is no column of labels, and what to type."""
+        """Say that labels are missing, and what to type."""
         usual = (label_column,) if label_column else LABELS
         left = [name for at, name in enumerate(self.names) if at != self.path and not is_column(name)]
-        advice = f": say which it is with --label-column {quote(left[0]) if len(left) == 1 else 'NAME'}"
-        advice = advice if left else ": there is no other column"
+        name = quote(left[0]) if len(left) == 1 else "NAME"
+        advice = f": say which it is with --label-column {name}" if left else ": there is no other column"
         return f"names no column of labels ({', '.join(usual)}), but {', '.join(self.names)}{advice}"
 
 
@@ -58,7 +58,7 @@ def find_columns(rows: Sequence[Sequence[str]], listing: Listing, count_images: 
         The columns.
 
     Raises:
-        ValueError: There is no column of paths, or it is not clear which it is.
+        ValueError: No column has paths, or several may have them.
     """
     first = [cell.strip() for cell in rows[0]] if rows else []
     names = [cell.lower() for cell in first]

@@ -17,9 +17,9 @@ ROOM = 1000
 
 def read(library, places, room=ROOM, stopped=0):
     memory, progress = memoryview(bytearray(room)), np.zeros(native.PROGRESS, np.int64)
-    found = library.read_files(places, FLAGS | os.O_NOFOLLOW, memory, np.array([stopped], np.uint8), progress)
+    sizes = library.read_files(places, FLAGS | os.O_NOFOLLOW, memory, np.array([stopped], np.uint8), progress)
     assert progress[0] == 0
-    return memory, found
+    return memory, sizes
 
 
 @given(st.lists(st.binary(max_size=400), min_size=1, max_size=8))
@@ -48,10 +48,10 @@ def test_what_is_left_to_python(library, tmp_path):
     (path / "large").write_bytes(b"x" * ROOM)
     (path / "a folder").mkdir()
     names = ["whole", "link", "large", "a folder", "missing", "whole"]
-    _, found = read(library, [(descriptor, name) for name in names])
-    assert [size for size, _ in found] == [100, -1, -1, -1, -1, 100]
-    _, found = read(library, [(-1, "whole"), (descriptor, "whole")])
-    assert [size for size, _ in found] == [-1, 100]
-    _, found = read(library, [(descriptor, "whole")] * 2, stopped=1)
-    assert [size for size, _ in found] == [-1, -1]
+    _, sizes = read(library, [(descriptor, name) for name in names])
+    assert [size for size, _ in sizes] == [100, -1, -1, -1, -1, 100]
+    _, sizes = read(library, [(-1, "whole"), (descriptor, "whole")])
+    assert [size for size, _ in sizes] == [-1, 100]
+    _, sizes = read(library, [(descriptor, "whole")] * 2, stopped=1)
+    assert [size for size, _ in sizes] == [-1, -1]
     os.close(descriptor)
