@@ -68,6 +68,23 @@ def pack() -> Plot:
                         f"{machine(result['environment'])}")  # fmt: skip
 
 
+def imagenet() -> Plot:
+    result = record("imagenet")
+    packers = {"datapipe": result["ours"]["datapipe pack"], **result["packers"]}
+    loaders = result["loaders"].items()
+    panels = [
+        Bars("Packing them", "seconds", seconds_of(packers.items(), "process_wall_s"), "less"),
+        Bars("From opening to the first batch", "seconds", seconds_of(loaders, "begin_s"), "less", ",.1f"),
+        Bars("Going through an epoch", "seconds", seconds_of(loaders, "wall_s"), "less"),
+    ]
+    count = sum(result["images"].values())
+    return Plot(panels, f"{count:,} images of 32×32 pixels, each step once; {machine(result['environment'])}")
+
+
+def seconds_of(results: Iterable[tuple[str, Mapping[str, float]]], key: str) -> list[Bar]:
+    return by_value((Bar(name, its[key], is_ours=is_datapipe(name)) for name, its in results), rising=True)
+
+
 def stored() -> Plot:
     result = record("stored")
     ways = result["ways"].items()
@@ -290,6 +307,7 @@ FIGURES: dict[str, Callable[[], Plot]] = {
 }
 # Drawn once their records are made.
 for name, plan, source in (
+    ("imagenet", imagenet, "imagenet"),
     ("sharedfs", sharedfs, "sharedfs"),
     ("stage-local", stage_local, "stage"),
     ("stage-nodes", stage_nodes, "stage"),

@@ -54,7 +54,7 @@ def cut_windows(folder: Path, num_threads: int) -> Iterator[EncodedImages]:
     options = LoaderOptions(BATCH, size=SIZE, threads=num_threads, augment=augment, timeout_s=600.0)
     data_set = DataSet(folder)
     data, source = DataDescription.from_data_set(data_set), make_source(data_set, options)
-    loader = Engine(data, options, source, WindowCutter(), DroppedWindows())
+    loader = Engine(data, options, source, WindowCutter(options), DroppedWindows())
     while True:
         yield from loader
 

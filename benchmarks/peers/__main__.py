@@ -1,7 +1,8 @@
 """A peer in a process of its own: `python -m benchmarks.peers NAME CORPUS TASK`.
 
 For each line on standard input, an epoch's number, it goes through that epoch and answers with a line of
-JSON: images, wall_s and cpu_s (of this process and its children), checks of what came, and the decoder (or null).
+JSON: images, wall_s and cpu_s (of this process and its children), those until the first batch came, open_s, the seconds
+that opening took, checks of what came, and the decoder (or null).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.measure import timed
@@ -19,8 +21,11 @@ from benchmarks.peers import Task, describe_decoder, open_peer
 def measure(batches: Iterable, task: Task) -> dict:
     """Go through one epoch. Raises ValueError when the batches are not what the task asks for."""
     images = labels_sum = 0
+    batches = iter(batches)
     with timed() as seconds:
-        for images_BCHW, labels_B in batches:
+        with timed() as waiting:
+            first = next(batches)
+        for images_BCHW, labels_B in chain([first], batches):
             images += len(images_BCHW)
             labels_sum += int(labels_B.sum())
     shape = (task.channels, task.size, task.size)
@@ -29,6 +34,7 @@ def measure(batches: Iterable, task: Task) -> dict:
     return {
         "images": images,
         **seconds,
+        **{f"first_{name}": value for name, value in waiting.items()},
         "mean_label": labels_sum / images,
         "last": [images_BCHW.float().mean((1, 2, 3)).tolist(), labels_B.tolist()],  # each image's brightness and label
     }
@@ -38,10 +44,12 @@ def main() -> int:
     name, corpus, task = sys.argv[1], Path(sys.argv[2]), Task(**json.loads(sys.argv[3]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is not an answer
-    epochs = open_peer(name, corpus, task)
-    decoder = describe_decoder(name)
+    decoder = describe_decoder(name)  # imports what there is to import
+    with timed() as opening:
+        epochs = open_peer(name, corpus, task)
     for line in sys.stdin:
-        answers.write(json.dumps(measure(epochs(int(line)), task) | {"decoder": decoder}) + "\n")
+        answer = measure(epochs(int(line)), task) | {"open_s": opening["wall_s"], "decoder": decoder}
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
     return 0
 

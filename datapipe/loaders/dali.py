@@ -46,7 +46,7 @@ def make_loader(
     def make(data_set: DataSet) -> Engine[EncodedImages]:
         delivery = DaliDelivery(data_set, options, resolve_device(device))
         source, data = make_source(data_set, options), DataDescription.from_data_set(data_set)
-        return Engine(data, options, source, WindowCutter(), delivery)
+        return Engine(data, options, source, WindowCutter(options), delivery)
 
     return open_on(path, options, make, local)
 

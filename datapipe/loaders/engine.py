@@ -32,7 +32,6 @@ from .threads import Pool, Threads, wait_for
 logger = logging.getLogger(__name__)
 
 AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
-CHUNK = 32  # samples: small enough to share a batch among threads, large enough for numpy's overhead
 
 
 R = TypeVar("R")
@@ -89,7 +88,13 @@ class Source(ABC):
 
 
 class Decoder(ABC, Generic[SlotsT]):
-    """What makes pixels of encoded images."""
+    """What makes pixels of encoded images.
+
+    Attributes:
+        chunk: Images put at a time: few enough to share a batch among threads, enough for numpy's overhead.
+    """
+
+    chunk = 32
 
     @abstractmethod
     def put(self, slots: SlotsT, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
@@ -226,8 +231,8 @@ class Engine(Loader, Generic[SlotsT]):
             make: In a thread, for each chunk of those slots: returns the images.
             threads: Of the loader.
         """
-        for first in range(0, len(slots.positions), CHUNK):
-            chunk = slice(first, min(first + CHUNK, len(slots.positions)))
+        for first in range(0, len(slots.positions), self.decoder.chunk):
+            chunk = slice(first, min(first + self.decoder.chunk, len(slots.positions)))
             slots.tasks.append(threads.fill.submit(self._fill, slots, chunk, make))
 
     def identity(self) -> dict[str, int | str]:

@@ -27,7 +27,8 @@ from .image_chunk import ImageChunk, IndexedImages
 from .options import LoaderOptions
 from .threads import Threads, call_in_time
 
-SLOW_SHARE = 0.25  # of the threads' time; from the page cache it is a few hundredths
+# Reads are slow that take this share of the threads' time, and are slower than from the page cache.
+SLOW_SHARE, SLOW_BYTES_PER_S = 0.25, 1e9
 
 LoaderT = TypeVar("LoaderT", bound=Loader)
 
@@ -184,4 +185,5 @@ class IndexedSource(Source):
 
 def _reads_slowly(engine: Engine[SlotsT]) -> bool:
     """Return whether reads take so long that hints to the kernel, two batches ahead, are worth their calls."""
-    return engine.stage_s["read"] > SLOW_SHARE * sum(engine.stage_s.values())
+    read_s = engine.stage_s["read"]
+    return read_s > SLOW_SHARE * sum(engine.stage_s.values()) and engine.read_bytes < SLOW_BYTES_PER_S * read_s

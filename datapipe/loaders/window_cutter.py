@@ -12,16 +12,19 @@ from ..images import Buffer
 from ..images.codec import read_header
 from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
+from .batch_memory import WindowMemory
 from .batch_slots import BatchSlots
 from .engine import Decoder, TakeBad
 from .image_chunk import ImageChunk, PendingImage
 from .native_pixels import choose_native, do_jobs
+from .options import LoaderOptions
 
 
 class EncodedImages(BatchSlots):
     """Slots with what a decoder is fed.
 
-    `data` are uint8[bytes] each, `starts` and `shapes` int32[B, 2] (rows, columns), `flips` int32[B].
+    `data` are uint8[bytes] each, and valid as long as this object lives; `starts` and `shapes` int32[B, 2] (rows,
+    columns), `flips` int32[B].
 
     Args:
         positions: int64[B], of the epoch.
@@ -37,15 +40,21 @@ class EncodedImages(BatchSlots):
 
 
 class WindowCutter(Decoder[EncodedImages]):
-    """Cuts out what has to be decoded of each image."""
+    """Cuts out what has to be decoded of each image.
 
-    def __init__(self) -> None:
+    Args:
+        options: The loader's.
+    """
+
+    def __init__(self, options: LoaderOptions) -> None:
+        self.chunk = max(self.chunk, options.batch_size // options.num_threads())  # as cutting takes little time
         self._library = choose_native().native
+        self._memory = WindowMemory()
 
     def put(self, slots: EncodedImages, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
         left, stage_s = list(range(len(chunk.slots))), {"read": 0.0, "window": 0.0}
         if self._library is not None:
-            left, stage_s = _cut_in_c(self._library, slots, chunk)
+            left, stage_s = _cut_in_c(self._library, slots, chunk, self._memory)
         began = time.perf_counter()
         images = list(chunk.pending(left, slots, take_bad))
         read = time.perf_counter()
@@ -65,22 +74,25 @@ class WindowCutter(Decoder[EncodedImages]):
         return stage_s
 
 
-def _cut_in_c(library: native.Native, slots: EncodedImages, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
+def _cut_in_c(
+    library: native.Native, slots: EncodedImages, chunk: ImageChunk, windows: WindowMemory
+) -> tuple[list[int], dict[str, float]]:
     """Cut windows without the interpreter's lock; return which images are left, and the seconds of each stage."""
     jobs = chunk.jobs
-    images = jobs[["size", "box"]].copy()
-    starts = np.cumsum(images["size"]) - images["size"]
-    memory = np.empty(int(images["size"].sum()), np.uint8)  # a window is at most as large as its image
+    sizes, boxes = jobs["size"].copy(), jobs["box"].copy()
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    memory = windows.take(int(ends[-1]), slots)  # a window is at most as large as its image
     jobs["is_pixels"], jobs["out"] = False, memory.ctypes.data + starts
     left, stage_s = do_jobs(chunk, partial(library.cut, jobs, slots.stop), native.CUT_STAGES)
-    windows = jobs[["size", "box"]].copy()
-    jobs[["size", "box"]] = images
+    cut_sizes, cut_boxes = jobs["size"].copy(), jobs["box"].copy()
+    jobs["size"], jobs["box"] = sizes, boxes
     if slots.abandoned:  # some may not have been cut
         return left, stage_s
     done = np.flatnonzero(jobs["status"] == native.DONE)
-    for i, start, size in zip(done.tolist(), starts[done].tolist(), windows["size"][done].tolist(), strict=True):
+    for i, start, size in zip(done.tolist(), starts[done].tolist(), cut_sizes[done].tolist(), strict=True):
         slots.data[chunk.slots[i]] = memory[start : start + size]
-    cut_slots, boxes = np.array(chunk.slots)[done], windows["box"][done]
+    cut_slots, boxes = np.array(chunk.slots)[done], cut_boxes[done]
     slots.starts[cut_slots], slots.shapes[cut_slots] = boxes[:, [1, 0]], boxes[:, [3, 2]]
     slots.flips[cut_slots] = jobs["flip"][done]
     return left, stage_s

@@ -9,6 +9,7 @@ same with every version of numpy.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,7 @@ def mix(counters: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+@lru_cache(maxsize=64)
 def stream(seed: int, epoch: int, purpose: int) -> np.uint64:
     """Return a start value for the random numbers of one purpose in one epoch, unlike every other's.
 

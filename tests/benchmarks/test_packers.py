@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from benchmarks import bench_pack_slow, bench_plan, testbed
+from benchmarks import bench_imagenet, bench_pack_slow, testbed
 from benchmarks.bench_pack import Contest, chosen
 from benchmarks.peers.packing import PEERS_VENV, SECTIONS, STATUS, Packer, missing
 
@@ -94,13 +95,10 @@ def test_slow_filesystem_needs_the_testbed(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_planning_figures_are_multiplied_up(tmp_path: Path) -> None:
-    bench_plan.make_images(tmp_path / "images", 7, 3)
-    assert len(list((tmp_path / "images").glob("*/*.png"))) == 7
-    steps = bench_plan.measure(tmp_path / "images", rounds=1)
-    assert list(steps) == [bench_plan.START, bench_plan.PLAN, bench_plan.PACK]
-    for step, cpu_s_of_step in ((bench_plan.START, 1.0), (bench_plan.PLAN, 3.0), (bench_plan.PACK, 5.0)):
-        steps[step]["process_cpu_s"]["median"] = cpu_s_of_step
-    multiplied = bench_plan.for_imagenet(steps, bench_plan.IMAGENET // 10)
-    assert multiplied[bench_plan.PLAN]["process_cpu_s"] == pytest.approx(1 + 2 * 10, rel=1e-4)
-    assert multiplied[bench_plan.PACK]["process_cpu_s"] == pytest.approx(1 + 4 * 10, rel=1e-4)
+def test_steps_at_a_small_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_imagenet.main(["--count", "600", "--val-count", "20", "--classes", "3", "--out", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert re.search(r"^620 images", output, re.MULTILINE)
+    for step in (*bench_imagenet.OURS, "datapipe, tar"):
+        assert re.search(rf"^{step}  +\d", output, re.MULTILINE), step
+    assert not list(tmp_path.iterdir())

@@ -175,8 +175,10 @@ def test_the_kernel_is_told_ahead_where_reads_are_slow(packed_folders, monkeypat
     monkeypatch.setattr(painter, "choose_native", lambda: native.Choice(None, ""))  # which would read itself
     monkeypatch.setattr(shard_reader.ShardReader, "read", slowly)
     monkeypatch.setattr(shard_reader.ShardReader, "will_read", note)
-    for share, fewest, most in ((indexed.SLOW_SHARE, 60 - 5 * 4, 60), (1.1, 0, 0)):
+    shares, speeds = (indexed.SLOW_SHARE, 1.1, indexed.SLOW_SHARE), (indexed.SLOW_BYTES_PER_S, 1e9, 0.0)
+    for share, speed, fewest, most in zip(shares, speeds, (60 - 5 * 4, 0, 0), (60, 0, 0), strict=True):
         monkeypatch.setattr(indexed, "SLOW_SHARE", share)
+        monkeypatch.setattr(indexed, "SLOW_BYTES_PER_S", speed)
         told.clear()
         reads.clear()
         with open_loader(packed_folders["tar"] / "train", 4, size=64, threads=2) as loader:

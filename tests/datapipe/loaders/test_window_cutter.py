@@ -10,6 +10,7 @@ from datapipe import native
 from datapipe.dataset import DataSet
 from datapipe.loaders import native_pixels, window_cutter
 from datapipe.loaders.base import DataDescription
+from datapipe.loaders.batch_memory import WindowMemory
 from datapipe.loaders.cpu import make_source
 from datapipe.loaders.engine import Delivery, Engine
 from datapipe.loaders.image_chunk import ImagesInMemory
@@ -82,7 +83,7 @@ def batches(folder, **settings):
     options = LoaderOptions(8, size=48, threads=2, last="pad", **settings)
     data_set = DataSet(folder, options.io)
     source = make_source(data_set, options)
-    loader = Engine(DataDescription.from_data_set(data_set), options, source, WindowCutter(), Kept())
+    loader = Engine(DataDescription.from_data_set(data_set), options, source, WindowCutter(options), Kept())
     try:
         slots = list(loader)
         assert {"read", "window"} <= loader.stages().keys()
@@ -153,5 +154,31 @@ def test_an_abandoned_batch_is_left_alone(cut_in_c, photo, tmp_path):
     slots = EncodedImages(np.arange(1), 1, NOTHING)
     slots.abandon()
     chunk = ImagesInMemory([0], np.arange(1), jobs, [(tmp_path / "image.jpg").read_bytes()])
-    WindowCutter().put(slots, chunk, pytest.fail)
+    WindowCutter(LoaderOptions(1, size=8, threads=1)).put(slots, chunk, pytest.fail)
     assert slots.data == [NOTHING] and jobs["box"].tolist() == [[0, 0, 8, 8]]
+
+
+def test_a_batch_keeps_its_windows(mixed, cut_in_c):
+    """Their memory is used again once the batch is gone, and not before."""
+    options = LoaderOptions(8, size=48, threads=1)
+    data_set = DataSet(mixed)
+    data, source = DataDescription.from_data_set(data_set), make_source(data_set, options)
+    loader = Engine(data, options, source, WindowCutter(options), Kept())
+    for _ in range(3):
+        first = next(iter(loader))
+        before = [data.tobytes() for data in first.data]
+        list(loader)  # others are cut meanwhile
+        assert [data.tobytes() for data in first.data] == before
+    loader.close()
+    assert sum(cut_in_c)
+
+
+def test_memory_is_used_again():
+    class Batch: ...
+
+    memory, batches = WindowMemory(), [Batch(), Batch()]
+    first, second = (memory.take(size, batch).ctypes.data for size, batch in zip((1000, 0), batches, strict=True))
+    batches.pop(0)
+    smaller, larger = memory.take(1250, batches[0]), memory.take(1251, batches[0])
+    assert smaller.ctypes.data == first and len(smaller) == 1250 and len(larger) == 1251
+    assert len({first, second, larger.ctypes.data}) == 3
