@@ -2,10 +2,10 @@
 
     python -m benchmarks.bench_imagenet [--count 1281167] [--val-count 50000] [--classes 1000] [--out FOLDER]
 
-The files are hard links to a thousand small JPEGs, in a thousand class folders, so that there is little to read and to
-decode: what is measured grows with their number. Each step is a process of its own, and runs once: planning, packing,
-verifying and staging of ours, packing of others, and each loader's first batch and epoch. Writes results/imagenet.json
-if the counts are ImageNet's.
+The files of a split are hard links to a thousand small JPEGs, in a thousand class folders, so that there is little to
+read and to decode: what is measured grows with their number. Each step is a process of its own, and runs once:
+planning, packing, verifying and staging of ours, packing of others, and each loader's first batch and epoch. Writes
+results/imagenet.json if the counts are ImageNet's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.peers.packing import Packer, command, missing, versions
 from datapipe.fsio import mounted_as
 
 IMAGENET = {"train": 1_281_167, "val": 50_000}  # of ILSVRC2012
-SIDE, POOL = 32, 1000  # pixels; different images, as one file can have only so many names
+SIDE, POOL = 32, 1000  # pixels; different images of a split, as one file can have only so many names
 TASK = Task(size=SIDE, channels=3, crop="random_resized")
 PLAN = """
 import sys
@@ -37,7 +37,7 @@ from pathlib import Path
 from datapipe.packing import PackOptions
 from datapipe.packing.plan import make_plan
 from datapipe.sources import open_source
-make_plan(open_source(Path(sys.argv[1])), PackOptions().settings())
+make_plan(open_source(Path(sys.argv[1])), PackOptions(shard_mib=256).settings())
 """
 OURS = {  # the command of each step
     "list and plan": lambda folder: [sys.executable, "-c", PLAN, folder / "images"],
@@ -57,27 +57,29 @@ def datapipe(*words: object) -> list[object]:
     return [sys.executable, "-m", "datapipe", *words]
 
 
-def link_images(folder: Path, counts: dict[str, int], classes: int) -> int:
-    """Make folder/images/SPLIT/CLASS/*.JPEG, links to small files; return the bytes of these."""
+def link_images(folder: Path, counts: dict[str, int], classes: int) -> float:
+    """Make folder/images/SPLIT/CLASS/*.JPEG, links to small files; return the mean bytes of these."""
     noise = np.random.default_rng(0)
-    images = [folder / "pool" / f"{i}.jpg" for i in range(POOL)]
-    images[0].parent.mkdir()
-    for path in images:
-        patches = Image.fromarray(noise.integers(256, size=(4, 4, 3), dtype=np.uint8))
-        patches.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(path)
+    total_bytes = 0
     for split, count in counts.items():
+        images = [folder / "pool" / split / f"{i}.jpg" for i in range(POOL)]
+        images[0].parent.mkdir(parents=True)
+        for path in images:
+            patches = Image.fromarray(noise.integers(256, size=(4, 4, 3), dtype=np.uint8))
+            patches.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(path)
+            total_bytes += path.stat().st_size
         for label in range(classes):
             directory = folder / "images" / split / f"n{label:08}"
             directory.mkdir(parents=True)
             for number in range(label, count, classes):
                 os.link(images[number % POOL], directory / f"n{label:08}_{number}.JPEG")
-    return sum(path.stat().st_size for path in images)
+    return total_bytes / (len(counts) * POOL)
 
 
 def run_ours(folder: Path) -> dict[str, dict]:
     steps = {}
     for name, words in OURS.items():
-        _, steps[name] = process(words(folder))
+        _, steps[name] = process(list(map(str, words(folder))))
         print(f"  {name}: {steps[name]['process_wall_s']:.1f} s", flush=True)
     return steps
 
@@ -144,13 +146,13 @@ def main(arguments: list[str] | None = None) -> int:
         stack.callback(shutil.rmtree, folder)
         print(f"linking {sum(counts.values()):,} files in {options.out} ({mounted_as(options.out)})", flush=True)
         with timed() as linking:
-            pool_bytes = link_images(folder, counts, options.classes)
+            image_bytes = link_images(folder, counts, options.classes)
         record = {
             "environment": described,
             "peers": versions(),
             "images": counts,
             "classes": options.classes,
-            "image_bytes": pool_bytes / POOL,
+            "image_bytes": image_bytes,
             "filesystem": mounted_as(options.out),
             "linking": linking,
             "ours": run_ours(folder),
