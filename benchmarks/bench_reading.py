@@ -1,12 +1,12 @@
-"""How fast does the loader read samples, without decoding them, and how soon does it begin?
+"""How fast does the loader read samples, for a decoder on another device, and how soon does it begin?
 
     python -m benchmarks.bench_reading [--count 6000] [--rounds 7] [--samples 1281167]
 
-Tar, HDF5 and LMDB shards of photographs, read and checked against their checksums by one thread (in the order "blocks"
-two more read ahead): in the order "full" from the page cache, and in the order "blocks" from the page cache and past
-it, beside a plain loop that reads the same shards in blocks of 8 MiB into one buffer. A loader's second epoch counts.
-Then the first batch of a data set with an index of ImageNet's length, in a
-process of its own. Writes results/reading.json.
+Tar, HDF5 and LMDB shards of photographs, read, compared with their checksums and cut to windows by one thread (in the
+order "blocks" two more read ahead): in the order "full" from the page cache, and in the order "blocks" from the page
+cache and past it, beside a plain loop that reads the same shards in blocks of 8 MiB into one buffer. A loader's second
+epoch counts. Then the first batch of a data set with an index of ImageNet's length, in a process of its own. Writes
+results/reading.json.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from datapipe.dataset.index import open_index, write_index
 from datapipe.dataset.manifest import INDEX, KEYS, FileInfo, Manifest
 from datapipe.fsio import checksum
 from datapipe.loaders.base import DataDescription
-from datapipe.loaders.batch_slots import BatchSlots
 from datapipe.loaders.cpu import make_source
-from datapipe.loaders.engine import Decoder, Delivery, Engine
+from datapipe.loaders.engine import Delivery, Engine
 from datapipe.loaders.options import LoaderOptions
+from datapipe.loaders.window_cutter import EncodedImages, WindowCutter
 from datapipe.sampling.augment import Augment
 
 BATCH, BLOCK_BYTES = 256, 8 << 20
@@ -58,20 +58,11 @@ print(json.dumps({"open_s": opened - began, "first_batch_s": done - began, "inde
 """
 
 
-class ReadOnly(Decoder[BatchSlots]):
-    """Reads and checks samples, and drops them."""
+class NoDelivery(Delivery[EncodedImages]):
+    """Gives the slots themselves, with windows that nothing decodes."""
 
-    def put(self, slots, chunk, take_bad) -> dict[str, float]:
-        for _ in chunk.pending(range(len(chunk.slots)), slots, take_bad):
-            pass
-        return {}
-
-
-class NoDelivery(Delivery[BatchSlots]):
-    """Gives the slots themselves."""
-
-    def new_slots(self, positions, count) -> BatchSlots:
-        return BatchSlots(positions, count)
+    def new_slots(self, positions, count) -> EncodedImages:
+        return EncodedImages(positions, count, np.zeros(1, np.uint8))
 
     def put_nothing(self, slots, slot) -> None:
         pass
@@ -79,7 +70,7 @@ class NoDelivery(Delivery[BatchSlots]):
     def begin(self, slots) -> None:
         pass
 
-    def finish(self, slots, engine) -> BatchSlots:
+    def finish(self, slots, engine) -> EncodedImages:
         return slots
 
     def set_size(self, size) -> None:
@@ -105,7 +96,7 @@ def ours(folder: Path, order: str, io: str) -> dict[str, float]:
     )
     data_set = DataSet(folder, io)
     data, source = DataDescription.from_data_set(data_set), make_source(data_set, options)
-    loader = Engine(data, options, source, ReadOnly(), NoDelivery())
+    loader = Engine(data, options, source, WindowCutter(options), NoDelivery())
     try:
         list(loader)  # an epoch in which memory is touched for the first time
         loader.read_bytes = 0

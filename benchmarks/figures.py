@@ -103,7 +103,7 @@ def stored() -> Plot:
 def reading() -> Plot:
     result = record("reading")
     bars = [bar(name, its["mb_per_s"], "plain loop" not in name) for name, its in result["reading"].items()]
-    panels = [Bars("Reading samples without decoding them", "MB/s", bars, "more")]
+    panels = [Bars("Reading samples for a decoder on another device", "MB/s", bars, "more")]
     return Plot(panels, f"Median and range of {result['rounds']} runs; {machine(result['environment'])}")
 
 

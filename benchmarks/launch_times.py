@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -41,20 +40,13 @@ PAUSE_S = 0.065
 WARM_UP = 5  # passes
 
 
-class DroppedWindows(NoDelivery):
-    """Batches with their windows, which nothing decodes."""
-
-    def new_slots(self, positions, count) -> EncodedImages:
-        return EncodedImages(positions, count, np.zeros(1, np.uint8))
-
-
 def cut_windows(folder: Path, num_threads: int) -> Iterator[EncodedImages]:
     """Yield batches without end."""
     augment = Augment("random_resized")
     options = LoaderOptions(BATCH, size=SIZE, threads=num_threads, augment=augment, timeout_s=600.0)
     data_set = DataSet(folder)
     data, source = DataDescription.from_data_set(data_set), make_source(data_set, options)
-    loader = Engine(data, options, source, WindowCutter(options), DroppedWindows())
+    loader = Engine(data, options, source, WindowCutter(options), NoDelivery())
     while True:
         yield from loader
 
