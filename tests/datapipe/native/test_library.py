@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _ctypes
 import importlib.machinery
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,13 @@ def test_a_foreign_file_beside_it(tmp_path, monkeypatch, content):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     choice = native.choose()
     assert choice.native is None and choice.reason.startswith(f"{path} is not a library of this package: ")
+
+
+def test_where_nothing_can_be_written():
+    """As in a package that an administrator has installed; Python itself does without the bytecode (-B)."""
+    command = [sys.executable, "-B", Path(__file__).parent / "children" / "choose.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"[] {native.choose()}\n"
 
 
 def test_a_library_of_another_version(library, monkeypatch):
