@@ -3,11 +3,11 @@
     python -m benchmarks.bench_throughput [--rounds 7] [--only resnet8 resnet50] [--images 12000 1280] [--threads 2]
 
 ResNet-8 on Fashion-MNIST, 28 pixels, and ResNet-50 on photographs, 96 pixels: the trainer with its loader, on images as
-they are and stored at 160 pixels, and on batches that are in memory; a loop as in torchvision's reference scripts, as
-it is and with channels last in memory; and the latter on batches in memory, which is what the network alone takes. The
-same torch, precision, threads and batch. Each is a process of its own, which trains for an epoch whenever it is its
-turn; the first does not count. The trainer evaluates in its turns, too. Ratios are of the epochs of a round. Writes
-results/throughput.json.
+they are, on the same without the decoder in C, on images stored at 160 pixels, and on batches that are in memory; a
+loop as in torchvision's reference scripts, as it is and with channels last in memory; and the latter on batches in
+memory, which is what the network alone takes. The same torch, precision, threads and batch. Each is a process of its
+own, which trains for an epoch whenever it is its turn; the first does not count. The trainer evaluates in its turns,
+too. Ratios are of the epochs of a round. Writes results/throughput.json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from benchmarks.measure import (
     table,
     write_record,
 )
-from benchmarks.train_epochs import LAST, NETWORK, OURS, OURS_IN_MEMORY, OURS_SMALL, REFERENCE
+from benchmarks.train_epochs import LAST, NETWORK, OURS, OURS_IN_MEMORY, OURS_SMALL, OURS_WITHOUT_C, REFERENCE
 from datapipe.images.recode import RecodeOptions
+from datapipe.native import VARIABLE
 from datapipe.packing import PackOptions
 from trainer.config.recipe import load_recipe
 from trainer.precision import choose_precision
@@ -65,14 +66,14 @@ class Case:
         return folder
 
 
-ALL = (OURS, OURS_SMALL, OURS_IN_MEMORY, REFERENCE, LAST, NETWORK)
+ALL = (OURS, OURS_WITHOUT_C, OURS_SMALL, OURS_IN_MEMORY, REFERENCE, LAST, NETWORK)
+SMALL_ALONE = tuple(way for way in ALL if way not in (OURS_SMALL, OURS_WITHOUT_C))  # of images that are small already
 # The trainer's images/s over theirs, and what is aimed at.
 GOALS = {REFERENCE: 1.15, OURS_IN_MEMORY: 0.97}
 LARGE = ("data.size=96", "train.batch_size=64", 'schedule={name="constant"}', "train.checkpoint_every_steps=none",
          "model.num_classes=1000")  # fmt: skip
 CASES = {
-    "resnet8": Case("fashion-mnist-resnet8", (), tuple(way for way in ALL if way != OURS_SMALL), 1, 12_000,
-                    (60_000, 10_000)),
+    "resnet8": Case("fashion-mnist-resnet8", (), SMALL_ALONE, 1, 12_000, (60_000, 10_000)),
     "resnet50": Case("imagenet-resnet50", LARGE, ALL, 3, 1280, (1_281_167, 50_000)),
 }  # fmt: skip
 
@@ -92,18 +93,22 @@ def measure(case: Case, images: int, rounds: int, threads: int) -> dict:
                 str(threads),
                 *changes,
             ]
-            children[way] = stack.enter_context(Child(way, [sys.executable, *words]))
+            command = ["env", f"{VARIABLE}={int(way != OURS_WITHOUT_C)}", sys.executable, *words]
+            children[way] = stack.enter_context(Child(way, command))
             children[way].ask(0)
 
         def run(way: str, number: int) -> dict:
-            figures = rates(children[way].ask(number + 1))
+            answer = children[way].ask(number + 1)
+            figures = rates(answer)
+            if "wait_s" in answer:
+                figures["wait_share"] = answer["wait_s"] / answer["wall_s"]
             if way == OURS:
                 of_evaluation = rates(children[way].ask("evaluate"))
                 figures |= evaluation_shares(figures, of_evaluation, case.whole)
             return figures
 
         runs = interleaved(case.ways, rounds, run)
-    ways = {way: summarise(its, tuple(FIGURES)) for way, its in runs.items()}
+    ways = {way: summarise(its, (*FIGURES, *({"wait_share"} & its[0].keys()))) for way, its in runs.items()}
     shares = {name: column(runs[OURS], f"evaluation_{name}") for name in ("time", "cpu_time")}
     recipe = load_recipe(case.recipe, changes)
     precision = choose_precision(recipe.train.precision, torch.device("cpu")).name
@@ -139,7 +144,7 @@ def ratios(runs: dict[str, list[dict]]) -> dict[str, dict]:
 
 
 def report(cases: dict[str, dict]) -> str:
-    header = ["", "images/s", "images/CPU-s", "trainer's over it", "by CPU time", "goal"]
+    header = ["", "images/s", "images/CPU-s", "waiting, %", "trainer's over it", "by CPU time", "goal"]
     rows = []
     for name, case in cases.items():
         for way, its in case["ways"].items():
@@ -147,7 +152,9 @@ def report(cases: dict[str, dict]) -> str:
             if (ratio := case["ratios"].get(way)) is not None:
                 goal = f"≥ {ratio['goal']:g}: {'met' if ratio['met'] else 'missed'}" if "goal" in ratio else ""
                 cells = [shown(ratio, 2), shown(ratio["of_cpu"], 2), goal]
-            rows.append([f"{name}, {way}", *(shown(its[figure], 1) for figure in FIGURES), *cells])
+            percent = {key: 100 * share for key, share in its.get("wait_share", {}).items()}
+            waiting = shown(percent, 1) if percent else ""
+            rows.append([f"{name}, {way}", *(shown(its[figure], 1) for figure in FIGURES), waiting, *cells])
     lines = [table(header, rows)]
     for name, case in cases.items():
         time, cpu_time = (case["evaluation_share"][key]["median"] for key in ("time", "cpu_time"))

@@ -1,8 +1,8 @@
 """Train epochs in a process of its own: `python -m benchmarks.train_epochs WAY CORPUS RECIPE THREADS CHANGE…`.
 
 For each line on standard input, an epoch's number or "evaluate", it answers with a line of JSON: images, wall_s and
-cpu_s (of this process and its children). WAY is one of WAYS; CORPUS holds the images as files, in `images`, and packed,
-in the folder that the way reads.
+cpu_s (of this process and its children), and for an epoch of the trainer wait_s, for which steps waited for batches.
+WAY is one of WAYS; CORPUS holds the images as files, in `images`, and packed, in the folder that the way reads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ from trainer.state import Losses, State
 from trainer.stop import StopSignal
 
 OURS, OURS_SMALL, OURS_IN_MEMORY = "trainer", "trainer, stored at 160 pixels", "trainer, images in memory"
+OURS_WITHOUT_C = "trainer, nothing decoded in C"  # started with DATAPIPE_NATIVE=0
 REFERENCE, LAST, NETWORK = "reference loop", "reference loop, channels last", "network alone, channels last"
-FOLDERS = {OURS: "tar", OURS_SMALL: "short160", OURS_IN_MEMORY: "tar"}  # which packed data set ours read
+FOLDERS = {
+    OURS: "tar",
+    OURS_WITHOUT_C: "tar",
+    OURS_SMALL: "short160",
+    OURS_IN_MEMORY: "tar",
+}  # which packed data set ours read
 WAYS = (*FOLDERS, REFERENCE, LAST, NETWORK)
 
 
@@ -64,24 +70,28 @@ class Ours:
         keep_freed_memory()
         world = World()
         precision = choose_precision(recipe.train.precision, world.device)
-        job = open_job(recipe, data, WORK / "runs", world, precision, Clock(), stack)
+        self._clock = Clock()
+        job = open_job(recipe, data, WORK / "runs", world, precision, self._clock, stack)
         loader = InMemory(job.train_loader) if in_memory else job.train_loader
         self._job = replace(job, train_loader=loader, metrics=MetricsFile(None))
 
-    def train(self, epoch: int) -> int:
-        """Train for an epoch; return the number of images."""
+    def train(self, epoch: int) -> dict[str, float]:
+        """Train for an epoch; return the number of images, and the seconds for which steps waited for them."""
         job = self._job
+        self._clock.begin_epoch()
         job.train_loader.set_epoch(epoch)
         train_epoch(job, State(Losses()), StopSignal(job.world, ()))
-        return job.steps_per_epoch * job.recipe.train.batch_size
+        self._clock.drain()
+        images = job.steps_per_epoch * job.recipe.train.batch_size
+        return {"images": images, "wait_s": self._clock.epoch()["wait"]}
 
-    def evaluate(self) -> int:
+    def evaluate(self) -> dict[str, float]:
         """Evaluate; return the number of images."""
         job = self._job
         job.val_loader.set_epoch(0)
         count = job.val_loader.num_samples
         evaluate(job.module, job.val_loader, num_samples=count, world=job.world, precision=job.precision)
-        return count
+        return {"images": count}
 
 
 def main() -> int:
@@ -99,10 +109,10 @@ def main() -> int:
         for line in sys.stdin:
             with timed() as seconds:
                 if way not in FOLDERS:
-                    images = loop.train()["images"]
+                    answer = {"images": loop.train()["images"]}
                 else:
-                    images = ours.evaluate() if line.strip() == "evaluate" else ours.train(int(line))
-            answers.write(json.dumps({"images": images, **seconds}) + "\n")
+                    answer = ours.evaluate() if line.strip() == "evaluate" else ours.train(int(line))
+            answers.write(json.dumps(answer | seconds) + "\n")
             answers.flush()
     return 0
 
