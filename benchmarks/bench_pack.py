@@ -2,8 +2,9 @@
 
     python -m benchmarks.bench_pack [--count 6000] [--resize-count 2000] [--rounds 5] [--only NAME ...] [--out FOLDER]
 
-Photographs as from ImageNet, in the page cache. Every packer is a process of its own; they take turns. What each packed
-is read back once and compared with the source. Prints tables, writes results/pack.json.
+Photographs as from ImageNet, in the page cache; written to a RAM disk, and as they are to a disk as well. Every packer
+is a process of its own; they take turns. What each packed is read back once and compared with the source. Prints
+tables, writes results/pack.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import corpus
-from benchmarks.measure import command_line, compare, environment, out_folder, process, shown, table, write_record
+from benchmarks.measure import WORK, command_line, compare, environment, out_folder, process, shown, table, write_record
 from benchmarks.peers import packing
 from benchmarks.peers.packing import PEERS_VENV, QUALITY, RESTART, SECTIONS, SHORT, Packer, read_files, summary
 from datapipe.fsio import mounted_as
@@ -33,7 +34,8 @@ SHARED_LIBRARIES = ("Pillow", "numpy", "torch", "opencv-python", "numba")  # of 
 NOTES = (
     "Figures without process_ are of the packing alone, listing the source included, start-up and imports not; for tar "
     "they are of its process. mb_per_s counts the source's bytes.",
-    "datapipe checksums every image and every shard, and syncs files before it names them; the others do neither.",
+    "datapipe checksums every image and every shard, and syncs files before it names them; of the others the files are "
+    "synced in the end.",
 )
 
 
@@ -178,12 +180,13 @@ def main() -> int:
     for name, packers in sections.items():
         folder = corpus.photographs(arguments.resize_count if name == "resize" else arguments.count)
         source = folder / "images" / "train"
-        place = out_folder(arguments.out, SPACE * sum(path.stat().st_size for path in source.glob("*/*")))
+        out = WORK if name == "disk" else arguments.out
+        place = out_folder(out, SPACE * sum(path.stat().st_size for path in source.glob("*/*")))
         contest = Contest(source, place, arguments.peers)
         described_corpora[name] = corpus.describe(folder)
         print(f"{described_corpora[name]}, written to {place} ({mounted_as(place)})", flush=True)
         print(f"{name}: 1 checked and {arguments.rounds} measured runs of each packer", flush=True)
-        results[name] = section(name, packers, contest, arguments.rounds)
+        results[name] = {"filesystem": mounted_as(place)} | section(name, packers, contest, arguments.rounds)
         print("\n" + report(name, results[name]) + "\n", flush=True)
     print("Medians (smallest–largest) over the runs, of the packing alone; whole: with start-up and imports.")
     if not arguments.only:
@@ -191,7 +194,7 @@ def main() -> int:
             "environment": described,
             "peers": versions(arguments.peers),
             "corpora": described_corpora,
-            "settings": {"short": SHORT, "quality": QUALITY, "restart": RESTART, "filesystem": mounted_as(place)},
+            "settings": {"short": SHORT, "quality": QUALITY, "restart": RESTART},
             "notes": NOTES,
             "sections": results,
         }

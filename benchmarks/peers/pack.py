@@ -1,8 +1,9 @@
 """A packer in a process of its own: `python -m benchmarks.peers.pack pack|check|try MODULE [JOB]`.
 
-Answers with a line of JSON. `pack`: wall_s and cpu_s of the packing alone, of this process and its children, without
-start-up and imports. `check`: what the packed images are, as `packing.summary` gives it. `try`, without a job: the same
-of a few images made for it, or an error if they are not what was packed; of a MODULE that only loads, their labels.
+Answers with a line of JSON. `pack`: wall_s and cpu_s of the packing alone, of this process and its children, synced,
+without start-up and imports. `check`: what the packed images are, as `packing.summary` gives it. `try`, without a job:
+the same of a few images made for it, or an error if they are not what was packed; of a MODULE that only loads, their
+labels.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ def loaded_labels(name: str, module, corpus: Path) -> list[int]:
     return sorted(label for _, labels_B in batches for label in labels_B.tolist())
 
 
+def sync_files(folder: Path) -> None:
+    """Have the disk hold what was written, of those who do not see to that themselves."""
+    for path in folder.rglob("*"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
 def main() -> int:
     action, name, *arguments = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
@@ -63,6 +72,7 @@ def main() -> int:
         if action == "pack":
             with timed() as answer:
                 module.pack(job)
+                sync_files(Path(job.out))
         else:
             answer = summary(module.read(job))
     answers.write(json.dumps(answer) + "\n")

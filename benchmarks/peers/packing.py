@@ -81,6 +81,7 @@ SECTIONS = {
         "FFCV, jpg": Packer("pack_ffcv", "ffcv"),
     },
 }
+SECTIONS["disk"] = {name: SECTIONS["copy"][name] for name in ("tar cf", "datapipe, tar", "WebDataset")}
 
 
 def missing(packer: Packer | Peer, venv: Path = PEERS_VENV) -> str | None:

@@ -75,6 +75,7 @@ def test_chosen_packers() -> None:
     assert {name: list(packers) for name, packers in chosen(["tar", "ffcv"]).items()} == {
         "copy": ["tar cf", "FFCV, bytes"],
         "resize": ["FFCV, jpg"],
+        "disk": ["tar cf"],
     }
     with pytest.raises(SystemExit, match="nobody"):
         chosen(["nobody"])
