@@ -176,7 +176,7 @@ def main() -> int:
 
     sections = chosen(arguments.only)
     described = environment()
-    results, described_corpora = {}, {}
+    results, described_corpora, filesystems = {}, {}, {}
     for name, packers in sections.items():
         folder = corpus.photographs(arguments.resize_count if name == "resize" else arguments.count)
         source = folder / "images" / "train"
@@ -186,7 +186,8 @@ def main() -> int:
         described_corpora[name] = corpus.describe(folder)
         print(f"{described_corpora[name]}, written to {place} ({mounted_as(place)})", flush=True)
         print(f"{name}: 1 checked and {arguments.rounds} measured runs of each packer", flush=True)
-        results[name] = {"filesystem": mounted_as(place)} | section(name, packers, contest, arguments.rounds)
+        filesystems[name] = mounted_as(place)
+        results[name] = {"filesystem": filesystems[name]} | section(name, packers, contest, arguments.rounds)
         print("\n" + report(name, results[name]) + "\n", flush=True)
     print("Medians (smallest–largest) over the runs, of the packing alone; whole: with start-up and imports.")
     if not arguments.only:
@@ -194,7 +195,7 @@ def main() -> int:
             "environment": described,
             "peers": versions(arguments.peers),
             "corpora": described_corpora,
-            "settings": {"short": SHORT, "quality": QUALITY, "restart": RESTART},
+            "settings": {"short": SHORT, "quality": QUALITY, "restart": RESTART, "filesystem": filesystems["copy"]},
             "notes": NOTES,
             "sections": results,
         }

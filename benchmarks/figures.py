@@ -64,7 +64,7 @@ def pack() -> Plot:
         Bars("Made 256 pixels high, restart markers", "images per CPU-second", by_value(scaled), "more"),
     ]
     rounds = sections["copy"]["rounds"]
-    return Plot(panels, f"Median and range of {rounds} runs, {sections['copy']['filesystem']}; "
+    return Plot(panels, f"Median and range of {rounds} runs, {result['settings']['filesystem']}; "
                         f"{machine(result['environment'])}")  # fmt: skip
 
 

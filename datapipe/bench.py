@@ -116,7 +116,7 @@ def format_result(result: dict[str, Any]) -> list[str]:
         f"({result['threads']} threads, {result['size']} pixels, batches of {result['batch_size']}); "
         f"first batch after {result['first_batch_s']:.2f} s"
     ]
-    if not result["decoder_in_c"].endswith(" AVX2"):
+    if not result["decoder_in_c"].endswith((" AVX2", " NEON")):
         lines.append(f"decoder in C: {result['decoder_in_c']}")
     stages = result["stages_s"]
     known = {name: stages[name] for name in STAGES if stages.get(name)}

@@ -1,8 +1,8 @@
 """The decoder in C: images in files or memory to crops in a batch's slots, or to JPEGs of a window for another decoder,
 one call for many, without the interpreter's lock.
 
-It is compiled when the package is installed, where there is a compiler: for processors with AVX2, and for all others.
-Without AVX2 libraries are faster, and only DATAPIPE_NATIVE=plain chooses it; DATAPIPE_NATIVE=0 chooses none.
+It is compiled when the package is installed, where there is a compiler: with vectors for AVX2 or NEON, and in plain C.
+Without vectors libraries are faster, and only DATAPIPE_NATIVE=plain chooses it; DATAPIPE_NATIVE=0 chooses none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import platform
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,7 +24,8 @@ from ..errors import SettingError
 VERSION = 2  # NATIVE_VERSION in native.h
 VARIABLE = "DATAPIPE_NATIVE"
 REBUILD = "to build it, with a C compiler (cc): python -m pip install --no-deps -e CHECKOUT, the folder of this project"
-AVX2, PLAIN = "avx2", "plain"
+AVX2, NEON, PLAIN = "avx2", "neon", "plain"
+VECTORS = {"x86_64": AVX2, "AMD64": AVX2, "aarch64": NEON, "arm64": NEON}  # by platform.machine()
 
 DONE, UNSUPPORTED, UNREAD = range(3)  # enum Status
 
@@ -79,7 +81,7 @@ class Native:
 
     Args:
         path: The library.
-        name: AVX2 or PLAIN.
+        name: AVX2, NEON or PLAIN.
 
     Raises:
         UnusableError: It is not this version's library, or does not run here.
@@ -237,7 +239,8 @@ class Choice(NamedTuple):
         """Say it in words, such as "version 1 for AVX2" and "none (DATAPIPE_NATIVE=0)"."""
         if self.native is None:
             return f"none ({self.reason})"
-        return f"version {self.native.version} " + ("for AVX2" if self.native.name == AVX2 else "without AVX2")
+        vectors = "without vectors" if self.native.name == PLAIN else f"for {self.native.name.upper()}"
+        return f"version {self.native.version} {vectors}"
 
 
 @lru_cache(maxsize=1)
@@ -250,12 +253,12 @@ def choose() -> Choice:
     setting = os.environ.get(VARIABLE, "1")
     if setting not in ("0", "1", PLAIN):
         raise SettingError(
-            f"{VARIABLE}: {setting!r}; allowed: 0 (not to use the decoder in C), 1, {PLAIN} (without AVX2)"
+            f"{VARIABLE}: {setting!r}; allowed: 0 (not to use the decoder in C), 1, {PLAIN} (without vectors)"
         )
     if setting == "0":
         return Choice(None, f"{VARIABLE}=0")
     try:
-        return Choice(open_library(PLAIN if setting == PLAIN else AVX2), "")
+        return Choice(open_library(PLAIN if setting == PLAIN else VECTORS.get(platform.machine(), "")), "")
     except UnusableError as error:
         return Choice(None, str(error))
 
@@ -264,16 +267,18 @@ def open_library(name: str) -> Native:
     """Load a library.
 
     Args:
-        name: AVX2 or PLAIN.
+        name: AVX2, NEON or PLAIN; "" if there are no vectors for this kind of processor.
 
     Raises:
         UnusableError: It was not compiled, or does not run here.
     """
+    unfit = f"this processor has no {'AVX2' if name == AVX2 else 'AVX2 or NEON'}, and libraries are faster without it; "
+    unfit += f"{VARIABLE}={PLAIN} uses it"
+    if not name:
+        raise UnusableError(unfit)
     spec = importlib.util.find_spec(f"{__name__}._{name}")
     if spec is None or spec.origin is None:
         raise UnusableError(f"it was not compiled when this package was installed; {REBUILD}")
     if name == AVX2 and not open_library(PLAIN).has_avx2():  # asked of code that runs on every processor
-        raise UnusableError(
-            f"this processor has no AVX2, and libraries are faster without it; {VARIABLE}={PLAIN} uses it"
-        )
+        raise UnusableError(unfit)
     return Native(spec.origin, name)

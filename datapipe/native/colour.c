@@ -8,6 +8,8 @@
 
 #if defined __AVX2__
 #include <immintrin.h>
+#elif defined DATAPIPE_NEON
+#include <arm_neon.h>
 #endif
 
 enum { NARROW = 2 }; /* samples of chroma across: of an image as narrow, libjpeg repeats samples */
@@ -149,6 +151,38 @@ static void convert(const uint8_t *y, const uint8_t *cb, const uint8_t *cr, int 
                                             green_part(_mm256_unpackhi_epi16(blue, red)));
         __m256i g = _mm256_sub_epi16(_mm256_add_epi16(luma, greens), red);
         store_interleaved(saturate(r), saturate(g), saturate(b), out + 3 * i);
+    }
+}
+
+#elif defined DATAPIPE_NEON
+
+/* (value * factor + other * other_factor) / ONE, rounded */
+static inline int16x8_t scale(int16x8_t value, int factor, int16x8_t other, int other_factor)
+{
+    int32x4_t low = vmull_n_s16(vget_low_s16(value), (int16_t)factor);
+    int32x4_t high = vmull_n_s16(vget_high_s16(value), (int16_t)factor);
+    low = vmlal_n_s16(low, vget_low_s16(other), (int16_t)other_factor);
+    high = vmlal_n_s16(high, vget_high_s16(other), (int16_t)other_factor);
+    return vcombine_s16(vrshrn_n_s32(low, 16), vrshrn_n_s32(high, 16));
+}
+
+static inline int16x8_t widened(const uint8_t *samples)
+{
+    return vreinterpretq_s16_u16(vmovl_u8(vld1_u8(samples)));
+}
+
+static void convert(const uint8_t *y, const uint8_t *cb, const uint8_t *cr, int count, uint8_t *out)
+{
+    const int16x8_t middle = vdupq_n_s16(128);
+    for (int i = 0; i < count; i += 8) {
+        int16x8_t luma = widened(y + i);
+        int16x8_t blue = vsubq_s16(widened(cb + i), middle), red = vsubq_s16(widened(cr + i), middle);
+        /* whole multiples are taken out of the factors, which then fit into 16 bits: 1.402 = 1 + 0.402 */
+        int16x8_t r = vaddq_s16(vaddq_s16(luma, red), scale(red, R_CR - ONE, red, 0));
+        int16x8_t g = vaddq_s16(vsubq_s16(luma, red), scale(blue, G_CB, red, ONE + G_CR));
+        int16x8_t b = vaddq_s16(vaddq_s16(luma, vaddq_s16(blue, blue)), scale(blue, B_CB - 2 * ONE, red, 0));
+        uint8x8x3_t pixels = {{vqmovun_s16(r), vqmovun_s16(g), vqmovun_s16(b)}};
+        vst3_u8(out + 3 * i, pixels);
     }
 }
 

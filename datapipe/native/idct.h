@@ -131,6 +131,81 @@ static inline void inverse_dct(const Block *a, const Block *b)
     }
 }
 
+#elif defined DATAPIPE_NEON
+#include <arm_neon.h>
+
+static inline int32x4_t sum_of_products(int16x4_t x, int16x4_t y, int a, int b)
+{
+    return vmlal_n_s16(vmull_n_s16(x, (int16_t)a), y, (int16_t)b);
+}
+
+/* Transform four columns: rows of 16 bits in, rows of 16 bits out, rounded and shifted. */
+static inline void transform_half(const int16x4_t r[8], int shift, int16x4_t out[8])
+{
+    int16x4_t sum73 = vadd_s16(r[7], r[3]), sum51 = vadd_s16(r[5], r[1]);
+    int32x4_t c3 = sum_of_products(r[2], r[6], E2, E6), c2 = sum_of_products(r[2], r[6], E6, E7);
+    int32x4_t c0 = sum_of_products(r[0], r[4], 1 << BITS, 1 << BITS);
+    int32x4_t c1 = sum_of_products(r[0], r[4], 1 << BITS, -(1 << BITS));
+    int32x4_t s3 = sum_of_products(sum73, sum51, O3, O5), s4 = sum_of_products(sum73, sum51, O5, O4);
+    int32x4_t half = vdupq_n_s32(1 << (shift - 1)), right = vdupq_n_s32(-shift);
+    c0 = vaddq_s32(c0, half);
+    c1 = vaddq_s32(c1, half);
+    int32x4_t even[4] = {vaddq_s32(c0, c3), vaddq_s32(c1, c2), vsubq_s32(c1, c2), vsubq_s32(c0, c3)};
+    int32x4_t odd[4] = {vaddq_s32(sum_of_products(r[7], r[1], A0, A1), s4),
+                        vaddq_s32(sum_of_products(r[5], r[3], B0, B3), s3),
+                        vaddq_s32(sum_of_products(r[5], r[3], B5, B0), s4),
+                        vaddq_s32(sum_of_products(r[7], r[1], A7, A0), s3)};
+    for (int k = 0; k < 4; k++) {
+        out[k] = vqmovn_s32(vshlq_s32(vaddq_s32(even[k], odd[k]), right));
+        out[7 - k] = vqmovn_s32(vshlq_s32(vsubq_s32(even[k], odd[k]), right));
+    }
+}
+
+static inline void transform(int16x8_t rows[8], int shift)
+{
+    int16x4_t low[8], high[8];
+    for (int k = 0; k < 8; k++) {
+        low[k] = vget_low_s16(rows[k]);
+        high[k] = vget_high_s16(rows[k]);
+    }
+    transform_half(low, shift, low);
+    transform_half(high, shift, high);
+    for (int k = 0; k < 8; k++)
+        rows[k] = vcombine_s16(low[k], high[k]);
+}
+
+static inline void transpose(int16x8_t rows[8])
+{
+    int32x4_t fours[8]; /* of rows 0 to 3, then 4 to 7: columns k and k + 4 in each */
+    for (int i = 0; i < 8; i += 4) {
+        int16x8x2_t first = vtrnq_s16(rows[i], rows[i + 1]), second = vtrnq_s16(rows[i + 2], rows[i + 3]);
+        for (int k = 0; k < 2; k++) {
+            int32x4x2_t both = vtrnq_s32(vreinterpretq_s32_s16(first.val[k]), vreinterpretq_s32_s16(second.val[k]));
+            fours[i + k] = both.val[0];
+            fours[i + k + 2] = both.val[1];
+        }
+    }
+    for (int k = 0; k < 4; k++) {
+        rows[k] = vreinterpretq_s16_s32(vcombine_s32(vget_low_s32(fours[k]), vget_low_s32(fours[k + 4])));
+        rows[k + 4] = vreinterpretq_s16_s32(vcombine_s32(vget_high_s32(fours[k]), vget_high_s32(fours[k + 4])));
+    }
+}
+
+static inline void inverse_dct(const Block *a, const Block *b)
+{
+    for (const Block *block = a; block; block = block == b || a == b ? NULL : b) {
+        int16x8_t rows[8];
+        for (int i = 0; i < 8; i++)
+            rows[i] = vmulq_s16(vld1q_s16(block->coefficients + 8 * i), vld1q_s16(block->quantisation + 8 * i));
+        transform(rows, FIRST_SHIFT);
+        transpose(rows);
+        transform(rows, SECOND_SHIFT);
+        transpose(rows);
+        for (size_t i = 0; i < 8; i++) /* + 128 */
+            vst1_u8(block->out + i * block->stride, veor_u8(vreinterpret_u8_s8(vqmovn_s16(rows[i])), vdup_n_u8(128)));
+    }
+}
+
 #else
 
 static inline int clamp(int value, int low, int high)

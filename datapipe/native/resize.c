@@ -11,6 +11,8 @@
 
 #if defined __AVX2__
 #include <immintrin.h>
+#elif defined DATAPIPE_NEON
+#include <arm_neon.h>
 #endif
 
 enum { MAX_PRECISION = 22 }; /* bits behind the point */
@@ -192,6 +194,34 @@ static void resize_rgb_row(const RowPlan *plan, const uint8_t *row, uint8_t *out
         resize_pairs(plan, plan->pairs, row, out);
 }
 
+#elif defined DATAPIPE_NEON
+
+/* Sums to bytes: shifted by -`right`, and limited to 0 and 255. */
+static inline uint8x8_t packed(int32x4_t low, int32x4_t high, int32x4_t right)
+{
+    return vqmovun_s16(vcombine_s16(vqmovn_s32(vshlq_s32(low, right)), vqmovn_s32(vshlq_s32(high, right))));
+}
+
+/* Resize a row of three channels, two input pixels at a time: they are in six of eight bytes. */
+static void resize_rgb_row(const Axis *axis, bool flip, const uint8_t *row, uint8_t *out)
+{
+    const int32x4_t half = vdupq_n_s32(1 << (axis->precision - 1)), right = vdupq_n_s32(-axis->precision);
+    for (int i = 0; i < axis->out; i++, out += 3) {
+        int from = flip ? axis->out - 1 - i : i, count = axis->count[from];
+        const int16_t *weights = axis->weights + (size_t)from * (size_t)axis->taps;
+        const uint8_t *pixel = row + axis->first[from] * 3;
+        int32x4_t sum = half;
+        for (int j = 0; j < count; j += 2, pixel += 6) {
+            int16x8_t two = vreinterpretq_s16_u16(vmovl_u8(vld1_u8(pixel)));
+            sum = vmlal_n_s16(sum, vget_low_s16(two), weights[j]);
+            sum = vmlal_n_s16(sum, vget_low_s16(vextq_s16(two, two, 3)), j + 1 < count ? weights[j + 1] : (int16_t)0);
+        }
+        uint8_t pixels[8];
+        vst1_u8(pixels, packed(sum, sum, right));
+        memcpy(out, pixels, 3);
+    }
+}
+
 #endif
 
 /* Resize each row; the results lie `stride` bytes apart, and what is behind them is overwritten. */
@@ -214,7 +244,11 @@ static void resize_rows(const Rows *rows, const Axis *axis, bool flip, uint8_t *
     for (int y = 0; y < rows->height; y++, out += stride) {
         read_row(rows, y, row);
         if (rows->channels == 3)
+#if defined DATAPIPE_NEON
+            resize_rgb_row(axis, flip, row, out);
+#else
             resize_row(axis, flip, 3, row, out);
+#endif
         else
             resize_row(axis, flip, 1, row, out);
     }
@@ -251,6 +285,19 @@ static void add_rows(const uint8_t *rows, size_t stride, const int16_t *weights,
             _mm_storeu_si128((__m128i *)(void *)rest, _mm256_castsi256_si128(sums));
             memcpy(out + x, rest, count - x);
         }
+    }
+#elif defined DATAPIPE_NEON
+    const int32x4_t half = vdupq_n_s32(1 << (precision - 1)), right = vdupq_n_s32(-precision);
+    for (size_t x = 0; x < count; x += 8) {
+        int32x4_t low = half, high = half;
+        for (int j = 0; j < taps; j++) {
+            int16x8_t bytes = vreinterpretq_s16_u16(vmovl_u8(vld1_u8(rows + (size_t)j * stride + x)));
+            low = vmlal_n_s16(low, vget_low_s16(bytes), weights[j]);
+            high = vmlal_n_s16(high, vget_high_s16(bytes), weights[j]);
+        }
+        uint8_t sums[8];
+        vst1_u8(sums, packed(low, high, right));
+        memcpy(out + x, sums, count - x < 8 ? count - x : 8);
     }
 #else
     for (size_t start = 0; start < count; start += SLACK) {

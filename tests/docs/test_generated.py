@@ -97,7 +97,7 @@ def test_the_five_figures_of_the_readme() -> None:
     photographs, pixels = (sections[name]["loaders"] for name in ("photographs", "pixels"))
     ours, ffcv, webdataset = (
         photographs[name]["images_per_cpu_s"]["median"]
-        for name in ("datapipe, tar --restart 8", "FFCV, jpg", "WebDataset + Pillow")
+        for name in ("datapipe, tar", "FFCV, jpg", "WebDataset + Pillow")
     )
     assert (
         f"| {ours:.0f}: {ours / ffcv:.1f} × FFCV's JPEG mode, {ours / webdataset:.1f} × WebDataset + Pillow; " in readme

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 
 from datapipe import native
 
+NAMES = [native.PLAIN, native.VECTORS.get(platform.machine(), native.AVX2)]
 
-@pytest.fixture(params=[native.PLAIN, native.AVX2])
+
+@pytest.fixture(params=NAMES)
 def library(request: pytest.FixtureRequest) -> native.Native:
     try:
         library = native.open_library(request.param)
@@ -20,7 +24,7 @@ def library(request: pytest.FixtureRequest) -> native.Native:
 def library_of_session() -> list[native.Native]:
     """All of them, for property tests."""
     libraries = []
-    for name in (native.PLAIN, native.AVX2):
+    for name in NAMES:
         try:
             libraries.append(native.open_library(name))
         except native.UnusableError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _ctypes
 import importlib.machinery
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -28,19 +29,20 @@ def fresh(monkeypatch):
 
 
 def test_the_best_library_is_chosen():
+    name = native.VECTORS.get(platform.machine(), "")
     try:
-        native.open_library(native.AVX2)
+        native.open_library(name)
     except native.UnusableError as error:
         pytest.skip(str(error))
     choice = native_pixels.choose_native()
     assert choice.native is not None
-    assert choice.native.name == native.AVX2 and str(choice) == f"version {native.VERSION} for AVX2"
+    assert choice.native.name == name and str(choice) == f"version {native.VERSION} for {name.upper()}"
 
 
 def test_the_environment_chooses(library, monkeypatch):
     monkeypatch.setenv(native.VARIABLE, "plain")
     assert native.choose().native.name == native.PLAIN
-    assert str(native.choose()) == f"version {native.VERSION} without AVX2"
+    assert str(native.choose()) == f"version {native.VERSION} without vectors"
     native.choose.cache_clear()
     monkeypatch.setenv(native.VARIABLE, "0")
     assert native.choose() == (None, "DATAPIPE_NATIVE=0")
@@ -59,7 +61,13 @@ def test_without_a_compiler(monkeypatch):
 def test_a_processor_without_avx2(library, monkeypatch):
     """The plain library says so: another one would end the process."""
     monkeypatch.setattr(native.Native, "has_avx2", lambda self: False)
-    assert "this processor has no AVX2" in str(native.choose()) and native.choose().native is None
+    choice = native.choose()
+    assert choice.native is None and "this processor has no AVX2, and libraries are faster without" in choice.reason
+
+
+def test_a_processor_without_vectors(library, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "s390x")
+    assert "this processor has no AVX2 or NEON, and" in str(native.choose()) and native.choose().native is None
 
 
 @pytest.mark.parametrize("content", ["another library", "no library"])

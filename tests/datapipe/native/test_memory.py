@@ -15,10 +15,11 @@ SOURCES = sorted((ROOT / "datapipe/native").glob("*.c"))
 FLAGS = ["-std=c11", "-ffp-contract=off"]
 SANITIZERS = ["-DEXACT_ROOM", "-g", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Wsign-conversion", "-Wundef", "-Werror"]
-AVX2 = ["-mavx2", "-mbmi", "-mbmi2"]
+AVX2, NEON = ["-mavx2", "-mbmi", "-mbmi2"], ["-DDATAPIPE_NEON", "-fwrapv"]
 VARIANTS = pytest.mark.parametrize("variant", [[], AVX2], ids=["plain", "avx2"])
 PROCESSORS = {  # the compiler, and what runs its programs
     "avx2": (["cc", *AVX2], []),
+    "neon": (["aarch64-linux-gnu-gcc", "-static", *NEON], ["qemu-aarch64"]),
     "64 bits": (["aarch64-linux-gnu-gcc", "-static"], ["qemu-aarch64"]),
     "32 bits": (["arm-linux-gnueabihf-gcc", "-static"], ["qemu-arm"]),
     "big-endian": (["s390x-linux-gnu-gcc", "-static"], ["qemu-s390x"]),
