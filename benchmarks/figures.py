@@ -78,7 +78,7 @@ def imagenet() -> Plot:
         Bars("Going through an epoch", "seconds", seconds_of(loaders, "wall_s"), "less"),
     ]
     count = sum(result["images"].values())
-    return Plot(panels, f"{count:,} images of 32×32 pixels, each step once; {machine(result['environment'])}")
+    return Plot(panels, f"{count:,} images of 32×32 pixels, each step once;\n{machine(result['environment'])}")
 
 
 def seconds_of(results: Iterable[tuple[str, Mapping[str, float]]], key: str) -> list[Bar]:
