@@ -162,8 +162,8 @@ class Native:
 
     def _call(self, function: Any, jobs: np.ndarray, numbers: list[int], *arrays: np.ndarray) -> int:
         """Call a function for a chunk with this thread's workspace."""
-        addresses = (array.ctypes.data for array in arrays)
-        return int(function(self._workspace().pointer, jobs.ctypes.data, len(jobs), *numbers, *addresses))
+        addresses, workspace = (array.ctypes.data for array in arrays), self._workspace()
+        return int(function(workspace.pointer, jobs.ctypes.data, len(jobs), *numbers, *addresses))
 
     def read_files(
         self,
@@ -191,15 +191,16 @@ class Native:
         starts = np.cumsum([0, *map(len, names[:-1])])
         files["name"] = np.frombuffer(joined, np.uint8).ctypes.data + starts
         files["folder"], files["size"] = [folder for folder, _ in places], -1
-        room = np.frombuffer(memory, np.uint8)
+        room, workspace = np.frombuffer(memory, np.uint8), self._workspace()
         self._library.native_read_files(
-            self._workspace().pointer, files.ctypes.data, len(files), flags, room.ctypes.data, room.size,
+            workspace.pointer, files.ctypes.data, len(files), flags, room.ctypes.data, room.size,
             abandoned.ctypes.data, progress.ctypes.data,
         )  # fmt: skip
         return list(zip(files["size"].tolist(), files["checksum"].tolist(), strict=True))
 
     def _workspace(self) -> _Workspace:
-        """Return this thread's memory."""
+        """Return this thread's memory, for the caller to hold during its call: when the interpreter ends, it takes what
+        is a daemon thread's own, but not what its functions hold."""
         workspace: _Workspace | None = getattr(self._local, "workspace", None)
         if workspace is None:
             workspace = self._local.workspace = _Workspace(self._library)

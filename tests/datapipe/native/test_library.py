@@ -89,6 +89,11 @@ def test_where_nothing_can_be_written():
     assert done.stdout == f"[] {native.choose()}\n"
 
 
+def test_a_process_ends_while_a_daemon_thread_decodes(library):
+    """As one whose training fails: the thread's memory is there as long as the process is."""
+    subprocess.run([sys.executable, Path(__file__).parent / "children" / "ends_early.py", library.name], check=True)
+
+
 def test_a_library_of_another_version(library, monkeypatch):
     monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
     choice = native.choose()
