@@ -158,7 +158,7 @@ class BlockedImages(IndexedImages):
     ) -> None:
         super().__init__(slots, samples, jobs, data_set, shards)
         self._reads = reads
-        self._parts: dict[int, memoryview] = {}  # not compared with the checksums
+        self._parts: dict[int, Data] = {}  # not compared with the checksums
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
         parts = {i: self._take(i) for i in range(len(self.jobs))}
@@ -168,11 +168,15 @@ class BlockedImages(IndexedImages):
         sample, shard, offset, _, checksum = self._extent(i)
         return self._data_set.checked(sample, self._take(i), shard, offset, checksum)
 
-    def _take(self, i: int) -> memoryview:
+    def _take(self, i: int) -> Data:
+        """Return as many bytes as the index says: so many are read at their address in memory."""
         if i not in self._parts:
-            job = self.jobs[i]
+            offset, size = int(self.jobs[i]["offset"]), int(self.jobs[i]["size"])
             try:
-                self._parts[i] = self._reads[i].take(int(job["offset"]), int(job["size"]))
+                part: Data = self._reads[i].take(offset, size)
+                if len(part) != size:  # an index may have it end in the next sample, which is in another piece
+                    part = self._data_set.reader.read(self._shards[i], offset, size)
+                self._parts[i] = part
             except ShardReadError as error:
                 error.key = error.key or self._data_set.key(int(self.samples[i]))
                 raise

@@ -11,14 +11,14 @@ import pytest
 
 from datapipe.cli import info
 from datapipe.dataset import DataSet
-from datapipe.dataset.index import INDEX, PART, RECORD, check_records, write_index
+from datapipe.dataset.index import INDEX, PART, RECORD, check_records, sample_checksum, write_index
 from datapipe.dataset.manifest import KEYS, MANIFEST, FileInfo, Manifest, ShardInfo
 from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError
 from datapipe.fsio import checksum
 from datapipe.images.codec import encode_png
 from datapipe.images.recode import RecodeOptions
-from datapipe.loaders import open_loader
+from datapipe.loaders import block_reads, open_loader
 from datapipe.packing import PackOptions, convert, pack
 from datapipe.sampling.augment import Augment
 
@@ -184,6 +184,22 @@ def test_what_a_shard_holds_is_counted(packed_folders, tmp_path):
     reseal(folder)
     message = f"has {first.num_samples - 1} samples in {first.name}, expected {first.num_samples}"
     assert [problem.reason for problem in verify(folder)] == [message]
+
+
+def test_a_sample_that_ends_in_the_next_has_all_of_its_bytes(same_size, tmp_path, monkeypatch):
+    """Though that one is in another piece of a block: the decoder in C reads as many as the index says."""
+    monkeypatch.setattr(block_reads, "PIECE_BYTES", 1)
+    whole = same_size / "tar" / "train"
+    records = np.load(whole / INDEX)
+    end, start = int(records["offset"][6] + records["size"][6]), int(records["offset"][5])
+    data = (whole / Manifest.read(whole).shards[0].name).read_bytes()[start:end]
+    forged = forge(whole, tmp_path / "forged", size=len(data), checksum=sample_checksum(data))
+    epochs = []
+    for folder in (whole, forged):
+        with open_loader(folder, 1, size=24, order="blocks", augment=Augment("none")) as loader:
+            epochs.append([(batch.samples.item(), batch.images.numpy().copy()) for batch in loader])
+    for (sample, image), (same_sample, same_image) in zip(*epochs, strict=True):
+        assert sample == same_sample and np.array_equal(image, same_image)
 
 
 def large(count: int) -> tuple[np.ndarray, Manifest]:
