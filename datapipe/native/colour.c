@@ -79,6 +79,8 @@ static const uint8_t *chroma_row(const Rows *rows, int component, int y)
             out[i] = (uint8_t)((3 * near[i] + far[i] + round) >> 2);
         return out;
     }
+    /* neighbours that the image has. Where the window lacks one, it is what lies beside the row, and so is a pixel that is
+     * not the box's: the window has a margin of a pixel */
     bool has_left = first > 0, has_right = first + count < width;
     uint16_t *sums = rows->sums;
     add_rows(near - has_left, far ? far - has_left : NULL, count + has_left + has_right, sums - has_left);

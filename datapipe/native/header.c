@@ -84,8 +84,8 @@ static bool read_frame(Segment segment, Header *header, uint8_t *ids)
         const uint8_t *component = at + 6 + 3 * i;
         int across = component[1] >> 4, down = component[1] & 15;
         ids[i] = component[0];
-        header->quantisation_of[i] = component[2];
-        if (component[2] > 3 || !across || !down || across > 4 || down > 4)
+        header->quantisation_of[i] = component[2]; /* read once: others may write to a file that is mapped */
+        if (header->quantisation_of[i] > 3 || !across || !down || across > 4 || down > 4)
             return false;
         if (i == 0) { /* A.2.2: a scan of one component has MCUs of one block, whatever its factors */
             header->across = header->components == 1 ? 1 : across;

@@ -10,8 +10,8 @@
 #define SKIP_BITS 12
 #define READ_AHEAD 16 /* bytes behind the data that a reader may touch */
 
-/* How far a code moves on in its block: its run of zeros and the coefficient itself, at most 16. Or, both so that at most
- * 62 before them make a place that tells them from others: see `is_damaged`. */
+/* How far a code moves on in its block, its `advance`: its run of zeros and the coefficient itself, at most 16. These two
+ * are more: from a place of at most 62 they lead to 127 and beyond, and to 64 to 126, as `is_damaged` tells them apart. */
 #define END_OF_BLOCK 127
 #define NO_CODE 64
 
@@ -88,7 +88,7 @@ static inline Entry find_code(const Huffman *table, uint64_t bits)
 /* Whether a block ended neither with its last coefficient nor with an end of block: beyond it, or at no code. */
 static inline bool is_damaged(unsigned place)
 {
-    return place - 64 < 63;
+    return place > 63 && place < END_OF_BLOCK;
 }
 
 #endif

@@ -86,7 +86,8 @@ typedef struct {
 uint8_t *make_room(Memory *memory, size_t size);
 
 #define OUTSIDE 64 /* place of a coefficient that no block has */
-extern const uint8_t ZIGZAG[192]; /* place in a block, row by row, of the k-th coefficient (figure A.6), or OUTSIDE */
+/* The place in a block, row by row, of the k-th coefficient (figure A.6), or OUTSIDE: k is at most 62 + END_OF_BLOCK. */
+extern const uint8_t ZIGZAG[192];
 
 bool read_header(const uint8_t *data, size_t size, Header *header);
 bool decode_window(Decoder *decoder, const uint8_t *data, size_t size, const Header *header, Box box, int scale,

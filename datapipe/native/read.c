@@ -1,4 +1,4 @@
-/* Encoded images from files: neighbours with one read, each compared with its checksum. */
+/* Encoded images from files: neighbours with one read. Their checksums are compared in chunk.c. */
 #define _POSIX_C_SOURCE 200809L /* pread */
 #define _FILE_OFFSET_BITS 64    /* where off_t would have 32 */
 

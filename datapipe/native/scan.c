@@ -111,7 +111,7 @@ static void decode_mcu(const Scan *scan, Piece *piece, int column, int row)
     const Header *header = scan->header;
     const Window *window = scan->window;
     size_t x = (size_t)(column - window->first_column), y = (size_t)(row - window->first_row);
-    _Alignas(32) int16_t coefficients[MAX_LUMA_BLOCKS + 2][80]; /* each with a place for what lies OUTSIDE */
+    _Alignas(32) int16_t coefficients[MAX_LUMA_BLOCKS + 2][80]; /* 64, what lies OUTSIDE, and up to 32 bytes */
     Block blocks[MAX_LUMA_BLOCKS + 2];
     int count = 0;
     for (int component = 0; component < header->components; component++) {
@@ -154,7 +154,7 @@ static bool decode_mcus(const Scan *scan, Piece *piece, int first, int end)
         if (is_within)
             decode_mcu(scan, piece, column, row);
         else if (row == window->end_row - 1 && column >= window->end_column)
-            return true;
+            return true; /* the window is full */
         else
             skip_mcu(scan, piece);
         if (piece->damage || piece->reader.next - (piece->reader.count >> 3) > piece->end)
