@@ -88,13 +88,9 @@ class Source(ABC):
 
 
 class Decoder(ABC, Generic[SlotsT]):
-    """What makes pixels of encoded images.
+    """What makes pixels of encoded images."""
 
-    Attributes:
-        chunk: Images put at a time: few enough to share a batch among threads, enough for numpy's overhead.
-    """
-
-    chunk = 32
+    chunk = 32  # images at a time: few enough to share a batch among threads, many enough for numpy's overhead
 
     @abstractmethod
     def put(self, slots: SlotsT, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
