@@ -1,8 +1,10 @@
-"""This project's `datapipe pack`, with its checksums, index, and synced files."""
+"""This project's `datapipe pack`, with its checksums, index, and synced files. Variant "command": as a program."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,10 @@ for name in ("h5py", "crc32c"):
 
 
 def pack(job: Job) -> None:
+    if job.variant == "command":
+        command = [sys.executable, "-m", "datapipe", "pack", job.source, job.out]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+        return
     recode = RecodeOptions(resize=f"short={SHORT}", quality=QUALITY, restart=RESTART) if job.resize else RecodeOptions()
     options = PackOptions(format=job.variant, workers=job.workers or None, recode=recode)
     pack_data_set(Path(job.source), Path(job.out), options)

@@ -81,7 +81,11 @@ SECTIONS = {
         "FFCV, jpg": Packer("pack_ffcv", "ffcv"),
     },
 }
-SECTIONS["disk"] = {name: SECTIONS["copy"][name] for name in ("tar cf", "datapipe, tar", "WebDataset")}
+SECTIONS["disk"] = {
+    "tar cf": SECTIONS["copy"]["tar cf"],
+    "datapipe pack": Packer("pack_datapipe", workers=0, variant="command", program=True),
+    "WebDataset": SECTIONS["copy"]["WebDataset"],
+}
 
 
 def missing(packer: Packer | Peer, venv: Path = PEERS_VENV) -> str | None:

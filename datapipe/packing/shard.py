@@ -9,6 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,9 +116,11 @@ class Shard:
         return position, pieces
 
     def write(self, position: int, pieces: Sequence[Buffer]) -> None:
-        """Write what `place` has returned."""
+        """Write what `place` has returned, and have the disk begin with it: `finish` then waits for little."""
         with named(self._partial):
-            write_at(self._fd, position, pieces)
+            size = write_at(self._fd, position, pieces)
+            with suppress(OSError):  # a filesystem may not take advice
+                os.posix_fadvise(self._fd, position, size, os.POSIX_FADV_DONTNEED)
 
     def finish(self, stop: threading.Event, begin: Callable[[], None] = lambda: None) -> PackedShard:
         """Complete the file and give it its name. Called once, when everything is written.
@@ -176,14 +179,18 @@ class Shard:
                 os.close(self._fd)
 
 
-def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> None:
+def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> int:
     """Write pieces to a file, one behind another.
 
     Args:
         fd: The file's descriptor.
         position: Of the first piece in the file, in bytes.
         pieces: What to write.
+
+    Returns:
+        Their size in bytes.
     """
+    begin = position
     for first in range(0, len(pieces), MAX_PIECES):
         group = pieces[first : first + MAX_PIECES]
         expected = sum(map(len, group))
@@ -195,6 +202,7 @@ def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> None:
                 count = os.pwrite(fd, rest, at)
                 rest, at = rest[count:], at + count
         position += expected
+    return position - begin
 
 
 def file_info(path: Path) -> FileInfo:

@@ -51,6 +51,22 @@ def test_same_bytes_for_any_number_of_workers(image_folder, tmp_path, name):
     assert bytes_of(tmp_path / "2") == first and bytes_of(tmp_path / "5") == first
 
 
+@pytest.mark.parametrize("error", [None, OSError(22, "no advice here")])
+def test_the_disk_begins_before_a_shard_is_whole(image_folder, tmp_path, monkeypatch, error):
+    begun = []
+
+    def advise(fd, position, size, advice):
+        assert advice == os.POSIX_FADV_DONTNEED and os.fstat(fd).st_size >= position + size
+        begun.append(size)
+        if error:
+            raise error
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    pack(image_folder, tmp_path / "out", PackOptions(shard_mib=SMALL))
+    sizes = [path.stat().st_size for path in tmp_path.glob("out/*/*.tar")]
+    assert len(sizes) == 5 <= len(begun) and 0 < sum(sizes) - sum(begun) <= 5 * 20 * 512  # all but their ends
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_same_bytes_for_any_number_of_tasks(image_folder, tmp_path, order):
     with one_at_a_time():
