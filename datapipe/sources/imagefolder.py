@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import SettingError, SourceError, WrongPathError
-from ..split_names import SPLIT_OF, TEST, VAL, have_twins, is_split_name, split_words, splits_of_name
+from ..split_names import SPLIT_OF, TEST, TRAIN, VAL, have_twins, is_split_name, split_words, splits_of_name
 from ..splits import VAL_OR_TRAIN, AmbiguousSplitError
 from . import Source
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import advise, is_hidden, is_partial
-from .joined import check_joined
-from .labels import number_labels, out_of_order
+from .joined import check_joined, named_options
+from .label_advice import TOP, advise_writing
+from .labels import number_labels, out_of_order, warn_of_case
 from .links import check_links
 from .listing import Listing
 from .root_advice import advise_roots
@@ -25,7 +26,6 @@ from .roots import check_roots, folders_in, may_hold_samples
 logger = logging.getLogger(__name__)
 
 FILES = {"csv": ".csv", "parquet": ".parquet", "webdataset": ".tar"}  # by kind: what --split may name instead
-NAMED = 3  # pairs that a message names
 
 
 def detect(path: Path) -> str:
@@ -58,7 +58,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
             message = "%s: class folders are numbered, and taken in the order of their texts: %s has label %d; "
             message += "--labels numbers takes the numbers, --labels names this order without a warning"
             logger.warning(message, path, moved, label_of[moved])
-    _warn_of_case(path, classes)
+    warn_of_case(path, classes)
     return Source(kind, classes, {split: tree.samples(label_of, listing.left_out) for split, tree in trees.items()})
 
 
@@ -71,25 +71,26 @@ def _check_numbers(path: Path, names: Sequence[str]) -> None:
             )
 
 
-def _warn_of_case(path: Path, classes: Sequence[str]) -> None:
-    """Warn of classes whose names differ in case alone: of letters they are two, of animals one."""
-    by_name: dict[str, str] = {}
-    pairs = [f"{other} and {name}" for name in classes if (other := by_name.setdefault(name.casefold(), name)) != name]
-    if pairs:
-        logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:NAMED]))
-
-
 def _check_files(path: Path, tree: ClassTree) -> None:
-    """Raise AmbiguousSplitError for class folders whose images are all called as those of val, or of test."""
-    names = itertools.chain(*(images for content in tree.classes.values() for _, images in content.folders))
-    splits: set[str] = set()
-    for name in names:
-        of_name = splits_of_name(name)
-        if of_name not in ({VAL}, {TEST}) or (splits and of_name != splits):
-            return
-        splits = of_name
-    if splits:
-        why = f"holds images that are called as those of {splits.pop()}, such as {name}, and no folder names a split"
+    """Raise AmbiguousSplitError for class folders whose images are all called as those of splits, and not of train."""
+    splits: dict[str, dict[str, str]] = {}  # by class and split: an image
+    image, may_be_trials = "", False
+    for name, content in tree.classes.items():
+        for image in itertools.chain(*(images for _, images in content.folders)):
+            of_image = {SPLIT_OF[word] for word in split_words(image)}
+            if len(of_image) != 1:
+                return
+            may_be_trials |= not splits_of_name(image)
+            splits.setdefault(name, {}).setdefault(of_image.pop(), image)
+    what = "holds images that are called as those of"
+    if mixed := next((images for images in splits.values() if len(images) > 1), None):
+        first, second, *_ = sorted(mixed)
+        why = f"{what} {first} and {second}, such as {mixed[first]} and {mixed[second]}, and no folder names a split"
+        by_name = advise_writing(path, "if their names say which are", TOP)
+        raise AmbiguousSplitError(path, why, f"type {named_options({TRAIN: ['.']})} if all are for training; {by_name}")
+    of_all = set(itertools.chain(*splits.values()))
+    if of_all in ({VAL}, {TEST}) and not may_be_trials:
+        why = f"{what} {of_all.pop()}, such as {image}, and no folder names a split"
         raise AmbiguousSplitError(path, why, VAL_OR_TRAIN)
 
 

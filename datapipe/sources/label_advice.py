@@ -11,7 +11,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from shlex import quote
 
-from ..splits import split_words
+from ..split_names import is_split_name, split_words
 from .class_folders import OF_IMAGES
 from .file_names import EXTENSIONS, is_hidden, is_image
 
@@ -28,6 +28,7 @@ WRITE = (
     "[('path', 'label'), *((path, {label}) for path in sorted(pathlib.Path('{folder}').rglob('*')) "
     'if path.suffix.lower() in {suffixes})])"'
 )
+TOP = "path.parts[0]"  # the label of an image in class/…: the class
 PLAIN = re.compile(r"[\w ./()+,@=-]+")  # what needs no quotes in it
 
 
@@ -59,6 +60,9 @@ def advise_sorting(folder: Path, classes: Collection[str]) -> str:
 def advise_listing(source: Path) -> str:
     """Say how to write a table of images whose names, or whose folders in folders, may be their classes; "" if none."""
     folders = dict(_folders_of_images(source))
+    if folders and all(map(_is_split_of_class, folders)):
+        first = next(iter(folders))
+        return advise_writing(source, f"if {first} is for a split of the class {os.path.dirname(first)}", TOP)
     if by_name := [folder for folder, names in folders.items() if _name_classes(names)]:
         best = max(by_name, key=lambda folder: (os.path.basename(folder).lower() in OF_IMAGES, len(folders[folder])))
         name = folders[best][0]
@@ -71,10 +75,29 @@ def advise_listing(source: Path) -> str:
             return ""
         what = f"if each folder of images is a class of its own, such as {next(iter(folders))}"
         label, place = "path.parent", "."
-    if not PLAIN.fullmatch(place):
-        return ""
+    return advise_writing(source, what, label, place) if PLAIN.fullmatch(place) else ""
+
+
+def advise_writing(source: Path, what: str, label: str, place: str = ".") -> str:
+    """Say by which command to write a table of images, and when.
+
+    Args:
+        source: Where to run it.
+        what: The condition.
+        label: Python's expression for the label of `path`, such as TOP.
+        place: The folder of the images, below the source.
+
+    Returns:
+        The text.
+    """
     command = WRITE.format(label=label, folder=place, suffixes=EXTENSIONS)
     return f"{what}, run in {quote(str(source))}, and give the labels.csv that it writes: {command}"
+
+
+def _is_split_of_class(folder: str) -> bool:
+    """Whether a folder lies in one that may be a class, and is called as a split, such as `cat/train`."""
+    above, _, name = folder.partition("/")
+    return is_split_name(name) and not split_words(above) and above.lower() not in OF_IMAGES
 
 
 def _may_be_class(folder: str) -> bool:

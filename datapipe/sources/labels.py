@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import unicodedata
@@ -14,11 +15,14 @@ from ..console import format_count, format_some
 from ..errors import SourceError
 from ..split_names import is_split_name
 
+logger = logging.getLogger(__name__)
+
 NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
 # Columns that may hold labels.
 LABEL_COLUMN = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
 MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
+NAMED = 3  # pairs of classes that a message names
 NONE = "None"  # what Python writes for nothing; none may be a class
 SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
 
@@ -58,6 +62,7 @@ def number_labels(
         classes = sorted(set(texts.values()), key=None if names else lambda text: (int(text), text))
     else:
         classes = numbered_classes(path, numbers.values(), how)
+    warn_of_case(path, classes)
     place = {name: label for label, name in enumerate(classes)}
     number_of = {label: place[text] for label, text in texts.items()}
     return classes, {
@@ -164,6 +169,14 @@ def alike(names: Iterable[str]) -> tuple[str, str] | None:
         if other != name:
             return other, name
     return None
+
+
+def warn_of_case(path: Path, classes: Sequence[str]) -> None:
+    """Warn of classes whose names differ in case alone: of letters they are two, of animals, and of TRUE, one."""
+    by_name: dict[str, str] = {}
+    pairs = [f"{other} and {name}" for name in classes if (other := by_name.setdefault(name.casefold(), name)) != name]
+    if pairs:
+        logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:NAMED]))
 
 
 def out_of_order(names: Sequence[str]) -> str | None:

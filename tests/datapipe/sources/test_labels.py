@@ -38,6 +38,12 @@ def test_labels_become_classes(labels, how, classes, numbers):
     assert found == classes and of_split["train"].tolist() == numbers and of_split["train"].dtype == "uint32"
 
 
+def test_labels_that_differ_in_case_alone_are_told(caplog):
+    classes, _ = number_labels(SOURCE, {"train": ["True", "no"], "val": ["TRUE", "no"]})
+    assert classes == ["TRUE", "True", "no"]
+    assert caplog.messages == ["/raw/data: classes whose names differ in case alone stay apart: TRUE and True"]
+
+
 def test_splits_have_the_same_classes():
     classes, of_split = number_labels(SOURCE, {"train": [f"{i}.0" for i in range(12)], "val": ["3", "11"]})
     assert len(classes) == 12 and of_split["val"].tolist() == [3, 11]

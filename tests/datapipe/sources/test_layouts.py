@@ -382,6 +382,13 @@ LISTED = {
     "SUN397": (["a/{abbey,apse/indoor,apse/outdoor}/sun_1.jpg", "b/bar/sun_2.PNG"],
                {"train": [f"{c}: {c}/sun_1" for c in ("a/abbey", "a/apse/indoor", "a/apse/outdoor")]
                          + ["b/bar: b/bar/sun_2"]}),
+    "splits in classes": (["{cat,dog}/{train,Val}/1.jpg"],
+                          {"train": ["cat: cat/train/1", "dog: dog/train/1"],
+                           "val": ["cat: cat/Val/1", "dog: dog/Val/1"]}),
+    "images of two splits in classes": (["{cat,dog}/{train_1,test_2_aligned}.jpg"],
+                                        {"train": ["cat: cat/train_1", "dog: dog/train_1"],
+                                         "val": ["cat: cat/test_2_aligned", "dog: dog/test_2_aligned"]}),
+    "splits in a folder of images": (["images/{train,val}/{1,2}.jpg", "more/{train,val}/1.jpg"], None),
     "names that say no classes": (["images/{1,2,3,4}.jpg"], None),
     "names of one kind": (["images/img_{1,2,3,4}.jpg"], None),
     "names of other things": (["images/{a,b,c}{1,2}x.jpg", "images/d1.jpg"], None),
@@ -589,6 +596,23 @@ def test_images_that_are_all_called_as_those_of_val(tmp_path, name):
         assert list(open_source(root, splits=[f"{split}=."]).splits) == [split]
     put(root, "dog/3.jpg")
     assert len(open_source(root).splits["train"]) == 5
+
+
+def test_images_that_are_called_as_those_of_two_splits(tmp_path):
+    root = put(tmp_path / "raw", "{cat,dog}/{train,val}_1.jpg")
+    why = r"of train and val, such as train_1.jpg and val_1.jpg, and no folder .*: type --split train=\. if all"
+    with pytest.raises(SourceError, match=why) as caught:
+        open_source(root)
+    assert advised(str(caught.value)) == [["--split", "train=."]]
+    assert len(open_source(root, splits=["train=."]).splits["train"]) == 4
+
+
+@pytest.mark.parametrize("files", [
+    ["{cat,dog}/{train,val}_1.jpg", "dog/2.jpg"], ["rail/train_{1,2}.jpg", "glass/test_{1,2}.jpg"],
+    ["{cat,dog}/train_{1,2}.jpg"], ["{cat,dog}/{train_test,val}_1.jpg"],
+])  # fmt: skip
+def test_images_whose_names_may_say_other_things_than_splits(tmp_path, files):
+    assert list(open_source(put(tmp_path / "raw", *files)).splits) == ["train"]
 
 
 @pytest.mark.parametrize("name", ["val", "imagenet-val", "test", "val/raw", "test/data", "valid/unzipped/images"])
