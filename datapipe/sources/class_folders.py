@@ -24,7 +24,8 @@ class Doubt(NamedTuple):
     """Why a folder does not look like the folder of class folders.
 
     `about`: "split", a folder that would be a class is called as a split; "parts", all may be parts of one set of
-    images; "groups", they may be groups of classes; "level", it may lie above or below the right one.
+    images; "groups", they may be groups of classes; "level", it may lie above or below the right one;
+    "lists", lists beside it may say which images are for training.
     """
 
     why: str

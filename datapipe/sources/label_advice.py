@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from shlex import quote
 
-from ..split_names import is_split_name, split_words
+from ..split_names import SPLIT_OF, is_split_name, split_words
 from .class_folders import OF_IMAGES
 from .file_names import EXTENSIONS, is_hidden, is_image
 
@@ -29,6 +29,11 @@ WRITE = (
     'if path.suffix.lower() in {suffixes})])"'
 )
 TOP = "path.parts[0]"  # the label of an image in class/…: the class
+JOIN = (
+    "python -c \"import csv, pathlib; csv.writer(open('labels.csv', 'w', newline='')).writerows("
+    "[('path', 'label', 'split'), *((name, pathlib.PurePath(name).parent.name, split) for split, file in {lists} "
+    'for name in (line{word} for line in open(file) if line.strip()))])"'
+)
 PLAIN = re.compile(r"[\w ./()+,@=-]+")  # what needs no quotes in it
 
 
@@ -92,6 +97,28 @@ def advise_writing(source: Path, what: str, label: str, place: str = ".") -> str
     """
     command = WRITE.format(label=label, folder=place, suffixes=EXTENSIONS)
     return f"{what}, run in {quote(str(source))}, and give the labels.csv that it writes: {command}"
+
+
+def advise_lists(source: Path, lists: Mapping[Path, Sequence[str]], classes: Collection[str]) -> str:
+    """Say how to write a table of images that a list of each split names by class and image; "" if they do not.
+
+    Args:
+        source: Where to run it.
+        lists: The lists, and some of the names in each.
+        classes: The class folders.
+
+    Returns:
+        The text.
+    """
+    by_split = {path: {SPLIT_OF[word] for word in split_words(path.name)} for path, names in lists.items() if names}
+    pairs = sorted((min(splits), os.path.relpath(path, source)) for path, splits in by_split.items())
+    names = [name for path in by_split for name in lists[path]]
+    is_clear = len(pairs) == len({split for split, _ in pairs}) > 1 and max(map(len, by_split.values())) == 1
+    are_whole = {os.path.basename(os.path.dirname(name)) for name in names} <= {*classes}
+    if not (is_clear and are_whole and all(PLAIN.fullmatch(file) for _, file in pairs)):
+        return ""
+    command = JOIN.format(lists=pairs, word=".strip()" if any(" " in name for name in names) else ".split()[0]")
+    return f"if so, run in {quote(str(source))}, and give the labels.csv that it writes: {command}"
 
 
 def _is_split_of_class(folder: str) -> bool:

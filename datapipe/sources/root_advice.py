@@ -21,11 +21,12 @@ from .class_folders import OF_IMAGES
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
 from .joined import advise_joined, are_parts, named_options, shared_classes
-from .label_advice import advise_sorting
+from .label_advice import advise_lists, advise_sorting
 from .listing import LeftOut, Listing
 from .root_search import Root, find_root, find_splits
 from .roots import folders_in
 from .table_advice import advise_tables, without_log
+from .tables_beside import lists_of_splits
 
 NAMED = 3  # readings that a message gives
 
@@ -42,6 +43,8 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
         The text, for the end of a message.
     """
     doubt = error.doubt if isinstance(error, RootError) else None
+    if doubt and doubt.about == "lists":
+        return _advise_lists(source, listing)
     root = Path(error.path) if error.path else source
     root = root if root.is_dir() else root.parent  # of an image beside the class folders
     texts: list[str] = []
@@ -74,6 +77,16 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     if are_flat or not texts:
         texts.append(advise_tables(source, listing))
     return "".join(f"; {text}" for text in texts)
+
+
+def _advise_lists(source: Path, listing: Listing) -> str:
+    """Say how to read class folders by lists of splits, and without them."""
+    tree = ClassTree.scan(source, None if listing.outside else str(source), LeftOut())
+    root = find_root(source, ".", listing)
+    by_lists = advise_lists(source, lists_of_splits(tree), root.classes if root else ())
+    by_lists = by_lists or "if so, write a CSV file with the columns path, label and split, and give that"
+    patterns = [os.path.normpath(pattern) for pattern in root.patterns] if root else []
+    return f"; {by_lists}" + f"; if all are, type {named_options({TRAIN: patterns})}" * bool(patterns)
 
 
 def _are_classes(source: Path, listing: Listing) -> bool:

@@ -10,13 +10,14 @@ from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 
-from ..split_names import TRAIN, is_split_name, split_words
+from ..console import format_some
+from ..split_names import TRAIN, is_split_name, own_splits, split_words
 from .class_folders import Doubt
 from .class_tree import ClassTree, RootError
 from .file_names import ARCHIVES, EXTENSIONS, TEXT_TABLES, is_hidden, is_image, may_have_labels
 from .joined import named_options
 from .listing import is_folder
-from .tables_beside import doubt_by_table
+from .tables_beside import doubt_by_table, lists_of_splits
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,16 @@ def _tables(source: Path, tree: ClassTree) -> list[Path]:
     inside = [path for content in tree.classes.values() for path in content.others]
     paths = [*(source / name for name in os.listdir(source)), *(tree.root / name for name in (*tree.beside, *inside))]
     return [path for path in dict.fromkeys(paths) if may_have_labels(path.name) and not is_hidden(path.name)]
+
+
+def _doubt_by_lists(source: Path, tree: ClassTree, doubt: Doubt | None) -> Doubt | None:
+    """Doubt that all class folders are for training, where lists of images are called as those of splits."""
+    folders = chain(*(content.folders for content in tree.classes.values()))
+    is_said = own_splits(source) or any(is_split_name(part) for path, _ in folders for part in path.split("/"))
+    if tree.root != source or is_said or (doubt is not None and not doubt.likely):
+        return doubt
+    lists = sorted(os.path.relpath(path, source) for path in lists_of_splits(tree))
+    return Doubt(f"{format_some(lists)} may say which images are for training", "lists") if lists else doubt
 
 
 def tables_in(path: Path) -> list[str]:
@@ -108,10 +119,14 @@ def check_roots(source: Path, trees: Mapping[str, Sequence[ClassTree]], is_chose
             doubt = None  # train has more classes than this one
         if doubt is None and (why := doubt_by_table(tree, _tables(source, tree), len(trees) > 1)):
             doubt = Doubt(why, "parts")
+        if len(trees) == 1:
+            doubt = _doubt_by_lists(source, tree, doubt)
         if doubt is None or doubt.why in warned or (is_chosen and doubt.about == "split" and doubt.is_slight):
             continue
         if not is_chosen and not (doubt.is_slight and (doubt.about != "split" or tree.root != source)):
-            why = f"does not look like the folder of class folders: {doubt.why}"
+            why = doubt.why
+            if doubt.about != "lists":
+                why = f"does not look like the folder of class folders: {doubt.why}"
             fits = all(of_split <= classes.get(TRAIN, of_split) for of_split in classes.values())
             roots = {split: os.path.relpath(of_split[0].root, source) for split, of_split in trees.items()}
             as_it_is = named_options({split: [glob.escape(root)] for split, root in roots.items()}) if fits else ""

@@ -1,4 +1,4 @@
-"""Tables beside class folders: whether they say other labels, or splits, of the images in them."""
+"""Tables and lists beside class folders: whether they say other labels, or splits, of the images in them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..console import format_some
-from ..split_names import is_split_name
+from ..split_names import SPLIT_OF, is_split_name, split_words
 from .class_tree import ClassTree
 from .labels import LABEL_COLUMN
 
 TABLES = (".csv", ".tsv", ".tab")
+LISTS = (".txt", ".lst", ".list")  # an image in each line, or its path and more behind a space
+STRING = re.compile(r'"([^"\\]+)"(?!\s*:)')  # of JSON, not a key
 MAX_TABLES = 8  # that are looked at
 BLOCKS = 8  # of a table that are read, over all of its length
 BLOCK_BYTES = 1 << 16
@@ -53,6 +55,38 @@ def doubt_by_table(tree: ClassTree, tables: Sequence[Path], are_split: bool) -> 
     return ""
 
 
+def lists_of_splits(tree: ClassTree) -> dict[Path, list[str]]:
+    """Find files that are called as those of splits, and that say which images in class folders are whose.
+
+    They lie beside the class folders, or in a folder there without images. Most of their lines name images; or they are
+    called as those of train and of another split at once.
+
+    Args:
+        tree: The class folders.
+
+    Returns:
+        Some of the names that each has: of lists those of the images, of tables and JSON none.
+    """
+    inside = (path for content in tree.classes.values() if not content.folders for path in content.others)
+    files = [name for name in (*tree.beside, *inside) if name.lower().endswith((*TABLES, *LISTS, ".json"))]
+    named = [tree.root / name for name in files if split_words(os.path.basename(name))]
+    lists: dict[Path, list[str]] = {}
+    for path in named[:MAX_TABLES]:
+        is_list = path.name.lower().endswith(LISTS)
+        if path.name.lower().endswith(TABLES):
+            rows = list(sample_rows(path))
+            rows = [row for row in rows if len(row) == len(rows[0])]
+        elif is_list:
+            rows = [[line.strip(), line.split()[0]] for lines in _sample_lines(path) for line in lines if line.strip()]
+        else:
+            rows = [[text] for lines in _sample_lines(path) for text in STRING.findall("\n".join(lines))]
+        at, classes = _find_paths(tree, rows[0] if rows else [], rows)
+        is_of_both = len({SPLIT_OF[word] for word in split_words(path.name)}) > 1
+        if is_of_both or 2 * len(classes) > len(rows):
+            lists[path] = [rows[i][at] for i in classes] if is_list else []
+    return lists
+
+
 def _may_be_labels(name: str, column: Sequence[str]) -> bool:
     """Whether a column may hold labels: by its name, or since it holds texts, and some of them several times."""
     num_values = len(set(column))
@@ -63,18 +97,25 @@ def _may_be_labels(name: str, column: Sequence[str]) -> bool:
 
 def sample_rows(path: Path) -> Iterator[list[str]]:
     """Read some rows of a table, the first included; none if it cannot be read, or is a link."""
-    with suppress(OSError, csv.Error):
+    delimiter = ""
+    with suppress(csv.Error):
+        for lines in _sample_lines(path):
+            delimiter = delimiter or max(",;\t", key=lines[0].count)
+            yield from csv.reader(lines, delimiter=delimiter)
+
+
+def _sample_lines(path: Path) -> Iterator[list[str]]:
+    """Read some blocks of lines of a text, the first included; none if it cannot be read, or is a link."""
+    with suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             size = os.fstat(fd).st_size
-            delimiter = ""
             for start in range(0, size, max(BLOCK_BYTES, -(-size // BLOCKS))):
                 file.seek(start)
                 lines = file.read(BLOCK_BYTES).decode("utf-8-sig" if not start else "utf-8", "replace").splitlines()
                 lines = lines[start > 0 : None if start + BLOCK_BYTES >= size else -1]
                 if lines:
-                    delimiter = delimiter or max(",;\t", key=lines[0].count)
-                    yield from csv.reader(lines, delimiter=delimiter)
+                    yield lines
 
 
 def _find_paths(tree: ClassTree, header: list[str], rows: list[list[str]]) -> tuple[int, dict[int, str]]:

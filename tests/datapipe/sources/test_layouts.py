@@ -607,6 +607,59 @@ def test_images_that_are_called_as_those_of_two_splits(tmp_path):
     assert len(open_source(root, splits=["train=."]).splits["train"]) == 4
 
 
+# Lists beside class folders: where these lie, the lists, and what is read by the advised command; None: there is none.
+LISTS = {
+    "Food-101": ("images/", {"meta/train.txt": "cat/1\ndog/1\n", "meta/test.txt": "cat/2\n", "meta/all.txt": "cat\n",
+                             "meta/train.json": '{"cat": ["cat/1"], "dog": ["dog/1"]}'},
+                 {"train": ["cat: images/cat/1", "dog: images/dog/1"], "val": ["cat: images/cat/2"]}),
+    "numbers behind": ("", {"train.txt": "cat/1.jpg 0\ndog/1.jpg 1\n", "val.txt": "cat/2.jpg 0\n\n"},
+                       {"train": ["cat: cat/1", "dog: dog/1"], "val": ["cat: cat/2"]}),
+    "several of one split": ("", {f"labels/{split}{i}.txt": f"cat/{i}.jpg\n" for split in ("train", "test")
+                                  for i in (1, 2)}, None),
+    "JSON": ("", {"train.json": '{"cat": ["cat/1"], "dog": ["dog/1"]}', "test.json": '["cat/2.jpg"]'}, None),
+    "tables": ("", {"splits/train.csv": "path,label\ncat/1.jpg,cat\ndog/1.jpg,dog\n"}, None),
+    "CUB": ("images/", {"images.txt": "1 cat/1.jpg\n2 dog/1.jpg\n", "train_test_split.txt": "1 0\n2 1\n"}, None),
+    "no folders": ("", {"train.txt": "1.jpg\n", "test.txt": "2.jpg\n"}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_splits_beside_class_folders(tmp_path, name):
+    place, lists, expected = LISTS[name]
+    root = put(tmp_path / "the raw", *(f"{place}{path}.jpg" for path in ("cat/1", "cat/2", "dog/1", "bird/8")))
+    for path, text in lists.items():
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text(text)
+    with pytest.raises(SourceError, match=r"raw: [^:;]* may say which images are for training; if so, ") as caught:
+        open_source(root)
+    message = str(caught.value)
+    assert advised(message) == [["--split", f"train={place.rstrip('/') or '.'}"]]
+    assert len(open_advised(root, advised(message)[0]).splits["train"]) == 4
+    command = re.search('give the labels.csv that it writes: (python -c .*?\\)")', message)
+    assert (command is None) == (expected is None)
+    if command:
+        subprocess.run(command[1], shell=True, check=True, timeout=60, cwd=root)
+        assert labelled(open_source(root / "labels.csv")) == expected
+
+
+@pytest.mark.parametrize("files", [
+    {"train.log": "cat/1.jpg\n"}, {"train_log.txt": "epoch 1\nread cat/1.jpg\nepoch 2\n"},
+    {"images.txt": "cat/1.jpg\n"}, {"train.txt": ""}, {"test.txt": "bird/1.jpg\n"},
+    {"train.json": '{"lr": "0.1", "name": "x"}'},
+])  # fmt: skip
+def test_files_beside_class_folders_that_say_no_splits(tmp_path, files):
+    root = put(tmp_path / "raw", "{cat,dog}/1.jpg")
+    for path, text in files.items():
+        (root / path).write_text(text)
+    assert len(open_source(root).splits["train"]) == 2
+
+
+def test_lists_of_splits_beside_folders_that_say_them(tmp_path):
+    for root in (put(tmp_path / "raw", "{train,val}/{cat,dog}/1.jpg"), put(tmp_path / "train", "{cat,dog}/1.jpg")):
+        (root / "train.txt").write_text("cat/1.jpg\ndog/1.jpg\n")
+        assert len(open_source(root).splits["train"]) == 2
+
+
 @pytest.mark.parametrize("files", [
     ["{cat,dog}/{train,val}_1.jpg", "dog/2.jpg"], ["rail/train_{1,2}.jpg", "glass/test_{1,2}.jpg"],
     ["{cat,dog}/train_{1,2}.jpg"], ["{cat,dog}/{train_test,val}_1.jpg"],
