@@ -35,6 +35,7 @@ from .table_text import read_rows
 
 logger = logging.getLogger(__name__)
 
+LEADS_OUT = "leads out of the source; --outside follows it"
 LOOKED_AT = 8  # rows of a table, to see which columns are which, and whether paths name files
 
 
@@ -129,6 +130,7 @@ class _Reader:
         self._roots = (folder, real_path(folder))  # an absolute path in the folder begins with one of them
         self._texts: dict[str, str] = {}  # one copy of each label, to save memory
         self._images = NamedImages(folder, bounds)
+        self._leading_out: tuple[int, str] | None = None  # line and path of a table's first that is not in the bounds
         self._doubtful: dict[int, tuple[str, list[str]]] = {}  # rows whose name is not one image's: what it may mean
 
     def read(self, table: Path, bounds: str | None) -> None:
@@ -142,6 +144,7 @@ class _Reader:
             SourceError: The table cannot be read, or names paths that lead out of the source.
         """
         first_row = len(self.files)
+        self._leading_out = None
         with opened(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
             rows = read_rows(table, file)
             first = list(islice(rows, 1 + LOOKED_AT))
@@ -155,7 +158,10 @@ class _Reader:
             if header.others:
                 logger.warning("%s: may hold paths or labels in %s, too, not read", table, " and ".join(header.others))
             self._add_rows(table, header, chain(first[header.is_named :], rows))
-        self._find_images(table, first_row)
+        if not self._find_images(table, first_row) and self._leading_out:
+            line, path = self._leading_out
+            why = LEADS_OUT if os.path.lexists(path) else "leads out of the source, and names no file there"
+            raise SourceError(f"line {line}: {path} {why}", path=table)
 
     def _add_rows(self, table: Path, header: Header, rows: Iterable[tuple[int, list[str]]]) -> None:
         names, path_at, label_at = header.names, header.path, header.label
@@ -176,9 +182,11 @@ class _Reader:
                     may_say = [at for at in may_say if names[at] in kept]
             label = "" if label_at is None else row[label_at].strip()
             try:
-                self._add(row[path_at].strip(), label, Part(table.name, said))
+                path = self._add(row[path_at].strip(), label, Part(table.name, said))
             except ValueError as error:
                 raise SourceError(f"line {line}: {error}", path=table) from error
+            if self.bounds is not None and os.path.isabs(path):
+                self._leading_out = self._leading_out or (line, path)
             for at in rivals:
                 pairs[at].add((label, row[at].strip()))
             if not label:
@@ -187,8 +195,12 @@ class _Reader:
         for at in rivals:
             check_same_classes(table, (names[label_at or 0], names[at]), pairs[at])
 
-    def _find_images(self, table: Path, start: int) -> None:
-        """Replace the names in a table's rows, from `start`, by the images' paths, if none of the first is a path."""
+    def _find_images(self, table: Path, start: int) -> bool:
+        """Replace the names in a table's rows, from `start`, by the images' paths, if none of the first is a path.
+
+        Returns:
+            Whether they were replaced.
+        """
         folders = list(self._folders)
 
         def list_names(end: int | None) -> list[str]:
@@ -197,14 +209,14 @@ class _Reader:
 
         first = list_names(start + LOOKED_AT)
         if not first or any(os.path.lexists(os.path.join(self._roots[0], name)) for name in first):
-            return
+            return False
         names = list_names(None)
         matches = self._images.find(names, table.name)
         clear = {name: places[0] for name, places in zip(names, matches, strict=True) if len(places) == 1}
         if not any(matches) and (advice := self._images.advise(names[0])):
             raise SourceError(advice, path=table)
         if not any(matches) or all(name == place for name, place in clear.items()):
-            return  # packing reports each that is missing as a bad image
+            return False  # packing reports each that is missing as a bad image
         example = next(name for name in clear if name != clear[name])
         logger.info("%s: its rows name images below its folder: %s is %s", table, example, clear[example])
         for row, (name, places) in enumerate(zip(names, matches, strict=True), start):
@@ -213,6 +225,7 @@ class _Reader:
                 self._folder[row] = self._folders.setdefault(inner, len(self._folders))
             else:
                 self._doubtful[row] = (name, places)
+        return True
 
     def _count_images(self, cells: Sequence[str]) -> int:
         return sum(map(bool, self._images.find(cells)))
@@ -241,21 +254,24 @@ class _Reader:
         part = np.frombuffer(self._part, np.int32)
         return Listed(parts, part, self.labels, [folders, self.files], lambda: paths, unlabelled)
 
-    def _add(self, path: str, label: str, part: Part) -> None:
+    def _add(self, path: str, label: str, part: Part) -> str:
+        """Add a row, and return its path as `_relative` does."""
         if not path:
             raise ValueError("no path")
-        folder, file = os.path.split(self._relative(path))
+        path = self._relative(path)
+        folder, file = os.path.split(path)
         self._folder.append(self._folders.setdefault(folder, len(self._folders)))
         self._part.append(self._parts.setdefault(part, len(self._parts)))
         self.files.append(file)
         self.labels.append(self._texts.setdefault(label, label))
+        return path
 
     def _relative(self, path: str) -> str:
-        """Return a path relative to the folder. Raises ValueError for a path that leaves the bounds."""
+        """Return a path relative to the folder, unless it is absolute and not there. Raises ValueError for `../`."""
         path = os.path.normpath(path)
         if os.path.isabs(path):
             root = next((root for root in self._roots if is_inside(path, root)), None)
             path = path if root is None else os.path.relpath(path, root)
-        if self.bounds is not None and (os.path.isabs(path) or path.split("/", 1)[0] == ".."):
-            raise ValueError(f"{path} leads out of the source; --outside follows it")
+        if self.bounds is not None and path.split("/", 1)[0] == "..":
+            raise ValueError(f"{path} {LEADS_OUT}")
         return path

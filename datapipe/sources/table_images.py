@@ -1,7 +1,8 @@
 """Images that a table names otherwise than by their paths from its folder.
 
-By an id without extension, without the folder, with backslashes, or by an address (`gs://bucket/…`, `C:\\…`). They are
-taken for images below the folder if each is the end of the path of exactly one.
+By an id without extension, without the folder, with backslashes, by an address (`gs://bucket/…`, `C:\\…`), or by a path
+on another machine (`/home/me/…`). They are taken for images below the folder if each is the end of the path of exactly
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .listing import is_folder
 from .paths import is_inside, real_path
 from .split_columns import splits_of
 
-ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[/\\]+")  # how an address on another machine begins
+ELSEWHERE = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*:)?[/\\]+")  # how an address on another machine begins
 NAMED = 3  # names that a message gives
 
 Places = dict[str, list[str]]  # images' paths below the folder, by their last part with and without extension

@@ -127,6 +127,24 @@ def test_paths_that_lead_out(raw, where):
     assert content(open_source(path, outside=True).splits["train"]) == ["raw/4.jpg", "elsewhere/9.jpg"]
 
 
+def test_absolute_paths_of_another_machine(raw, caplog):
+    caplog.set_level("INFO")
+    rows = ("/home/me/raw/img/1.jpg", "a"), ("/home/me/raw/4.jpg", "b")
+    for outside in (False, True):
+        source = open_source(table(raw / "all.csv", ("path", "label"), *rows), outside=outside)
+        assert source.splits["train"].names == ["img/1", "4"]
+        assert "its rows name images below its folder: /home/me/raw/img/1.jpg is img/1.jpg" in caplog.text
+    nowhere, elsewhere = ("/home/me/none.jpg", "a"), (raw.parent / "elsewhere/9.jpg", "a")
+    for more, message in (
+        ((*rows, nowhere), "of 3 names, 1 without an image, such as /home/me/none.jpg"),
+        ((*rows * 4, elsewhere), "of 9 names, 1 without an image, such as .*elsewhere/9.jpg"),
+        ((*rows, elsewhere), "line 2: /home/me/raw/img/1.jpg leads out of the source, and names no file there"),
+        ((nowhere,), "line 2: /home/me/none.jpg leads out of the source, and names no file there"),
+    ):
+        with pytest.raises(SourceError, match=f"all.csv: {message}"):
+            open_source(table(raw / "all.csv", ("path", "label"), *more))
+
+
 @pytest.mark.parametrize("where", ["out/9.jpg", "img/9.jpg"])
 def test_links_that_lead_out(raw, where):
     (raw / "out").symlink_to(raw.parent / "elsewhere")
