@@ -17,7 +17,10 @@ CONVERT = (
     "python -c \"import pathlib, PIL.Image; [PIL.Image.open(path).save(path.with_suffix('.png')) "
     "for path in pathlib.Path().rglob('*{suffix}')]\""
 )
+RENAME = "python -c \"import pathlib; [path.rename(f'{{path}}.jpg') for path in pathlib.Path().rglob('*{suffix}')]\""
 ADVICE = {
+    (".jfif", ".jpe", ".jif"):
+        f"is called otherwise than JPEG files that are read: to add .jpg to all names, run in the source {RENAME}",
     (".ppm", ".pgm", ".pbm", ".pnm", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".jp2", ".avif", ".tga"):
         f"is an image that is not read: to write all of them as PNG, with their pixels, run in the source {CONVERT}",
     ARCHIVES[1:]: "is an archive: unpack it, and give the folder that it becomes",

@@ -24,7 +24,7 @@ from .joined import advise_joined, are_parts, named_options, shared_classes
 from .label_advice import advise_lists, advise_sorting
 from .listing import LeftOut, Listing
 from .root_search import Root, find_root, find_splits
-from .roots import folders_in
+from .roots import class_folder, folders_in
 from .table_advice import advise_tables, without_log
 from .tables_beside import lists_of_splits
 
@@ -46,8 +46,10 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     if doubt and doubt.about == "lists":
         return _advise_lists(source, listing)
     root = Path(error.path) if error.path else source
-    root = root if root.is_dir() else root.parent  # of an image beside the class folders
     texts: list[str] = []
+    if not root.is_dir():  # but an image beside the class folders
+        root = root.parent
+        texts += ["move images that lie so into their class folders, or elsewhere"] if class_folder(root) else []
     folders = folders_in(source)
     are_flat = doubt is None or doubt.about == "parts" or (doubt.about == "level" and not doubt.likely)
     if not listing.rule.patterns:

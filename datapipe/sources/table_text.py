@@ -20,6 +20,7 @@ from ..errors import SourceError
 logger = logging.getLogger(__name__)
 
 SEPARATORS = {";": "semicolons", "\t": "tabs"}  # other than commas
+LONE_CR = "its lines end in a carriage return alone: write line feeds, as tr '\\r' '\\n' does"
 MAX_LINE_BYTES = 1 << 20  # a path has 4,096 at most
 
 
@@ -35,7 +36,8 @@ def read_rows(table: Path, file: io.BufferedReader) -> Iterator[tuple[int, list[
         for row in filter(None, rows):
             yield rows.line_num, row
     except csv.Error as error:
-        raise SourceError(f"line {max(1, rows.line_num)}: {error}", path=table) from error
+        why = LONE_CR if "\r" in first.rstrip("\r\n") else error
+        raise SourceError(f"line {max(1, rows.line_num)}: {why}", path=table) from error
 
 
 def _lines(table: Path, file: io.BufferedReader) -> Iterator[str]:
@@ -50,5 +52,8 @@ def _lines(table: Path, file: io.BufferedReader) -> Iterator[str]:
             if "\0" in text:
                 raise ValueError("holds NUL bytes, so it is not text in UTF-8: save it as UTF-8")
             yield text
+    except UnicodeDecodeError as error:
+        why = f"is not text in {error.encoding}: save it as UTF-8; if in Latin-1, iconv -f latin1 -t utf-8 does so"
+        raise SourceError(f"line {number}: {why}", path=table) from error
     except ValueError as error:
         raise SourceError(f"line {number}: {error}", path=table) from error

@@ -370,6 +370,27 @@ def test_images_that_are_not_read_are_written_as_said(tmp_path, monkeypatch):
     assert labelled(open_source(root / "Images")) == {"train": ["00000: 00000/1", "00001: 00001/2"]}
 
 
+def test_jpeg_files_that_are_called_otherwise_are_renamed_as_said(tmp_path, monkeypatch):
+    root = put(tmp_path / "raw", "{cat,dog}/1.jfif")
+    with pytest.raises(
+        SourceError, match=r"cat/1\.jfif .* is called otherwise than JPEG files that are read"
+    ) as caught:
+        open_source(root)
+    program = shlex.split(re.search("run in the source (python -c .*)", str(caught.value))[1])[2]
+    monkeypatch.chdir(root)
+    exec(program, {})
+    assert labelled(open_source(root)) == {"train": ["cat: cat/1.jfif", "dog: dog/1.jfif"]}
+
+
+@pytest.mark.parametrize(("files", "is_said"), [
+    (["{cat,dog}/1.jpg", "sample.png"], True), (["{1,2}.jpg", "notes/x.txt"], False),
+])  # fmt: skip
+def test_images_beside_class_folders_are_to_be_moved(tmp_path, files, is_said):
+    with pytest.raises(SourceError, match="lies beside the class folders, not in one") as caught:
+        open_source(put(tmp_path / "raw", *files))
+    assert ("; move images that lie so into their class folders, or elsewhere;" in str(caught.value)) == is_said
+
+
 PETS = [f"{name}: images/{name}_{i}" for name in ("Abyssinian", "great_pyrenees") for i in (1, 2)]
 CATS = [f"{name}: train/{name}.{i}" for name in ("cat", "dog") for i in (0, 1)]
 # Layouts without tables: what is read of them by the table that the advised command writes.
