@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..console import format_count, printable
+from ..console import format_count, format_some, printable
 from ..errors import SourceError
-from ..split_names import SPLIT_OF, TRAIN, split_words
+from ..split_names import SPLIT_OF, TRAIN, own_splits, split_words
+from ..splits import AmbiguousSplitError
 from . import Source
 from .file_names import TEXT_TABLES, is_hidden, is_submission
 from .files import Files
@@ -32,6 +33,7 @@ from .split_paths import Paths
 from .table_columns import LABELS, PATHS, Header, find_columns
 from .table_images import NamedImages, describe_doubt
 from .table_text import read_rows
+from .tables_beside import lists_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         raise SourceError("holds no rows", path=path)
     listed = reader.listed(folder)
     picked = divide(listed, files, listing, path)
+    if list(picked) == [TRAIN] and not (listing.rule.patterns or own_splits(path) or any(map(split_words, files))):
+        _check_lists(path, folder, reader.files)
     texts = {split: pick(reader.labels, rows) for split, rows in picked.items()}
     classes, labels = number_labels(path, texts, listing.labels)
     paths = listed.paths()
@@ -84,6 +88,15 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         )
     _check_rows(path, splits, classes)
     return Source(kind, classes, splits)
+
+
+def _check_lists(source: Path, folder: Path, images: Iterable[str]) -> None:
+    """Raise AmbiguousSplitError for lists beside a table that may say which of its images are for training."""
+    if lists := lists_of_rows(folder, images):
+        why = f"says nothing of splits, and {format_some(lists)} may say which images are for training"
+        raise AmbiguousSplitError(
+            source, why, "if so, add a column split with train or val in each row; if all are, type --split train=."
+        )
 
 
 def _check_rows(source: Path, splits: Mapping[str, Files], classes: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,19 +72,46 @@ def lists_of_splits(tree: ClassTree) -> dict[Path, list[str]]:
     named = [tree.root / name for name in files if split_words(os.path.basename(name))]
     lists: dict[Path, list[str]] = {}
     for path in named[:MAX_TABLES]:
-        is_list = path.name.lower().endswith(LISTS)
-        if path.name.lower().endswith(TABLES):
-            rows = list(sample_rows(path))
-            rows = [row for row in rows if len(row) == len(rows[0])]
-        elif is_list:
-            rows = [[line.strip(), line.split()[0]] for lines in _sample_lines(path) for line in lines if line.strip()]
-        else:
-            rows = [[text] for lines in _sample_lines(path) for text in STRING.findall("\n".join(lines))]
+        rows = _sample_entries(path)
         at, classes = _find_paths(tree, rows[0] if rows else [], rows)
         is_of_both = len({SPLIT_OF[word] for word in split_words(path.name)}) > 1
         if is_of_both or 2 * len(classes) > len(rows):
-            lists[path] = [rows[i][at] for i in classes] if is_list else []
+            lists[path] = [rows[i][at] for i in classes] if path.name.lower().endswith(LISTS) else []
     return lists
+
+
+def lists_of_rows(folder: Path, images: Iterable[str]) -> list[str]:
+    """Find the lists in a folder that are called as those of splits, and most of whose lines name images of a table.
+
+    Args:
+        folder: That of the table.
+        images: The names of the images' files.
+
+    Returns:
+        The names of the lists, sorted.
+    """
+    files = sorted(
+        name for name in os.listdir(folder) if name.lower().endswith((*LISTS, ".json")) and split_words(name)
+    )
+    names = {text for name in images for text in (name, name.rpartition(".")[0])} if files else set()
+    lists = []
+    for file in files[:MAX_TABLES]:
+        rows = _sample_entries(folder / file)
+        columns = [[cell.rpartition("/")[2] in names for cell in column] for column in zip(*rows, strict=True)]
+        if any(2 * sum(column) > len(rows) for column in columns):
+            lists.append(file)
+    return lists
+
+
+def _sample_entries(path: Path) -> list[list[str]]:
+    """Read some entries of a table, a list or JSON, each as texts of which one may be an image's name."""
+    if path.name.lower().endswith(TABLES):
+        rows = list(sample_rows(path))
+        return [row for row in rows if len(row) == len(rows[0])]
+    lines = [line for of_block in _sample_lines(path) for line in of_block]
+    if path.name.lower().endswith(LISTS):
+        return [[line.strip(), line.split()[0]] for line in lines if line.strip()]
+    return [[text] for line in lines for text in STRING.findall(line)]
 
 
 def _may_be_labels(name: str, column: Sequence[str]) -> bool:

@@ -170,6 +170,26 @@ def test_folders_with_tables(tmp_path, caplog, name):
     assert ("its rows name images below its folder: " in caplog.text) == (name != "tabs")
 
 
+@pytest.mark.parametrize("lists", [
+    {"train_val_list.txt": "a.jpg\n", "test_list.txt": "b.jpg\n"}, {"val.lst": "b 1\n"}, {"test.json": '["b"]'},
+])  # fmt: skip
+@pytest.mark.parametrize("source", ["all.csv", ""])
+def test_lists_of_splits_beside_a_table(tmp_path, lists, source):
+    put(tmp_path, {"all.csv": "id,label\na,x\nb,x\n", **images("i/a.jpg", "i/b.jpg"), **lists})
+    why = f"{', '.join(sorted(lists))} may say which images are for training: if so, add a column split"
+    with pytest.raises(SourceError, match=why):
+        read(tmp_path, source, "--kind csv")
+    assert len(open_source(tmp_path / source, "csv", splits=["train=."]).splits["train"]) == 2
+    put(tmp_path, {"all.csv": "id,label,split\na,x,train\nb,x,val\n"})
+    assert read(tmp_path, source, "--kind csv") == {"train": [("i/a.jpg", "x")], "val": [("i/b.jpg", "x")]}
+
+
+@pytest.mark.parametrize("lists", [{"train.txt": "epoch 1\nepoch 2\n"}, {"images.txt": "a.jpg\n"}, {"val.txt": ""}])
+def test_files_beside_a_table_that_say_no_splits(tmp_path, lists):
+    put(tmp_path, {"all.csv": "id,label\na,x\n", **images("i/a.jpg"), **lists})
+    assert read(tmp_path, "all.csv", "") == {"train": [("i/a.jpg", "x")]}
+
+
 def test_linked_folders_of_images(tmp_path):
     put(tmp_path, {"raw/t.csv": "id,label\na,0\n", **images("elsewhere/a.jpg", "raw/i/z.jpg")})
     (tmp_path / "raw/i/up").symlink_to(tmp_path / "raw")  # in a circle
