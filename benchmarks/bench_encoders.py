@@ -34,11 +34,16 @@ from datapipe.images import codec, jpeg, lanczos
 from datapipe.images.codec import ImageHeader
 from datapipe.images.recode import RecodeOptions, Recoder
 from datapipe.images.turbojpeg import lossless, turbojpeg
+from datapipe.loaders.batch_slots import Images
+from datapipe.loaders.image_chunk import ImagesInMemory
+from datapipe.loaders.painter import Painter
+from datapipe.native import JOB, VARIABLE
+from datapipe.sampling.augment import Augment, scales, train_crops
 from datapipe.sources.pickled import read_pickle
 
 SIZES = {"small": (20_000, 600), "photo": (2_000, 85_000)}  # images, bytes of each
 PIXELS = {"small": (28, 28, 1), "photo": (256, 256, 3)}  # for npy
-NUM_JPEGS, SHORT, QUALITY = 200, 256, 90
+NUM_JPEGS, SHORT, QUALITY, CROP = 200, 256, 90, 224
 Work = Callable[[], object]
 
 
@@ -267,6 +272,39 @@ def header_library(folder: Path, _: str) -> Work:
     return each(read, jpegs(folder) * 20)
 
 
+def check_by_library(data: bytes) -> np.ndarray:
+    return codec.decode(data, 3, smallest=(1, 1), strict=True)  # at an eighth of the size
+
+
+def crops(name: str) -> Prepare:
+    """Prepare to crop and scale images of a batch, with the decoder in C that DATAPIPE_NATIVE names."""
+
+    def prepare(folder: Path, _: str) -> Work:
+        os.environ[VARIABLE] = name
+        data, numbers = jpegs(folder), np.arange(NUM_JPEGS)
+        headers = [jpeg.read_header(image) for image in data]
+        widths, heights = (np.array([getattr(header, side) for header in headers]) for side in ("width", "height"))
+        jobs = np.zeros(NUM_JPEGS, JOB)
+        boxes, flips = train_crops(Augment("random_resized"), widths, heights, CROP, 0, 0, numbers, numbers)
+        jobs["width"], jobs["height"], jobs["box"], jobs["flip"] = widths, heights, boxes, flips
+        jobs["scale"] = scales(boxes, CROP)
+        painter, slots = (
+            Painter(3, lambda image: codec.decode(image.data, 3)),
+            Images(numbers, NUM_JPEGS, np.zeros((NUM_JPEGS, CROP, CROP, 3), np.uint8)),
+        )
+
+        def work() -> None:
+            painter.put(slots, ImagesInMemory(numbers.tolist(), numbers, jobs, data), take_bad)
+
+        return work
+
+    return prepare
+
+
+def take_bad(slot: int, error: Exception) -> None:
+    raise error
+
+
 def digits() -> list[np.ndarray]:
     """Shapes on black, as large and as dark as those of Fashion-MNIST."""
     random = np.random.default_rng(0)
@@ -310,6 +348,11 @@ CASES: dict[str, dict[str, Prepare]] = {
     "lanczos": {OURS: lanczos_ours, "Pillow": lanczos_library},
     "recode": {OURS: recode_ours, "ours, through RGB": recode_rgb, "Pillow": recode_library},
     "jpeg header": {OURS: header_ours, "Pillow": header_library},
+    "jpeg check": {
+        OURS: lambda folder, _: each(codec.check_image, jpegs(folder)),
+        "libjpeg-turbo": lambda folder, _: each(check_by_library, jpegs(folder)),
+    },
+    "jpeg crops": {OURS: crops("1"), "libjpeg-turbo, torch": crops("0")},
     "png write": {OURS: lambda *_: each(codec.encode_png, digits()), "Pillow": lambda *_: each(png_library, digits())},
     "png read": {
         OURS: lambda *_: each(lambda data: codec.decode(data, 1), [codec.encode_png(d) for d in digits()]),
