@@ -26,7 +26,7 @@ SORT = (
 WRITE = (
     "python -c \"import csv, pathlib, re; csv.writer(open('labels.csv', 'w', newline='')).writerows("
     "[('path', 'label'), *((path, {label}) for path in sorted(pathlib.Path('{folder}').rglob('*')) "
-    'if path.suffix.lower() in {suffixes})])"'
+    "if path.suffix.lower() in {suffixes} and not re.search('(^|/)([.@]|__MACOSX)', path.as_posix()))])\""
 )
 TOP = "path.parts[0]"  # the label of an image in class/…: the class
 JOIN = (

@@ -400,7 +400,8 @@ LISTED = {
     "dogs and cats": (["train/{cat,dog}.{0,1}.jpg", "test1/{1,2}.jpg"], {"train": CATS}),
     "names in two splits": (["{train,val}/{cat,dog}.{0,1}.jpg"],
                             {"train": CATS, "val": [text.replace("train", "val") for text in CATS]}),
-    "SUN397": (["a/{abbey,apse/indoor,apse/outdoor}/sun_1.jpg", "b/bar/sun_2.PNG"],
+    "SUN397": (["a/{abbey,apse/indoor,apse/outdoor}/sun_1.jpg", "b/bar/sun_2.PNG",
+                "a/abbey/{.ipynb_checkpoints,@eaDir,__MACOSX}/sun_1.jpg"],
                {"train": [f"{c}: {c}/sun_1" for c in ("a/abbey", "a/apse/indoor", "a/apse/outdoor")]
                          + ["b/bar: b/bar/sun_2"]}),
     "splits in classes": (["{cat,dog}/{train,Val}/1.jpg"],
