@@ -3,7 +3,7 @@
 import os
 import sys
 
-written = []
+written: list[str] = []
 
 
 def note(event: str, details: tuple) -> None:
