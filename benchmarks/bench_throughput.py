@@ -38,7 +38,7 @@ from datapipe.images.recode import RecodeOptions
 from datapipe.native import VARIABLE
 from datapipe.packing import PackOptions
 from trainer.config.recipe import load_recipe
-from trainer.precision import choose_precision
+from trainer.step.precision import choose_precision
 
 FIGURES = {"images_per_s": "wall_s", "images_per_cpu_s": "cpu_s"}
 VAL_IMAGES = 64

@@ -27,7 +27,7 @@ from benchmarks.measure import WORK
 from datapipe.fetch import fetch
 from trainer import models, optim
 from trainer.kfac import EKFAC, KFAC
-from trainer.precision import choose_precision
+from trainer.step.precision import choose_precision
 
 PART = 512
 WARM_UP = 20_480  # images

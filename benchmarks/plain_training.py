@@ -22,7 +22,7 @@ from datapipe.loaders import normalise
 from trainer import models, optim
 from trainer.config.recipe import Recipe, load_recipe
 from trainer.optim.schedules import multiplier
-from trainer.precision import choose_precision
+from trainer.step.precision import choose_precision
 
 
 def train(peer: str, corpus: Path, recipe: Recipe) -> dict:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer import models
 from trainer.config.recipe import Recipe
-from trainer.precision import choose_precision
+from trainer.step.precision import choose_precision
 
 IN_MEMORY = 8  # batches
 TOP = 5

@@ -22,16 +22,16 @@ from benchmarks.measure import WORK, timed
 from benchmarks.reference_training import IN_MEMORY, Reference
 from datapipe.loaders import Loader
 from trainer.config.recipe import Recipe, load_recipe
-from trainer.distributed import World
-from trainer.evaluate import evaluate
-from trainer.host_memory import keep_freed_memory
-from trainer.job import open_job
-from trainer.loop import train_epoch
-from trainer.precision import choose_precision
+from trainer.ranks.memory import keep_freed_memory
+from trainer.ranks.stop import StopSignal
+from trainer.ranks.world import World
 from trainer.reporting.metrics import MetricsFile
 from trainer.reporting.timing import Clock
-from trainer.state import Losses, State
-from trainer.stop import StopSignal
+from trainer.run.evaluate import evaluate
+from trainer.run.job import open_job
+from trainer.run.loop import train_epoch
+from trainer.run.state import Losses, State
+from trainer.step.precision import choose_precision
 
 OURS, OURS_SMALL, OURS_IN_MEMORY = "trainer", "trainer, stored at 160 pixels", "trainer, images in memory"
 OURS_WITHOUT_C = "trainer, nothing decoded in C"  # started with DATAPIPE_NATIVE=0

@@ -31,7 +31,7 @@ from typing import NoReturn
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = "trainer.run", "trainer.reporting.page", "trainer.models.resnet_cifar", "pytorch_optimizer"
+PACKAGES = "trainer.run.run", "trainer.reporting.page", "trainer.models.resnet_cifar", "pytorch_optimizer"
 PACKAGES += tuple(f"matplotlib.backends.backend_{kind}" for kind in ("agg", "pdf", "svg"))
 PACKAGES += (
     "datapipe.packing",
@@ -361,9 +361,9 @@ def become(files: list[int], arguments: list[str], env: dict[str, str], cwd: str
     """Do what Python does with these arguments."""
     np.random.seed()  # or all have the server's numbers; `random` does so by itself
     if not reports:
-        import trainer.run
+        import trainer.run.run
 
-        trainer.run.write_report = skip_report
+        trainer.run.run.write_report = skip_report
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):
         os.dup2(file, number)

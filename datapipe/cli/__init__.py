@@ -53,7 +53,7 @@ app = typer.Typer(
 def main() -> int:
     """Run the command line; return its exit code."""
     code = console.run(_run, name_task(os.environ))
-    if "datapipe.staging.crew" in sys.modules or (code and "torch.distributed" in sys.modules):
+    if "datapipe.jobgroup.group" in sys.modules or (code and "torch.distributed" in sys.modules):
         # A thread may still wait for other nodes in torch, which aborts when the interpreter ends around it.
         if not code and (mpi := sys.modules.get("mpi4py.MPI")):
             mpi.Finalize()  # or mpirun takes it for a failure

@@ -197,7 +197,7 @@ def _count_all(shards: list[Shard], options: LoaderOptions) -> list[int]:
         counts = {i: _count(shards[i], options.timeout_s) for i in mine}
     except DatapipeError as error:  # all ranks take part in what follows, or those that do would wait forever
         failure = [type(error).__name__, error.message, error.path and str(error.path), error.shard, error.key]
-    from ..staging.store import gather_bytes
+    from ..jobgroup.store import gather_bytes
 
     for its in gather_bytes(json.dumps([[*counts.items()], failure]).encode()):
         its_counts, failure = json.loads(its)

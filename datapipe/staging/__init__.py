@@ -41,12 +41,12 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
     source, local, options = Path(source), Path(local), options or StageOptions()
     with errors_name_the_node():
         if options.resolved_mode() == "exchange":
-            from .meeting import leave_crews
+            from ..jobgroup.rendezvous import leave_crews
             from .together import stage_together
 
             problem = None
             if options.transport == "mpi":
-                from .mpi import find_problem
+                from ..jobgroup.mpi import find_problem
 
                 problem = find_problem(options.placement)  # in the thread that MPI belongs to
             try:

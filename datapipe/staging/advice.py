@@ -10,9 +10,9 @@ from typing import Any
 from ..dataset.manifest import Manifest, find_data_sets
 from ..errors import ManifestError
 from ..fsio import free_bytes
+from ..jobgroup.network import link_speed
 from ..streams import TIMEOUT_S, in_time
 from .cost import Situation, compare
-from .network import link_speed
 
 
 def assess(

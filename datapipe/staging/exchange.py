@@ -22,9 +22,9 @@ import torch
 from .. import clock
 from ..console import Progress
 from ..errors import StagingError
+from ..jobgroup.gloo import NodeGroup
+from ..jobgroup.group import Crew
 from ..streams import Moved, work_on_files
-from .crew import Crew
-from .node_group import NodeGroup
 from .options import StageOptions
 from .plan import Chunk, cut, needed_bytes, share_reads
 from .transfer import Transfer
@@ -77,7 +77,7 @@ def exchange(
     """
     group: Group
     if options.transport == "mpi":
-        from .mpi import MpiGroup
+        from ..jobgroup.mpi import MpiGroup
 
         group = MpiGroup(crew, options.timeout_s)
     else:

@@ -8,6 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
+from ..jobgroup.group import Crew
+from ..jobgroup.network import address_of
+from ..jobgroup.rendezvous import open_crew
+from ..jobgroup.store import CrewError, LeftError
 from ..streams import in_time
 from .copy import (
     Staged,
@@ -16,18 +20,14 @@ from .copy import (
     stage_copies,
     transfers,
 )
-from .crew import Crew
 from .exchange import chunk_bytes_for, exchange
 from .keep import EvictedError
 from .local_copy import LocalCopy
 from .lock import BusyError
-from .meeting import open_crew
-from .network import address_of
 from .options import StageOptions
 from .plan import needed_bytes
 from .prepare import check, list_copies, prepare
 from .space import check_space
-from .store import CrewError, LeftError
 from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,13 @@ BY_MONOTONIC = {
         "datapipe/staging/local_copy.py",
     ),
     *("datapipe/dataset/arriving.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_reader.py"),
-    *("trainer/stop.py", "trainer/loop.py", "trainer/resume.py", "trainer/state.py", "trainer/measuring/repeat.py"),
+    *(
+        "trainer/ranks/stop.py",
+        "trainer/run/loop.py",
+        "trainer/run/resume.py",
+        "trainer/run/state.py",
+        "trainer/measuring/repeat.py",
+    ),
 }
 
 

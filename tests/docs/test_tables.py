@@ -14,7 +14,7 @@ from datapipe.dataset.manifest import FORMAT_VERSION, SEAL, Manifest
 from datapipe.names import FORMATS, KINDS
 from trainer.config import built_in
 from trainer.config.recipe import load_recipe
-from trainer.stop import SIGNALS, TEMPORARY_FAILURE, signal_of
+from trainer.ranks.stop import SIGNALS, TEMPORARY_FAILURE, signal_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -23,7 +23,7 @@ from datapipe.loaders.delivery import HostDelivery
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.augment import Augment
 from tests.ports import free_ports
-from trainer.mixing import MixedBatch, mix
+from trainer.step.mixing import MixedBatch, mix
 
 HAVE_GPU = torch.cuda.is_available()
 

@@ -54,9 +54,9 @@ def _hide_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_reports(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """At the end of trainings in this process, unless a test has `real_reports`: one takes longer than the training."""
-    trains_here = "trainer.run" in sys.modules or "alone" in request.fixturenames
+    trains_here = "trainer.run.run" in sys.modules or "alone" in request.fixturenames
     if trains_here and "real_reports" not in request.fixturenames:
-        monkeypatch.setattr("trainer.run.write_report", skip_report)
+        monkeypatch.setattr("trainer.run.run.write_report", skip_report)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def go(alone: None, packed: Path, recipe_file: Path, tmp_path: Path):
     """go("train.epochs=1", …, resume=False, data=…) -> exit code of a run in tmp_path/run, in this process."""
     from trainer.config.recipe import load_recipe
-    from trainer.run import RunOptions, run
+    from trainer.run.run import RunOptions, run
 
     def _go(*changes: str, resume: bool = False, data: Path = packed) -> int:
         return run(load_recipe(str(recipe_file), changes), data, tmp_path / "run", RunOptions(resume))

@@ -11,7 +11,7 @@ import torch
 
 from tests.processes import Process, Ranks
 from tests.waiting import limit_s, wait_until
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 from trainer.reporting.runlog import read_run
 
 DISTURBED = Path(__file__).parent / "children" / "disturbed.py"

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from trainer.checkpoint import (
+from trainer.checkpoints.file import (
     keep_as,
     list_checkpoints,
     load_checkpoint,

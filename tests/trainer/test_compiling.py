@@ -10,10 +10,10 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 import trainer.models
-import trainer.rehearsal
-import trainer.run
+import trainer.run.rehearsal
+import trainer.run.run
 from tests.trainer.children.compiled_eagerly import COMPILE, build_tiny
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 
 ADAPTIVE = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=5"]
 ADAPTIVE += ["kfac.damping_update_steps=2"]
@@ -28,7 +28,7 @@ GROWING += ["data.mixup=0.2", "data.cutmix=1.0", "train.precise_bn_batches=2", "
 )
 def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, monkeypatch, changes):
     """All is compiled then, and the weights, the statistics and random numbers are those of a run that does not."""
-    graphs, real, results = [], trainer.run.train, {}
+    graphs, real, results = [], trainer.run.run.train, {}
 
     def backend(graph, _):
         graphs.append(graph)
@@ -42,11 +42,11 @@ def test_compiling_before_the_first_step_changes_nothing(go, tmp_path, metrics, 
 
     monkeypatch.setattr(trainer.models, "build", build_tiny)
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: COMPILE(module, backend=backend))
-    monkeypatch.setattr(trainer.run, "train", train)
+    monkeypatch.setattr(trainer.run.run, "train", train)
     for name in ("with", "without"):
         torch._dynamo.reset()
         if name == "without":
-            monkeypatch.setattr(trainer.run, "rehearse", lambda job: None)
+            monkeypatch.setattr(trainer.run.run, "rehearse", lambda job: None)
         assert go("train.epochs=2", "train.batch_size=64", "train.compile=true", *changes) == 0
         assert (results["compiled later"] == 0) == (name == "with") and graphs
         assert (metrics(tmp_path / "run")[-1]["time_s"]["compile"] > 0) == (name == "with")
@@ -79,7 +79,7 @@ def test_a_network_that_does_not_compile_is_trained_as_it_is(go, tmp_path, metri
     losses = []
     for compiled in ("false", "true"):
         if compiled == "true":
-            monkeypatch.setattr(trainer.rehearsal, "_pass", fail)
+            monkeypatch.setattr(trainer.run.rehearsal, "_pass", fail)
         assert go("train.epochs=1", "train.batch_size=64", f"train.compile={compiled}") == 0
         losses.append([line["loss"] for line in metrics(tmp_path / "run") if line["event"] == "train"])
         shutil.rmtree(tmp_path / "run")

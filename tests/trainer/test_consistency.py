@@ -11,11 +11,11 @@ from torch import nn
 
 from datapipe import native
 from datapipe.loaders.native_pixels import choose_native
-from trainer import consistency
 from trainer.config.recipe import load_recipe
-from trainer.consistency import check_replicas, check_setup, check_start
-from trainer.distributed import World
 from trainer.errors import TrainingError
+from trainer.ranks import consistency
+from trainer.ranks.consistency import check_replicas, check_setup, check_start
+from trainer.ranks.world import World
 
 
 @pytest.fixture

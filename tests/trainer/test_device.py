@@ -14,7 +14,7 @@ from datapipe.errors import SettingError
 from datapipe.loaders import device
 from datapipe.loaders.device import Driver, explain_unseen_gpus, read_driver
 from tests.processes import clean_environment, open_server
-from trainer.device import check_own_gpus, choose_device
+from trainer.ranks.device import check_own_gpus, choose_device
 
 WITHOUT_CUDA = torch.version.cuda is None
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\n"
@@ -147,7 +147,7 @@ def test_two_ranks_with_one_gpu_are_refused(monkeypatch):
 @pytest.mark.skipif(not WITHOUT_CUDA, reason="this build of torch sees GPUs")
 def test_no_device_is_chosen_where_the_gpus_cannot_be_used(tmp_path, no_gpu, monkeypatch):
     """Nor does the doctor keep silent."""
-    monkeypatch.setattr("trainer.device.explain_unseen_gpus", lambda: explain_unseen_gpus(os.environ, root))
+    monkeypatch.setattr("trainer.ranks.device.explain_unseen_gpus", lambda: explain_unseen_gpus(os.environ, root))
     monkeypatch.setattr(device, "explain_unseen_gpus", lambda: explain_unseen_gpus(os.environ, root))
     root = tree(tmp_path)
     for asked in ("auto", "cuda"):

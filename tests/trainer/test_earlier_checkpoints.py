@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.checkpoints.file import load_checkpoint, save_checkpoint
 
 
 def test_what_the_disk_does_not_keep_displaces_no_earlier_checkpoint(tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ import torch
 
 from datapipe.loaders import Batch
 from trainer.config.recipe import load_recipe
-from trainer.distributed import World
 from trainer.errors import TrainingError
-from trainer.evaluate import evaluate
-from trainer.objective import batch_loss
-from trainer.precision import choose_precision
+from trainer.ranks.world import World
+from trainer.run.evaluate import evaluate
+from trainer.run.objective import batch_loss
+from trainer.step.precision import choose_precision
 
 CPU = torch.device("cpu")
 

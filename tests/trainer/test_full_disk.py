@@ -10,9 +10,9 @@ import pytest
 from tests.processes import skip_report
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import finish, setting
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 from trainer.config.recipe import load_recipe
-from trainer.run import run
+from trainer.run.run import run
 
 SMALL_DISK = Path(__file__).parent / "children" / "small_disk.py"
 SMALL = ["train.batch_size=10", "train.log_every=1"]  # an epoch's lines take more than a page
@@ -43,7 +43,7 @@ def train(start, packed, recipe_file, tmp_path):
 def whole_run(packed, recipe_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.run.write_report", skip_report)
+        patch.setattr("trainer.run.run.write_report", skip_report)
         assert run(load_recipe(str(recipe_file), [*SMALL, "train.epochs=1"]), packed, folder) == 0
     return folder
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.trainer.runs import finish
 from tests.waiting import limit_s, wait_until
-from trainer.watch import Watch
+from trainer.ranks.heartbeat import Watch
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -7,8 +7,8 @@ import pytest
 
 from tests.processes import clean_environment
 from trainer.config.recipe import load_recipe
-from trainer.host_memory import HUGE_PAGES, keep_freed_memory
-from trainer.run import run
+from trainer.ranks.memory import HUGE_PAGES, keep_freed_memory
+from trainer.run.run import run
 
 ROUNDS, TENSOR_BYTES = 20, 32 << 20
 CHILD = Path(__file__).parent / "children" / "faults_of_tensors.py"

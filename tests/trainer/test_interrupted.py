@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-import trainer.stop
+import trainer.ranks.stop
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import DISTURBED, KFAC, differing, finish, wait_for_step
 from tests.waiting import wait_until
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 from trainer.cli import main
 
 # All that recipes for few epochs add.
@@ -89,7 +89,7 @@ def test_it_stops_before_the_job_ends(train, tmp_path, metrics):
 
 @pytest.mark.usefixtures("alone")
 def test_it_stops_before_the_time_that_the_command_gives_it(packed, recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer.stop, "RESERVE_S", 10_000.0)  # more than what is left, as after a slow start
+    monkeypatch.setattr(trainer.ranks.stop, "RESERVE_S", 10_000.0)  # more than what is left, as after a slow start
     line = ["trainer", "train", recipe_file, "--data", packed, "--out", tmp_path / "run", "--max-time", "1:00:00"]
     monkeypatch.setattr("sys.argv", [str(word) for word in line])
     assert main() == 75

@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import finish
 from tests.waiting import read_until
-from trainer.connection import _removing
+from trainer.ranks.connection import _removing
 
 LEAVING = Path(__file__).parent / "children" / "leaving.py"
 ONE_EPOCH = ["train.epochs=1", "train.batch_size=64"]

@@ -9,16 +9,16 @@ import threading
 import pytest
 import torch
 
-import trainer.local_checkpoints
-import trainer.loop
+import trainer.checkpoints.local
+import trainer.run.loop
 from tests.datapipe.staging.data_sets import needs_root
 from tests.waiting import limit_s
-from trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from trainer.checkpoints.file import list_checkpoints, load_checkpoint, save_checkpoint
+from trainer.checkpoints.local import LocalCheckpoints, local_folder
 from trainer.cli import main
 from trainer.config.recipe import load_recipe
-from trainer.local_checkpoints import LocalCheckpoints, local_folder
 from trainer.reporting.metrics import digest_before
-from trainer.resume import read_checkpoint
+from trainer.run.resume import read_checkpoint
 
 EVERY = ["--set", "train.checkpoint_every_steps=5"]
 
@@ -47,20 +47,20 @@ def gate(monkeypatch):
         assert opened.wait(limit_s())
         real(*args)
 
-    monkeypatch.setattr(trainer.local_checkpoints.shutil, "copyfileobj", copy)
+    monkeypatch.setattr(trainer.checkpoints.local.shutil, "copyfileobj", copy)
     yield opened
     opened.set()
 
 
 def _stop_at(monkeypatch, step, act):
-    real, count = trainer.loop._update, iter(range(1, 10**6))
+    real, count = trainer.run.loop._update, iter(range(1, 10**6))
 
     def update(*arguments):
         real(*arguments)
         if next(count) == step:
             act()
 
-    monkeypatch.setattr(trainer.loop, "_update", update)
+    monkeypatch.setattr(trainer.run.loop, "_update", update)
 
 
 def test_the_run_has_what_it_has_without(go, tmp_path):
@@ -155,7 +155,7 @@ def test_a_copy_that_failed_once_is_made_up_for(monkeypatch, tmp_path):
     (tmp_path / "run").mkdir()
     local, real, failures = (
         LocalCheckpoints(tmp_path / "local", tmp_path / "run", 2),
-        trainer.local_checkpoints.atomic_write,
+        trainer.checkpoints.local.atomic_write,
         [MemoryError()],
     )
 
@@ -164,7 +164,7 @@ def test_a_copy_that_failed_once_is_made_up_for(monkeypatch, tmp_path):
             raise failures.pop()
         return real(path)
 
-    monkeypatch.setattr(trainer.local_checkpoints, "atomic_write", write)
+    monkeypatch.setattr(trainer.checkpoints.local, "atomic_write", write)
     local.save({"step": 1}, is_best=True)
     local._wait()
     assert not failures and not list_checkpoints(tmp_path / "run")
@@ -226,7 +226,7 @@ def test_the_best_is_copied_even_where_later_ones_overtake_it(gate, tmp_path):
 def test_a_checkpoint_that_is_the_best_is_copied_once(monkeypatch, tmp_path):
     (tmp_path / "run").mkdir()
     copies, real = [], shutil.copyfileobj
-    monkeypatch.setattr(trainer.local_checkpoints.shutil, "copyfileobj", lambda *args: copies.append(1) or real(*args))
+    monkeypatch.setattr(trainer.checkpoints.local.shutil, "copyfileobj", lambda *args: copies.append(1) or real(*args))
     local = LocalCheckpoints(tmp_path / "local", tmp_path / "run", keep=2)
     local.save({"step": 1}, is_best=True)
     local.finish()
@@ -245,7 +245,7 @@ def test_copies_that_fail_count_as_checkpoints_that_fail(go, monkeypatch, tmp_pa
     def full(*_args, **_settings):
         raise OSError(errno.ENOSPC, "No space left on device", "run/checkpoint.pt")
 
-    monkeypatch.setattr(trainer.local_checkpoints, "atomic_write", full)
+    monkeypatch.setattr(trainer.checkpoints.local, "atomic_write", full)
     arguments = [*EVERY, "--local-checkpoints", tmp_path / "local", "--set", "train.failed_checkpoints=1"]
     assert go("run", *arguments) == 1
     assert "No space left on device" in caplog.text

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.mixing import MixedBatch, mix
+from trainer.step.mixing import MixedBatch, mix
 
 
 @pytest.mark.parametrize("alphas", [(1.0, 0.0), (0.0, 1.0)], ids=["mixup", "cutmix"])

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ports import free_ports
 from tests.trainer.runs import wait_for_step
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 
 NETWORK = Path(__file__).parents[3] / "shared" / "testbed" / "netns-hosts.sh"
 PREFIX, SUBNET = "ktrain", "93.9"  # of hosts made here: others may be up

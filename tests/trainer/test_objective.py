@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from datapipe.loaders import Batch
-from trainer import loop, objective
 from trainer.config.recipe import load_recipe
-from trainer.distributed import World
-from trainer.ema import Average
-from trainer.ema import Settings as EmaSettings
-from trainer.job import build_network
-from trainer.losses import LOSSES, begin_bias, per_sample_loss
-from trainer.mixing import MixedBatch, mix
-from trainer.precise_bn import estimate_statistics
-from trainer.precision import Precision
+from trainer.ranks.world import World
+from trainer.run import loop, objective
+from trainer.run.job import build_network
+from trainer.step.ema import Average
+from trainer.step.ema import Settings as EmaSettings
+from trainer.step.losses import LOSSES, begin_bias, per_sample_loss
+from trainer.step.mixing import MixedBatch, mix
+from trainer.step.precise_bn import estimate_statistics
+from trainer.step.precision import Precision
 
 FLOAT32 = Precision("off", "cpu", None)
 

@@ -19,8 +19,8 @@ from datapipe import clock
 from datapipe.errors import SettingError
 from tests.processes import ProcessServer
 from tests.waiting import limit_s, wait_until
-from trainer import owner
-from trainer.owner import DEAD_S, NAME, own
+from trainer.run import owner
+from trainer.run.owner import DEAD_S, NAME, own
 
 CHILD = Path(__file__).parent / "children" / "without_locks.py"
 ELSEWHERE = {"host": "elsewhere", "boot": "1", "namespace": "pid:[1]", "pid": 7, "started": "1"}

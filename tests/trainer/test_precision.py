@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from datapipe.errors import SettingError
-from trainer.precision import choose_precision, kernels_chosen
+from trainer.step.precision import choose_precision, kernels_chosen
 
 CPU = torch.device("cpu")
 

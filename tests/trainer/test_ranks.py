@@ -12,9 +12,9 @@ from datapipe.packing import PackOptions, pack
 from tests.processes import clean_environment
 from tests.trainer.conftest import each_rank
 from tests.trainer.runs import KFAC, finish, setting, train_losses
-from trainer.checkpoint import load_checkpoint
-from trainer.distributed import _pack, _unpack
+from trainer.checkpoints.file import load_checkpoint
 from trainer.errors import TrainingError
+from trainer.ranks.world import _pack, _unpack
 
 CHILDREN = Path(__file__).parent / "children"
 FIVE_STEPS = ["train.epochs=1", "train.batch_size=64"]

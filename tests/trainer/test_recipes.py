@@ -6,7 +6,7 @@ from PIL import Image
 
 from datapipe.packing import PackOptions, pack
 from trainer.config.recipe import Recipe, built_in, load_recipe
-from trainer.run import RunOptions, run
+from trainer.run.run import RunOptions, run
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -6,15 +6,15 @@ import re
 import pytest
 import torch
 
-import trainer.objective
-import trainer.recovery
+import trainer.run.objective
+import trainer.run.recovery
 from datapipe.dataset.index import read_keys
 from tests.trainer.runs import DISTURBED, damage, differing, finish
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.errors import DivergedError
 from trainer.reporting.runlog import read_run
-from trainer.run import RunOptions, run
+from trainer.run.run import RunOptions, run
 
 KFAC = ["optimizer.preconditioner=kfac", "kfac.factor_update_steps=1", "kfac.inv_update_steps=8"]
 FIVE_STEPS = ["train.epochs=1", "train.batch_size=64"]
@@ -35,13 +35,13 @@ def fault(monkeypatch):
     """fault(12, math.nan): multiply the loss of the forward passes with these numbers, from 1."""
 
     def _fault(*numbers, factor=math.nan):
-        real, count = trainer.objective.batch_loss, iter(range(1, 10**6))
+        real, count = trainer.run.objective.batch_loss, iter(range(1, 10**6))
 
         def wrong(job, batch, step, *answers):
             loss = real(job, batch, step, *answers)
             return loss * factor if next(count) in numbers else loss
 
-        monkeypatch.setattr(trainer.objective, "batch_loss", wrong)
+        monkeypatch.setattr(trainer.run.objective, "batch_loss", wrong)
 
     return _fault
 
@@ -64,13 +64,13 @@ def test_the_end_names_the_samples(go, fault, packed, tmp_path, metrics, caplog)
     # The same batch as an undisturbed run trains on in that step.
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.objective, "batch_loss", _remembering(seen))
+        patch.setattr(trainer.run.objective, "batch_loss", _remembering(seen))
         go("other", "train.epochs=1")
     assert line["keys"] == [keys[sample] for sample in seen[6]]
 
 
 def _remembering(seen):
-    real = trainer.objective.batch_loss
+    real = trainer.run.objective.batch_loss
 
     def loss(job, batch, step, *answers):
         seen.append(batch.samples.tolist())
@@ -105,7 +105,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(go, fault, tmp_path, metrics
 
 
 def test_gradients_that_are_not_finite_are_skipped_too(go, monkeypatch, tmp_path, metrics):
-    real, count = trainer.objective.batch_loss, iter(range(1, 100))
+    real, count = trainer.run.objective.batch_loss, iter(range(1, 100))
 
     def wrong(job, batch, step, *answers):
         loss = real(job, batch, step, *answers)
@@ -113,7 +113,7 @@ def test_gradients_that_are_not_finite_are_skipped_too(go, monkeypatch, tmp_path
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
 
-    monkeypatch.setattr(trainer.objective, "batch_loss", wrong)
+    monkeypatch.setattr(trainer.run.objective, "batch_loss", wrong)
     assert go("run", *FIVE_STEPS, "train.when_diverged=skip") == 0
     assert [line["step"] for line in metrics(tmp_path / "run") if line["event"] == "skip"] == [5]
 
@@ -192,13 +192,13 @@ def test_other_policies_save_nothing_before_the_first_step(go, fault, tmp_path):
 
 def test_rolling_back_passes_over_a_damaged_checkpoint(go, fault, tmp_path, monkeypatch):
     """The good one is then not displaced by it."""
-    real = trainer.recovery.read_checkpoint
+    real = trainer.run.recovery.read_checkpoint
 
     def read(run, *others):
         damage(run / "checkpoint.pt")
         return real(run, *others)
 
-    monkeypatch.setattr(trainer.recovery, "read_checkpoint", read)
+    monkeypatch.setattr(trainer.run.recovery, "read_checkpoint", read)
     fault(17)
     assert go("run", "train.when_diverged=roll_back", "train.epochs=2") == 0
     contents = {path.name: path for path in (tmp_path / "run").glob("*.pt")}

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer import rehearsal
-from trainer.distributed import World
+from trainer.ranks.world import World
+from trainer.run import rehearsal
 
 
 @pytest.mark.parametrize(

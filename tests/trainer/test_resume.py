@@ -12,10 +12,10 @@ import trainer.reporting.page
 from datapipe.errors import SettingError
 from datapipe.packing import PackOptions, pack
 from tests.trainer.runs import damage, finish, weights_at
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 from trainer.errors import CheckpointError
-from trainer.owner import own
 from trainer.reporting import plots
+from trainer.run.owner import own
 
 
 def test_a_run_is_never_overwritten(go, tmp_path):

@@ -13,20 +13,20 @@ import pytest
 import torch
 from PIL import Image
 
-import trainer.loading
-import trainer.loop
 import trainer.reporting.page
 import trainer.reporting.timing
-import trainer.run
+import trainer.run.loading
+import trainer.run.loop
+import trainer.run.run
 from datapipe.dataset.manifest import find_data_sets
 from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, DecodeError, SettingError
 from datapipe.packing import PackOptions, pack
 from tests.trainer.waits import waits
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.errors import DivergedError
-from trainer.run import RunOptions, _read_end, _way_back, run
+from trainer.run.run import RunOptions, _read_end, _way_back, run
 
 SECTIONS = {"staging", "start", "compile", "wait", "forward_backward", "optimizer", "evaluation", "checkpoint", "other"}
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("alone")
     ids=" ".join,
 )  # fmt: skip
 def test_steps_that_do_not_log_never_wait_for_the_device(go, monkeypatch, tmp_path, changes):
-    of_runs, train_epoch = [], trainer.loop.train_epoch
+    of_runs, train_epoch = [], trainer.run.loop.train_epoch
 
     def watched(*arguments):
         with waits() as names:
@@ -51,7 +51,7 @@ def test_steps_that_do_not_log_never_wait_for_the_device(go, monkeypatch, tmp_pa
         of_runs.append(names)
         return result
 
-    monkeypatch.setattr(trainer.loop, "train_epoch", watched)
+    monkeypatch.setattr(trainer.run.loop, "train_epoch", watched)
     for log_every in (2, 1000):
         assert go("train.epochs=1", "train.batch_size=64", f"train.log_every={log_every}", *changes) == 0
         shutil.rmtree(tmp_path / "run")
@@ -90,7 +90,7 @@ def test_target_reached(go, tmp_path, metrics, capsys):
 
 def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_path, metrics, monkeypatch, capsys):
     """It advances by 100 s as the data is staged, and as each split is opened."""
-    real_stage, real_open, slow_s, passed = trainer.run.stage, trainer.loading.open_loader, 100, []
+    real_stage, real_open, slow_s, passed = trainer.run.run.stage, trainer.run.loading.open_loader, 100, []
 
     def slow_stage(*arguments):
         passed.append(slow_s)
@@ -103,8 +103,8 @@ def test_the_clock_starts_before_the_data_is_touched(packed, recipe_file, tmp_pa
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(passed))
     monkeypatch.setattr(trainer.reporting.timing, "time", clock)
 
-    monkeypatch.setattr(trainer.run, "stage", slow_stage)
-    monkeypatch.setattr(trainer.loading, "open_loader", slow_open)
+    monkeypatch.setattr(trainer.run.run, "stage", slow_stage)
+    monkeypatch.setattr(trainer.run.loading, "open_loader", slow_open)
     recipe = load_recipe(str(recipe_file), ["train.target_accuracy=0.01", "train.log_every=5"])
     assert run(recipe, packed, tmp_path / "run", RunOptions(local=tmp_path / "local")) == 0
     epoch, end = metrics(tmp_path / "run")[-2:]
@@ -154,17 +154,17 @@ def test_evaluate_every(go, tmp_path, metrics):
 
 
 def test_a_signal_during_the_evaluation(go, tmp_path, metrics, monkeypatch):
-    real = trainer.loop.evaluate
+    real = trainer.run.loop.evaluate
 
     def interrupted(*arguments, **settings):
         os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments, **settings)
 
-    monkeypatch.setattr(trainer.loop, "evaluate", interrupted)
+    monkeypatch.setattr(trainer.run.loop, "evaluate", interrupted)
     assert go() == 128 + signal.SIGTERM
     state = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["state"]
     assert (state["epoch"], state["step"]) == (0, 10)  # all steps done, the epoch not finished
-    monkeypatch.setattr(trainer.loop, "evaluate", real)
+    monkeypatch.setattr(trainer.run.loop, "evaluate", real)
     assert go(resume=True) == 0
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 31))

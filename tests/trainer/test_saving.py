@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-import trainer.resume
+import trainer.run.resume
 from tests.trainer.runs import DISTURBED, differing, finish
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoints.file import load_checkpoint
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_best_is_kept_although_the_run_was_killed_before(exit_code, tmp_path
 
 def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatch, caplog):
     """One that succeeds begins a new row."""
-    tried, real = [], trainer.resume.save_checkpoint
+    tried, real = [], trainer.run.resume.save_checkpoint
 
     def save(*arguments):
         tried.append(len(tried) + 1)
@@ -68,7 +68,7 @@ def test_a_run_ends_after_more_failures_in_a_row_than_are_allowed(go, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*arguments)
 
-    monkeypatch.setattr(trainer.resume, "save_checkpoint", save)
+    monkeypatch.setattr(trainer.run.resume, "save_checkpoint", save)
     with pytest.raises(OSError, match="No space left"):
         go("train.epochs=1", "train.checkpoint_every_steps=1", "train.failed_checkpoints=2")
     assert tried == [1, 2, 3, 4, 5, 6]

@@ -3,7 +3,7 @@
 import pytest
 
 from datapipe.errors import SettingError
-from trainer.stop import signal_of
+from trainer.ranks.stop import signal_of
 
 
 @pytest.mark.parametrize("name", ["KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT"])

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from trainer.distributed import World
 from trainer.errors import DivergedError
-from trainer.state import Losses, State
+from trainer.ranks.world import World
+from trainer.run.state import Losses, State
 
 
 def _add(losses: Losses, *values: float) -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from datapipe import clock
 from datapipe.errors import SettingError
-from trainer.distributed import World
-from trainer.run import RunOptions
-from trainer.stop import SIGNALS, StopSignal, signal_of
-from trainer.time_limit import RESERVE_S, find_end, parse_limit, warn_if_short
+from trainer.ranks.limits import RESERVE_S, find_end, parse_limit, warn_if_short
+from trainer.ranks.stop import SIGNALS, StopSignal, signal_of
+from trainer.ranks.world import World
+from trainer.run.run import RunOptions
 
 
 @pytest.mark.parametrize("number", signal.Signals, ids=lambda number: number.name)
@@ -80,5 +80,5 @@ def test_a_suspension_is_not_the_length_of_a_step(monkeypatch):
     stop, running = StopSignal(World(), ends_at=time.time() + 3600), clock.RunningClock(lambda: 0.0)
     running._read = iter([0.0, 0.5, 3600.0, 3600.5]).__next__
     monkeypatch.setattr(clock, "now", running.now)
-    monkeypatch.setattr("trainer.stop.time", SimpleNamespace(monotonic=running._read, time=time.time))
+    monkeypatch.setattr("trainer.ranks.stop.time", SimpleNamespace(monotonic=running._read, time=time.time))
     assert not any(stop.agreed() for _ in range(4)) and stop._longest_s <= 1

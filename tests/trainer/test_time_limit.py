@@ -3,7 +3,7 @@
 import pytest
 
 from datapipe.errors import SettingError
-from trainer.time_limit import find_end, parse_limit
+from trainer.ranks.limits import find_end, parse_limit
 
 JOB = {"SLURM_JOB_END_TIME": "1500"}
 

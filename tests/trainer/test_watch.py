@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from datapipe import clock
-from datapipe.staging.crew import BEAT_S
+from datapipe.jobgroup.group import BEAT_S
 from tests.processes import Process, clean_environment
 from tests.trainer.runs import wait_for_step
 from tests.waiting import limit_s, suspend, wait_until
-from trainer.stop import IMPATIENT_AFTER_S
-from trainer.watch import Watch
+from trainer.ranks.heartbeat import Watch
+from trainer.ranks.stop import IMPATIENT_AFTER_S
 
 CHILD = Path(__file__).parent / "children" / "watched.py"
 HOST = os.uname().nodename

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import SettingError
-from trainer import distributed
-from trainer.connection import NCCL_ERRORS, _leave_errors_to_watch
-from trainer.device import set_threads, share_cores
-from trainer.distributed import World, together, wrap
 from trainer.errors import TrainingError
+from trainer.ranks import world
+from trainer.ranks.connection import NCCL_ERRORS, _leave_errors_to_watch
+from trainer.ranks.device import set_threads, share_cores
+from trainer.ranks.world import World, together, wrap
 
 
 def test_global_batch_is_shared_equally_or_refused():
@@ -67,7 +67,7 @@ def test_together_raises_what_was_raised():
 )
 def test_together_raises_what_another_rank_has(monkeypatch, verdict, kind):
     """A wrong setting is one on all ranks, which then end with the same exit code."""
-    monkeypatch.setattr(distributed, "gather_everywhere", lambda world, own: [own, None, verdict])
+    monkeypatch.setattr(world, "gather_everywhere", lambda world, own: [own, None, verdict])
     with pytest.raises(kind, match=f"^rank 2: {verdict[1]}$") as caught, together(World(world_size=3)):
         pass
     assert type(caught.value) is kind
@@ -81,7 +81,7 @@ def test_together_tells_the_others_what_was_raised(monkeypatch, error):
         gathered.append(own)
         return [own, None]
 
-    monkeypatch.setattr(distributed, "gather_everywhere", gather)
+    monkeypatch.setattr(world, "gather_everywhere", gather)
     with pytest.raises(type(error), match="wrong"), together(World(world_size=2)):
         raise error
     assert gathered == [(isinstance(error, SettingError), "wrong")]
@@ -94,7 +94,7 @@ def test_the_model_is_wrapped_for_the_device_that_the_rank_has(monkeypatch):
     def note(model, device_ids, broadcast_buffers=None, **options):
         given.append(device_ids)
 
-    monkeypatch.setattr(distributed, "DistributedDataParallel", note)
+    monkeypatch.setattr(world, "DistributedDataParallel", note)
     cuda = torch.device("cuda", 0)
     for device in (cuda, torch.device("cpu")):
         wrap(torch.nn.Linear(1, 1), World(3, 3, 4, 4, device))

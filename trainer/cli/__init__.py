@@ -89,12 +89,12 @@ def train(
           --data data/imagenet --out runs/imagenet
     """
     now = time.time()
-    from ..time_limit import find_end
+    from ..ranks.limits import find_end
 
     ends_at = find_end(os.environ, max_time, now)
     from ..config.recipe import load_recipe
-    from ..connection import telling_others
-    from ..run import RunOptions, run
+    from ..ranks.connection import telling_others
+    from ..run.run import RunOptions, run
 
     with telling_others(out):
         checked, signals = load_recipe(recipe, changes or []), stop_signals.split(",")
@@ -180,8 +180,8 @@ def profile(
       trainer profile fashion-mnist-resnet8 --data data/fashion-mnist --out profiles/resnet8
     """
     from ..config.recipe import load_recipe
-    from ..connection import telling_others
-    from ..profile import profile as profile_steps
+    from ..ranks.connection import telling_others
+    from ..run.profile import profile as profile_steps
 
     with telling_others(out):
         text = profile_steps(load_recipe(recipe, changes or []), data, out, steps, device, stage)
@@ -208,8 +208,8 @@ def main() -> int:
 
 
 def _leave(code: int, error: BaseException | None = None) -> None:
-    if "trainer.connection" in sys.modules:  # otherwise there is nothing to leave, and torch need not be loaded
-        from ..connection import leave
+    if "trainer.ranks.connection" in sys.modules:  # otherwise there is nothing to leave, and torch need not be loaded
+        from ..ranks.connection import leave
 
         leave(code, error)
 

@@ -15,13 +15,13 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from datapipe.errors import SettingError
 
-from ..ema import Settings as EmaSettings
-from ..fields import Section
 from ..models import SMALLEST_INPUT, WITHOUT_STRIDES
 from ..optim import Optimizer
+from ..optim.fields import Section
 from ..optim.kfac import SCHEDULED
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
+from ..step.ema import Settings as EmaSettings
 from . import built_in as built_in
 from . import find_recipe
 from .explain import explain

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 from datapipe.names import BACKENDS, ORDERS, Crop, Flip, Io
 
 from .. import models
-from ..fields import BelowOne, Count, Fraction, FromZero, Positive, Section, one_of, or_none
-from ..losses import LOSSES
+from ..optim.fields import BelowOne, Count, Fraction, FromZero, Positive, Section, one_of, or_none
+from ..step.losses import LOSSES
 
 POLICIES = "stop", "skip", "roll_back"
 GRADIENT_DTYPES = "float32", "bfloat16"

@@ -18,8 +18,8 @@ from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 
 from ..config.recipe import load_recipe
+from ..ranks.limits import SHORTEST_S, parse_limit
 from ..reporting.runlog import FAILED_HOSTS
-from ..time_limit import SHORTEST_S, parse_limit
 
 SCHEDULERS = "slurm", "pbs", "mpi", "local"
 MAX_RESTARTS = 20

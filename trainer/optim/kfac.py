@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..fields import BelowOne, Count, Fraction, Positive, Section, or_none
 from ..kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 from ..kfac.settings import Auto, InverseDtype, KFACSettings, SolverName
+from .fields import BelowOne, Count, Fraction, Positive, Section, or_none
 
 KINDS = {"kfac": KFAC, "ekfac": EKFAC}
 SCHEDULED = "damping", "factor_update_steps", "inv_update_steps"

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from ..fields import Positive
+from .fields import Positive
 from .groups import parameter_groups
 from .settings import MomentumSettings
 

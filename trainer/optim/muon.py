@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..fields import BelowOne, Positive
+from .fields import BelowOne, Positive
 from .settings import OptimizerSettings
 
 

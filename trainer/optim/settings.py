@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import model_validator
 
-from ..fields import BelowOne, Count, FromZero, Positive, Section, one_of, or_none
+from .fields import BelowOne, Count, FromZero, Positive, Section, one_of, or_none
 
 PRECONDITIONERS = ("none", "kfac", "ekfac")
 

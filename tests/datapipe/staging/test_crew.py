@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from datapipe import clock
 from datapipe.cluster import Placement
-from datapipe.staging import crew as crew_module
-from datapipe.staging.crew import Crew
-from datapipe.staging.store import CrewError, LeftError
+from datapipe.jobgroup import group as crew_module
+from datapipe.jobgroup.group import Crew
+from datapipe.jobgroup.store import CrewError, LeftError
 from tests.waiting import limit_s
 
 PLACE_1 = Placement(rank=1, world_size=3, master="node0")

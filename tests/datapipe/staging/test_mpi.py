@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from datapipe.cluster import Placement
-from datapipe.staging import mpi
-from datapipe.staging.store import CrewError
+from datapipe.jobgroup import mpi
+from datapipe.jobgroup.store import CrewError
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.ports import free_ports
 from tests.waiting import limit_s

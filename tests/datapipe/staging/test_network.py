@@ -5,7 +5,7 @@ from threading import Barrier
 
 import pytest
 
-from datapipe.staging.network import TOKEN_BYTES, find_address, find_unreachable
+from datapipe.jobgroup.network import TOKEN_BYTES, find_address, find_unreachable
 from tests.waiting import limit_s
 
 HOSTS = ["a", "b", "c"]

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from datapipe.cluster import Placement
 from datapipe.errors import SettingError
-from datapipe.staging.meeting import open_crew
-from datapipe.staging.secret import SignedStore, StrangerError, choose_file, read_secret
-from datapipe.staging.store import CrewError
+from datapipe.jobgroup.rendezvous import open_crew
+from datapipe.jobgroup.secret import SignedStore, StrangerError, choose_file, read_secret
+from datapipe.jobgroup.store import CrewError
 from tests.datapipe.staging.data_sets import CHILDREN, needs_root
 from tests.ports import free_ports
 from tests.waiting import limit_s

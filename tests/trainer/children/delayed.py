@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from datapipe.loaders import base
-from trainer import loop
 from trainer.cli import main
+from trainer.run import loop
 
 LEAST_S, FACTOR = 0.1, 4  # of what a step takes
 

@@ -14,9 +14,9 @@ import sys
 from torch import Tensor
 
 from datapipe.loaders import Batch
-from trainer import loop, objective, resume
 from trainer.cli import main
-from trainer.job import Job
+from trainer.run import loop, objective, resume
+from trainer.run.job import Job
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP}
 ERRORS = {"surprise": ZeroDivisionError("a surprise"), "second Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(143)}

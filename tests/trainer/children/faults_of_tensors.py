@@ -6,7 +6,7 @@ HOW "kept": the process keeps freed memory. Exit code 3: it cannot.
 import resource
 import sys
 
-from trainer.host_memory import keep_freed_memory
+from trainer.ranks.memory import keep_freed_memory
 
 if __name__ == "__main__":
     how, rounds, size = sys.argv[1], *map(int, sys.argv[2:])

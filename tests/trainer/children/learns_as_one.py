@@ -15,10 +15,10 @@ from torch import nn
 
 from datapipe.cluster import rank_placement
 from datapipe.loaders import normalise, open_loader
-from trainer.connection import connected, leave
-from trainer.distributed import wrap
-from trainer.evaluate import evaluate
-from trainer.precision import choose_precision
+from trainer.ranks.connection import connected, leave
+from trainer.ranks.world import wrap
+from trainer.run.evaluate import evaluate
+from trainer.step.precision import choose_precision
 
 
 def main(data: Path, global_batch_size: int, out: Path) -> None:

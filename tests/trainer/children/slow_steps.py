@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 if "trainer" in "".join(sys.orig_argv) and "train" in sys.orig_argv:
-    from trainer import loop
+    from trainer.run import loop
 
     real_update = loop._update
 

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from trainer.config.recipe import load_recipe
-from trainer.run import run
+from trainer.run.run import run
 
 if __name__ == "__main__":
     recipe, data, out, *changes = sys.argv[1:]

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from trainer import loop, objective, watch
 from trainer.cli import main
+from trainer.ranks import heartbeat
+from trainer.run import loop, objective
 
 RANK, WORLD_SIZE = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 STEP = 2  # from 0
@@ -56,7 +57,7 @@ def behave(what: str) -> None:
 if __name__ == "__main__":
     what = sys.argv.pop(1)
     if what == "slow":
-        watch.COMPARE_S = 4
+        heartbeat.COMPARE_S = 4
     if (WORLD_SIZE - 1 if what == "computes" else 1) == RANK:
         behave(what)
     sys.exit(main())

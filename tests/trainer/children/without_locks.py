@@ -5,8 +5,8 @@ import fcntl
 import os
 import sys
 
-from trainer import owner
 from trainer.cli import main
+from trainer.run import owner
 
 
 def refuse(fd: int, operation: int) -> None:

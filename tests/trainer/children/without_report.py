@@ -2,10 +2,10 @@
 
 import sys
 
-import trainer.run
+import trainer.run.run
 from tests.processes import skip_report
 from trainer.cli import main
 
 if __name__ == "__main__":
-    trainer.run.write_report = skip_report
+    trainer.run.run.write_report = skip_report
     sys.exit(main())

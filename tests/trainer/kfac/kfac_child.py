@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.cluster import rank_placement
-from trainer.connection import connected, leave
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, communication, reduce_to_owners
+from trainer.ranks.connection import connected, leave
 
 BATCH, STEPS, SAVED_AT, BROKEN_AT = 24, 4, 2, 2  # factors change in steps 0 and 2, solutions in 0 and 3
 SETTINGS = {"damping": 0.1, "factor_update_steps": 2, "inv_update_steps": 3, "lr": 0.05}

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.cluster import rank_placement
-from trainer.connection import connected, leave
 from trainer.kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
+from trainer.ranks.connection import connected, leave
 
 
 class Branches(nn.Module):

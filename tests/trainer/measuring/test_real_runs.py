@@ -9,7 +9,7 @@ from trainer.config.recipe import load_recipe
 from trainer.measuring.compare import compare
 from trainer.measuring.runs import read_group
 from trainer.reporting.runlog import read_run
-from trainer.run import RunOptions, run
+from trainer.run.run import RunOptions, run
 
 pytestmark = pytest.mark.usefixtures("alone")
 

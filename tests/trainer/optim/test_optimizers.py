@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from datapipe.errors import SettingError
 from tests.trainer.kfac.networks import EVERY_STEP
 from trainer import optim
-from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.checkpoints.file import load_checkpoint, save_checkpoint
 from trainer.config.recipe import load_recipe
 from trainer.kfac import KFAC
 

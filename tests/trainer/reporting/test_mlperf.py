@@ -17,7 +17,7 @@ from trainer.config.recipe import load_recipe
 from trainer.reporting import page
 from trainer.reporting.mlperf import NAME, read_labels, write_log
 from trainer.reporting.runlog import read_run
-from trainer.run import RunOptions, run
+from trainer.run.run import RunOptions, run
 
 TOKEN = ":::MLLOG "
 needs_checker = pytest.mark.skipif(importlib.util.find_spec("mlperf_logging") is None, reason="no mlperf-logging here")

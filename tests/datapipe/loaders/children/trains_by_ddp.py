@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else gloo's threads outlive the group (see trainer/distributed.py)
+import torch.distributed.nn  # else gloo's threads outlive the group (see trainer/ranks/world.py)
 
 from tests.datapipe.loaders.children.small_training import Net, finish, loss_of, open_part
 

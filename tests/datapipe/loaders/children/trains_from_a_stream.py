@@ -4,7 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # else gloo's threads outlive the group (see trainer/distributed.py)
+import torch.distributed.nn  # else gloo's threads outlive the group (see trainer/ranks/world.py)
 
 from datapipe.loaders import open_loader
 

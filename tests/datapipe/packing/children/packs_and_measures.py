@@ -22,7 +22,7 @@ if __name__ == "__main__":
     Path("/proc/self/clear_refs").write_text(
         "5"
     )  # VmHWM counts from here: the server that forked this process has had much more
-    for name in ("datapipe.staging.crew", "torch.distributed"):  # a server's, with which main() may end this process
+    for name in ("datapipe.jobgroup.group", "torch.distributed"):  # a server's, with which main() may end this process
         sys.modules.pop(name, None)
     before = memory_bytes("VmRSS")
     code = main()

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from datapipe.cluster import Placement
-from datapipe.staging.meeting import open_crew
-from datapipe.staging.store import CrewError
+from datapipe.jobgroup.rendezvous import open_crew
+from datapipe.jobgroup.store import CrewError
 
 rank, port, secret = sys.argv[1:]
 try:

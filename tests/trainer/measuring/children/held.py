@@ -8,7 +8,7 @@ import sys
 import time
 
 if "HELD_AT" in os.environ and "repeat" not in sys.orig_argv:
-    from trainer.stop import StopSignal
+    from trainer.ranks.stop import StopSignal
 
     real_agreed = StopSignal.agreed
     left = [int(os.environ["HELD_AT"])]

@@ -11,14 +11,14 @@ import torch
 
 from datapipe.errors import SettingError
 
-from .checkpoint import BEST, keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
-from .checkpoint import NAME as CHECKPOINT
-from .config.recipe import Recipe, check_resumable, parse
-from .distributed import averaged_buffers, gather, set_buffers, together
-from .errors import CheckpointError, TrainingError
+from ..checkpoints.file import BEST, keep_as, list_checkpoints, load_checkpoint, restore_random, save_checkpoint
+from ..checkpoints.file import NAME as CHECKPOINT
+from ..config.recipe import Recipe, check_resumable, parse
+from ..errors import CheckpointError, TrainingError
+from ..ranks.world import averaged_buffers, gather, set_buffers, together
+from ..reporting.metrics import digest_before
+from ..reporting.runlog import NAME as METRICS
 from .job import Job, check_finite, is_finite, read_losses
-from .reporting.metrics import digest_before
-from .reporting.runlog import NAME as METRICS
 from .state import State
 
 logger = logging.getLogger(__name__)

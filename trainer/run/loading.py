@@ -13,8 +13,8 @@ from datapipe.errors import SettingError
 from datapipe.loaders import Loader, open_loader
 from datapipe.sampling.augment import Augment
 
-from .config.recipe import Recipe
-from .distributed import World, together
+from ..config.recipe import Recipe
+from ..ranks.world import World, together
 
 
 def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> tuple[Loader, Loader]:

@@ -12,7 +12,7 @@ import torch
 from datapipe.errors import SettingError
 from datapipe.loaders.device import explain_unseen_gpus
 
-from .distributed import World
+from .world import World
 
 DEVICES = "auto", "cpu", "cuda"
 

@@ -20,34 +20,34 @@ from datapipe.errors import SettingError
 from datapipe.fsio import make_folder
 from datapipe.staging import StageOptions, stage
 
-from .checkpoint import NAME as CHECKPOINT
-from .checkpoint import set_aside
-from .config.recipe import Recipe
-from .connection import connected, ended_by_signals
-from .consistency import check_start
-from .device import set_threads
-from .distributed import World, broadcast, together
-from .errors import DivergedError, TrainingError
-from .host_memory import keep_freed_memory
+from ..checkpoints.file import NAME as CHECKPOINT
+from ..checkpoints.file import set_aside
+from ..checkpoints.local import local_folder, open_local
+from ..config.recipe import Recipe
+from ..errors import DivergedError, TrainingError
+from ..optim.schedules import OneCycleSchedule
+from ..ranks.connection import connected, ended_by_signals
+from ..ranks.consistency import check_start
+from ..ranks.device import set_threads
+from ..ranks.heartbeat import RANK_TIMEOUT_S
+from ..ranks.limits import warn_if_short
+from ..ranks.memory import keep_freed_memory
+from ..ranks.stop import SIGNALS, StopSignal, signal_of
+from ..ranks.world import World, broadcast, together
+from ..reporting.loggers import LoggerFactory, find_loggers
+from ..reporting.mlperf import read_labels
+from ..reporting.runlog import NAME as METRICS
+from ..reporting.runlog import read_lines
+from ..reporting.summary import summary
+from ..reporting.timing import Clock
+from ..step.precision import choose_precision
 from .job import Job, open_job
-from .local_checkpoints import local_folder, open_local
 from .loop import train
-from .optim.schedules import OneCycleSchedule
 from .owner import own
-from .precision import choose_precision
 from .record import describe_ranks, print_result, write_end, write_report, write_start
 from .rehearsal import rehearse
-from .reporting.loggers import LoggerFactory, find_loggers
-from .reporting.mlperf import read_labels
-from .reporting.runlog import NAME as METRICS
-from .reporting.runlog import read_lines
-from .reporting.summary import summary
-from .reporting.timing import Clock
 from .resume import read_checkpoint, restore
 from .state import Losses, State
-from .stop import SIGNALS, StopSignal, signal_of
-from .time_limit import warn_if_short
-from .watch import RANK_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 

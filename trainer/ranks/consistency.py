@@ -12,10 +12,10 @@ from torch import nn
 
 from datapipe.loaders.native_pixels import choose_native
 
-from .config.recipe import Recipe
-from .distributed import World, gather_everywhere
-from .errors import TrainingError
-from .reporting.metrics import versions
+from ..config.recipe import Recipe
+from ..errors import TrainingError
+from ..reporting.metrics import versions
+from .world import World, gather_everywhere
 
 
 def check_setup(world: World, recipe: Recipe, data_sets: Mapping[str, str]) -> None:

@@ -18,23 +18,23 @@ from datapipe.errors import SettingError
 from datapipe.loaders import Loader, normalise
 from datapipe.loaders.device import Normaliser
 
-from . import models, optim
-from .config.recipe import Recipe
-from .consistency import check_setup
-from .distributed import World, sum_over_ranks, wrap
-from .ema import Average
-from .errors import DivergedError
-from .kfac import KFAC, AdaptiveDamping
+from .. import models, optim
+from ..checkpoints.local import LocalCheckpoints
+from ..config.recipe import Recipe
+from ..errors import DivergedError
+from ..kfac import KFAC, AdaptiveDamping
+from ..models.whitened import WhitenedNet, patch_moments
+from ..optim import kfac
+from ..optim.schedules import multiplier, scaled_lr
+from ..ranks.consistency import check_setup
+from ..ranks.world import World, sum_over_ranks, wrap
+from ..reporting.metrics import MetricsFile
+from ..reporting.runlog import NAME as METRICS
+from ..reporting.timing import Clock
+from ..step.ema import Average
+from ..step.losses import begin_bias
+from ..step.precision import Precision, kernels_chosen
 from .loading import count_classes, open_loaders
-from .local_checkpoints import LocalCheckpoints
-from .losses import begin_bias
-from .models.whitened import WhitenedNet, patch_moments
-from .optim import kfac
-from .optim.schedules import multiplier, scaled_lr
-from .precision import Precision, kernels_chosen
-from .reporting.metrics import MetricsFile
-from .reporting.runlog import NAME as METRICS
-from .reporting.timing import Clock
 from .state import State
 
 

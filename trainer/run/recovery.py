@@ -14,10 +14,10 @@ from datapipe.console import format_count, format_some
 from datapipe.dataset.index import read_keys
 from datapipe.errors import ManifestError
 
-from .checkpoint import NAME as CHECKPOINT
-from .checkpoint import set_aside
-from .distributed import broadcast, gather, together
-from .errors import BadStep, DivergedError
+from ..checkpoints.file import NAME as CHECKPOINT
+from ..checkpoints.file import set_aside
+from ..errors import BadStep, DivergedError
+from ..ranks.world import broadcast, gather, together
 from .job import Job, read_losses
 from .resume import read_checkpoint, restore, save
 from .state import State

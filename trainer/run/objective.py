@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.loaders import Batch
 
+from ..step.losses import per_sample_loss
+from ..step.mixing import MixedBatch, mix
 from .job import Job
-from .losses import per_sample_loss
-from .mixing import MixedBatch, mix
 
 
 def batch_loss(job: Job, batch: Batch, step: int, answers: list[Tensor] | None = None) -> Tensor:

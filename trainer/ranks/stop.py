@@ -16,8 +16,8 @@ import torch.distributed as dist
 from datapipe import clock
 from datapipe.errors import SettingError
 
-from .distributed import World
-from .time_limit import RESERVE_S
+from .limits import RESERVE_S
+from .world import World
 
 SIGNALS = "TERM", "INT", "USR1", "USR2"
 # The system lets no process handle the first two; the others say that the process itself is broken.

@@ -16,21 +16,21 @@ from torch import Tensor
 from datapipe.console import Progress
 from datapipe.loaders import Batch
 
-from .consistency import check_replicas
-from .distributed import averaged_buffers
-from .errors import DivergedError
+from ..errors import DivergedError
+from ..optim import set_lr
+from ..optim.kfac import set_for_step
+from ..ranks.consistency import check_replicas
+from ..ranks.stop import RESERVE_S, StoppedWaiting, StopSignal
+from ..ranks.world import averaged_buffers
+from ..reporting.runlog import BESIDE_TRAINING
+from ..step.precise_bn import estimate_statistics
 from .evaluate import Evaluation, evaluate
 from .job import Job, check_finite, read_losses
 from .objective import backward, whole_loss
-from .optim import set_lr
-from .optim.kfac import set_for_step
-from .precise_bn import estimate_statistics
 from .record import log_preconditioner, tell_of_preconditioner
 from .recovery import Skipper, naming_samples, roll_back
-from .reporting.runlog import BESIDE_TRAINING
 from .resume import save
 from .state import State
-from .stop import RESERVE_S, StoppedWaiting, StopSignal
 
 logger = logging.getLogger(__name__)
 

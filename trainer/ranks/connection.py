@@ -25,16 +25,16 @@ from datapipe import clock
 from datapipe.cluster import Placement, rank_placement
 from datapipe.console import raised_by_signal
 from datapipe.errors import DatapipeError, SettingError
-from datapipe.staging.crew import Crew
-from datapipe.staging.meeting import explain_end, open_crew
-from datapipe.staging.network import interface_addresses
-from datapipe.staging.secret import choose_file
-from datapipe.staging.store import CrewError
+from datapipe.jobgroup.group import Crew
+from datapipe.jobgroup.network import interface_addresses
+from datapipe.jobgroup.rendezvous import explain_end, open_crew
+from datapipe.jobgroup.secret import choose_file
+from datapipe.jobgroup.store import CrewError
 
+from ..errors import TrainingError
 from .device import check_own_gpus, choose_device, share_cores
-from .distributed import World
-from .errors import TrainingError
-from .watch import LONG_FACTOR, RANK_TIMEOUT_S, Watch
+from .heartbeat import LONG_FACTOR, RANK_TIMEOUT_S, Watch
+from .world import World
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from datapipe.loaders import Batch
 
-from .distributed import World, sum_over_ranks
-from .errors import DivergedError, TrainingError
-from .precision import Precision
+from ..errors import DivergedError, TrainingError
+from ..ranks.world import World, sum_over_ranks
+from ..step.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -23,28 +23,28 @@ from datapipe.errors import SettingError
 from datapipe.fsio import atomic_write, make_folder
 from datapipe.staging import StageOptions, stage
 
-from .config.recipe import Recipe
-from .connection import connected, ended_by_signals
-from .consistency import check_start
-from .device import set_threads
-from .distributed import World, gather, together
-from .host_memory import keep_freed_memory
+from ..config.recipe import Recipe
+from ..ranks.connection import connected, ended_by_signals
+from ..ranks.consistency import check_start
+from ..ranks.device import set_threads
+from ..ranks.memory import keep_freed_memory
+from ..ranks.stop import StopSignal
+from ..ranks.world import World, gather, together
+from ..reporting.metrics import MetricsFile, hardware, memory_bytes
+from ..reporting.recipe_settings import read_settings
+from ..reporting.timing import Clock
+from ..reporting.trace import Span, chrome_trace, compute_shares
+from ..reporting.verdict import Figures, advise, find_bound, format_duration
+from ..step.precision import choose_precision
 from .job import Job, open_job
 from .loop import train_epoch
-from .precision import choose_precision
 from .rehearsal import rehearse
-from .reporting.metrics import MetricsFile, hardware, memory_bytes
-from .reporting.recipe_settings import read_settings
-from .reporting.timing import Clock
-from .reporting.trace import Span, chrome_trace, compute_shares
-from .reporting.verdict import Figures, advise, find_bound, format_duration
 from .run import remove_if_empty
 from .state import Losses, State
-from .stop import StopSignal
 
 WARM_UP = 5  # steps before the first that counts: kernels are chosen, buffers filled
 TRACE, SUMMARY = "trace.json.gz", "profile.json"
-MARK = "trainer.profile: now"
+MARK = "trainer.run.profile: now"
 ROUNDS = 20  # of comparing clocks
 COMPUTING = "aten::", "## Call CompiledFxGraph"  # events of a processor: an operator, and what inductor has compiled
 NEVER = {"log_every": 10**9, "checkpoint_every_minutes": None, "checkpoint_every_steps": None}

@@ -11,7 +11,7 @@ import torch
 from .. import clock
 from ..cluster import Placement
 from ..errors import SettingError
-from .crew import Crew
+from .group import Crew
 from .store import CrewError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.loaders import Batch
 
-from .distributed import gather_everywhere
+from ..ranks.world import gather_everywhere
 from .job import Job
 from .objective import batch_loss
 

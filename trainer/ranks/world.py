@@ -23,10 +23,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from datapipe.errors import DatapipeError, SettingError
-from datapipe.staging.store import gather_bytes
+from datapipe.jobgroup.store import gather_bytes
 
-from .errors import TrainingError
-from .watch import Watch
+from ..errors import TrainingError
+from .heartbeat import Watch
 
 T = TypeVar("T")
 

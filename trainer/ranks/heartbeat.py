@@ -19,10 +19,10 @@ from typing import Any
 from datapipe import clock
 from datapipe.console import printable
 from datapipe.fsio import mounted_as
-from datapipe.staging.crew import BEAT_S, Crew
-from datapipe.staging.store import CrewError
+from datapipe.jobgroup.group import BEAT_S, Crew
+from datapipe.jobgroup.store import CrewError
 
-from .reporting.runlog import FAILED_HOSTS
+from ..reporting.runlog import FAILED_HOSTS
 
 logger = logging.getLogger(__name__)
 

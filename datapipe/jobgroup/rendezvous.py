@@ -15,7 +15,7 @@ from pathlib import Path
 from ..cluster import Placement
 from ..console import raised_by_signal
 from ..errors import SettingError
-from .crew import Crew
+from .group import Crew
 from .secret import SignedStore, choose_file, read_secret
 from .store import CrewError, connect_store
 

@@ -23,7 +23,7 @@ import torch
 from datapipe.foreign import open_regular
 from datapipe.fsio import atomic_write, named, partial_path
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 FORMAT = 1
 NAME = "checkpoint.pt"

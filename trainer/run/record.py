@@ -19,13 +19,13 @@ from datapipe.dataset.manifest import MANIFEST, SPLITS, Manifest
 from datapipe.errors import DatapipeError
 from datapipe.loaders.native_pixels import choose_native
 
-from .distributed import gather, sum_over_ranks
+from ..optim.kfac import preconditioner_counts
+from ..ranks.world import gather, sum_over_ranks
+from ..reporting import metrics, mlperf
+from ..reporting.kfac_advice import advise_kfac, describe_kfac
+from ..reporting.runlog import FORMAT, wait_share
+from ..reporting.summary import summary
 from .job import Job
-from .optim.kfac import preconditioner_counts
-from .reporting import metrics, mlperf
-from .reporting.kfac_advice import advise_kfac, describe_kfac
-from .reporting.runlog import FORMAT, wait_share
-from .reporting.summary import summary
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def tell_of_preconditioner(job: Job, state: State) -> None:
 def write_report(out: Path) -> Path | None:
     """Write the run's report; return its path. A failure is only logged: training has succeeded all the same."""
     try:
-        from .reporting import page  # it takes a while to load
+        from ..reporting import page  # it takes a while to load
 
         return page.write_report([out], out)
     except (DatapipeError, OSError) as error:

@@ -17,9 +17,9 @@ from datapipe.errors import SettingError, StagingError
 from datapipe.foreign import check_file, check_folder, open_regular
 from datapipe.fsio import PRIVATE_MODE, atomic_write, make_folder, named
 
-from .checkpoint import BEST, keep_as, move_earlier, save_checkpoint
-from .checkpoint import NAME as CHECKPOINT
-from .reporting.runlog import NAME as METRICS
+from ..reporting.runlog import NAME as METRICS
+from .file import BEST, keep_as, move_earlier, save_checkpoint
+from .file import NAME as CHECKPOINT
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import World, sum_over_ranks
-from .errors import BadStep, DivergedError
+from ..errors import BadStep, DivergedError
+from ..ranks.world import World, sum_over_ranks
 
 RECENT_STEPS = 100  # whose median loss a spike is compared with
 FEWEST_RECENT = 20  # before which nothing is a spike

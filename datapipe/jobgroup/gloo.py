@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import clock
-from .crew import LISTEN_S, Crew
+from .group import LISTEN_S, Crew
 from .store import CrewError
 
 POLL_S = 1e-3  # between looks whether all have come

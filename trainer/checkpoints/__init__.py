@@ -1,0 +1,1 @@
+"""Files of checkpoints, in a run and on a node."""

@@ -1,0 +1,1 @@
+"""A training from its start to its report."""
