@@ -348,9 +348,9 @@ def test_an_interface_that_is_not_there_is_told_to_all(nodes, tmp_path):
 @pytest.mark.parametrize(
     ("module", "name", "moment"),
     [
-        ("node_group", "NodeGroup.__init__", "before"),
-        ("crew", "find_unreachable", "after"),
-        ("together", "exchange", "before"),
+        ("jobgroup.gloo", "NodeGroup.__init__", "before"),
+        ("jobgroup.group", "find_unreachable", "after"),
+        ("staging.together", "exchange", "before"),
     ],
 )
 @pytest.mark.parametrize("which", [0, 1])

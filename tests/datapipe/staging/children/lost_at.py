@@ -1,4 +1,4 @@
-"""Run `datapipe` and be killed when a function of datapipe.staging is called: MODULE NAME before|after ARGUMENTS."""
+"""Run `datapipe` and be killed when one of its functions is called: MODULE NAME before|after ARGUMENTS."""
 
 import importlib
 import os
@@ -8,7 +8,7 @@ import sys
 from datapipe.cli import main
 
 module, path, moment = sys.argv[1:4]
-owner = importlib.import_module(f"datapipe.staging.{module}")
+owner = importlib.import_module(f"datapipe.{module}")
 *classes, name = path.split(".")
 for part in classes:
     owner = getattr(owner, part)
