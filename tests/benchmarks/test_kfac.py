@@ -12,9 +12,9 @@ import torch
 
 from benchmarks import bench_kfac, bench_kfac_damping, bench_kfac_solvers
 from benchmarks.gpu import bench_kfac_gpu
+from benchmarks.kfac_costs import costs
 from benchmarks.peers.kfac_published import PublishedKFAC
 from trainer import models
-from trainer.kfac.costs import costs
 from trainer.kfac.settings import KFACSettings
 
 LEFT_OUT = [word for name in ("eigen", "cholesky, ¼", "cholesky, SUA, ¼") for word in ("--without", f"K-FAC, {name}")]

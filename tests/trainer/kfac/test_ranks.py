@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kfac_costs import costs
 from tests.ports import free_ports
 from tests.processes import Ranks, clean_environment
 from tests.trainer.kfac import kfac_child
 from tests.trainer.kfac.kfac_child import QUICK, network, train, ways
 from tests.waiting import limit_s
 from trainer.kfac import KFAC
-from trainer.kfac.costs import costs
 from trainer.kfac.settings import KFACSettings
 
 BOUNDS = {
