@@ -20,7 +20,7 @@ from tests.waiting import limit_s, suspend, wait_until
 from trainer.ranks.heartbeat import Watch
 from trainer.ranks.stop import IMPATIENT_AFTER_S
 
-CHILD = Path(__file__).parent / "children" / "watched.py"
+CHILD = Path(__file__).parents[1] / "children" / "watched.py"
 HOST = os.uname().nodename
 
 

@@ -22,7 +22,7 @@ from tests.waiting import limit_s, wait_until
 from trainer.run import owner
 from trainer.run.owner import DEAD_S, NAME, own
 
-CHILD = Path(__file__).parent / "children" / "without_locks.py"
+CHILD = Path(__file__).parents[1] / "children" / "without_locks.py"
 ELSEWHERE = {"host": "elsewhere", "boot": "1", "namespace": "pid:[1]", "pid": 7, "started": "1"}
 
 

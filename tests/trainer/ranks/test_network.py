@@ -14,12 +14,12 @@ from tests.ports import free_ports
 from tests.trainer.runs import wait_for_step
 from trainer.checkpoints.file import load_checkpoint
 
-NETWORK = Path(__file__).parents[3] / "shared" / "testbed" / "netns-hosts.sh"
+NETWORK = Path(__file__).parents[4] / "shared" / "testbed" / "netns-hosts.sh"
 PREFIX, SUBNET = "ktrain", "93.9"  # of hosts made here: others may be up
 LIMIT_S = 20
 HANG_S = 8 * LIMIT_S
 
-SAYS_INTERFACES = Path(__file__).parent / "children" / "says_interfaces.py"
+SAYS_INTERFACES = Path(__file__).parents[1] / "children" / "says_interfaces.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.testbed, pytest.mark.ranks]
 

@@ -11,7 +11,7 @@ from trainer.ranks.memory import HUGE_PAGES, keep_freed_memory
 from trainer.run.run import run
 
 ROUNDS, TENSOR_BYTES = 20, 32 << 20
-CHILD = Path(__file__).parent / "children" / "faults_of_tensors.py"
+CHILD = Path(__file__).parents[1] / "children" / "faults_of_tensors.py"
 
 
 @pytest.fixture

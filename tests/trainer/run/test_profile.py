@@ -11,7 +11,7 @@ import pytest
 
 from tests.waiting import limit_s
 
-CHILD = Path(__file__).parent / "children" / "delayed.py"
+CHILD = Path(__file__).parents[1] / "children" / "delayed.py"
 STEPS = 3
 
 
