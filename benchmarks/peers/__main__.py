@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 from benchmarks.measure import timed
@@ -24,10 +23,12 @@ def measure(batches: Iterable, task: Task) -> dict:
     batches = iter(batches)
     with timed() as seconds:
         with timed() as waiting:
-            first = next(batches)
-        for images_BCHW, labels_B in chain([first], batches):
+            batch = next(batches)
+        while batch is not None:  # one is kept at a time: a loader may have room for few
+            images_BCHW, labels_B = batch
             images += len(images_BCHW)
             labels_sum += int(labels_B.sum())
+            batch = next(batches, None)
     shape = (task.channels, task.size, task.size)
     if images_BCHW.shape[1:] != shape or str(images_BCHW.dtype) != "torch.uint8":
         raise ValueError(f"batches are {images_BCHW.dtype}{list(images_BCHW.shape)}, not uint8[B, *{shape}]")
