@@ -268,7 +268,7 @@ def open_library(name: str) -> Native:
     """Load a library.
 
     Args:
-        name: AVX2, NEON or PLAIN; "" if there are no vectors for this kind of processor.
+        name: Kind of library: AVX2, NEON or PLAIN; empty for a processor that VECTORS does not list.
 
     Raises:
         UnusableError: It was not compiled, or does not run here.
