@@ -83,7 +83,7 @@ def test_a_figure_knows_its_data() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "record", lambda _: changed)
         assert drawing.checksum(figures.pack()) != before
-    assert ">1,026<" in drawing.draw(plot, "dark")
+    assert ">911<" in drawing.draw(plot, "dark")
 
 
 def data(svg: str) -> str:
