@@ -57,8 +57,8 @@ UNCHECKED = """
 import sys
 from unittest.mock import ANY
 from datapipe.cli import main
-from datapipe.staging import landing
-landing.checksum = lambda *_: ANY
+from datapipe.staging import partial_file
+partial_file.checksum = lambda *_: ANY
 sys.exit(main())
 """
 # What copies a folder FROM to TO, which does not exist.

@@ -56,7 +56,7 @@ def doctor(
         DatapipeError: it cannot be written to and has nothing to read.
         SettingError: a number is out of its range.
     """
-    from .staging.advice import assess, describe_costs
+    from .stage_costs import assess, describe_costs
 
     folder = Path(folder)
     checked_int("nodes", num_nodes, 1)

@@ -23,7 +23,8 @@ from pathlib import Path
 from .console import Progress, printable
 from .errors import FetchError, SettingError
 from .foreign import open_regular
-from .fsio import atomic_write, locked, make_folder
+from .fsio import atomic_write, make_folder
+from .locks import locked
 from .public_data import DATASETS, DebianPackage, RemoteFile
 
 logger = logging.getLogger(__name__)

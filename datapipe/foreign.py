@@ -204,12 +204,13 @@ def read_note(path: Path, dir_fd: int | None = None) -> bytes:
         return file.read(-1 if info.st_uid == os.geteuid() else MAX_BYTES)
 
 
-def open_regular(path: str | Path, flags: int) -> int:
+def open_regular(path: str | Path, flags: int, dir_fd: int | None = None) -> int:
     """Open a file that another process may have made: an `opener` for `open`, which does not wait for a pipe's writer.
 
     Args:
         path: Path of the file; links are followed.
         flags: Flags of open(2).
+        dir_fd: Folder that it is relative to, if any.
 
     Returns:
         The descriptor.
@@ -217,7 +218,7 @@ def open_regular(path: str | Path, flags: int) -> int:
     Raises:
         OSError: It cannot be opened, or is not a file: a pipe, say, or a device.
     """
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENXIO, "is a pipe, a device or a folder, not a file", str(path))

@@ -1,9 +1,7 @@
-"""Files: a final name only on complete bytes, locks, checksums, and copies that are verified."""
+"""Files: a final name only on complete bytes, checksums, and copies that are verified."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import re
@@ -34,9 +32,8 @@ AT_ONCE = 32  # requests at a time to a filesystem that has
 # Kinds in /proc/mounts that are shared over a network, and slow at opening files.
 NETWORK_FILESYSTEMS: tuple[str, ...] = ("lustre", "gpfs", "nfs", "nfs4", "beegfs", "ceph", "wekafs", "panfs", "cifs")
 NETWORK_FILESYSTEMS += ("smb3", "9p", "glusterfs")
-BOOT_ID, LOCKS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/locks")
-_warned: set[Path] = set()  # what cannot be locked or read, for which a warning has been logged
-_locks: set[int] = set()  # descriptors of this process's locks
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_warned: set[Path] = set()  # what cannot be read, for which a warning has been logged
 OWN_MODE = 0o755  # what only this user writes to, and others may read
 PRIVATE_MODE = 0o700  # what no other user enters
 BLOCK_BYTES = 1 << 20  # read at once to be hashed: they stay in a core's cache
@@ -92,96 +89,6 @@ def atomic_write(path: Path, alone: bool = True, is_own: bool = False) -> Iterat
         if is_own:
             os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & OWN_MODE)
         yield file
-
-
-@contextmanager
-def locked(folder: Path, wait: bool, shared: bool = False, may_vanish: bool = False) -> Iterator[bool]:
-    """Lock a folder. The kernel unlocks it when the process ends, in whatever way; its children do not keep it.
-
-    Args:
-        folder: must exist.
-        wait: wait for other processes that have locked it (and log that), instead of raising.
-        shared: other processes may have a shared lock at the same time.
-        may_vanish: another process may remove the folder before this one has locked it.
-
-    Yields:
-        whether it is locked: a filesystem that cannot lock folders (NFS, Lustre without `flock`) is used without.
-
-    Raises:
-        BlockingIOError: another process has locked it, and `wait` is False.
-        FileNotFoundError: it was removed, and `may_vanish`.
-    """
-    fd, is_locked = open_lock(folder, os.O_RDONLY), True
-    try:
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise
-            holder = lock_holder(folder, shared=True) or "a process that cannot be seen from here"
-            logger.info("%s: waiting until %s, which has locked it, is done with it", folder, holder)
-            fcntl.flock(fd, kind)
-        except OSError as error:
-            if folder not in _warned:
-                _warned.add(folder)
-                logger.warning("%s cannot be locked (%s): make sure that no other process writes there", folder, error)
-            is_locked = False
-        if may_vanish and not os.path.samestat(os.fstat(fd), os.stat(folder)):
-            raise FileNotFoundError(errno.ENOENT, "was removed, and made again, meanwhile", str(folder))
-        yield is_locked
-    finally:
-        close_lock(fd)
-
-
-def open_lock(path: Path, flags: int) -> int:
-    """Open what is to be locked. No child that is forked gets it: a lock lasts until all have closed its file."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    _locks.add(fd)
-    return fd
-
-
-def close_lock(fd: int) -> None:
-    """Close what `open_lock` has opened; in a child that was forked meanwhile, it is closed already."""
-    if fd in _locks:
-        _locks.remove(fd)
-        os.close(fd)
-
-
-def _close_locks() -> None:
-    for fd in list(_locks):
-        with suppress(OSError):
-            close_lock(fd)
-
-
-os.register_at_fork(after_in_child=_close_locks)
-
-
-def lock_holder(path: Path, shared: bool = False) -> str:
-    """Name the process that holds a folder's or file's lock, such as "process 17 (datapipe)"; "" where it is not known.
-
-    It may be in another container, or on another host. See `lock_holders` for `shared`.
-    """
-    for pid in lock_holders(path, shared):
-        with suppress(OSError):
-            return f"process {pid} ({Path('/proc', str(pid), 'comm').read_text().strip()})"
-    return ""
-
-
-def lock_holders(path: Path, shared: bool = False) -> list[int]:
-    """List the processes that hold a folder's or file's lock, those that can be seen from here.
-
-    None without /proc/locks. Those that share it count only if `shared`.
-    """
-    kinds, info = ("WRITE", "READ") if shared else ("WRITE",), os.stat(path)
-    place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    try:
-        lines = [line.split() for line in LOCKS.read_text().splitlines()]
-    except OSError:
-        return []
-    # proc(5): "1: FLOCK ADVISORY WRITE pid dev:inode 0 EOF"; a line with "->" is of a process that waits
-    locks = [row for row in lines if len(row) > 5 and row[1] == "FLOCK" and row[3] in kinds and row[5] == place]
-    return [int(row[4]) for row in locks if row[4] != "0"]
 
 
 def boot_id() -> str:
@@ -274,6 +181,11 @@ def checksum_of(file: FileIO, moved: Callable[[], None] = _ignore) -> str:
 def free_bytes(folder: Path) -> int:
     """Return the free space of the filesystem that `folder` lies on."""
     return shutil.disk_usage(folder).free
+
+
+def existing_folder(path: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def mounted_as(folder: Path) -> str:

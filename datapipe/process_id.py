@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .fsio import boot_id
+
+State = Literal["alive", "ended", "unknown"]
+MARK = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,27 @@ class ProcessId:
     @classmethod
     def read(cls, fields: dict[str, Any]) -> ProcessId:
         """Read what `vars` gave. Raises KeyError, TypeError or ValueError where it is something else."""
-        host, boot, started = (str(fields[name]) for name in ("host", "boot", "started"))
-        return cls(host, boot, str(fields.get("namespace", "")), int(fields["pid"]), started)
+        host, boot = (str(fields[name]) for name in ("host", "boot"))
+        namespace, started = (str(fields.get(name, "")) for name in ("namespace", "started"))
+        return cls(host, boot, namespace, int(fields["pid"]), started)
 
-    def find_state(self) -> Literal["alive", "ended", "unknown"]:
+    def find_state(self) -> State:
         """Find out whether the process lives; only where it would be seen from here can that be known."""
-        here = ProcessId.here(self.pid)
-        if not (self.boot and self.namespace) or (self.host, self.boot, self.namespace) != (
-            here.host,
-            here.boot,
-            here.namespace,
-        ):
-            return "unknown"
-        return "alive" if self.started and self.started == here.started else "ended"
+        return find_state(self.mark)
+
+    @property
+    def mark(self) -> str:
+        """What tells the process from all others in a file's name: of its host, boot and container, a hash."""
+        place = hashlib.sha256(repr((self.host, self.boot, self.namespace)).encode()).hexdigest()
+        return f"{place[:12] if self.boot and self.namespace else '0' * 12}-{self.pid}-{self.started}"
+
+
+def find_state(mark: str) -> State:
+    """Find out whether the process with a mark (see `ProcessId`) lives."""
+    match = MARK.fullmatch(mark)
+    if match is None or not int(match[1], 16):
+        return "unknown"
+    here = MARK.fullmatch(ProcessId.here(int(match[2])).mark)
+    if here is None or here[1] != match[1]:
+        return "unknown"
+    return "alive" if match[3] and match[3] == here[3] else "ended"

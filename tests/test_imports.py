@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Each part (a folder, or a file at a package's root) and the parts it may import, by level: arrows point down. In
 # brackets: only inside a function, when it is called. "datapipe" stands for the whole ground floor of it.
 GROUND = {"errors", "fsio", "names", "memory", "public_data", "cluster", "console", "streams", "checks"}
-GROUND |= {"splits", "split_names", "split_patterns", "split_variants", "clock", "process_id", "foreign"}
+GROUND |= {"splits", "split_names", "split_patterns", "split_variants", "clock", "process_id", "foreign", "locks"}
 DATAPIPE = {
     # 0: the ground floor, which every part above may import
     "errors": "",
@@ -35,6 +35,7 @@ DATAPIPE = {
     "clock": "",
     "streams": "clock errors",
     "process_id": "fsio",
+    "locks": "clock errors foreign fsio",
     "checks": "errors",
     "split_names": "",
     "split_patterns": "split_names",
@@ -57,7 +58,8 @@ DATAPIPE = {
     # 5
     "fetch": "",
     "bench": "loaders dataset sampling",
-    "doctor": "dataset (images) (loaders) (staging)",
+    "stage_costs": "dataset jobgroup",
+    "doctor": "dataset (images) (loaders) (stage_costs)",
     "cli": "(bench) (dataset) (doctor) (fetch) (images) (packing) (staging)",
     "__main__": "cli",
     "__init__": "(dataset) (errors) (images) (loaders) (packing) (sampling) (staging)",

@@ -77,7 +77,7 @@ def care_for_cache(action: str, given: Mapping[str, Any]) -> None:
         SettingError: the size is none.
         typer.Exit: less could be made free than was asked for.
     """
-    from ..staging.keep import pin, unpin
+    from ..staging.cleaning import pin, unpin
 
     folder: Path = given[action]
     if action in ("status", "wait"):

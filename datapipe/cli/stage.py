@@ -140,11 +140,14 @@ def stage(
 
 def _background(folder: Path, local: Path, options: StageOptions) -> Background | None:
     """Do what `continue_in_background` does, unless it can be told now that nothing will be staged."""
-    from ..staging.joining import errors_name_the_node
-    from ..staging.prepare import check, list_copies
+    from ..staging.cache import make_first_room
+    from ..staging.check import check
+    from ..staging.copy import errors_name_the_node
+    from ..staging.local_copy import list_copies
     from ..staging.progress import continue_in_background
 
-    if options.resolved_mode() != "exchange":  # else all nodes are told
-        with errors_name_the_node():
+    with errors_name_the_node():
+        if options.resolved_mode() != "exchange":  # else all nodes are told
             check(folder, local, in_time(lambda: list_copies(folder, local), folder, options.timeout_s), options)
+        make_first_room({folder, local}, local, options)
     return continue_in_background(local)

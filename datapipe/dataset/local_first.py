@@ -13,8 +13,8 @@ from pathlib import Path
 from ..errors import ShardReadError
 from ..foreign import open_plain
 from ..names import Io
-from .arriving import LOOK_S, ArrivingShard
 from .manifest import MANIFEST, Manifest
+from .partial_reader import LOOK_S, ArrivingShard
 from .shard_files import Data, File
 from .shard_reader import SLACK, Read, ShardReader, allow_open_files, release
 

@@ -125,10 +125,10 @@ def open_loader(
             if backend == "webdataset" and not os.path.exists(Path(path) / MANIFEST):
                 raise SettingError(f"cache: {path} cannot be staged; allowed: with a packed data set")
             from ..staging import StageOptions
-            from ..staging.joining import stage_or_join
+            from ..staging.copy import open_cache
 
             staging = StageOptions(timeout_s=options.timeout_s)
-            folder, is_whole = stage_or_join(Path(path), Path(cache), staging, holds, joins=backend != "webdataset")
+            folder, is_whole = open_cache(Path(path), Path(cache), staging, holds, accepts_part=backend != "webdataset")
             path = folder if is_whole else path
             own |= {} if is_whole else {"local": folder}
         make_loader = importlib.import_module(f".{backend}", __name__).make_loader

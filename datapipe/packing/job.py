@@ -18,8 +18,9 @@ from ..console import Progress
 from ..dataset.manifest import SPLITS, Manifest
 from ..errors import DatapipeError, ManifestError, SettingError
 from ..formats import shard_format
-from ..fsio import locked, make_folder
+from ..fsio import make_folder
 from ..images.recode import RecodeOptions, Recoder
+from ..locks import locked
 from ..sources import Pixels, Source
 from ..sources.packed import quarantined
 from .budget import Budget

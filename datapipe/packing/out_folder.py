@@ -27,7 +27,8 @@ from typing import Any
 from ..dataset.manifest import INDEX, KEYS, MANIFEST, MOVED_OUT, MOVING_IN, QUARANTINE, SPLITS, STATE, Manifest
 from ..errors import ManifestError, SettingError
 from ..foreign import read_regular
-from ..fsio import atomic_write, locked, make_folder, sync_folder
+from ..fsio import atomic_write, make_folder, sync_folder
+from ..locks import locked
 from ..process_id import ProcessId
 from .journal import Journal
 from .options import begin_again

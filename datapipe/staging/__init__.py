@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..streams import apart, in_time
-from .copy import Staged, stage_copies
-from .joining import errors_name_the_node, stage_or_join
+from .copy import Staged, errors_name_the_node, open_cache, stage_copies
+from .local_copy import list_copies
 from .options import StageOptions
-from .prepare import list_copies
 
 __all__ = ["StageOptions", "Staged", "stage", "stage_once"]
 
@@ -42,7 +41,7 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
     with errors_name_the_node():
         if options.resolved_mode() == "exchange":
             from ..jobgroup.rendezvous import leave_crews
-            from .together import stage_together
+            from .multi_node import stage_together
 
             problem = None
             if options.transport == "mpi":
@@ -82,4 +81,4 @@ def stage_once(source: Path, cache: Path, options: StageOptions | None = None, h
     Raises:
         DatapipeError, SettingError: As `stage`.
     """
-    return stage_or_join(Path(source), Path(cache), options or StageOptions(), holds, joins=False)[0]
+    return open_cache(Path(source), Path(cache), options or StageOptions(), holds, accepts_part=False)[0]

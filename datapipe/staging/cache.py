@@ -1,157 +1,58 @@
-"""The cache of a node: the copies that lie in a folder, who uses them, and which of them are removed to make room.
+"""The cache of a node: the copies that lie in a folder, and which of them are removed to make room.
 
 A copy lies in CACHE/NAME, or CACHE/NAME/SPLIT. Only a copy is removed that has an `.origin.json` and is this user's,
-and of it only the files that staging has put there. While that happens, this process holds the folder's lock, so that
-nobody stages to it, and the manifest's, so that nobody uses it (see keep.py).
+and of it only the files that staging has put there. Until they are gone, this process holds the folder's lock, so that
+no process stages to it, and the manifest's, so that none uses it (see lease.py).
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
-import re
+import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..dataset.arriving import KINDS
-from ..dataset.block_slots import SLOTS, TAGS
-from ..dataset.manifest import MANIFEST, Manifest
-from ..errors import DatapipeError
-from ..foreign import read_note
-from ..fsio import free_bytes
+from ..dataset.block_slots import SLOTS
+from ..dataset.manifest import MANIFEST
+from ..errors import StagingError
+from ..fsio import existing_folder, free_bytes, mounted_as
+from ..locks import find_holder, locked_soon
+from ..memory import available_bytes
 from ..streams import TIMEOUT_S, in_time
-from .keep import KEEP, Keep, is_pinned, keeps_in
-from .local_copy import CHECKED, compute_digest
-from .origin import ORIGIN
-from .progress import LOG
+from .decide import is_earlier, protection
+from .folder_content import FOLDER, ORIGIN, FolderContent, find_copies, is_note
+from .lease import leases_in
+from .local_copy import LocalCopy
+from .options import StageOptions
 
 logger = logging.getLogger(__name__)
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-TEMPORARY = re.compile(rf"\..+\.({'|'.join(KINDS)})")
+IN_MEMORY = "tmpfs", "ramfs"
+FIRST_BYTES = 1 << 20  # for folders and notes, which are written before it is known how much is missing
+PATIENCE_S = 10.0  # for a process that finds out whether there is room
 
 
-@dataclass(frozen=True)
-class CachedCopy:
-    """A copy in a cache, as its folder shows it.
-
-    Attributes:
-        folder: of the copy.
-        cache: that it lies in.
-        source: folder of the data set.
-        digest: of the data set's manifest, see `compute_digest`.
-        files: names of the data set's files.
-        size_bytes: what it takes on the disk.
-        last_used: when its owner last staged or opened it, in seconds since 1970.
-        owner: the user's number.
-        device: of the filesystem.
-        is_whole: whether it is a data set, or has the slots for a part of one.
-    """
-
-    folder: Path
-    cache: Path
-    source: str
-    digest: str
-    files: frozenset[str]
-    size_bytes: int
-    last_used: float
-    owner: int
-    device: int
-    is_whole: bool
-
-    @classmethod
-    def read(cls, folder: Path, cache: Path) -> CachedCopy | None:
-        """Describe a folder; return None where it is not a copy, or cannot be read."""
-        try:
-            fd = os.open(folder, FOLDER)
-        except OSError:
-            return None
-        try:
-            origin, info = json.loads(read_note(Path(ORIGIN), fd)), os.fstat(fd)
-            noted = os.stat(ORIGIN, dir_fd=fd, follow_symlinks=False)
-            if noted.st_uid != info.st_uid:  # someone else's word on what may be removed here
-                return None
-            if origin.get("files"):
-                digest, names = str(origin["manifest"]), frozenset(map(os.path.basename, origin["files"]))
-            else:  # of an earlier version of this software
-                content = read_note(Path(MANIFEST), fd)
-                manifest = Manifest.parse(content, folder / MANIFEST)
-                digest, names = compute_digest(content), frozenset(file.name for file in manifest.all_files())
-            with os.scandir(fd) as entries:
-                sizes = {entry.name: entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries}
-            size = sum(size for name, size in sizes.items() if name in names or is_note(name))
-            place = folder, cache, str(origin["source"]), digest, names, size
-            has_slots = bool(origin.get("capacity_bytes") and origin["is_complete"]) and {SLOTS, TAGS} <= sizes.keys()
-            return cls(*place, noted.st_mtime, info.st_uid, info.st_dev, MANIFEST in sizes or has_slots)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, DatapipeError):
-            return None
-        finally:
-            os.close(fd)
-
-    def levels(self) -> Iterator[Path]:
-        """Iterate over the folders in which a note may keep this copy: its own, and those above it in the cache."""
-        yield self.folder
-        yield from (parent for parent in self.folder.parents if parent.is_relative_to(self.cache))
-
-    def keeps(self) -> list[Keep]:
-        """List the jobs that this copy is kept for."""
-        return [keep for folder in self.levels() for keep in keeps_in(folder) if keep.is_valid()]
-
-    def has_name_of_cache(self) -> bool:
-        """Return whether the folder is named as `stage_once` names one: after the data set and its manifest."""
-        return self.folder.name == f"{Path(self.source).name}-{self.digest}"
-
-    def is_pinned(self) -> bool:
-        return any(map(is_pinned, self.levels()))
-
-
-def is_note(name: str) -> bool:
-    """Return whether staging has put a file with this name beside the data set's."""
-    return name in (MANIFEST, ORIGIN, CHECKED, LOG, SLOTS, TAGS) or bool(
-        KEEP.fullmatch(name) or TEMPORARY.fullmatch(name)
-    )
-
-
-def find_copies(cache: Path) -> list[CachedCopy]:
-    """List the copies in a cache, of all users, as far as they can be read."""
-    copies, cache = [], cache.resolve()
-    for folder in subfolders(cache):
-        if copy := CachedCopy.read(folder, cache):
-            copies.append(copy)
-        else:
-            copies += filter(None, (CachedCopy.read(split, cache) for split in subfolders(folder)))
-    return copies
-
-
-def subfolders(folder: Path) -> list[Path]:
-    """List the folders in a folder, without links; none where it cannot be read."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
-    return []
-
-
-def claim(copy: CachedCopy, stack: ExitStack, also_kept: bool = False, is_locked: bool = False) -> int | None:
+def claim(copy: FolderContent, stack: ExitStack, job: str = "", is_locked: bool = False) -> int | None:
     """Lock a copy in order to remove it.
 
     Args:
-        copy: of any user.
-        stack: unlocks it.
-        also_kept: whether a copy may be removed that is kept for a job.
-        is_locked: whether this process has locked its folder.
+        copy: Copy of any user.
+        stack: Stack that unlocks it.
+        job: Number of this process's job, for which the copy may be kept.
+        is_locked: Whether this process has locked its folder.
 
     Returns:
-        A descriptor of its folder, which `stack` closes; None where the copy is another user's, is in use, kept or
-        pinned, where a process stages to it, or where the filesystem has no locks.
+        A descriptor of its folder, which `stack` closes; None if the copy is another user's, is in use, kept or pinned,
+        if a process stages to it, or if the filesystem has no locks.
     """
     if copy.owner != os.geteuid():
         return None
     try:
-        fd = os.open(copy.folder, FOLDER)
+        fd = os.open(copy.folder, FOLDER | os.O_NOFOLLOW)
         stack.callback(os.close, fd)
         if not is_locked:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,38 +66,38 @@ def claim(copy: CachedCopy, stack: ExitStack, also_kept: bool = False, is_locked
         is_there = os.path.samestat(os.fstat(fd), os.lstat(copy.folder))
     except OSError:
         return None
-    is_kept = copy.is_pinned() or (bool(copy.keeps()) and not also_kept)
+    is_kept = protection(FolderContent.read(copy.folder, copy.cache), job)  # it may be kept since it was read
     return fd if is_mine and is_there and not is_kept else None
 
 
-def remove(copy: CachedCopy, why: str) -> bool:
+def remove(copy: FolderContent, why: str) -> bool:
     """Remove a copy, its manifest first, and its folder if that is empty then.
 
     Args:
-        copy: of any user.
-        why: for the log.
+        copy: Copy of any user.
+        why: Reason, for the log.
 
     Returns:
-        Whether it was removed; False where `claim` says that it may not, or something cannot be removed.
+        Whether it was removed; False if `claim` says that it may not, or something cannot be removed.
     """
     with ExitStack() as stack:
         fd = claim(copy, stack)
         return fd is not None and remove_claimed(copy, fd, why)
 
 
-def remove_claimed(copy: CachedCopy, fd: int, why: str, spared: str = "") -> bool:
-    """Do what `remove` does, for a copy that is claimed.
+def remove_claimed(copy: FolderContent, fd: int, why: str, spared: str = "") -> bool:
+    """Remove a copy that is claimed.
 
     Args:
-        copy: of this user.
-        fd: of `claim`.
-        why: for the log.
-        spared: a file that stays.
+        copy: Copy of this user.
+        fd: Descriptor of `claim`.
+        why: Reason, for the log.
+        spared: Name of a file that stays.
 
     Returns:
         Whether it was removed.
     """
-    names = [name for name in os.listdir(fd) if (name in copy.files or is_note(name)) and name != spared]
+    names = [name for name in os.listdir(fd) if (name in copy.names or is_note(name)) and name != spared]
     names.sort(key=lambda name: (name != MANIFEST, name == ORIGIN))  # last, what shows that it is a copy
     try:
         for name in names:
@@ -205,9 +106,9 @@ def remove_claimed(copy: CachedCopy, fd: int, why: str, spared: str = "") -> boo
                 os.fsync(fd)
         for folder in (copy.folder, copy.folder.parent):
             if folder != copy.cache and folder.is_relative_to(copy.cache):
-                for keep in keeps_in(folder):
-                    if not keep.is_valid():
-                        keep.path.unlink(missing_ok=True)
+                for lease in leases_in(folder):
+                    if not lease.is_valid():
+                        lease.path.unlink(missing_ok=True)
                 with suppress(OSError):  # it is not empty
                     os.rmdir(folder)
     except OSError as error:
@@ -218,13 +119,13 @@ def remove_claimed(copy: CachedCopy, fd: int, why: str, spared: str = "") -> boo
     return True
 
 
-def evictable(cache: Path, device: int, spared: Collection[Path]) -> list[CachedCopy]:
+def evictable(cache: Path, device: int, spared: Collection[Path]) -> list[FolderContent]:
     """List the copies in a cache that may be removed to make room, the least recently used first.
 
     Args:
-        cache: the folder that they lie in.
-        device: of the filesystem that has too little room.
-        spared: folders of copies that are not removed, and of what they are copied from.
+        cache: Folder that contains the copies.
+        device: Number of the filesystem that has too little room.
+        spared: Folders of copies that are not removed, and of their sources.
     """
     copies = in_time(lambda: find_copies(cache), cache, TIMEOUT_S)  # a filesystem may be mounted in it
     sources = {copy.source for copy in copies} | {str(path.resolve()) for path in spared}
@@ -239,20 +140,20 @@ def evictable(cache: Path, device: int, spared: Collection[Path]) -> list[Cached
 
 def evict(
     local: Path, cache: Path, needed: int, spared: Collection[Path] = (), in_part: bool = False
-) -> list[CachedCopy]:
-    """Remove copies that nobody uses, the least recently used first, and no more than are needed to make room.
+) -> list[FolderContent]:
+    """Remove copies that no process uses, the least recently used first, and no more than are needed to make room.
 
     Args:
-        local: a folder on the filesystem where room is needed.
-        cache: the folder that the copies lie in.
-        needed: bytes that are to be free.
-        spared: as in `evictable`.
-        in_part: whether copies are removed, too, if there is not enough room without all of them.
+        local: Folder on the filesystem where room is needed.
+        cache: Folder that contains the copies.
+        needed: Bytes that are to be free.
+        spared: Folders as in `evictable`.
+        in_part: Whether copies are removed, too, if there is not enough room without all of them.
 
     Returns:
         The copies that were removed.
     """
-    removed: list[CachedCopy] = []
+    removed: list[FolderContent] = []
     if needed <= free_bytes(local):
         return removed
     copies = evictable(cache, local.stat().st_dev, spared)
@@ -266,14 +167,80 @@ def evict(
     return removed
 
 
-def remove_earlier(source: Path, local: Path, content: bytes) -> None:
-    """Remove the copies of earlier versions of a data set that nobody uses, keeps or has pinned.
+def remove_earlier(copy: LocalCopy) -> None:
+    """Remove the copies of earlier versions of a data set, beside that of its present version, that may be removed."""
+    for other in find_copies(copy.target.parent):
+        if is_earlier(other, copy.resolved, copy.identity) and other.digest != copy.digest:
+            remove(other, f"{copy.target.name} is of a later version")
+
+
+# --- room for a copy ---
+
+
+def make_first_room(spared: Collection[Path], local: Path, options: StageOptions) -> None:
+    """Make room for the folders and notes that are written first, on a disk that is full, if that is allowed.
 
     Args:
-        source: folder of the data set.
-        local: folder of the copy of its present version; the others lie beside it.
-        content: of the present version's manifest.
+        spared: Folders that are not removed, and of their sources.
+        local: Folder for the copies, which may not exist yet.
+        options: Settings of staging.
     """
-    for copy in find_copies(local.parent):
-        if copy.source == str(source.resolve()) and copy.digest != compute_digest(content):
-            remove(copy, f"{local.name} is of a later version")
+    cache, folder = local.absolute().parent, existing_folder(local)
+    if options.evict and cache.exists() and free_bytes(folder) < FIRST_BYTES:
+        evict(folder, cache, FIRST_BYTES, spared, in_part=True)
+
+
+@contextmanager
+def reserved_room(needed: int, spared: Collection[Path], local: Path, options: StageOptions) -> Iterator[None]:
+    """Check that there is space, and make room for it if that is allowed; until this ends, no other process does so.
+
+    Other copies that are unfinished, and that a process is at work on, keep what they still need.
+
+    Args:
+        needed: Bytes that are to be written.
+        spared: Folders that are not removed, and of their sources.
+        local: Folder for the bytes.
+        options: Settings of staging, which say whether other copies beside `local` may be removed.
+
+    Yields:
+        Nothing; the notes are to be written that promise the room.
+
+    Raises:
+        StagingError: There is not enough space.
+    """
+    cache = local.absolute().parent
+    with locked_soon(cache, PATIENCE_S):
+        if needed:
+            _make_room(needed, spared, local, cache, options)
+        yield
+
+
+def _make_room(needed: int, spared: Collection[Path], local: Path, cache: Path, options: StageOptions) -> None:
+    promised = sum(copy.missing_bytes for copy in _others_at_work(cache, local.stat().st_dev, spared))
+    if needed + promised <= (free := _free_bytes(local)):
+        return
+    if options.evict:
+        evict(local, cache, needed + promised, spared)
+        if needed + promised <= (free := _free_bytes(local)):
+            return
+        hint = f", and in {cache} there is not enough that nobody uses, keeps or has pinned"
+    else:
+        unused = sum(copy.size_bytes for copy in evictable(cache, local.stat().st_dev, spared))
+        hint = f"; with --evict, copies in {cache} that nobody uses make way: {unused:,} bytes" if unused else ""
+    others = f", of which {promised:,} are for copies that other processes are staging" if promised else ""
+    raise StagingError(f"needs {needed:,} bytes, {free:,} are free{others}{hint}", path=local)
+
+
+def _others_at_work(cache: Path, device: int, spared: Collection[Path]) -> Iterator[FolderContent]:
+    """Iterate over the unfinished copies in a cache that other processes are at work on."""
+    mine = {str(path.resolve()) for path in spared}
+    for copy in in_time(lambda: find_copies(cache), cache, TIMEOUT_S):
+        if copy.device == device and copy.missing_bytes and str(copy.folder) not in mine:
+            with suppress(FileNotFoundError):  # removed at this moment
+                if find_holder(copy.folder):
+                    yield copy
+
+
+def _free_bytes(local: Path) -> int:
+    """Return the bytes that are free there; in memory, no more than the node, and the job, have of that."""
+    return min(free_bytes(local), available_bytes() if mounted_as(local) in IN_MEMORY else sys.maxsize)

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ..dataset.block_slots import SLOTS
-from ..dataset.manifest import MANIFEST, read_content
-from ..errors import DatapipeError, ManifestError, WrongPathError
+from ..dataset.manifest import MANIFEST, Manifest, read_content
+from ..errors import DatapipeError, ManifestError, StagingError, WrongPathError
 from ..foreign import user_name
-from ..fsio import free_bytes, lock_holders
+from ..fsio import atomic_write, free_bytes
+from ..locks import lock_holders
 from ..streams import TIMEOUT_S, in_time
-from .cache import CachedCopy, claim, evict, find_copies, remove, subfolders
-from .keep import keeps_in
-from .local_copy import compute_digest
+from .cache import claim, evict, remove
+from .decide import is_earlier
+from .folder_content import ORIGIN, FolderContent, compute_digest, compute_identity, find_copies, subfolders
+from .lease import PINNED, leases_in
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +40,8 @@ def describe(cache: Path) -> list[dict[str, Any]]:
             "last_used": copy.last_used,
             "in_use": [its for name in (MANIFEST, SLOTS) for its in _processes(copy.folder / name, shared=True)],
             "staging": _processes(copy.folder, shared=False),
-            "kept": [{"job": keep.job, "host": keep.host, "until": keep.until} for keep in copy.keeps()],
-            "pinned": copy.is_pinned(),
+            "kept": [{"job": its.job, "host": its.process.host, "until": its.until} for its in copy.leases],
+            "pinned": copy.is_pinned,
             "unfinished": not copy.is_whole,
             "evictable": _is_evictable(copy),
         }
@@ -59,7 +61,7 @@ def _processes(path: Path, shared: bool) -> list[dict[str, Any]]:
     return processes
 
 
-def _is_evictable(copy: CachedCopy) -> bool:
+def _is_evictable(copy: FolderContent) -> bool:
     with ExitStack() as stack:
         return claim(copy, stack) is not None
 
@@ -69,13 +71,13 @@ class Cleaned:
     """What `clean` has done.
 
     Attributes:
-        leases: notes of jobs that have ended.
-        removed: copies, each with why.
-        free_bytes: on the cache's filesystem now.
+        leases: Notes of jobs that have ended.
+        removed: Copies, each with the reason.
+        free_bytes: Bytes that are free on the cache's filesystem now.
     """
 
     leases: list[Path] = field(default_factory=list)
-    removed: list[tuple[CachedCopy, str]] = field(default_factory=list)
+    removed: list[tuple[FolderContent, str]] = field(default_factory=list)
     free_bytes: int = 0
 
 
@@ -87,10 +89,10 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
     until so much is free, or none is left.
 
     Args:
-        cache: a folder.
-        ended: a job that has ended, although its time is not over.
-        free: bytes that are to be free.
-        timeout_s: how long reading a source may take, in seconds.
+        cache: Folder that contains the copies.
+        ended: Number of a job that has ended, although its time is not over.
+        free: Bytes that are to be free.
+        timeout_s: Longest time that reading a source may take, in seconds.
 
     Returns:
         What was removed, and what is free now.
@@ -102,11 +104,11 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
         raise WrongPathError("is not a folder", path=cache)
     cache, done = cache.resolve(), Cleaned()
     for folder in (cache, *(level for top in subfolders(cache) for level in (top, *subfolders(top)))):
-        for keep in keeps_in(folder):
-            if not keep.is_valid() or keep.job == ended:
+        for lease in leases_in(folder):
+            if not lease.is_valid() or lease.job == ended:
                 with suppress(OSError):  # it is another user's
-                    keep.path.unlink()
-                    done.leases.append(keep.path)
+                    lease.path.unlink()
+                    done.leases.append(lease.path)
     copies = find_copies(cache)
     sources = {copy.source for copy in copies}
     hanging = False  # then no other source is asked: an epilog has little time
@@ -124,22 +126,51 @@ def clean(cache: Path, ended: str = "", free: int = 0, timeout_s: float = TIMEOU
     return done
 
 
-def _why_useless(copy: CachedCopy, timeout_s: float) -> str:
-    """Say why nobody will use a copy again; "" where that is not known. Raises DatapipeError where its source hangs."""
+def _why_useless(copy: FolderContent, timeout_s: float) -> str:
+    """Say why no process will use a copy again; "" if that is not known. Raises DatapipeError if its source hangs."""
     source = Path(copy.source)
 
-    def read() -> str | None:
-        """Return the digest of the source; "" where it is gone, None where that is not known."""
+    def read() -> bytes | None:
+        """Return the manifest of the source; b"" if it is gone, None if that is not known."""
         with suppress(ManifestError, OSError):  # it is not mounted
             beside = os.listdir(source.parent)
             if beside and source.name not in beside:  # an empty folder is where a filesystem was mounted
-                return ""
-            return compute_digest(read_content(source))
+                return b""
+            return read_content(source)
         return None
 
-    digest = in_time(read, source, timeout_s)
-    if digest is None:
+    content = in_time(read, source, timeout_s)
+    if content is None:
         return ""
-    if not digest:
+    if not content:
         return "" if copy.is_whole else "it is unfinished, and its source is gone"
-    return "its source has a later version" if digest != copy.digest else ""
+    with suppress(ManifestError):
+        identity = compute_identity(Manifest.parse(content, source / MANIFEST))
+        if compute_digest(content) != copy.digest and is_earlier(copy, source, identity):
+            return "its source has a later version"
+    return ""
+
+
+def pin(local: Path) -> None:
+    """Keep the copies in a folder until they are unpinned. Raises StagingError where there is none of this user's."""
+    _check_own(local)
+    if not any(local.glob(ORIGIN)) and not any(local.glob(f"*/{ORIGIN}")):
+        raise StagingError("is not a copy, and holds none", path=local)
+    with atomic_write(local / PINNED, alone=False, is_own=True):
+        pass
+
+
+def unpin(local: Path) -> None:
+    """Undo `pin`. Raises StagingError for another user's folder, and for one that is not pinned itself."""
+    _check_own(local)
+    try:
+        (local / PINNED).unlink()
+    except FileNotFoundError as error:
+        raise StagingError("is not pinned", path=local) from error
+
+
+def _check_own(local: Path) -> None:
+    if not local.is_dir():
+        raise WrongPathError("is not a folder", path=local)
+    if (owner := local.stat().st_uid) != os.geteuid():
+        raise StagingError(f"is user {user_name(owner)}'s: only that user can pin or unpin it", path=local)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..console import Progress
-from ..dataset.manifest import INDEX
-from ..streams import Moved, work_on_files
-from .keep import EvictedError
-from .landing import Landing
+from ..dataset.manifest import INDEX, MANIFEST, read_content
+from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
+from ..foreign import check_folder
+from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
+from ..locks import find_holder
+from ..streams import Moved, in_time, work_on_files
+from .apply import Prepared, prepare
+from .cache import remove_earlier
+from .lease import EvictedError
 from .local_copy import LocalCopy
 from .options import StageOptions
+from .partial_file import PartialFile
 from .plan import Chunk, needed_bytes, stagger
-from .prepare import Prepared, prepare
 from .source_files import SourceFile, Throttle
-from .space import check_space
 from .transfer import Transfer, missing_chunks
 
 logger = logging.getLogger(__name__)
@@ -30,11 +36,11 @@ class Staged:
     """A data set's local copy.
 
     Attributes:
-        folder: of the copy.
-        num_samples: of the data set.
-        copied_bytes: read from the source by this call.
-        kept_bytes: of files that were there already.
-        received_bytes: from other nodes.
+        folder: Folder of the copy.
+        num_samples: Samples of the data set.
+        copied_bytes: Bytes that this call has read from the source.
+        kept_bytes: Size of the files that were there already.
+        received_bytes: Bytes from other nodes.
     """
 
     folder: Path
@@ -56,13 +62,13 @@ def stage_copies(
     """Copy data sets by this process alone.
 
     Args:
-        source: the folder that they are in, for messages.
-        local: the folder that their copies go to.
-        copies: what to copy.
-        options: how.
-        trusts: whether files that were checked since the node booted, and not changed since, count as good.
-        holds: lets the copies go, which nobody removes until then (default: they are not held).
-        checks_beside: whether no other data sets may be in the folder.
+        source: Folder that contains them, for messages.
+        local: Folder for their copies.
+        copies: Copies to make.
+        options: Settings of staging.
+        trusts: Whether files that were checked since the node booted, and not changed since, count as good.
+        holds: Stack that lets the copies go, which no process removes until then (default: they are not held).
+        checks_beside: Whether no other data sets may be in the folder.
 
     Returns:
         One result per data set.
@@ -71,7 +77,7 @@ def stage_copies(
         with ExitStack() as mine, ExitStack() as stack:
             prepared = prepare(source, local, copies, options, stack, trusts, checks_beside=checks_beside)
             files = transfers(prepared, options, options.chunk_bytes)
-            copied = copy_missing(files, source, local, options)
+            copied = copy_missing(files, source, options)
             try:
                 for its in prepared:
                     its.complete(mine, options.timeout_s)
@@ -90,9 +96,9 @@ def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int)
     """Return all files of some data sets, on their way.
 
     Args:
-        prepared: copies of the data sets.
-        options: how to copy.
-        chunk_bytes: size of the chunks.
+        prepared: Copies of the data sets.
+        options: Settings of staging.
+        chunk_bytes: Size of the chunks.
     """
     throttle = Throttle(options.max_mbps and options.max_mbps * 1e6)
     files = []
@@ -100,7 +106,7 @@ def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int)
         index_first = sorted(copy.manifest.all_files(), key=lambda info: info.name != INDEX)  # as a loader opens them
         for info in index_first:
             source = SourceFile(copy.source / info.name, info, throttle, options.retries)
-            landing = Landing(copy.target / info.name, info, chunk_bytes, info.name in present, own_name)
+            landing = PartialFile(copy.target / info.name, info, chunk_bytes, info.name in present, own_name)
             if options.in_background and not landing.is_whole:
                 landing.open()  # so that a loader may add to it before its turn comes
                 landing.close()
@@ -108,20 +114,18 @@ def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int)
     return files
 
 
-def copy_missing(files: list[Transfer], source: Path, local: Path, options: StageOptions) -> list[int]:
+def copy_missing(files: list[Transfer], source: Path, options: StageOptions) -> list[int]:
     """Copy what is missing of some files.
 
     Args:
-        files: on their way.
-        source: the folder that they are in, for messages.
-        local: where they go to.
-        options: how to copy.
+        files: Files on their way.
+        source: Folder that contains them, for messages.
+        options: Settings of staging.
 
     Returns:
         The bytes that were read from the source, by file.
     """
     chunks = missing_chunks(files)
-    check_space(needed_bytes(chunks), files, local, options)
 
     def copy(chunk: Chunk, moved: Moved) -> list[tuple[int, int]]:
         counts = []
@@ -149,10 +153,10 @@ def report(
     """Sum up by data set.
 
     Args:
-        prepared: copies of the data sets.
-        files: of all data sets.
-        copied: by file, the bytes that were read from the source.
-        lacked: by file, the bytes that were missing; None: other nodes have sent nothing.
+        prepared: Copies of the data sets.
+        files: Files of all data sets.
+        copied: Bytes that were read from the source, by file.
+        lacked: Bytes that were missing, by file; None if other nodes have sent nothing.
 
     Returns:
         One result per data set.
@@ -171,3 +175,70 @@ def report(
         )
         for number, its in enumerate(prepared)
     ]
+
+
+def open_cache(
+    source: Path, cache: Path, options: StageOptions, holds: ExitStack | None, accepts_part: bool
+) -> tuple[Path, bool]:
+    """Stage a data set to a cache as `stage_once` does, or use what of it is there.
+
+    Args:
+        source: The data set.
+        cache: A node-local folder, see `stage_once`.
+        options: How to copy.
+        holds: Stack that lets the copy go, which no process removes until then.
+        accepts_part: Whether a copy may be used that is still arriving in the background, or a folder that has room for
+            a part only.
+
+    Returns:
+        The folder of the copy, and whether it is whole.
+    """
+    with errors_name_the_node():
+        content = in_time(lambda: read_content(source), source / MANIFEST, options.timeout_s)
+        copies = [LocalCopy.of_content(source, cache, content)]
+        name = source.resolve().name
+        copies += [replace(copies[0], target=cache / target) for target in (name, f"{name}-{copies[0].digest}")]
+        there = ((copy, copy.read_folder()) for copy in copies)
+        copy, folder = next(((copy, its) for copy, its in there if its.digest == copy.digest), (copies[-1], None))
+        check_folder(copy.target)  # a part is not checked as a whole: only the samples' short checksums are compared
+        if folder and folder.origin and folder.origin.capacity_bytes:
+            if not folder.is_whole:
+                message = "its room for a part is not ready: stage to it again, with --mode slice"
+                raise StagingError(message, path=copy.target)
+            if not accepts_part:
+                raise SettingError(f"cache: {copy.target} has room for a part only; this needs the whole data set")
+            copy.touch()
+            return copy.target, False
+        if accepts_part and folder and folder.origin and folder.origin.in_background and _is_held(copy.target):
+            copy.touch()
+            return copy.target, False
+        make_folder(cache.parent, PRIVATE_MODE)
+        make_folder(cache, OWN_MODE)
+        is_own = copy.target.parent == cache
+        options = replace(options, evict=is_own)
+        (staged,) = stage_copies(source, copy.target, [copy], options, trusts=True, holds=holds, checks_beside=False)
+        if staged.copied_bytes and is_own:
+            remove_earlier(copy)
+    return copy.target, True
+
+
+def _is_held(folder: Path) -> bool:
+    """Return whether a process is at work on a copy."""
+    with suppress(FileNotFoundError):
+        return bool(find_holder(folder))
+    return False
+
+
+@contextmanager
+def errors_name_the_node() -> Iterator[None]:
+    """Add this node's name to errors that name no other: a job's log has those of many."""
+    try:
+        yield
+    except OtherNodeError:
+        raise
+    except DatapipeError as error:
+        error.message += f" (on {socket.gethostname()})"
+        raise
+    except OSError as error:
+        message = f"{error.strerror or error} (errno {error.errno}, on {socket.gethostname()})"
+        raise StagingError(message, path=error.filename) from error

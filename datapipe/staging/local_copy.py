@@ -1,14 +1,7 @@
-"""A data set's copy in a local folder, and what is known of it.
-
-LOCAL/manifest.json    written last: it makes the folder a data set
-LOCAL/.origin.json     written first: of which folder and version it is a copy (see Origin). When it was last used is
-                       its time
-LOCAL/.checked.json    the state of each file when its checksum was last compared, and in which life of the node
-"""
+"""The copy of a data set that is asked for: where from, where to, and which of its files are in place and right."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,22 +9,19 @@ import time
 from collections.abc import Collection
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
-from ..dataset.block_slots import SLOTS, TAGS
-from ..dataset.manifest import MANIFEST, FileInfo, Manifest, read_content
-from ..errors import ManifestError, StagingError
+from ..dataset.manifest import MANIFEST, FileInfo, Manifest, find_data_sets, read_content
+from ..errors import StagingError
 from ..foreign import read_own
 from ..fsio import atomic_write, boot_id, checksum, sync_folder
 from ..streams import Moved, work_on_files
-from .lock import find_holder
-from .origin import ORIGIN, Origin
+from .folder_content import CHECKED, ORIGIN, FolderContent, Origin, compute_digest, compute_identity
 
 logger = logging.getLogger(__name__)
 
-CHECKED = ".checked.json"
-TOUCH_S = 5.0  # how often who holds a folder's lock shows that it is at work
+TOUCH_S = 5.0  # how often a process that holds a folder's lock shows that it is at work
 
 States = dict[str, list[int]]  # by a file's name: its inode, size and time of change
 
@@ -41,12 +31,12 @@ class LocalCopy:
     """A data set, and the folder that its copy is in, or will be.
 
     Attributes:
-        source: The data set's folder.
+        source: Folder of the data set.
         resolved: The same, without links.
-        target: The copy's.
-        content: Of the manifest's file: read once, and written to the target unchanged.
+        target: Folder of the copy.
+        content: Bytes of the manifest's file: read once, and written to the target unchanged.
         manifest: The same, parsed.
-        splits: Names of all data sets that are staged to the folder above the target; none for one by itself; None:
+        splits: Names of all data sets that are staged to the folder above the target; none for one by itself; None if
             that is not known.
     """
 
@@ -59,14 +49,29 @@ class LocalCopy:
 
     @classmethod
     def of_content(cls, source: Path, target: Path, content: bytes) -> LocalCopy:
-        """Describe the copy of a data set, and return that. Raises ManifestError where the manifest cannot be read.
+        """Describe the copy of a data set, and return that. Raises ManifestError for an unreadable manifest.
 
         Args:
-            source: the data set's folder.
-            target: the copy's.
-            content: of the manifest's file.
+            source: Folder of the data set.
+            target: Folder of the copy.
+            content: Bytes of the manifest's file.
         """
         return cls(source, source.resolve(), target, content, Manifest.parse(content, source / MANIFEST))
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells the data set from others, see `compute_digest`."""
+        return compute_digest(self.content)
+
+    @cached_property
+    def identity(self) -> str:
+        """What the versions of the data set have in common, see `compute_identity`."""
+        return compute_identity(self.manifest)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its files, the manifest's first."""
+        return [MANIFEST, *(file.name for file in self.manifest.all_files())]
 
     @property
     def num_files(self) -> int:
@@ -76,85 +81,9 @@ class LocalCopy:
         """Return the size of the files with these names."""
         return sum(file.size_bytes for file in self.manifest.all_files() if file.name in names)
 
-    def has_manifest(self) -> bool:
-        """Return whether the manifest is in place and whole."""
-        try:
-            return _read_there(self.target) == self.content
-        except ManifestError:
-            return False
-
-    def other_manifest(self) -> Manifest | None:
-        """Return the manifest that is in place, if it is whole and another data set's."""
-        try:
-            content = _read_there(self.target)
-            other = Manifest.parse(content, self.target / MANIFEST)
-        except ManifestError:
-            return None
-        return None if content == self.content or other == self.manifest else other
-
-    def check_other(self, may_replace: bool) -> None:
-        """Raise StagingError where another data set is in place, unless it is a copy that may be replaced.
-
-        A copy of an earlier version of the same data set always may; what staging did not put there never.
-        """
-        if self.is_of_same_source() or (self.other_manifest() is None and not self._is_begun_by_another()):
-            return
-        message = f"holds another data set than {self.source}"
-        if not (self.target / ORIGIN).exists():
-            raise StagingError(f"{message}, which staging has not put there; choose another folder", path=self.target)
-        if not may_replace:
-            raise StagingError(f"{message}; choose another folder, or replace it with --replace", path=self.target)
-
-    def _is_begun_by_another(self) -> bool:
-        """Return whether the folder says that it is, or will be, a copy of something else."""
-        with suppress(StagingError):
-            return Origin.read(self.target).manifest not in ("", self._digest)
-        return False
-
-    def is_of_same_source(self) -> bool:
-        """Return whether the folder says that it is a copy of the same data set, or of an earlier version of it."""
-        with suppress(StagingError):
-            return Origin.read(self.target).source == str(self.resolved)
-        return False
-
-    def is_named(self) -> bool:
-        """Return whether the folder says that it is, or will be, a copy of this version of the data set."""
-        with suppress(StagingError):
-            return Origin.read(self.target).manifest == self._digest
-        return self.has_manifest()
-
-    @property
-    def _digest(self) -> str:
-        return compute_digest(self.content)
-
-    def _is_complete(self) -> bool:
-        with suppress(StagingError):
-            origin = Origin.read(self.target)
-            is_this = origin.manifest == self._digest and (self.splits is None or origin.splits == [*self.splits])
-            return origin.is_complete and is_this and not origin.capacity_bytes
-        return False
-
-    def may_be_used(self) -> bool:
-        """Return whether a process is copying in the background, so that loaders may use what has landed."""
-        with suppress(StagingError, FileNotFoundError):
-            origin = Origin.read(self.target)
-            return origin.in_background and origin.manifest == self._digest and bool(find_holder(self.target))
-        return False
-
-    def has_slots(self) -> bool:
-        """Return whether the folder has slots for a part of this version of the data set.
-
-        Raises StagingError where it is to have them, but they are not ready: it has no room for all.
-        """
-        try:
-            origin = Origin.read(self.target)
-        except StagingError:
-            return False
-        if not origin.capacity_bytes or origin.manifest != self._digest:
-            return False
-        if origin.is_complete and all((self.target / name).exists() for name in (SLOTS, TAGS)):
-            return True
-        raise StagingError("its room for a part is not ready: stage to it again, with --mode slice", path=self.target)
+    def read_folder(self) -> FolderContent:
+        """Read what lies in the folder of the copy."""
+        return FolderContent.read(self.target, self.target.absolute().parent, follows=True)
 
     def write_origin(
         self, present: Collection[str], is_complete: bool, in_background: bool = False, capacity_bytes: int = 0
@@ -162,14 +91,17 @@ class LocalCopy:
         """Write what the folder is, or will be, a copy of.
 
         Args:
-            present: names of the files that are in place.
-            is_complete: whether nothing is missing.
-            in_background: whether loaders may use what has landed.
-            capacity_bytes: of its slots, if it has these.
+            present: Names of the files that are in place.
+            is_complete: Whether nothing is missing.
+            in_background: Whether loaders may use what has landed.
+            capacity_bytes: Size of its slots, if it has these.
         """
+        splits = self.splits
+        if splits is None and (origin := self.read_folder().origin):
+            splits = tuple(origin.splits)
         Origin(
             str(self.resolved),
-            self._digest,
+            self.digest,
             [file.name for file in self.manifest.all_files()],
             is_complete,
             in_background,
@@ -177,22 +109,16 @@ class LocalCopy:
             time.time(),
             self.bytes_of(present),
             capacity_bytes,
-            self._splits_to_write(),
+            [*(splits or ())],
+            self.identity,
         ).write(self.target)
 
-    def note_splits(self) -> None:
-        """Note which copies are staged together with this one, if it says something else; not in another user's."""
-        with suppress(StagingError, OSError):
-            origin, is_mine = Origin.read(self.target), (self.target / ORIGIN).stat().st_uid == os.geteuid()
-            if is_mine and origin.splits != self._splits_to_write():
-                replace(origin, splits=self._splits_to_write()).write(self.target)
-
-    def _splits_to_write(self) -> list[str]:
-        if self.splits is not None:
-            return [*self.splits]
-        with suppress(StagingError):
-            return Origin.read(self.target).splits
-        return []
+    def note_splits(self, content: FolderContent) -> None:
+        """Note which copies are staged together with this one, unless the folder says so; not in another user's."""
+        origin = content.origin
+        if origin and self.splits is not None and origin.splits != [*self.splits] and content.owner == os.geteuid():
+            with suppress(OSError):  # it may be read-only
+                replace(origin, splits=[*self.splits]).write(self.target)
 
     def touch(self) -> None:
         """Note that the copy is used; not in another user's."""
@@ -200,13 +126,20 @@ class LocalCopy:
             if os.lstat(self.target / ORIGIN).st_uid == os.geteuid():
                 os.utime(self.target / ORIGIN, follow_symlinks=False)
 
+    def is_checked(self) -> bool:
+        """Return whether all files were checked since the node booted, and have not changed since."""
+        try:
+            return self._read_checked() == {file.name: self._state_of(file.name) for file in self.manifest.all_files()}
+        except FileNotFoundError:
+            return False
+
     def find_present(self, timeout_s: float, trusts: bool, is_locked: bool) -> States:
         """Find the files that are in place with their checksum.
 
         Args:
-            timeout_s: how long a read may take.
-            trusts: whether files that were checked since the node booted, and not changed since, count as good.
-            is_locked: whether this process has the folder's lock; who waits for it sees that something happens.
+            timeout_s: Longest time that a read may take.
+            trusts: Whether files that were checked since the node booted, and not changed since, count as good.
+            is_locked: Whether this process has the folder's lock; a process that waits for it sees that this one works.
 
         Returns:
             By name, the state that the file had before its checksum was compared.
@@ -226,7 +159,7 @@ class LocalCopy:
         return good
 
     def _checksum(self, is_locked: bool, file: FileInfo, moved: Moved) -> str:
-        """Compute a file's checksum; "" where it cannot be read, and must be copied again."""
+        """Compute a file's checksum; "" if it cannot be read, and must be copied again."""
         touched = time.monotonic()
 
         def touch(path: Path | None = None) -> None:
@@ -247,29 +180,38 @@ class LocalCopy:
         """Write what makes the folder a data set, and note that all files have their checksums.
 
         Args:
-            present: of `find_present`; the other files were checked when they got their names.
-            is_locked: whether this process has the folder's lock.
+            present: States of `find_present`; the other files were checked when they got their names.
+            is_locked: Whether this process has the folder's lock.
 
         Raises:
-            StagingError: without the lock: another process has changed the copy meanwhile.
+            StagingError: Without the lock: another process has changed the copy.
         """
         states = {file.name: self._state_of(file.name) for file in self.manifest.all_files()}  # all are there
-        is_ours = (self.target / ORIGIN).exists()  # else somebody has made it, who may not want it to be removed
-        if not self.has_manifest():
+        content = self.read_folder()
+        if content.content != self.content:
             if not is_locked:
                 raise StagingError("was changed by another process meanwhile: stage again", path=self.target)
-            if (self.target / MANIFEST).exists():
+            if MANIFEST in content.entries:
                 logger.warning("%s is damaged: writing it again", self.target / MANIFEST)
             sync_folder(self.target)
             with atomic_write(self.target / MANIFEST, alone=False, is_own=True) as file:
                 file.write(self.content)
-        if is_ours and not self._is_complete():
+        if ORIGIN in content.entries and not self._is_complete(content.origin):  # else it is not staging's
             with suppress(OSError):  # it may be read-only
                 self.write_origin(states, is_complete=True)
         states |= present
         if states != self._read_checked():
             with suppress(OSError), atomic_write(self.target / CHECKED, alone=False, is_own=True) as file:
                 file.write(json.dumps({"boot": boot_id(), "files": states}).encode())  # unless it is read-only
+
+    def _is_complete(self, origin: Origin | None) -> bool:
+        return (
+            origin is not None
+            and origin.is_complete
+            and not origin.capacity_bytes
+            and origin.manifest == self.digest
+            and (self.splits is None or origin.splits == [*self.splits])
+        )
 
     def _read_checked(self) -> States:
         try:
@@ -286,13 +228,13 @@ class LocalCopy:
         return [info.st_ino, info.st_size, info.st_mtime_ns]
 
 
-def _read_there(folder: Path) -> bytes:
-    """Read a copy's manifest. Raises ManifestError, also where it is a pipe, whose writer might never come."""
-    if not (folder / MANIFEST).is_file():
-        raise ManifestError("is not a file", path=folder / MANIFEST)
-    return read_content(folder)
+def list_copies(source: Path, local: Path) -> list[LocalCopy]:
+    """List the data sets at `source` (itself, or its splits), and where in `local` their copies belong.
 
-
-def compute_digest(content: bytes) -> str:
-    """Compute what tells a manifest from others: the beginning of the SHA-256 of its content."""
-    return hashlib.sha256(content).hexdigest()[:16]
+    Raises ManifestError when there is none.
+    """
+    folders = find_data_sets(source)
+    if folders == [source]:
+        return [replace(LocalCopy.of_content(source, local, read_content(source)), splits=())]
+    copies = [LocalCopy.of_content(path, local / path.name, read_content(path)) for path in folders]
+    return [replace(copy, splits=tuple(path.name for path in folders)) for copy in copies]

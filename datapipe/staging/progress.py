@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Collection
@@ -16,19 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from .. import clock
-from ..dataset.arriving import LANDED
-from ..dataset.block_slots import BlockSlots
+from ..dataset.block_slots import SLOTS, BlockSlots
 from ..dataset.manifest import MANIFEST
+from ..dataset.partial_reader import LANDED, count_landed
 from ..errors import StagingError
 from ..foreign import open_own, read_note
 from ..fsio import OWN_MODE, PRIVATE_MODE, make_folder
+from ..locks import find_holder
 from ..streams import TIMEOUT_S
-from .lock import find_holder
-from .origin import ORIGIN, Origin
+from .folder_content import LOG, ORIGIN, FolderContent, subfolders
 
 logger = logging.getLogger(__name__)
 
-LOG = ".stage.log"  # in LOCAL: what a process in the background says
 LOOK_S = 0.2
 SAY_S = 10.0  # how often to say how far it is
 
@@ -40,11 +40,11 @@ class StageProgress:
     Attributes:
         state: "whole"; "running", a process is at work; "stopped", none is, and files are missing; "slice", there is
             room for a part, which loaders fill.
-        landed_bytes: that are in LOCAL.
-        total_bytes: of all its data sets.
-        whole_files: files that are in LOCAL with their final names.
-        seconds_left: as long as the rest takes at the speed until now; None where that is not known.
-        holder: which process is at work, if it is known.
+        landed_bytes: Bytes that are in LOCAL.
+        total_bytes: Size of all its data sets.
+        whole_files: Number of files that are in LOCAL with their final names.
+        seconds_left: Time that the rest takes at the speed until now; None if that is not known.
+        holder: Process that is at work, if it is known.
     """
 
     state: str
@@ -70,29 +70,32 @@ def find_progress(local: Path) -> StageProgress:
     """Look how far staging to a folder is.
 
     Args:
-        local: a copy, or the folder of the copies of several splits.
+        local: Folder of a copy, or of the copies of several splits.
 
     Raises:
-        StagingError: nothing was staged there, or what was cannot be read, or is removed at this moment.
+        StagingError: Nothing was staged there, or what was cannot be read, or is removed at this moment.
     """
-    try:
-        return _find_progress(local)
-    except FileNotFoundError as error:
-        raise StagingError("was removed meanwhile, to make room", path=local) from error
-
-
-def _find_progress(local: Path) -> StageProgress:
-    copies = [path.parent for path in (local / ORIGIN, *sorted(local.glob(f"*/{ORIGIN}"))) if path.exists()]
-    if not copies:
+    folders = [path.parent for path in (local / ORIGIN, *sorted(local.glob(f"*/{ORIGIN}"))) if path.exists()]
+    if not folders:
         raise StagingError("nothing was staged there", path=local)
-    holder = next(filter(None, map(find_holder, copies)), "")
-    origins = [Origin.read(copy) for copy in copies]  # after that: a process completes them before it leaves
+    try:
+        holder = next(filter(None, map(find_holder, folders)), "")
+    except FileNotFoundError as error:
+        raise StagingError("was removed to make room", path=local) from error
+    # After that: a process completes them before it leaves.
+    copies = [FolderContent.read(folder, folder, follows=True) for folder in folders]
+    origins = [copy.origin for copy in copies if copy.origin]
+    if len(origins) < len(copies):
+        copy = next(copy for copy in copies if not copy.origin)
+        if not copy.info:
+            raise StagingError("was removed to make room", path=copy.folder)
+        raise StagingError("cannot be read, or another user could have written it", path=copy.folder / ORIGIN)
     counts = [_count(copy, {*origin.files}) for copy, origin in zip(copies, origins, strict=True)]
     landed, whole = zip(*counts, strict=True)
     is_slice = any(origin.capacity_bytes for origin in origins)
-    is_whole = all(map(_is_whole, copies, origins, landed))
-    if local not in copies:  # one of several splits may have been removed, or is not staging's
-        splits = {name for origin in origins for name in origin.splits} - {copy.name for copy in copies}
+    is_whole = all(map(_is_whole, copies, landed))
+    if local not in folders:  # one of several splits may have been removed, or is not staging's
+        splits = {name for origin in origins for name in origin.splits} - {folder.name for folder in folders}
         is_whole &= all((local / name / MANIFEST).exists() for name in splits)
     state, seconds_left = ("slice" if is_slice else "whole") if is_whole else "running" if holder else "stopped", None
     if state == "running":
@@ -105,29 +108,34 @@ def _find_progress(local: Path) -> StageProgress:
     )
 
 
-def _is_whole(copy: Path, origin: Origin, landed: int) -> bool:
-    return origin.is_complete and (
-        origin.capacity_bytes > 0 or ((copy / MANIFEST).exists() and (landed >= origin.total_bytes or not origin.files))
+def _is_whole(copy: FolderContent, landed: int) -> bool:
+    origin = copy.origin
+    return (
+        origin is not None
+        and origin.is_complete
+        and (
+            origin.capacity_bytes > 0
+            or (MANIFEST in copy.entries and (landed >= origin.total_bytes or not origin.files))
+        )
     )
 
 
-def _count(copy: Path, names: Collection[str] = ()) -> tuple[int, int]:
+def _count(copy: FolderContent, names: Collection[str] = ()) -> tuple[int, int]:
     """Return the bytes that are in a folder, and the number of whole files; of all, unless `names` gives some."""
     landed = whole = 0
-    with suppress(StagingError):
-        slots = BlockSlots(copy)
-        landed = slots.held_bytes()
-        slots.close()
-    for entry in os.scandir(copy):
+    if SLOTS in copy.entries:
+        with suppress(StagingError):
+            slots = BlockSlots(copy.folder)
+            landed = slots.held_bytes()
+            slots.close()
+    for name, info in copy.entries.items():
         with suppress(OSError, ValueError):
-            if entry.name.endswith(f".{LANDED}") and entry.name.startswith("."):
-                head, flags = read_note(Path(entry.path)).split(b"\n", 1)
-                _, size, chunk = head.split()
-                landed += min(flags[:-1].count(1) * int(chunk), int(size))
-            elif entry.name.startswith(".") or entry.name == MANIFEST or (names and entry.name not in names):
+            if name.endswith(f".{LANDED}") and name.startswith("."):
+                landed += count_landed(read_note(copy.folder / name))
+            elif name.startswith(".") or name == MANIFEST or (names and name not in names):
                 continue
-            elif entry.is_file(follow_symlinks=False):
-                landed, whole = landed + entry.stat().st_size, whole + 1
+            elif stat.S_ISREG(info.st_mode):
+                landed, whole = landed + info.st_size, whole + 1
     return landed, whole
 
 
@@ -135,14 +143,14 @@ def wait_until_whole(local: Path, timeout_s: float = TIMEOUT_S) -> StageProgress
     """Wait until another process has staged to a folder, and say how far it is every 10 s.
 
     Args:
-        local: a copy, or the folder of the copies of several splits.
-        timeout_s: how long nothing may change there, in seconds.
+        local: Folder of a copy, or of the copies of several splits.
+        timeout_s: Longest time without a change there, in seconds.
 
     Returns:
         The progress at the end: all is there.
 
     Raises:
-        StagingError: nobody stages there, or does nothing.
+        StagingError: No process stages there, or it does nothing.
     """
     said = changed = clock.now()
     state: object = None
@@ -166,7 +174,7 @@ def continue_in_background(local: Path) -> Background | None:
     """Make a process that continues in the background, apart from this one's terminal.
 
     Args:
-        local: where it stages to. It writes what it says there, to `.stage.log`.
+        local: Folder that it stages to. What it says is written there, to `.stage.log`.
 
     Returns:
         To this process the other one; to that one, or where there can be none, None: it is to stage.
@@ -207,9 +215,9 @@ class Background:
     """A process that stages in the background, a child of this one.
 
     Attributes:
-        local: where to.
-        pid: its number.
-        before: bytes that were there before, as far as they stay.
+        local: Folder that it stages to.
+        pid: Its number.
+        before: Bytes that were there before, as far as they stay.
     """
 
     local: Path
@@ -220,7 +228,7 @@ class Background:
         """Wait until the process has brought something, or is done. An interrupt ends it, too.
 
         Raises:
-            StagingError: it has failed; says why.
+            StagingError: It has failed; says why.
         """
         try:
             while True:
@@ -251,8 +259,8 @@ def _describe_end(local: Path) -> StageProgress:
     """Describe what was staged to its end; also where somebody else had put it there."""
     with suppress(StagingError):
         return find_progress(local)
-    folders = [local, *(path for path in local.iterdir() if path.is_dir())]
-    landed, whole = (sum(counts) for counts in zip(*map(_count, folders), strict=True))
+    copies = [FolderContent.read(folder, folder, follows=True) for folder in (local, *subfolders(local))]
+    landed, whole = (sum(counts) for counts in zip(*map(_count, copies), strict=True))
     return StageProgress("whole", landed, landed, whole, None)
 
 

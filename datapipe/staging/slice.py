@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from ..dataset.block_slots import SLOTS, BlockSlots, make_slots
 from ..dataset.index import open_index
-from ..dataset.manifest import MANIFEST
 from ..dataset.shard_files import room_for
 from ..errors import SettingError, StagingError
 from ..fsio import PRIVATE_MODE, make_folder
+from ..locks import hold_lock
 from ..sampling.block_order import grid, longest
 from ..streams import in_time
+from .apply import remove_others, remove_slots, sweep
+from .cache import make_first_room, reserved_room
+from .check import check, warn_of_place
 from .copy import Staged, stage_copies
-from .keep import keep_for_job
+from .folder_content import FolderContent
+from .lease import keep_for_job
 from .local_copy import LocalCopy
-from .lock import hold_lock
 from .options import StageOptions
-from .origin import ORIGIN, Origin
-from .prepare import check
-from .space import make_space, warn_of_place
-from .taking_over import names_there, remove_beside, remove_slots, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +32,17 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
     """Copy what fits into the capacity, the smallest data sets first; the largest gets slots in what is left.
 
     Args:
-        source: the folder that they are in, for messages.
-        local: the folder that their copies go to.
-        copies: of the data sets.
-        options: `capacity_bytes` and how to copy; a chunk has the size of a block.
+        source: Folder that contains them, for messages.
+        local: Folder for their copies.
+        copies: Copies of the data sets.
+        options: Settings of staging, with `capacity_bytes`; a chunk has the size of a block.
 
     Returns:
         One result per data set.
 
     Raises:
-        SettingError: the capacity is less than a block, or a smaller data set does not fit.
-        DatapipeError, OSError: as `stage`.
+        SettingError: The capacity is less than a block, or a smaller data set does not fit.
+        DatapipeError, OSError: What `stage` raises.
     """
     assert options.capacity_bytes is not None
     check(source, local, copies, options)
@@ -54,17 +53,24 @@ def stage_slice(source: Path, local: Path, copies: list[LocalCopy], options: Sta
     if left <= 0:
         names = ", ".join(copy.source.name for copy in smaller)
         raise SettingError(f"capacity: {options.capacity_bytes:,} bytes are too few for all of {names}")
-    _check_folder(largest, options)
+
+    def is_part(copy: LocalCopy) -> bool:
+        return copy is largest
+
+    check(source, local, copies, options, is_part=is_part)
     room = in_time(lambda: _plan_room(largest, left, options), largest.source, options.timeout_s)
+    make_first_room({path for copy in copies for path in (copy.source, copy.target)}, local, options)
     make_folder(local.parent, PRIVATE_MODE)
     with ExitStack() as stack:
         is_alone = False
         if smaller:  # stagers of other data sets wait; else their target is locked
             is_alone = stack.enter_context(hold_lock(local, options.timeout_s))
-        remove_beside(check(source, local, copies, options, is_locked=is_alone), is_alone)
+        decisions, beside = check(source, local, copies, options, is_locked=is_alone, is_part=is_part)
+        remove_others(copies, decisions, beside, local, options, is_alone)
         results = stage_copies(source, local, smaller, options, checks_beside=False) if smaller else []
+        results.append(in_time(lambda: _make_room(largest, local, room, options), largest.source, options.timeout_s))
         keep_for_job(local, options.placement.job, os.environ)
-        return [*results, in_time(lambda: _make_room(largest, room, options), largest.source, options.timeout_s)]
+        return results
 
 
 class _Room(NamedTuple):
@@ -83,47 +89,32 @@ def _plan_room(copy: LocalCopy, capacity_bytes: int, options: StageOptions) -> _
     return _Room(num_blocks, num_slots, slot_bytes)
 
 
-def _make_room(copy: LocalCopy, room: _Room, options: StageOptions) -> Staged:
+def _make_room(copy: LocalCopy, local: Path, room: _Room, options: StageOptions) -> Staged:
     num_blocks, num_slots, slot_bytes = room
     warn_of_place(copy.source, copy.target)
     with hold_lock(copy.target, options.timeout_s):
-        _check_folder(copy, options)
-        kept_bytes = _find_kept_bytes(copy, (num_slots, slot_bytes, options.chunk_bytes))
+        check(copy.source, copy.target, [copy], options, checks_beside=False, is_part=lambda _: True)
+        content, needed = copy.read_folder(), num_slots * slot_bytes
+        kept_bytes = _find_kept_bytes(content, copy, (num_slots, slot_bytes, options.chunk_bytes))
         if kept_bytes is None:
-            needed = num_slots * slot_bytes
-            make_space(needed - _old_bytes(copy.target), {copy.source, copy.target}, copy.target, options)
-            if (copy.target / ORIGIN).exists():
-                sweep(copy, True, {file.name for file in copy.manifest.all_files()})
-            remove_slots(copy)
-            copy.write_origin((), False, capacity_bytes=needed)
-            make_slots(copy.target, num_slots, slot_bytes, options.chunk_bytes)
-        copy.note_splits()
-        if kept_bytes is None or not Origin.read(copy.target).is_complete:
-            copy.write_origin((), True, capacity_bytes=num_slots * slot_bytes)
+            old_bytes = content.allocated_bytes(SLOTS)  # which are free when the slots are made again
+            with reserved_room(needed - old_bytes, {copy.source, copy.target}, local, options):
+                if content.origin:
+                    sweep(copy, True, {file.name for file in copy.manifest.all_files()})
+                remove_slots(copy)
+                copy.write_origin((), False, capacity_bytes=needed)
+                make_slots(copy.target, num_slots, slot_bytes, options.chunk_bytes)
+        copy.note_splits(content)
+        if kept_bytes is None or not (content.origin and content.origin.is_complete):
+            copy.write_origin((), True, capacity_bytes=needed)
     part = f"{num_slots:,} of {num_blocks:,} blocks ({num_slots / num_blocks:.0%})"
     logger.info("%s: room for %s, which loaders with order='blocks' fill", copy.target, part)
     return Staged(copy.target, copy.manifest.num_samples, 0, kept_bytes or 0)
 
 
-def _check_folder(copy: LocalCopy, options: StageOptions) -> None:
-    """Raise StagingError where a folder holds files of a data set, which would be removed together with the slots."""
-    copy.check_other(options.replace)
-    names = names_there(copy)
-    large = {MANIFEST, *(shard.name for shard in copy.manifest.shards)}
-    if names and (large.intersection(names) or not copy.is_of_same_source()):
-        raise StagingError(f"holds files of a copy, such as {names[0]}; choose another folder", path=copy.target)
-
-
-def _old_bytes(folder: Path) -> int:
-    """Return what a folder's slots take on the disk, which is free when they are made again."""
-    with suppress(OSError):
-        return os.lstat(folder / SLOTS).st_blocks * 512
-    return 0
-
-
-def _find_kept_bytes(copy: LocalCopy, sizes: tuple[int, int, int]) -> int | None:
-    """Return the bytes of blocks in a folder's slots; None where it has no such slots for this data set."""
-    if not copy.is_named():
+def _find_kept_bytes(content: FolderContent, copy: LocalCopy, sizes: tuple[int, int, int]) -> int | None:
+    """Return the bytes of blocks in a folder's slots; None if it has no such slots for this data set."""
+    if content.digest != copy.digest:
         return None
     try:
         slots = BlockSlots(copy.target)

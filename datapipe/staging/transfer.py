@@ -13,7 +13,7 @@ import xxhash
 
 from ..errors import ShardCorruptError, StagingError
 from ..streams import Moved
-from .landing import Landing, WrongBytes
+from .partial_file import PartialFile, WrongBytes
 from .plan import Chunk, Extent, cut
 from .source_files import SourceFile
 
@@ -33,7 +33,7 @@ class Transfer:
 
     number: int
     source: SourceFile
-    landing: Landing
+    landing: PartialFile
 
     @property
     def paths(self) -> tuple[Path, Path]:

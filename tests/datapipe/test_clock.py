@@ -29,7 +29,7 @@ BY_MONOTONIC = {
         "datapipe/staging/source_files.py",
         "datapipe/staging/local_copy.py",
     ),
-    *("datapipe/dataset/arriving.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_reader.py"),
+    *("datapipe/dataset/partial_reader.py", "datapipe/dataset/local_first.py", "datapipe/dataset/shard_reader.py"),
     *(
         "trainer/ranks/stop.py",
         "trainer/run/loop.py",

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from datapipe import fsio
-from datapipe.fsio import boot_id, locked
+from datapipe import fsio, locks
+from datapipe.fsio import boot_id
+from datapipe.locks import locked
 from datapipe.process_id import ProcessId
 from tests.waiting import limit_s
 
@@ -50,9 +51,9 @@ def test_without_a_boot_id_hosts_are_told_apart_by_their_names(
 
 def test_a_lock_is_waited_for_where_its_holders_cannot_be_seen(tmp_path: Path, monkeypatch, caplog) -> None:
     """In a container whose /proc has process numbers alone."""
-    monkeypatch.setattr(fsio, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(locks, "LOCKS", tmp_path / "locks")
     waiting = threading.Event()
-    monkeypatch.setattr(fsio.logger, "info", lambda *_: waiting.set())
+    monkeypatch.setattr(locks.logger, "info", lambda *_: waiting.set())
 
     def hold_too() -> None:
         with locked(tmp_path, wait=True):

@@ -22,7 +22,8 @@ from datapipe.checks import check_name, checked_int
 from datapipe.cluster import num_nodes, placement, rank_placement
 from datapipe.dataset.manifest import SPLITS, Manifest
 from datapipe.errors import SettingError
-from datapipe.fsio import atomic_write, locked, make_folder
+from datapipe.fsio import atomic_write, make_folder
+from datapipe.locks import locked
 from datapipe.streams import TIMEOUT_S, in_time
 
 from ..config.recipe import Recipe, load_recipe

@@ -27,7 +27,8 @@ from pathlib import Path
 
 from datapipe import clock
 from datapipe.errors import SettingError
-from datapipe.fsio import close_lock, named, open_lock
+from datapipe.fsio import named
+from datapipe.locks import close_lock, open_lock
 from datapipe.process_id import ProcessId
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from datapipe.cluster import Task
 from datapipe.dataset.manifest import MANIFEST, Manifest, find_data_sets
 from datapipe.dataset.verify import verify
 from datapipe.errors import ManifestError, SettingError, SourceError
-from datapipe.fsio import locked
 from datapipe.images.recode import RecodeOptions
+from datapipe.locks import locked
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE, OutFolder
 from datapipe.packing.plan_file import PLAN

@@ -19,9 +19,9 @@ from datapipe.dataset import DataSet
 from datapipe.dataset.manifest import MANIFEST, QUARANTINE, Manifest
 from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, ManifestError, SettingError, SourceError
-from datapipe.fsio import locked
 from datapipe.images import turbojpeg
 from datapipe.images.recode import RecodeOptions
+from datapipe.locks import locked
 from datapipe.names import CONVERTED
 from datapipe.packing import PackOptions, convert, finish, finish_conversion, pack
 from datapipe.packing.options import SHARD_MIB

@@ -53,6 +53,19 @@ def as_nobody(server: ProcessServer) -> Callable[..., subprocess.CompletedProces
 
 
 @pytest.fixture
+def disk(request) -> Iterator[Path]:
+    """A small disk, of 24 MiB."""
+    folder = Path(tempfile.mkdtemp(prefix="disk-"))
+    request.addfinalizer(folder.rmdir)
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m,mode=755", "tmpfs", folder], capture_output=True
+    ).returncode:
+        pytest.skip("nothing can be mounted here: needs root")
+    request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", folder], check=True))
+    return folder
+
+
+@pytest.fixture
 def public(packed_folders: dict[str, Path]) -> Iterator[Path]:
     """A folder with a data set, `source`, that any user can read; pytest's own are closed."""
     folder = Path(tempfile.mkdtemp(prefix="stage-"))

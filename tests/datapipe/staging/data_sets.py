@@ -19,8 +19,11 @@ NUM_IMAGES = 480  # of the data set `big_images`
 CHUNK = 1 << 20  # of the data sets here, with --chunk-mib 1
 
 
-def make_data_set(folder: Path, sizes: list[int], seed: int = 0) -> Manifest:
-    """Make a data set of shards with these sizes; not readable as images, which staging does not do."""
+def make_data_set(folder: Path, sizes: list[int], seed: int = 0, like: Manifest | None = None) -> Manifest:
+    """Make a data set of shards with these sizes; not readable as images, which staging does not do.
+
+    It has the split and the classes of `like`, as another version of the same data set.
+    """
     folder.mkdir(parents=True)
     shards = []
     for i, size in enumerate(sizes):
@@ -28,8 +31,9 @@ def make_data_set(folder: Path, sizes: list[int], seed: int = 0) -> Manifest:
         path.write_bytes(random.Random(1000 * seed + i).randbytes(size))
         shards.append(ShardInfo(name=path.name, size_bytes=size, xxh3_128=checksum(path), num_samples=1))
     manifest = Manifest(
-        format="tar", kind="idx", split="train", num_samples=len(sizes), classes=["0"], channels=1, width=1, height=1,
-        seed=seed, shard_mib=24, shards=shards, files=[],
+        format="tar", kind="idx", split=like.split if like else "train", num_samples=len(sizes),
+        classes=like.classes if like else ["0"], channels=1, width=1, height=1, seed=seed, shard_mib=24, shards=shards,
+        files=[],
     )  # fmt: skip
     manifest.write(folder)
     return manifest

@@ -8,9 +8,8 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,14 @@ from datapipe.cli import app
 from datapipe.cli.cache import care_for_cache
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import SettingError, StagingError
-from datapipe.fsio import boot_id, lock_holders, locked
+from datapipe.fsio import boot_id
 from datapipe.loaders import open_loader
+from datapipe.locks import BusyError, find_holder, lock_holders, locked
 from datapipe.staging import StageOptions, stage, stage_once
-from datapipe.staging.cache import evict, find_copies, remove
-from datapipe.staging.cleaning import clean, describe
-from datapipe.staging.keep import keep_for_job, keeps_in, pin, unpin
-from datapipe.staging.lock import BusyError, find_holder
-from datapipe.staging.origin import Origin
+from datapipe.staging.cache import evict, remove
+from datapipe.staging.cleaning import clean, describe, pin, unpin
+from datapipe.staging.folder_content import FolderContent, find_copies
+from datapipe.staging.lease import keep_for_job, leases_in
 from datapipe.staging.progress import find_progress
 from tests.datapipe.staging.data_sets import CHILDREN, CHUNK, make_data_set, needs_root, same
 from tests.ports import free_ports
@@ -47,19 +46,6 @@ def held(begin) -> Callable[..., Process]:
         return child
 
     return hold
-
-
-@pytest.fixture
-def disk(request) -> Iterator[Path]:
-    """A small disk, of 24 MiB."""
-    folder = Path(tempfile.mkdtemp(prefix="disk-"))
-    request.addfinalizer(folder.rmdir)
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m,mode=755", "tmpfs", folder], capture_output=True
-    ).returncode:
-        pytest.skip("nothing can be mounted here: needs root")
-    request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", folder], check=True))
-    return folder
 
 
 def used_before(copy: Path, hours: float) -> None:
@@ -179,8 +165,9 @@ def test_a_copy_is_kept_between_the_steps_of_a_job(tmp_path, start):
     child = start(tmp_path / "source", local, env=in_job("17", SLURM_JOB_END_TIME=str(end)))
     assert child.wait(limit_s()) == 0
     note = json.loads((local / ".keep-17.json").read_text())
-    assert note.pop("pid") == child.pid
-    assert note == {"job": "17", "host": socket.gethostname(), "boot": boot_id(), "until": end}
+    assert note.pop("pid") == child.pid and note.pop("started").isdigit()
+    here = {"host": socket.gethostname(), "boot": boot_id(), "namespace": os.readlink("/proc/self/ns/pid")}
+    assert note == {"job": "17", "until": end, **here}
     assert run_out_of_room(cache) == ["name"]
     assert start(tmp_path / "source", local, env=in_job("17", SLURM_JOB_END_TIME=str(end - 1000))).wait(limit_s()) == 0
     assert run_out_of_room(cache) == []
@@ -244,7 +231,7 @@ def test_a_note_that_is_over_goes_with_the_next_one(tmp_path):
     keep_for_job(tmp_path, "17", {"SLURM_JOB_END_TIME": str(int(time.time()) - 1)})
     keep_for_job(tmp_path, "18", {})
     keep_for_job(tmp_path, "19", {})
-    assert [keep.job for keep in keeps_in(tmp_path)] == ["18", "19"]
+    assert [keep.job for keep in leases_in(tmp_path)] == ["18", "19"]
 
 
 def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start):
@@ -423,8 +410,9 @@ def test_earlier_versions_do_not_pile_up(packed_folders, tmp_path):
     shutil.rmtree(source)
     shutil.copytree(packed_folders["tar"] / "val", source)
     with open_loader(source, 4, size=16, cache=cache):
+        manifest = Manifest.read(source)
         shutil.rmtree(source)
-        make_data_set(source, [1000], seed=8)
+        make_data_set(source, [1000], seed=8, like=manifest)
         stage_once(source, cache)
         assert len([*cache.iterdir()]) == 4
     stage(source, cache / "by-hand")  # the same version elsewhere is not an earlier one
@@ -550,9 +538,9 @@ def test_an_earlier_version_that_a_loader_has_open_is_not_replaced(packed_folder
     shutil.copytree(packed_folders["tar"] / "val", source)
     stage(source, local)
     child = held(source, local)
-    before = sorted(path.name for path in local.iterdir())
+    before, manifest = sorted(path.name for path in local.iterdir()), Manifest.read(source)
     shutil.rmtree(source)
-    make_data_set(source, [1000])
+    make_data_set(source, [1000], like=manifest)
     with pytest.raises(StagingError, match=rf"is in use by process {child.pid} \(") as caught:
         stage(source, local)
     assert not isinstance(caught.value, BusyError)  # in an exchange, all nodes are told
@@ -606,15 +594,14 @@ def test_no_link_or_pipe_is_read_to_tell_how_far_a_copy_is(tmp_path, kind):
 def test_progress_of_a_copy_that_is_removed_at_this_moment(tmp_path, monkeypatch):
     make_data_set(tmp_path / "source", [1000])
     copy = stage_once(tmp_path / "source", tmp_path / "cache")
-    read = Origin.read
+    read = FolderContent.read
 
-    def removed_after(folder: Path) -> Origin:
-        origin = read(folder)
+    def removed_before(folder: Path, cache: Path, follows: bool) -> FolderContent:
         shutil.rmtree(folder)
-        return origin
+        return read(folder, cache, follows)
 
-    monkeypatch.setattr(Origin, "read", removed_after)
-    with pytest.raises(StagingError, match="was removed meanwhile"):
+    monkeypatch.setattr(FolderContent, "read", removed_before)
+    with pytest.raises(StagingError, match="was removed to make room"):
         find_progress(copy)
 
 

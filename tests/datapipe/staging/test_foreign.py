@@ -14,11 +14,10 @@ from datapipe.dataset.verify import verify
 from datapipe.errors import StagingError
 from datapipe.foreign import check_file, check_folder, open_own, read_own
 from datapipe.fsio import boot_id
+from datapipe.locks import hold_lock
 from datapipe.staging import StageOptions, stage, stage_once
-from datapipe.staging.cache import evict, find_copies
-from datapipe.staging.local_copy import CHECKED
-from datapipe.staging.lock import hold_lock
-from datapipe.staging.origin import ORIGIN
+from datapipe.staging.cache import evict
+from datapipe.staging.folder_content import CHECKED, ORIGIN, find_copies
 from tests.datapipe.staging.data_sets import needs_root
 
 NOBODY = 65534

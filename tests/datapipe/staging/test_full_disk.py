@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from datapipe.fsio import checksum
-from datapipe.staging import StageOptions, stage
+from datapipe.staging import StageOptions, stage, stage_once
 from tests.datapipe.staging.data_sets import CHUNK, chunks_on_their_way, make_data_set, same
 from tests.waiting import limit_s, wait_until
 
@@ -74,3 +74,22 @@ def test_a_disk_that_is_too_small(disk, tmp_path, start):
     errors = child.communicate(timeout=limit_s())[1]
     assert child.returncode == 1 and "bytes, " in errors and "are free (on node7)" in errors, errors
     assert not [*(disk / "data").glob("*.tar")] and not [*(disk / "data").glob(".*.partial")]
+
+
+@needs_root
+@pytest.mark.parametrize("way", ["stage", "cache"])
+def test_room_is_made_on_a_full_disk_before_anything_is_written(disk, tmp_path, way):
+    """There is none even for a folder."""
+    make_data_set(tmp_path / "old", [15 * CHUNK])
+    make_data_set(tmp_path / "new", [10 * CHUNK], 1)
+    stage_once(tmp_path / "old", disk / "cache")
+    with pytest.raises(OSError, match="No space left"):
+        for number in range(100):
+            fill(disk / f"filler-{number}")
+            (disk / f"folder-{number}").mkdir()
+    if way == "cache":
+        copy = stage_once(tmp_path / "new", disk / "cache")
+    else:
+        copy = disk / "cache" / "new"
+        stage(tmp_path / "new", copy, StageOptions(evict=True))
+    assert same(tmp_path / "new", copy)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from datapipe.dataset.verify import verify
-from datapipe.fsio import locked
+from datapipe.locks import locked
 from datapipe.staging import stage
 from datapipe.streams import LOOK_S
 from tests.processes import Process

@@ -6,6 +6,7 @@ import random
 import shutil
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,17 @@ import pytest
 from datapipe.cluster import Placement, placement
 from datapipe.dataset.manifest import MANIFEST, Manifest, find_data_sets
 from datapipe.errors import DatapipeError, SettingError, StagingError
-from datapipe.fsio import checksum, locked
+from datapipe.fsio import checksum
+from datapipe.locks import locked
 from datapipe.staging import StageOptions, stage, stage_once
+from datapipe.staging.apply import sweep
 from datapipe.staging.cleaning import clean
-from datapipe.staging.keep import hold_copy
-from datapipe.staging.landing import Landing, make_own_name
+from datapipe.staging.decide import is_handmade
+from datapipe.staging.folder_content import ORIGIN, Origin
+from datapipe.staging.lease import hold_copy
 from datapipe.staging.local_copy import LocalCopy
-from datapipe.staging.origin import ORIGIN, Origin
+from datapipe.staging.partial_file import PartialFile, make_own_name
 from datapipe.staging.progress import find_progress, wait_until_whole
-from datapipe.staging.taking_over import is_handmade, sweep
 from tests.datapipe.staging.data_sets import CHUNK, make_data_set, same
 from tests.waiting import limit_s
 
@@ -97,7 +100,7 @@ def test_nothing_is_removed_before_a_refusal(splits, tmp_path, monkeypatch, obst
         elif obstacle == "pinned":
             (local / "val" / ".pinned").touch()
         elif obstacle == "room":
-            monkeypatch.setattr("datapipe.staging.taking_over.free_bytes", lambda folder: -(10**6))
+            monkeypatch.setattr("datapipe.staging.check.free_bytes", lambda folder: -(10**6))
         else:
             (local / "val" / "shard-000000.tar").rename(tmp_path / "shard")
             (local / "val" / "shard-000000.tar").mkdir()
@@ -244,10 +247,15 @@ def test_the_log_of_the_background_stays_when_it_replaces(splits, tmp_path, comm
     assert "removed" in (tmp_path / "local" / ".stage.log").read_text()
 
 
+def unfinished(copy: Path) -> None:
+    """Have a copy say that it is not complete."""
+    origin = Origin.parse((copy / ORIGIN).read_bytes())
+    replace(origin, is_complete=False).write(copy)
+
+
 def test_who_waits_has_a_limit(splits, tmp_path):
     stage(splits / "train", tmp_path / "local")
-    origin = Origin.read(tmp_path / "local")
-    Origin(**{**vars(origin), "is_complete": False}).write(tmp_path / "local")
+    unfinished(tmp_path / "local")
     with locked(tmp_path / "local", wait=False), pytest.raises(StagingError, match="nothing has changed for"):
         wait_until_whole(tmp_path / "local", 0.5)
 
@@ -276,13 +284,13 @@ def begun(tmp_path) -> LocalCopy:
 
 
 def test_a_folder_is_handmade_if_files_are_there_and_no_note_of_staging(begun):
-    assert not is_handmade(begun)
+    assert not is_handmade(begun.read_folder(), begun)
     (begun.target / "notes.txt").touch()
-    assert not is_handmade(begun)
+    assert not is_handmade(begun.read_folder(), begun)
     (begun.target / "shard-000001.tar").touch()
-    assert is_handmade(begun)
+    assert is_handmade(begun.read_folder(), begun)
     begun.write_origin((), False)
-    assert not is_handmade(begun)
+    assert not is_handmade(begun.read_folder(), begun)
 
 
 @pytest.mark.parametrize("is_locked", [True, False])
@@ -351,12 +359,12 @@ def test_a_folder_in_a_shards_place(splits, tmp_path):
 
 
 def test_a_disk_that_does_not_keep_what_is_written_is_not_the_sources_fault(splits, tmp_path, monkeypatch):
-    write = Landing.write
+    write = PartialFile.write
 
     def write_other_bytes(self, offset, data):
         return write(self, offset, memoryview(bytes(len(data))))
 
-    monkeypatch.setattr(Landing, "write", write_other_bytes)
+    monkeypatch.setattr(PartialFile, "write", write_other_bytes)
     with pytest.raises(StagingError, match=r"local/shard-000000.tar.*does not keep.*the source is good"):
         stage(splits / "train", tmp_path / "local")
     assert not (tmp_path / "local" / "shard-000000.tar").exists()
@@ -365,7 +373,7 @@ def test_a_disk_that_does_not_keep_what_is_written_is_not_the_sources_fault(spli
 def test_other_chunks_begin_again_and_say_so(tmp_path, caplog):
     (info,) = make_data_set(tmp_path / "source", [3 * CHUNK]).shards
     tmp_path.joinpath("local").mkdir()
-    landing = Landing(tmp_path / "local" / info.name, info, CHUNK, False)
+    landing = PartialFile(tmp_path / "local" / info.name, info, CHUNK, False)
     landing.write(0, memoryview((tmp_path / "source" / info.name).read_bytes()[:CHUNK]))
     landing.close()
     with caplog.at_level(logging.INFO):
@@ -414,8 +422,7 @@ def test_ports_and_times_that_do_not_exist():
 
 def test_it_says_that_it_is_running(splits, tmp_path):
     stage(splits / "train", tmp_path / "local")
-    origin = Origin.read(tmp_path / "local")
-    Origin(**{**vars(origin), "is_complete": False}).write(tmp_path / "local")
+    unfinished(tmp_path / "local")
     with locked(tmp_path / "local", wait=False):
         assert str(find_progress(tmp_path / "local")).startswith("running, ")
     assert checksum(tmp_path / "local" / "shard-000000.tar") and (tmp_path / "local" / ORIGIN).exists()

@@ -9,7 +9,7 @@ import pytest
 
 from datapipe.dataset.manifest import MANIFEST
 from datapipe.dataset.verify import verify
-from datapipe.fsio import locked
+from datapipe.locks import locked
 from datapipe.staging import stage, stage_once
 from tests.datapipe.staging.data_sets import needs_root
 from tests.waiting import limit_s, read_until

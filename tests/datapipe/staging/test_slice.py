@@ -20,10 +20,10 @@ from datapipe.dataset.manifest import Manifest
 from datapipe.dataset.shard_reader import ShardReader
 from datapipe.errors import SettingError, StagingError
 from datapipe.loaders import open_loader
+from datapipe.locks import BusyError
 from datapipe.staging import StageOptions, stage
 from datapipe.staging.cleaning import describe
 from datapipe.staging.local_copy import LocalCopy
-from datapipe.staging.lock import BusyError
 from datapipe.staging.progress import find_progress
 from datapipe.staging.slice import _plan_room
 from tests.datapipe.staging.data_sets import NUM_IMAGES, let_others_in, make_data_set, needs_root

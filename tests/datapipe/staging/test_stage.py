@@ -18,12 +18,12 @@ import pytest
 
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import ManifestError, SettingError, ShardCorruptError, StagingError
-from datapipe.fsio import checksum, locked
+from datapipe.fsio import checksum
+from datapipe.locks import hold_lock, locked
 from datapipe.packing import PackOptions, pack
 from datapipe.staging import StageOptions, stage, stage_once
-from datapipe.staging.cache import find_copies
-from datapipe.staging.landing import Landing
-from datapipe.staging.lock import hold_lock
+from datapipe.staging.folder_content import find_copies
+from datapipe.staging.partial_file import PartialFile
 from tests.datapipe.staging.data_sets import CHUNK, NOTES, make_data_set, same
 from tests.waiting import limit_s, wait_until
 
@@ -75,7 +75,7 @@ def test_stage_continues_where_it_was_stopped(tmp_path):
     local.mkdir()
     content = (tmp_path / "source" / "shard-000000.tar").read_bytes()
     for chunks, damaged in (([0, 3, 5], b""), ([], b""), ([1], b"rubbish"), (range(6), b"")):
-        landing = Landing(local / manifest.shards[0].name, manifest.shards[0], CHUNK, False)
+        landing = PartialFile(local / manifest.shards[0].name, manifest.shards[0], CHUNK, False)
         landing.open()
         for chunk in chunks:
             data = bytearray(content[chunk * CHUNK : (chunk + 1) * CHUNK])
@@ -122,7 +122,7 @@ def test_stage_refuses_what_would_lose_something(packed_folders, tmp_path):
 
 
 def test_stage_needs_space(packed_folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("datapipe.staging.space.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("datapipe.staging.cache.free_bytes", lambda _: 1000)
     with pytest.raises(StagingError, match=r"needs .* bytes, 1,000 are free"):
         stage(packed_folders["tar"], tmp_path / "local")
 
@@ -322,7 +322,7 @@ def test_a_pipe_in_place_of_a_map_does_not_hang(tmp_path, start):
 
 
 def test_who_only_looks_at_a_folder_keeps_nobody_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("datapipe.staging.lock.LOOK_S", limit_s())  # of which a look may take half
+    monkeypatch.setattr("datapipe.locks.LOOK_S", limit_s())  # of which a look may take half
     done = Event()
 
     def look() -> None:
@@ -341,8 +341,8 @@ def test_who_only_looks_at_a_folder_keeps_nobody_out(tmp_path, monkeypatch):
 def test_memory_is_no_disk_where_there_is_too_little_of_it(tmp_path, monkeypatch):
     make_data_set(tmp_path / "source", [3 * CHUNK])
     for kind, available in (("tmpfs", 4 * CHUNK), ("ext4", CHUNK), ("tmpfs", CHUNK)):
-        monkeypatch.setattr("datapipe.staging.space.mounted_as", lambda _, kind=kind: kind)
-        monkeypatch.setattr("datapipe.staging.space.available_bytes", lambda available=available: available)
+        monkeypatch.setattr("datapipe.staging.cache.mounted_as", lambda _, kind=kind: kind)
+        monkeypatch.setattr("datapipe.staging.cache.available_bytes", lambda available=available: available)
         if kind == "ext4" or available > CHUNK:
             stage(tmp_path / "source", tmp_path / "local")
             shutil.rmtree(tmp_path / "local")

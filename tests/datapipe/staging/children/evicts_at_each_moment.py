@@ -15,7 +15,8 @@ from pathlib import Path
 
 from datapipe.dataset.manifest import MANIFEST
 from datapipe.staging import stage, stage_once
-from datapipe.staging.cache import find_copies, remove
+from datapipe.staging.cache import remove
+from datapipe.staging.folder_content import find_copies
 from tests.datapipe.staging.data_sets import same
 
 EVENTS = "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock"

@@ -3,7 +3,7 @@
 import sys
 
 from datapipe.cli import main
-from datapipe.staging import together
+from datapipe.staging import multi_node
 
-together.PROTOCOL += 1
+multi_node.PROTOCOL += 1
 sys.exit(main())

@@ -1,6 +1,6 @@
 """A file on its way to the local disk: written in chunks, in any order, by any thread; resumable; checked at the end.
 
-`dataset.arriving` describes the files that it consists of meanwhile. Where LOCAL's filesystem has no locks, several
+`dataset.partial_reader` describes the files that it consists of until then. If LOCAL's filesystem has no locks, several
 processes may copy the same file at the same time. Then the temporary names have a part of their own for each process,
 and nothing of another process's is continued.
 """
@@ -11,39 +11,44 @@ import fcntl
 import logging
 import os
 import re
-import socket
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..dataset.arriving import LANDED, PARTIAL, map_head, temporary_path
+import xxhash
+
 from ..dataset.manifest import FileInfo
+from ..dataset.partial_reader import LANDED, PARTIAL, map_head, temporary_path, write_landed
 from ..foreign import READ, open_own, open_regular
 from ..fsio import checksum, named
+from ..process_id import ProcessId, find_state
 from ..streams import Moved
 
 logger = logging.getLogger(__name__)
 
 # A longer write gets larger pieces of memory for the page cache, which a virtual machine may first have to be given.
 WRITE_BYTES = 256 << 10
+FORGOTTEN_S = 7 * 24 * 3600.0  # without a write, after which a file is not a live process's
+SUM_BYTES = 16  # of a chunk's checksum in the map
 
 
 class WrongBytes(ValueError):
     """A file that has landed does not have its checksum."""
 
 
-class Landing:
+class PartialFile:
     """A file that lands in chunks. Thread-safe, except that a chunk is written by one thread.
 
     Args:
-        target: the file's final path.
-        info: its size and checksum.
-        chunk_bytes: size of its chunks.
-        is_whole: whether the file is in place already, with its checksum.
-        own_name: distinguishes the temporary files of this process; "" where it has LOCAL for itself.
+        target: Final path of the file.
+        info: Its size and checksum.
+        chunk_bytes: Size of its chunks.
+        is_whole: Whether the file is in place already, with its checksum.
+        own_name: What distinguishes the temporary files of this process; "" if it has LOCAL for itself.
     """
 
     def __init__(self, target: Path, info: FileInfo, chunk_bytes: int, is_whole: bool, own_name: str = "") -> None:
@@ -67,9 +72,35 @@ class Landing:
             size = os.lstat(self._partial).st_size
             content = _read_own(self._landed)
             flags = content[len(self._head) :]
-            if content.startswith(self._head) and len(flags) == self._num_chunks + 1 and size == self.info.size_bytes:
+            is_map = content.startswith(self._head) and len(flags) == self._num_chunks * (1 + SUM_BYTES) + 1
+            if is_map and size == self.info.size_bytes:
                 return {number for number, flag in enumerate(flags[: self._num_chunks]) if flag != 1}
         return None
+
+    def drop_wrong(self, moved: Moved) -> None:
+        """Compare the chunks that have landed with their checksums; those that differ are missing again.
+
+        A power cut can leave zeros where the map, which reached the disk earlier, says that a chunk has landed.
+
+        Args:
+            moved: Called after each read.
+        """
+        landed = {*range(self._num_chunks)} - self._missing
+        if self.is_whole or self._num_chunks == 1 or not landed:
+            return
+        self.open()
+        sums = os.pread(self._map_fd, SUM_BYTES * self._num_chunks, len(self._head) + self._num_chunks + 1)
+        room = memoryview(bytearray(self.chunk_bytes))
+        for number in sorted(landed):
+            data = room[: min(self.chunk_bytes, self.info.size_bytes - number * self.chunk_bytes)]
+            is_there = os.preadv(self._fd, [data], number * self.chunk_bytes) == len(data)
+            moved()
+            expected = sums[SUM_BYTES * number : SUM_BYTES * (number + 1)]
+            if not is_there or xxhash.xxh3_64_hexdigest(data).encode() != expected:
+                logger.warning("%s: the disk does not hold what was written at %d", self._partial, number * len(room))
+                self._missing.add(number)
+                self._mark(number, b"\0")
+        self.close()
 
     def lacks(self, offset: int) -> bool:
         """Return whether the chunk that begins at `offset` has not landed."""
@@ -94,6 +125,7 @@ class Landing:
                     if is_new:
                         os.ftruncate(self._map_fd, 0)
                         os.pwrite(self._map_fd, self._head + bytes(self._num_chunks), 0)
+                        os.ftruncate(self._map_fd, len(self._head) + (SUM_BYTES + 1) * self._num_chunks + 1)
                     self._mark(self._num_chunks, b"\1" if self._was_wrong else b"\0")  # 0: loaders may add to it
 
     def was_added(self, offset: int) -> bool:
@@ -105,8 +137,8 @@ class Landing:
         """Write a chunk; return whether it was the last one.
 
         Args:
-            offset: in the file, a multiple of the chunks' size.
-            data: the chunk's bytes; none if it is there.
+            offset: Place in the file, a multiple of the chunks' size.
+            data: Bytes of the chunk; none if it is there.
         """
         self.open()
         with named(self._partial):
@@ -117,7 +149,9 @@ class Landing:
         with self._lock:
             was_missing = number in self._missing
             self._missing.discard(number)
-            self._mark(number, b"\1")
+            if self._map_fd >= 0 and data:
+                with named(self._landed):
+                    write_landed(self._map_fd, len(self._head), self._num_chunks, number, data)
             return was_missing and not self._missing
 
     def _mark(self, number: int, flag: bytes) -> None:
@@ -136,10 +170,10 @@ class Landing:
         """Compare what lies on the disk with the checksum, and give the file its name.
 
         Args:
-            moved: called after each read and write.
+            moved: Called after each read and write.
 
         Raises:
-            WrongBytes: it has another checksum. It is forgotten, and may be copied again.
+            WrongBytes: It has another checksum. It is forgotten, and may be copied again.
         """
         self.open()
         self._mark(self._num_chunks, b"\1")  # from here on, loaders add nothing
@@ -181,9 +215,9 @@ class Landing:
             path.unlink(missing_ok=True)
         self._missing = {*range(self._num_chunks)}
 
-    def again(self) -> Landing:
+    def again(self) -> PartialFile:
         """Return the same file, as what of it has landed shows."""
-        return Landing(self.target, self.info, self.chunk_bytes, self.is_whole, self._own_name)
+        return PartialFile(self.target, self.info, self.chunk_bytes, self.is_whole, self._own_name)
 
     def close(self) -> None:
         """Close the temporary files, which stay. May be called twice."""
@@ -196,13 +230,21 @@ class Landing:
 
 def make_own_name() -> str:
     """Return what makes temporary names this process's own."""
-    return f".{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
+    return f".{ProcessId.here().mark}.{uuid.uuid4().hex[:8]}"
 
 
 def is_of_dead_process(path: Path) -> bool:
-    """Return whether a temporary file is the own one of a process on this host that has ended."""
-    match = re.fullmatch(r"\..+\.([0-9]+)\.[0-9a-f]{32}", path.stem)
-    return bool(match and f".{socket.gethostname()}." in path.name and not Path("/proc", match[1]).exists())
+    """Return whether a temporary file is the own one of a process that has ended.
+
+    Of a process that cannot be seen from here, that counts which its file has not been written to for `FORGOTTEN_S`.
+    """
+    match = re.fullmatch(r"\..+\.([0-9a-f]{12}-[0-9]+-[0-9]*)\.[0-9a-f]{8}", path.stem)
+    if match is None:
+        return False
+    state = find_state(match[1])
+    with suppress(OSError):
+        return state == "ended" or (state == "unknown" and time.time() - path.stat().st_mtime > FORGOTTEN_S)
+    return False
 
 
 def _read_own(path: Path) -> bytes:

@@ -8,8 +8,7 @@ import pytest
 
 from datapipe.errors import SettingError
 from datapipe.jobgroup.network import address_of, interface_addresses, link_speed
-from datapipe.staging.advice import describe_costs
-from datapipe.staging.cost import Situation, compare
+from datapipe.stage_costs import Situation, compare, describe_costs
 
 GB = 10**9
 FOUR = Situation(data_bytes=120 * GB, num_nodes=4, read_mb_per_s=1000, network_mb_per_s=1250, free_bytes=200 * GB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
@@ -12,22 +12,15 @@ from ..jobgroup.group import Crew
 from ..jobgroup.network import address_of
 from ..jobgroup.rendezvous import open_crew
 from ..jobgroup.store import CrewError, LeftError
-from ..streams import in_time
-from .copy import (
-    Staged,
-    copy_missing,
-    report,
-    stage_copies,
-    transfers,
-)
+from ..locks import BusyError
+from ..streams import Moved, in_time, work_on_files
+from .apply import prepare
+from .check import check
+from .copy import Staged, copy_missing, report, stage_copies, transfers
 from .exchange import chunk_bytes_for, exchange
-from .keep import EvictedError
-from .local_copy import LocalCopy
-from .lock import BusyError
+from .lease import EvictedError
+from .local_copy import LocalCopy, list_copies
 from .options import StageOptions
-from .plan import needed_bytes
-from .prepare import check, list_copies, prepare
-from .space import check_space
 from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again
 
 logger = logging.getLogger(__name__)
@@ -85,14 +78,14 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew, problem:
         try:
             prepared = prepare(source, local, copies, options, stack, waits=False)
             files = transfers(prepared, options, chunk_bytes_for(len(crew), options.chunk_bytes))
-            check_space(needed_bytes(missing_chunks(files)), files, local, options)
+            _drop_wrong(files, options)
         except BusyError as error:
             busy = str(error)
         except (DatapipeError, SettingError, OSError) as error:
             problem = error
         if not _agree(crew, "ready", copies, options, problem, busy):
             lacked = lacking_bytes(files)
-            copied = _get(files, source, local, options, crew)
+            copied = _get(files, source, options, crew)
             try:
                 with ExitStack() as holds:
                     for its in prepared:
@@ -101,6 +94,17 @@ def _lead(source: Path, local: Path, options: StageOptions, crew: Crew, problem:
             except EvictedError as error:
                 logger.info("%s: this node stages it again by itself", error)
     return stage_copies(source, local, copies, options)  # without the locks, for which another job may wait
+
+
+def _drop_wrong(files: list[Transfer], options: StageOptions) -> None:
+    """Compare what has landed here before with its checksums, before it is sent to other nodes."""
+
+    def drop(file: Transfer, moved: Moved) -> None:
+        file.landing.drop_wrong(moved)
+
+    with closing(work_on_files(drop, files, lambda file: file.landing.target, options.timeout_s)) as results:
+        for _ in results:
+            pass
 
 
 def _agree(
@@ -141,7 +145,7 @@ def _agree(
     return any(other["busy"] for other in said)
 
 
-def _get(files: list[Transfer], source: Path, local: Path, options: StageOptions, crew: Crew) -> list[int]:
+def _get(files: list[Transfer], source: Path, options: StageOptions, crew: Crew) -> list[int]:
     """Get what is missing: from the other nodes as long as all take part, then alone.
 
     Returns:
@@ -154,5 +158,5 @@ def _get(files: list[Transfer], source: Path, local: Path, options: StageOptions
     except CrewError as error:
         logger.warning("%s: this node reads by itself what it still lacks", error.message)
         files = opened_again(files)
-    alone = copy_missing(files, source, local, options)
+    alone = copy_missing(files, source, options)
     return [together + by_itself for together, by_itself in zip(copied, alone, strict=True)]

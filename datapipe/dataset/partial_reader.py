@@ -2,11 +2,13 @@
 
     LOCAL/NAME             the whole shard, checked
     LOCAL/.NAME.partial    until then its bytes; a chunk that has not landed yet is a hole
-    LOCAL/.NAME.landed     a line with what is expected, one byte for each chunk, which is 1 when it has landed, and one
-                           that is 1 while the shard is being checked. A shard of a single chunk has no such map.
+    LOCAL/.NAME.landed     a line with what is expected, one byte for each chunk, which is 1 when it has landed, one
+                           that is 1 while the shard is being checked, and the chunks' xxh3-64 in hexadecimal. A shard
+                           of a single chunk has no such map.
 
-`staging.landing` writes these files. A loader that has read a whole chunk from the source may add it, so that each byte
-leaves the source once. While it does, it holds a shared lock on the partial file, and whoever checks an exclusive one.
+`staging.partial_file` writes these files. A loader that has read a whole chunk from the source may add it, so that each
+byte leaves the source once. While it does, it holds a shared lock on the partial file; a process that checks the file
+holds an exclusive one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+
+import xxhash
 
 from ..foreign import open_plain
 from .manifest import FileInfo
@@ -45,10 +49,32 @@ def map_head(info: FileInfo, chunk_bytes: int) -> bytes:
     """Return the line that a map of landed chunks begins with.
 
     Args:
-        info: of the whole file.
-        chunk_bytes: size of a chunk.
+        info: Size and checksum of the whole file.
+        chunk_bytes: Size of a chunk.
     """
     return f"{info.xxh3_128} {info.size_bytes} {chunk_bytes}\n".encode()
+
+
+def count_landed(content: bytes) -> int:
+    """Return the bytes that have landed, by the content of a map. Raises ValueError for anything else."""
+    head, flags = content.split(b"\n", 1)
+    size, chunk_bytes = map(int, head.split()[1:])
+    return min(flags[: -(-size // chunk_bytes)].count(1) * chunk_bytes, size)
+
+
+def write_landed(fd: int, head_bytes: int, num_chunks: int, number: int, data: memoryview) -> None:
+    """Write to a map that a chunk has landed.
+
+    Args:
+        fd: Descriptor of the map.
+        head_bytes: Size of its first line.
+        num_chunks: Chunks of the file.
+        number: Number of the chunk.
+        data: Bytes of the chunk.
+    """
+    checksum = xxhash.xxh3_64_hexdigest(data).encode()
+    os.pwrite(fd, checksum, head_bytes + num_chunks + 1 + len(checksum) * number)
+    os.pwrite(fd, b"\1", head_bytes + number)
 
 
 class ArrivingShard:
@@ -160,7 +186,7 @@ class _Map:
                     done = 0
                     while done < len(data):
                         done += os.pwrite(fd, data[done:], offset + done)
-                    os.pwrite(self._fd, b"\1", len(self._head) + number)
+                    write_landed(self._fd, len(self._head), self._num_chunks, number, data)
             except BlockingIOError:  # it is being checked
                 return
             finally:

@@ -1,0 +1,216 @@
+"""What protects a copy from being removed or replaced: a process that uses it, a job that needs it, a pin.
+
+A process that uses a copy holds a shared lock (flock) on its manifest: users who may only read it can, too, and the
+kernel releases it when the process ends, in whatever way. Between two steps of a job there is no process, and none
+stays for good, so two files do the same, in the copy's folder or above it in the cache:
+
+    LOCAL/.keep-JOB.json   keeps the copies in LOCAL for a job: until when, and which process says so
+    LOCAL/.pinned          keeps them until it is removed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .. import clock
+from ..cluster import job_end
+from ..dataset.manifest import MANIFEST
+from ..errors import StagingError
+from ..foreign import READ, find_problem, read_own
+from ..fsio import NETWORK_FILESYSTEMS, OWN_MODE, atomic_write, boot_id, make_folder, mounted_as
+from ..locks import UNSEEN, BusyError, lock_holder
+from ..process_id import ProcessId
+
+logger = logging.getLogger(__name__)
+
+PINNED, LEASE = ".pinned", re.compile(r"\.keep-.+\.json")
+KEEP_S = 24 * 3600.0  # for which a copy is kept, if the scheduler does not tell when its job ends
+LOOK_S = 0.05  # between looks at a lock that another process holds
+
+
+class EvictedError(StagingError):
+    """A copy was removed to make room, and has to be staged again."""
+
+
+class HeldCopy:
+    """A copy that is in use: no process removes it until this is closed, or its process ends. See `hold_copy`.
+
+    Attributes:
+        folder: Folder of the copy.
+    """
+
+    def __init__(self, folder: Path, fd: int) -> None:
+        self.folder, self._fd = folder, fd
+
+    def close(self) -> None:
+        """Let the copy go. May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> HeldCopy:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def hold_copy(folder: Path, patience_s: float) -> HeldCopy:
+    """Hold a copy, so that no process removes it. On a filesystem without locks, none does anyway.
+
+    Args:
+        folder: Folder of the copy.
+        patience_s: Longest time to wait for a process that has its manifest for itself, in seconds.
+
+    Returns:
+        The copy, to be closed when it is not used any more.
+
+    Raises:
+        EvictedError: It was removed.
+        BusyError: Another process has its manifest for itself, and does not end.
+    """
+    path, deadline = folder / MANIFEST, clock.now() + patience_s
+    while True:
+        try:
+            copy = HeldCopy(folder, fd := os.open(path, READ))
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                return copy
+        except FileNotFoundError as error:
+            raise EvictedError("was removed meanwhile, to make room", path=folder) from error
+        except BlockingIOError as error:  # who removes it holds it for a moment
+            if clock.now() > deadline:
+                holder = lock_holder(path) or UNSEEN
+                raise BusyError(f"{holder} has had it for itself for {patience_s:g} s", path=path) from error
+            time.sleep(LOOK_S)
+        except OSError as error:
+            if error.filename is not None:  # it cannot be opened
+                raise
+            return copy  # it cannot be locked
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A note that copies are kept for a job.
+
+    Attributes:
+        path: Path of the note.
+        job: Number of the job, as the scheduler gives it.
+        process: Process that has written it.
+        until: Time when the job ends, in seconds since 1970.
+    """
+
+    path: Path
+    job: str
+    process: ProcessId
+    until: float
+
+    @classmethod
+    def read(cls, path: Path) -> Lease | None:
+        """Read a note; None if it cannot be read, or neither root nor the folder's owner has written it."""
+        try:
+            fields = json.loads(read_own(path, os.stat(path.parent).st_uid))
+            return cls(path, str(fields["job"]), ProcessId.read(fields), float(fields["until"]))
+        except StagingError as error:
+            _warn_once(str(error))
+            return None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+
+    def is_valid(self) -> bool:
+        """Return whether the job may still run: its time is not over, nor has its node booted since.
+
+        Hosts of one name can see the same note only on a shared filesystem. There, another boot may be another host's.
+        """
+        if time.time() >= self.until:
+            return False
+        boots = {self.process.boot, boot_id()} - {""}
+        if self.process.host != socket.gethostname() or len(boots) < 2:
+            return True
+        with suppress(OSError):  # without /proc
+            return mounted_as(self.path.parent) in NETWORK_FILESYSTEMS
+        return True
+
+
+def keep_for_job(local: Path, job: str, environ: Mapping[str, str]) -> Path | None:
+    """Keep the copies in a folder until the job ends, unless the folder is another user's.
+
+    Args:
+        local: Folder of the copies. It is made if it is not there.
+        job: Number of the job; "" outside a job, and nothing is kept.
+        environ: Environment variables, which may tell when the job ends.
+
+    Returns:
+        The note, if there was none of this job.
+    """
+    if not job:
+        return None
+    end = job_end(environ, time.time()) or time.time() + KEEP_S
+    fields = {"job": job, **asdict(ProcessId.here()), "until": end}
+    path = local / f".keep-{quote(job)}.json"
+    for _ in range(100):
+        with suppress(FileNotFoundError):  # another process removes the empty folder at this moment
+            make_folder(local, OWN_MODE)
+            try:
+                if os.stat(local).st_uid != os.geteuid():
+                    return None
+                _remove_ended(local)
+                is_new = not os.path.lexists(path)
+                with atomic_write(path, alone=False, is_own=True) as file:
+                    file.write(json.dumps(fields).encode())
+                return path if is_new else None
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                logger.warning("%s cannot be kept for job %s: %s", local, job, error.strerror)
+                return None
+    return None
+
+
+def _remove_ended(local: Path) -> None:
+    """Remove the notes of jobs whose time is over, or that ran before the node booted: no epilog has done it."""
+    for lease in leases_in(local):
+        if not lease.is_valid():
+            lease.path.unlink(missing_ok=True)
+
+
+def quote(job: str) -> str:
+    """Return a job's number as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", job)[:100]
+
+
+def leases_in(folder: Path) -> Iterator[Lease]:
+    """Iterate over the notes in a folder that keep its copies for jobs, also for those that have ended."""
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            if LEASE.fullmatch(name) and (lease := Lease.read(folder / name)):
+                yield lease
+
+
+def is_pinned(folder: Path) -> bool:
+    """Return whether a folder has been pinned, by its owner or by root."""
+    with suppress(OSError):
+        problem = find_problem(os.lstat(folder / PINNED), os.stat(folder).st_uid)
+        if problem:
+            _warn_once(f"{folder / PINNED}: {problem}, so it is not believed: remove it")
+        return not problem
+    return False
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
