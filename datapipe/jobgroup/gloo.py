@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .. import clock
-from .group import LISTEN_S, Crew
+from .group import Crew
+from .heart import LISTEN_S
 from .store import CrewError
 
 POLL_S = 1e-3  # between looks whether all have come
@@ -24,17 +25,16 @@ class NodeGroup:
     """The connections between all nodes; processes that lead a node make it together.
 
     Args:
-        crew: the nodes.
-        interface: the network interface; None: the one that leads to process 0.
-        timeout_s: how long another node may take, in seconds.
+        crew: The nodes.
+        address: Address of this one, of `Crew.find_address`.
+        timeout_s: Longest time that another node may take, in seconds.
 
     Raises:
         CrewError: they cannot be connected; names the addresses of both sides.
     """
 
-    def __init__(self, crew: Crew, interface: str | None, timeout_s: float) -> None:
+    def __init__(self, crew: Crew, address: str, timeout_s: float) -> None:
         self._crew, self._timeout_s = crew, timeout_s
-        address = crew.find_address(interface)
         # torch's stubs lack these; it makes its own groups of them in the same way.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=max(LISTEN_S, timeout_s / CONNECTS))
@@ -42,7 +42,7 @@ class NodeGroup:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             group = dist.ProcessGroupGloo(crew.open_store("gloo"), crew.index, len(crew), options)
         except RuntimeError as error:
-            raise CrewError(f"{crew.explain(error)}; this node's address is {address}") from error
+            raise CrewError(f"{error}; this node's address is {address}") from error
         group._set_default_timeout(clock.OUTLASTS_ALL)
         self._group = group
 
@@ -54,18 +54,20 @@ class NodeGroup:
             everyones: uint8[nodes, n], is filled.
 
         Raises:
-            CrewError: a node is gone, or has not taken part in time; names it.
+            CrewError: A node is gone, or has not taken part in time: `Crew.explain` names it.
         """
         try:
             # As dist.all_gather_into_tensor does: the list of allgather() would be copied from memory of its own.
             work = self._group._allgather_base(everyones.view(-1), mine)  # type: ignore[attr-defined]
             begun = clock.now()
             while not work.is_completed():
+                if self._crew.is_broken.is_set():
+                    raise TimeoutError("another node has lost its connection")
                 if clock.now() - begun > self._timeout_s:
-                    # gloo would wait for its threads when it is destroyed, and these wait for the other node.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                     raise TimeoutError(f"nothing came for {self._timeout_s:g} s (timeout_s)")
                 time.sleep(POLL_S)
             work.wait()
         except (RuntimeError, TimeoutError) as error:
-            raise CrewError(self._crew.explain(error)) from error
+            # gloo would wait for its threads when it is destroyed, and these wait for the other node.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            raise CrewError(str(error)) from error

@@ -6,12 +6,9 @@ JSON, and signed: see `secret`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -23,16 +20,14 @@ import torch.distributed as dist
 from .. import clock
 from ..cluster import Placement
 from ..fsio import boot_id
+from .heart import BEAT_S, BROKEN, LISTEN_S, Heart
 from .network import find_address, find_unreachable
 from .secret import SignedStore, StrangerError
-from .store import CrewError, LeftError, connect_store
+from .store import CrewError, LeftError, ask, connect_store
 
 Answer = TypeVar("Answer")
-KeyValues = dist.Store | SignedStore
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0  # how often a process says that it lives
-LISTEN_S = 5 * BEAT_S  # how long to listen for that
 PARTING_S = 10.0  # how long process 0 keeps the store for others that are not done
 SAY_S = 10.0  # how often to say for whom this process waits
 LOOK_S = 0.1
@@ -51,28 +46,33 @@ class Crew:
         leaders: those of the first process of each node.
         timeout_s: how long another process may give no sign of life, in seconds.
         describe: returns what this process tells the others of itself each second; JSON must hold it.
+        numbers: by which the nodes are named: those that they had before others were lost.
+        missing: of the processes, those that `explain` found to be silent, or to have left.
+        has_lost_store: whether `explain` found that the store is gone.
+        is_broken: whether a process has said that the others do not continue as they are (`break_up`).
     """
 
     def __init__(
         self,
         noun: str,
         prefix: str,
-        stores: tuple[KeyValues, KeyValues],
+        stores: tuple[SignedStore, SignedStore],
         placement: Placement,
         timeout_s: float,
         option: str = "timeout_s",
     ) -> None:
-        self._store, self._beats = stores
-        self._option = option
-        self._noun, self._prefix, self._placement, self.timeout_s = noun, prefix, placement, timeout_s
-        self._ended, self.index, self.is_leader = threading.Event(), -1, False
+        self.stores, (self._store, beats) = stores, stores
+        self.option = option
+        self.noun, self.prefix, self.placement, self.timeout_s = noun, prefix, placement, timeout_s
+        self.index, self.is_leader, self.has_lost_store = -1, False, False
         self.hosts = [placement.master]
         self.hosts_of_ranks: list[str] = []
-        self.missing: list[int] = []  # of the ranks, those that `explain` found silent
+        self.missing: list[int] = []
         self.local_ranks: list[int] = []
+        self.numbers: list[int] = []
         self.describe: Callable[[], Any] = lambda: None
-        self._heart = threading.Thread(target=self._beat, name="datapipe-beat", daemon=True)
-        self._heart.start()
+        self._heart = Heart(beats, placement.rank, lambda: self.describe())
+        self.is_broken = self._heart.is_broken
 
     def meet(self) -> None:
         """Find out who the nodes are. Raises CrewError when a process does not come, and names it."""
@@ -81,9 +81,22 @@ class Crew:
         nodes = [host for number, host in enumerate(everyones) if host not in everyones[:number]]
         self.leaders = [everyones.index(host) for host in nodes]
         self.hosts, self.index = [name for name, _ in nodes], nodes.index(mine)
-        self.is_leader = self.leaders[self.index] == self._placement.rank
+        self.is_leader = self.leaders[self.index] == self.placement.rank
         self.hosts_of_ranks = [name for name, _ in everyones]
         self.local_ranks = [rank for rank, host in enumerate(everyones) if host == mine]
+
+        self.numbers = [*range(len(nodes))]
+
+    def settle(self, hosts: list[str], index: int, numbers: list[int]) -> None:
+        """Be who is left of other nodes: one process on each, which has found out who they are.
+
+        Args:
+            hosts: Names of all nodes.
+            index: Number of this one among them.
+            numbers: Numbers by which they are named.
+        """
+        self.hosts, self.hosts_of_ranks, self.index, self.numbers = hosts, hosts, index, numbers
+        self.leaders, self.local_ranks, self.is_leader = [*range(len(hosts))], [index], True
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -98,15 +111,20 @@ class Crew:
         Raises:
             CrewError: a node has left, or does not answer; names it.
         """
-        return self._gather(name, value, self.leaders, self._placement.rank)
+        return self._gather(name, value, self.leaders, self.placement.rank, self.is_broken.is_set)
 
-    def _gather(self, name: str, value: Any, ranks: Iterable[int], mine: int) -> list[Any]:
+    def _gather(
+        self, name: str, value: Any, ranks: Iterable[int], mine: int, is_over: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
         """Do what `gather` does, for some processes. One that lives may take as long as it needs."""
         self._ask(lambda: self._store.set(f"{name}/{mine}", json.dumps(value)))
         keys = {rank: f"{name}/{rank}" for rank in ranks}
         beats: dict[int, str] = {}
         said, pause, alive = clock.now(), FIRST_LOOK_S, dict.fromkeys(keys, clock.now())
         while not self._ask(lambda: self._store.check([*keys.values()])):
+            if is_over():
+                self._ask(lambda: self._store.check([BROKEN]), LISTEN_S)  # it may be the store that is gone
+                raise CrewError("another node has lost its connection")
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
             now = clock.now()
@@ -124,7 +142,7 @@ class Crew:
             beats |= latest
             silent = [rank for rank in missing if now - alive[rank] > self.timeout_s]
             if silent:
-                raise CrewError(f"{self.names(silent)} did not answer for {self.timeout_s:g} s ({self._option})")
+                raise CrewError(f"{self.names(silent)} did not answer for {self.timeout_s:g} s ({self.option})")
             logger.info("waiting for %s", self.names(missing))
         return [json.loads(answer) for answer in self._ask(lambda: self._store.multi_get([*keys.values()]))]
 
@@ -138,7 +156,7 @@ class Crew:
         Raises:
             CrewError: a node does not reach another; names the addresses of both sides.
         """
-        mine = find_address(self.gather, self.index, interface, self._placement.master)
+        mine = find_address(self.gather, self.index, interface, self.placement.master)
         problem = find_unreachable(self.gather, self.index, self.hosts, mine, self.timeout_s)
         if problem:
             chosen = f"{option} has chosen {interface}: leave it out, or choose another"
@@ -147,8 +165,8 @@ class Crew:
 
     def open_store(self, name: str) -> dist.Store:
         """Return a store of the processes' own, by a connection that nothing else uses. Raises CrewError."""
-        store = self._ask(lambda: connect_store(self._placement, False, self.timeout_s, self._option))
-        return dist.PrefixStore(f"{self._prefix}/{name}", store)
+        store = self._ask(lambda: connect_store(self.placement, False, self.timeout_s, self.option))
+        return dist.PrefixStore(f"{self.prefix}/{name}", store)
 
     def _latest_beats(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return what each process said last of its life: see `_beat`; "" if it has not said anything."""
@@ -177,113 +195,101 @@ class Crew:
 
     def _check_left(self, ranks: Iterable[int], limit_s: float | None = None) -> None:
         """Raise CrewError with the reason where one of these processes has left."""
-        left = self.find_left(ranks, limit_s)
-        if left:
-            raise LeftError("; ".join(f"{self.names([rank])} has left: {why}" for rank, why in left.items()))
+        if left := self.find_left(ranks, limit_s):
+            raise LeftError(self._tell_left(left))
+
+    def _tell_left(self, left: dict[int, str]) -> str:
+        return "; ".join(f"{self.names([rank])} has left: {why}" for rank, why in left.items())
 
     def _ask(self, question: Callable[[], Answer], limit_s: float | None = None) -> Answer:
-        """Call a function that asks the store, which may hang with the process that keeps it.
+        """Call a function that asks the store, and return what it returns. Raises CrewError if that does not answer.
 
         Args:
-            question: is called in a thread; again, if it failed while this process was stopped for a while: the
-                store has time limits of its own, and its clock runs on.
-            limit_s: how long it may take, in seconds; None: as long as another node may not answer.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            CrewError: it takes longer, or the store is gone.
+            question: Function of `ask`.
+            limit_s: Longest time that it may take, in seconds; None: as long as another node may not answer.
         """
-        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-
-        def ask() -> None:
-            while True:
-                lost_s = clock.lost_s()
-                try:
-                    answers.put((question(), None))
-                except (RuntimeError, CrewError) as error:
-                    if clock.lost_s() > lost_s:
-                        continue
-                    answers.put((None, error))
-                return
-
-        threading.Thread(target=ask, name="datapipe-ask", daemon=True).start()
         try:
-            answer, error = clock.get(answers, limit_s or self.timeout_s)
-        except queue.Empty:
-            error = RuntimeError("no answer")
-        if isinstance(error, StrangerError):
-            raise error
-        if error is not None:
+            return ask(question, limit_s or self.timeout_s)
+        except StrangerError:
+            raise
+        except (RuntimeError, CrewError) as error:
             name = self.names([0]) if self.hosts_of_ranks else f"node 0 ({self.hosts[0]})"
             raise CrewError(f"{name} does not answer") from error
-        return answer
 
     def names(self, ranks: Iterable[int]) -> str:
         """Name processes, with their hosts."""
         if self.index < 0:
             return ", ".join(f"process {rank}" for rank in ranks)
-        if self._noun == "rank":
+        if self.noun == "rank":
             return ", ".join(f"rank {rank} ({self.hosts_of_ranks[rank]})" for rank in ranks)
-        return ", ".join(f"node {node} ({self.hosts[node]})" for node in map(self.leaders.index, ranks))
+        nodes = map(self.leaders.index, ranks)
+        return ", ".join(f"node {self.numbers[node]} ({self.hosts[node]})" for node in nodes)
 
     def leave(self, reason: str) -> None:
         """Tell the others why this process stops: they continue without it."""
         with suppress(CrewError):
-            self._ask(lambda: self._store.set(f"left/{self._placement.rank}", reason), LISTEN_S)
+            self._ask(lambda: self._store.set(f"left/{self.placement.rank}", reason), LISTEN_S)
             self._ask(lambda: self._store.set("left", ""), LISTEN_S)
 
     def gather_from_ranks(self, name: str, value: Any) -> list[Any]:
         """Do what `gather` does, for all processes."""
-        return self._gather(name, value, range(self._placement.world_size), self._placement.rank)
+        return self._gather(name, value, range(self.placement.world_size), self.placement.rank)
 
     def gather_from_local_ranks(self, name: str, value: Any) -> list[Any]:
         """Do what `gather` does, for the processes of this node."""
-        return self._gather(name, value, self.local_ranks, self._placement.rank)
+        return self._gather(name, value, self.local_ranks, self.placement.rank)
 
     def follow(self) -> None:
         """Wait for the process that stages for this node. Raises CrewError where that has left, or is silent."""
-        self._gather("done", "", [self.leaders[self.index]], self._placement.rank)
+        self._gather("done", "", [self.leaders[self.index]], self.placement.rank)
+
+    def break_up(self) -> None:
+        """Tell the others that they do not continue as they are: they know within a second."""
+        self.is_broken.set()
+        with suppress(CrewError):
+            self._ask(partial(self._store.set, BROKEN, ""), LISTEN_S)
 
     def done(self) -> None:
         """Tell the other processes of this node that it is staged."""
         with suppress(CrewError):
-            self._ask(partial(self._store.set, f"done/{self._placement.rank}", '""'), LISTEN_S)
+            self._ask(partial(self._store.set, f"done/{self.placement.rank}", '""'), LISTEN_S)
 
     def explain(self, error: BaseException) -> str:
-        """Say which process is missing after an error of a connection to others; takes some seconds."""
-        others = [*(self.leaders if self._noun == "node" else range(self._placement.world_size))]
-        others.remove(self._placement.rank)
+        """Say which process is missing after an error of a connection to others; takes some seconds.
+
+        One that has left, or is done, is not silent.
+        """
+        others = [*(self.leaders if self.noun == "node" else range(self.placement.world_size))]
+        others.remove(self.placement.rank)
         try:
             time.sleep(BEAT_S)  # for its last words
-            self._check_left(others, LISTEN_S)  # this process may be the one that is cut off
-            before = self._ask(partial(self._latest_beats, others), LISTEN_S)
-            time.sleep(LISTEN_S)
-            after = self._ask(partial(self._latest_beats, others), LISTEN_S)
+            left = self.find_left(others, LISTEN_S)  # this process may be the one that is cut off
+            if not left:
+                before = self._ask(partial(self._latest_beats, others), LISTEN_S)
+                time.sleep(LISTEN_S)
+                after = self._ask(partial(self._latest_beats, others), LISTEN_S)
+                left = self.find_left(others, LISTEN_S)
+            done = self._ask(lambda: [rank for rank in others if self._store.check([f"bye/{rank}"])], LISTEN_S)
         except CrewError as reason:
+            self.missing, self.has_lost_store = [0], True
             return reason.message
-        self.missing = silent = [rank for rank in others if before[rank] == after[rank]]
+        if left:
+            self.missing = [*{*left, *done}]
+            return self._tell_left(left)
+        silent = [rank for rank in others if before[rank] == after[rank] and rank not in done]
+        self.missing = silent + done
         return f"{self.names(silent)} does not answer" if silent else f"the connection to another node broke: {error}"
-
-    def _beat(self) -> None:
-        with suppress(RuntimeError):
-            for count in itertools.count():
-                self._beats.set(f"beat/{self._placement.rank}", json.dumps([count, self.describe()]))
-                if self._ended.wait(BEAT_S):
-                    return
 
     def close(self) -> None:
         """Part. Process 0, which may keep the store, waits a moment for the others."""
-        self._ended.set()
-        self._heart.join(LISTEN_S)  # a thread that is in the store when Python ends would abort the process
+        self._heart.stop()
 
         def part() -> None:
-            self._store.set(f"bye/{self._placement.rank}", "")
-            others = {*range(self._placement.world_size)}.difference(self.missing)
+            self._store.set(f"bye/{self.placement.rank}", "")
+            others = {*range(self.placement.world_size)}.difference(self.missing)
             keys = [f"bye/{rank}" for rank in others if self.index < 0 or self._store.check([f"beat/{rank}"])]
             deadline = clock.now() + PARTING_S
-            while self._placement.rank == 0 and not self._store.check(keys) and clock.now() < deadline:
+            while self.placement.rank == 0 and not self._store.check(keys) and clock.now() < deadline:
                 time.sleep(LOOK_S)
 
         with suppress(CrewError):

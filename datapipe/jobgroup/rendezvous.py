@@ -79,12 +79,19 @@ def open_crew(
     stores = SignedStore(store, prefix, shared, place), SignedStore(beats, prefix, shared, place)
     token = hmac.new(shared, prefix.encode(), hashlib.sha256).hexdigest()  # torch's own keys are not to be guessed
     crew = Crew(noun, f"{prefix}/{token}", stores, placement, timeout_s, option)
-    _crews.append(crew)
-    try:
+    with opened(crew):
         if refusal:
             raise CrewError(refusal)
         crew.meet()
         yield crew
+
+
+@contextmanager
+def opened(crew: Crew) -> Iterator[None]:
+    """Tell the others of a crew if this process ends with an error, and part from them at the end."""
+    _crews.append(crew)
+    try:
+        yield
     except BaseException as error:
         crew.leave(explain_end(error))
         raise

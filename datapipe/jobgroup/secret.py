@@ -139,16 +139,32 @@ class SignedStore:
     """
 
     def __init__(self, store: dist.Store, prefix: str, secret: bytes, place: str) -> None:
-        self._store, self._prefix, self._secret, self._place = dist.PrefixStore(prefix, store), prefix, secret, place
+        self._raw, self._store, self.prefix = store, dist.PrefixStore(prefix, store), prefix
+        self._secret, self._place = secret, place
+
+    def below(self, name: str, store: dist.Store | None = None) -> SignedStore:
+        """Return a part of the store, or of another one with the same keys and secret.
+
+        Args:
+            name: Name of the part.
+            store: The other one.
+        """
+        return SignedStore(store or self._raw, f"{self.prefix}/{name}", self._secret, self._place)
 
     def _sign(self, key: str, value: bytes) -> bytes:
-        name = f"{self._prefix}/{key}".encode()
+        name = f"{self.prefix}/{key}".encode()
         content = len(name).to_bytes(8, "little") + name + value
         return hmac.new(self._secret, content, hashlib.sha256).hexdigest().encode()
 
     def set(self, key: str, value: str) -> None:
         data = value.encode()
         self._store.set(key, (self._sign(key, data) + data).decode())
+
+    def set_first(self, key: str, value: str) -> bytes:
+        """Set a value, unless there is one; return that which counts. Raises what `get` does."""
+        data = value.encode()
+        self._store.compare_set(key, "", (self._sign(key, data) + data).decode())
+        return self.get(key)
 
     def check(self, keys: list[str]) -> bool:
         return self._store.check(keys)

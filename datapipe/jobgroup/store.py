@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,7 @@ from ..cluster import Placement
 from ..errors import DatapipeError, OtherNodeError, StagingError
 from ..streams import in_time
 
+Answer = TypeVar("Answer")
 LOOK_S = 0.1
 
 
@@ -24,6 +29,44 @@ class CrewError(StagingError):
 
 class LeftError(CrewError, OtherNodeError):
     """Another process has left, and says why."""
+
+
+def ask(question: Callable[[], Answer], limit_s: float) -> Answer:
+    """Call a function that asks a store, which may hang with the process that keeps it.
+
+    Args:
+        question: Function that is called in a thread; again, if it failed while this process was stopped for a while:
+            the store has time limits of its own, and its clock runs on.
+        limit_s: Longest time that it may take, in seconds.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        RuntimeError: It takes longer, or the store is gone.
+        CrewError: The function has raised it.
+    """
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def call() -> None:
+        while True:
+            lost_s = clock.lost_s()
+            try:
+                answers.put((question(), None))
+            except (RuntimeError, CrewError) as error:
+                if clock.lost_s() > lost_s:
+                    continue
+                answers.put((None, error))
+            return
+
+    threading.Thread(target=call, name="datapipe-ask", daemon=True).start()
+    try:
+        answer, error = clock.get(answers, limit_s)
+    except queue.Empty:
+        raise RuntimeError("no answer") from None
+    if error is not None:
+        raise error
+    return answer
 
 
 def connect_store(placement: Placement, is_first: bool, timeout_s: float, option: str = "timeout_s") -> dist.Store:

@@ -101,11 +101,12 @@ def transfers(prepared: list[Prepared], options: StageOptions, chunk_bytes: int)
         chunk_bytes: Size of the chunks.
     """
     throttle = Throttle(options.max_mbps and options.max_mbps * 1e6)
+    is_shared = options.resolved_mode() == "exchange"
     files = []
     for number, (copy, present, own_name) in enumerate((its.copy, its.present, its.own_name) for its in prepared):
         index_first = sorted(copy.manifest.all_files(), key=lambda info: info.name != INDEX)  # as a loader opens them
         for info in index_first:
-            source = SourceFile(copy.source / info.name, info, throttle, options.retries)
+            source = SourceFile(copy.source / info.name, info, throttle, options.retries, is_shared)
             landing = PartialFile(copy.target / info.name, info, chunk_bytes, info.name in present, own_name)
             if options.in_background and not landing.is_whole:
                 landing.open()  # so that a loader may add to it before its turn comes

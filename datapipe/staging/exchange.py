@@ -59,17 +59,17 @@ def chunk_bytes_for(num_nodes: int, chunk_bytes: int) -> int:
 
 
 def exchange(
-    files: list[Transfer], chunk_bytes: int, crew: Crew, source: Path, options: StageOptions, copied: list[int]
+    files: list[Transfer], crew: Crew, address: str, source: Path, options: StageOptions, copied: list[int]
 ) -> None:
     """Get what this node lacks of some files from the others, and read for them what they lack.
 
     Args:
-        files: all of the data sets, the same on each node.
-        chunk_bytes: size of a chunk, of `chunk_bytes_for`.
-        crew: the nodes, which this connects.
-        source: the folder of the data sets, for messages.
-        options: of the staging.
-        copied: by file, to which the bytes are added that this node reads from the source.
+        files: Files of all data sets, the same on each node.
+        crew: Nodes, which this connects.
+        address: Address of this one.
+        source: Folder of the data sets, for messages.
+        options: Settings of staging.
+        copied: Bytes that this node has read from the source, by file; those that it reads are added.
 
     Raises:
         CrewError: Another node is gone. What has landed until then stays, and no thread is at work on it any more.
@@ -81,7 +81,8 @@ def exchange(
 
         group = MpiGroup(crew, options.timeout_s)
     else:
-        group = NodeGroup(crew, options.interface, options.timeout_s)
+        group = NodeGroup(crew, address, options.timeout_s)
+    chunk_bytes = files[0].landing.chunk_bytes
     chunks = cut([file.source.info.size_bytes for file in files], chunk_bytes)
     mine = [any(files[extent.file].lacks(extent) for extent in chunk) for chunk in chunks]
     missing = np.array([_unpack(text, len(chunks)) for text in crew.gather("missing", _pack(mine))])

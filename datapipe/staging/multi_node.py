@@ -12,6 +12,7 @@ from ..jobgroup.group import Crew
 from ..jobgroup.network import address_of
 from ..jobgroup.rendezvous import open_crew
 from ..jobgroup.store import CrewError, LeftError
+from ..jobgroup.survivors import Backups, regrouped
 from ..locks import BusyError
 from ..streams import Moved, in_time, work_on_files
 from .apply import prepare
@@ -25,7 +26,8 @@ from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 3  # of what nodes tell each other; to be raised when that changes
+ATTEMPTS = 5  # to exchange with the nodes that are left
+PROTOCOL = 4  # of what nodes tell each other; to be raised when that changes
 
 
 def stage_together(source: Path, local: Path, options: StageOptions, problem: Exception | None = None) -> list[Staged]:
@@ -152,11 +154,43 @@ def _get(files: list[Transfer], source: Path, options: StageOptions, crew: Crew)
         The bytes that this node has read from the source, by file.
     """
     copied = [0] * len(files)
-    try:
-        if len(crew) > 1 and any(crew.gather("lacks", bool(missing_chunks(files)))):
-            exchange(files, files[0].landing.chunk_bytes, crew, source, options, copied)
-    except CrewError as error:
-        logger.warning("%s: this node reads by itself what it still lacks", error.message)
-        files = opened_again(files)
-    alone = copy_missing(files, source, options)
+    with ExitStack() as stack:
+        try:
+            _exchange(files, source, options, crew, copied, stack)
+        except CrewError as error:
+            logger.warning("%s: this node reads by itself what it still lacks", error.message)
+            files[:] = opened_again(files)
+        alone = copy_missing(files, source, options)
     return [together + by_itself for together, by_itself in zip(copied, alone, strict=True)]
+
+
+def _exchange(
+    files: list[Transfer], source: Path, options: StageOptions, crew: Crew, copied: list[int], stack: ExitStack
+) -> None:
+    """Exchange what nodes lack, and again without those that are lost. Raises CrewError if no others are left.
+
+    What a lost node has given, the others have, or some of them, which give it to the rest.
+    """
+    backups = None
+    for attempt in range(ATTEMPTS):
+        try:
+            if len(crew) == 1 or not any(crew.gather("lacks", bool(missing_chunks(files)))):
+                return
+            if backups is None and options.transport != "mpi":
+                backups = Backups(crew)
+            address = "" if options.transport == "mpi" else crew.find_address(options.interface)
+            exchange(files, crew, address, source, options, copied)
+            return
+        except CrewError as error:
+            if backups is None or attempt == ATTEMPTS - 1:
+                raise
+            crew.break_up()
+            reason = crew.explain(error)
+            files[:] = opened_again(files)
+            num_lost = len(crew)
+            try:
+                crew = stack.enter_context(regrouped(crew, backups))
+                num_lost -= len(crew)
+            except CrewError as alone:
+                raise CrewError(f"{reason}: {alone.message}") from alone
+            logger.warning("%s: %d nodes exchange%s", reason, len(crew), " without it" if num_lost else " again")

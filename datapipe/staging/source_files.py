@@ -24,7 +24,7 @@ class Throttle:
     """Keeps all threads together below a rate. Thread-safe.
 
     Args:
-        bytes_per_s: the rate; None: any.
+        bytes_per_s: Highest rate; None: any.
     """
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -48,15 +48,17 @@ class SourceFile:
     """A file of the source. Thread-safe.
 
     Args:
-        path: of the file.
-        info: what the manifest says of it.
-        throttle: limits the rate of reading.
-        retries: how often a read that fails is tried again, from 0. The file is opened again each time, since a stale
-            handle lasts as long as its descriptor.
+        path: Path of the file.
+        info: What the manifest says of it.
+        throttle: Limit of the rate of reading.
+        retries: Number of times that a failed read is tried again, from 0. The file is opened again each time, since a
+            stale handle lasts as long as its descriptor.
+        is_shared: Whether other nodes read parts of it. Then the kernel reads nothing ahead, which would be theirs.
     """
 
-    def __init__(self, path: Path, info: FileInfo, throttle: Throttle, retries: int) -> None:
+    def __init__(self, path: Path, info: FileInfo, throttle: Throttle, retries: int, is_shared: bool = False) -> None:
         self.path, self.info, self._throttle, self._retries = path, info, throttle, retries
+        self._advice = os.POSIX_FADV_RANDOM if is_shared else os.POSIX_FADV_SEQUENTIAL
         self._file: _OpenFile | None = None
         self._lock = threading.Lock()
         self._began: tuple[int, int, int] | None = None  # what it was when it was first opened
@@ -65,13 +67,13 @@ class SourceFile:
         """Read bytes.
 
         Args:
-            offset: in the file.
-            into: is filled.
-            moved: called after each read and while it waits.
+            offset: Place in the file.
+            into: Memory for them, which is filled.
+            moved: Called after each read and while it waits.
 
         Raises:
-            ShardCorruptError: the file is too short.
-            OSError: it cannot be read.
+            ShardCorruptError: The file is too short.
+            OSError: It cannot be read.
         """
         self._throttle.wait(len(into), moved)
         for attempt in range(self._retries + 1):
@@ -101,7 +103,7 @@ class SourceFile:
         with self._lock:
             if self._file is None:
                 file = _OpenFile(self.path)
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                os.posix_fadvise(file.fd, 0, 0, self._advice)
                 self._began = self._began or _state(os.fstat(file.fd))
                 self._file = file
             return self._file

@@ -19,7 +19,8 @@ from typing import Any
 from datapipe import clock
 from datapipe.console import printable
 from datapipe.fsio import mounted_as
-from datapipe.jobgroup.group import BEAT_S, Crew
+from datapipe.jobgroup.group import Crew
+from datapipe.jobgroup.heart import BEAT_S
 from datapipe.jobgroup.store import CrewError
 
 from ..reporting.runlog import FAILED_HOSTS

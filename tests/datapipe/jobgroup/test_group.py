@@ -14,7 +14,6 @@ from datapipe.cluster import Placement
 from datapipe.jobgroup import group as crew_module
 from datapipe.jobgroup.group import Crew
 from datapipe.jobgroup.store import CrewError, LeftError
-from tests.waiting import limit_s
 
 PLACE_1 = Placement(rank=1, world_size=3, master="node0")
 
@@ -29,8 +28,7 @@ def crew(store: dist.Store) -> Iterator[Crew]:
     """The first of three processes, which may be silent for 100 s."""
     crew = Crew("rank", "test", (store, store), Placement(world_size=3, master="node0"), timeout_s=100.0)
     yield crew
-    crew._ended.set()
-    crew._heart.join(limit_s())
+    crew._heart.stop()
 
 
 def test_a_silent_process_is_named_and_one_that_lives_is_waited_for(crew, store, monkeypatch) -> None:
@@ -70,12 +68,20 @@ def test_after_a_broken_connection_the_silent_process_is_named(crew, store, monk
     assert crew.explain(RuntimeError("reset by peer")) == "process 1 has left: its disk is full"
 
 
+def test_a_process_that_is_done_is_not_named(crew, store, monkeypatch) -> None:
+    """It is as silent as one that is lost."""
+    monkeypatch.setattr(crew_module, "time", SimpleNamespace(sleep=lambda _: None))
+    for rank in (1, 2):
+        store.set(f"beat/{rank}", json.dumps([7, None]))
+    store.set("bye/1", "")
+    assert crew.explain(RuntimeError("reset by peer")).startswith("process 2 does not answer")
+    assert sorted(crew.missing) == [1, 2]  # neither is waited for
+
+
 def test_who_leaves_before_all_have_come_is_named_at_once(crew, store) -> None:
     """Although it has answered, and process 2 has not. Where all have answered, who left did so after that."""
     store.set("subject/1", json.dumps("of 1"))
-    crew_module.Crew.leave(
-        SimpleNamespace(_ask=lambda question, _: question(), _store=store, _placement=PLACE_1), "why"
-    )
+    crew_module.Crew.leave(SimpleNamespace(_ask=lambda question, _: question(), _store=store, placement=PLACE_1), "why")
     with pytest.raises(LeftError, match=r"^process 1 has left: why$"):
         crew.gather_from_ranks("subject", "of 0")
     store.set("subject/2", json.dumps("of 2"))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from datapipe import clock
-from datapipe.jobgroup.group import BEAT_S
+from datapipe.jobgroup.heart import BEAT_S
 from tests.processes import Process, clean_environment
 from tests.trainer.runs import wait_for_step
 from tests.waiting import limit_s, suspend, wait_until
