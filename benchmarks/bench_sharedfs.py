@@ -155,7 +155,7 @@ class Contest:
                     answer = child.ask(epoch)
                 runs.append(answer | {key: counted[key] for key in COUNTED})
             if way.stage == "background":  # so that it does not outlive its mount
-                run_quietly([*DATAPIPE, "stage", "--wait", local])
+                run_quietly([*DATAPIPE, "cache", "wait", local])
         shutil.rmtree(local, ignore_errors=True)
         return figures | figures_of_epochs(runs)
 

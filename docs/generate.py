@@ -252,6 +252,9 @@ def commands_page() -> str:
         lines += [f"## {program}", "", _escaped(_paragraph(app.info.help)), ""]
         for command in app.registered_commands:
             lines += _command(program, command)
+        for group in app.registered_groups:
+            for command in group.typer_instance.registered_commands:
+                lines += _command(f"{program} {group.name}", command)
     return "\n".join(lines).rstrip() + "\n"
 
 

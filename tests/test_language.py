@@ -41,6 +41,7 @@ INTERFACES = {
     ("datapipe/loaders", "put"): "datapipe/loaders/engine.py",
 }
 COMMANDS = {
+    "datapipe/cli/cache.py",
     "datapipe/cli/__init__.py",
     "datapipe/cli/measure.py",
     "datapipe/cli/stage.py",

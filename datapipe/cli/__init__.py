@@ -19,6 +19,7 @@ from ..errors import SettingError
 from ..names import CHECKS, COMPRESSIONS, KINDS, LABELS, STORES
 from ..public_data import DATASETS
 from ..streams import TIMEOUT_S, in_time
+from .cache import cache
 from .measure import bench, doctor
 from .parameters import (
     AsJson,
@@ -39,7 +40,7 @@ from .parameters import (
     one_of,
 )
 from .running import pack_and_print
-from .stage import stage
+from .stage import StageCommand, stage
 
 app = typer.Typer(
     help="Pack image data sets into large shards, check them, and bring them to node-local disk.",
@@ -269,7 +270,8 @@ def verify(
         raise typer.Exit(1)
 
 
-app.command(epilog="Example:  datapipe stage /shared/packed/imagenet /local/imagenet --json")(stage)
+app.command(cls=StageCommand, epilog="Example:  datapipe stage /shared/packed/imagenet /local/imagenet --json")(stage)
+app.add_typer(cache, name="cache")
 
 
 app.command(epilog="Example:  datapipe bench /local/imagenet --backend cpu --epochs 2 --json")(bench)

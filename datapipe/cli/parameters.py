@@ -42,21 +42,6 @@ def folder_named(metavar: str, description: str) -> Any:
     return typer.Argument(metavar=metavar, help=description, parser=_parse_folder)
 
 
-def folder_option(metavar: str, description: str, name: str = "") -> Any:
-    """Describe an option whose value is a folder.
-
-    Args:
-        metavar: Of the value.
-        description: For `--help`.
-        name: Of the option (default: the parameter's).
-
-    Returns:
-        What typer takes.
-    """
-    names = [name] if name else []
-    return typer.Option(*names, metavar=metavar, help=description, parser=_parse_folder)
-
-
 def _parse_folder(value: str) -> Path:
     """Return a path. An empty text, such as an unset variable of a script, is not taken for the current folder."""
     if not str(value):
@@ -72,7 +57,8 @@ def name_as_typed(message: str, app: typer.Typer) -> str:
         app: The commands; a setting that is not an option of any keeps its name.
     """
     name, colon, rest = message.partition(":")
-    commands = getattr(typer.main.get_command(app), "commands", {}).values()
+    commands = [*getattr(typer.main.get_command(app), "commands", {}).values()]
+    commands += [below for command in commands for below in getattr(command, "commands", {}).values()]
     options = {param.name: param.opts[0] for command in commands for param in command.params}
     option = options.get(name.removesuffix("_s"), "")
     return f"{option}{colon}{rest}" if option.startswith("--") else message

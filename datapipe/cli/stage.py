@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 from ..console import print_lines
+from ..errors import SettingError
 from ..memory import parse_bytes
 from ..names import STAGE_MODES, TRANSPORTS
 from ..streams import TIMEOUT_S, in_time
-from .parameters import AsJson, Timeout, folder_named, folder_option, one_of
+from .parameters import AsJson, DataSetFolder, Timeout, folder_named, one_of
 
 if TYPE_CHECKING:
     from ..staging import StageOptions
@@ -25,9 +26,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# Options of earlier versions, by what does the same now.
+MOVED = {
+    "--list": "list CACHE",
+    "--clean": "clean CACHE",
+    "--free": "clean CACHE --free SIZE",
+    "--pin": "pin LOCAL",
+    "--unpin": "unpin LOCAL",
+    "--status": "status LOCAL",
+    "--wait": "wait LOCAL",
+}
+
+
+class StageCommand(typer.core.TyperCommand):
+    """The command, which answers to options of earlier versions by what does the same now."""
+
+    def parse_args(self, context: Any, words: list[str]) -> list[str]:
+        for word in words:
+            if now := MOVED.get(word.partition("=")[0]):
+                raise SettingError(f"{word.partition('=')[0]}: is `datapipe cache {now}` now")
+        return super().parse_args(context, words)
+
+
 def stage(
-    folder: Annotated[Path | None, folder_named("DIR", "A packed data set, or the folder of its splits.")] = None,
-    local: Annotated[Path | None, folder_named("LOCAL", "Folder on this node's own disk.")] = None,
+    folder: DataSetFolder,
+    local: Annotated[Path, folder_named("LOCAL", "Folder on this node's own disk.")],
     mode: Annotated[
         str,
         typer.Option(
@@ -66,43 +89,16 @@ def stage(
     background: Annotated[
         bool, typer.Option("--background", help="Return when the first files are there; loaders use them meanwhile.")
     ] = False,
-    status: Annotated[
-        Path | None,
-        folder_option("LOCAL", "Only say how far staging to LOCAL is: whole, running or stopped."),
-    ] = None,
-    wait: Annotated[
-        Path | None,
-        folder_option("LOCAL", "Only wait until what stages to LOCAL in the background is done."),
-    ] = None,
     evict: Annotated[
         bool, typer.Option("--evict", help="Make room: remove copies beside LOCAL, longest unused first.")
     ] = False,
-    list_cache: Annotated[
-        Path | None,
-        folder_option("CACHE", "Only list the copies in a folder, and who uses them.", "--list"),
-    ] = None,
-    clean: Annotated[
-        Path | None, folder_option("CACHE", "Only remove from a folder what no job needs any more.")
-    ] = None,
-    free: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="With --clean: remove unused copies until so much is free, e.g. 200GiB."),
-    ] = None,
-    pin: Annotated[Path | None, folder_option("LOCAL", "Only pin a copy: it is never removed.")] = None,
-    unpin: Annotated[Path | None, folder_option("LOCAL", "Only undo --pin.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a packed data set to local disk, verified. Run again, it continues, or finds everything in place."""
-    given = locals().copy()
     from .. import staging
     from ..cluster import lonely, placement
-    from .cache import care_for_cache, check_combination
     from .summaries import format_staged
 
-    action = check_combination(given, {name: its.default for name, its in inspect.signature(stage).parameters.items()})
-    if action:
-        return care_for_cache(action, given)
-    assert folder is not None and local is not None  # check_combination's work
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what goes wrong is said by this software
     place = placement(os.environ, node, master)
     options = staging.StageOptions(

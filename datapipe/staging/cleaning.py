@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe(cache: Path) -> list[dict[str, Any]]:
-    """Return what `datapipe stage --list` tells of each copy in a cache, as JSON values.
+    """Return what `datapipe cache list` tells of each copy in a cache, as JSON values.
 
     Raises WrongPathError if the folder does not exist.
     """

@@ -54,11 +54,11 @@ CHOICES = {
 
 def test_help_has_an_example_and_loads_nothing_heavy():
     """What takes time to load is not loaded: the clock itself does not matter to a test."""
-    line = [sys.executable, CHILDREN / "asks_for_help.py", *COMMANDS]
+    line = [sys.executable, CHILDREN / "asks_for_help.py", *COMMANDS, "cache"]
     done = subprocess.run(line, capture_output=True, text=True, env=clean_environment())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
-    assert re.findall(r"Example:  datapipe (\w+)", done.stdout) == ["pack", *COMMANDS]
+    assert re.findall(r"Example:  datapipe (\w+)", done.stdout) == ["pack", *COMMANDS, "cache"]
 
 
 def run(*arguments):
@@ -185,8 +185,8 @@ def test_a_new_format_is_a_file_and_a_line(image_folder, tmp_path):
         (["doctor", "{tmp}/nothing"], 2, "nothing: does not exist"),
         (["bench", "{tmp}/nothing"], 2, "the folder does not exist"),
         (["stage", "{tmp}/nothing", "{tmp}/local"], 2, "the folder does not exist"),
-        (["stage", "--list", "{tmp}/nothing"], 2, "nothing: is not a folder"),
-        (["stage", "--pin", "{tmp}/nothing"], 2, "nothing: is not a folder"),
+        (["cache", "list", "{tmp}/nothing"], 2, "nothing: is not a folder"),
+        (["cache", "pin", "{tmp}/nothing"], 2, "nothing: is not a folder"),
     ],
 )
 def test_mistakes_get_a_clear_answer(command, image_folder, packed_folders, tmp_path, arguments, code, message):

@@ -18,6 +18,6 @@ folder=$caches/$SLURM_JOB_USER
 # versions of Slurm do not set it.
 export SLURM_SCRIPT_CONTEXT=${SLURM_SCRIPT_CONTEXT:-epilog_slurmd}
 cd /
-runuser -u "$SLURM_JOB_USER" -- timeout -k 10 "$limit" datapipe stage --clean "$folder" --free "$free" --timeout 20 2>&1 |
+runuser -u "$SLURM_JOB_USER" -- timeout -k 10 "$limit" datapipe cache clean "$folder" --free "$free" --timeout 20 2>&1 |
     logger -t datapipe-epilog
 exit 0

@@ -10,6 +10,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -247,29 +248,35 @@ def test_another_users_copy_is_read_and_never_written(source, background, tmp_pa
 
 @pytest.fixture
 def run(command) -> Callable[..., str]:
-    """run(*arguments, code=0) -> what the command prints, or the error that it ends with."""
+    """run(*arguments, code=0, name="stage") -> what the command prints, or the error that it ends with."""
 
-    def run(*arguments: object, code: int = 0) -> str:
-        done = command("datapipe", "stage", *arguments)
+    def run(*arguments: object, code: int = 0, name: str = "stage") -> str:
+        done = command("datapipe", name, *arguments)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout if not code else done.stderr
 
     return run
 
 
-def test_the_command_returns_early_and_the_rest_follows(tmp_path, run):
+@pytest.fixture
+def run_cache(run) -> Callable[..., str]:
+    """run_cache(*arguments, code=0) -> the same of `datapipe cache`."""
+    return partial(run, name="cache")
+
+
+def test_the_command_returns_early_and_the_rest_follows(tmp_path, run, run_cache):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK, 1000, 2 * CHUNK])
     line = (source, local, "--background", "--chunk-mib", 1, "--max-mbps", 1, "--json")
     begun = json.loads(run(*line))
     assert begun["state"] == "running" and 0 < begun["landed_bytes"] < begun["total_bytes"] == 8 * CHUNK + 1000
     assert not (local / MANIFEST).exists()
-    assert "MiB" in run("--status", local)
-    whole = json.loads(run("--wait", local, "--json"))
+    assert "MiB" in run_cache("status", local)
+    whole = json.loads(run_cache("wait", local, "--json"))
     assert (whole["state"], whole["landed_bytes"], whole["seconds_left"]) == ("whole", begun["total_bytes"], None)
     assert same_but_log(source, local)
     assert json.loads(run(*line))["state"] == "whole"  # at once
-    assert run("--status", local).startswith(f"{local}: whole")
+    assert run_cache("status", local).startswith(f"{local}: whole")
 
 
 def same_but_log(source: Path, local: Path) -> bool:
@@ -277,21 +284,21 @@ def same_but_log(source: Path, local: Path) -> bool:
     return same(source, local)
 
 
-def test_what_goes_wrong_in_the_background_is_told(tmp_path, run):
+def test_what_goes_wrong_in_the_background_is_told(tmp_path, run, run_cache):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [CHUNK, 2 * CHUNK])
-    assert "nothing was staged there" in run("--status", local, code=1)
+    assert "nothing was staged there" in run_cache("status", local, code=1)
     assert "no data set" in run(tmp_path / "nowhere", local, "--background", code=2)
     (source / "shard-000001.tar").write_bytes(bytes(2 * CHUNK))
     with suppress(AssertionError):  # it may have brought the first file before it met the second
         run(source, local, "--background", "--chunk-mib", 1)
     wait_until(lambda: find_progress(local).state == "stopped")
-    assert "stopped" in run("--status", local)
-    message = run("--wait", local, code=1)
+    assert "stopped" in run_cache("status", local)
+    message = run_cache("wait", local, code=1)
     assert "no process is at work there" in message and "shard-000001.tar" in message
 
 
-def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path, run):
+def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path, run, run_cache):
     """Of which files are removed: fewer bytes are there than before."""
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [6 * CHUNK, 6 * CHUNK])
@@ -300,7 +307,7 @@ def test_it_returns_early_in_the_place_of_an_earlier_version(tmp_path, run):
     make_data_set(source, [6 * CHUNK], seed=1)
     begun = json.loads(run(source, local, "--background", "--chunk-mib", 1, "--max-mbps", 1, "--json"))
     assert begun["state"] == "running"
-    run("--wait", local)
+    run_cache("wait", local)
     assert same_but_log(source, local)
 
 
@@ -332,7 +339,7 @@ def test_a_planted_link_is_not_followed(tmp_path, run):
 
 
 @pytest.mark.parametrize("name", [".origin.json", ".checked.json"])
-def test_what_a_planted_link_says_does_not_count(tmp_path, name, run):
+def test_what_a_planted_link_says_does_not_count(tmp_path, name, run, run_cache):
     source, local = tmp_path / "source", tmp_path / "local"
     make_data_set(source, [CHUNK])
     run(source, local)
@@ -341,7 +348,7 @@ def test_what_a_planted_link_says_does_not_count(tmp_path, name, run):
     (local / "shard-000000.tar").unlink()
     before = (tmp_path / f"its{name}").read_bytes()
     if name == ".origin.json":
-        assert ".origin.json: cannot be read, or another" in run("--status", local, code=1)
+        assert ".origin.json: cannot be read, or another" in run_cache("status", local, code=1)
     run(source, local)
     assert same(source, local) and not (local / name).is_symlink()
     assert (tmp_path / f"its{name}").read_bytes() == before
@@ -361,7 +368,7 @@ def test_ctrl_c_ends_what_was_begun(tmp_path, start):
         wait_until(lambda: not lock_holders(log, shared=True))
 
 
-def test_nodes_exchange_in_the_background(start, tmp_path, run):
+def test_nodes_exchange_in_the_background(start, tmp_path, run_cache):
     source = tmp_path / "source"
     make_data_set(source, [4 * CHUNK, 3 * CHUNK + 1])
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2))}
@@ -372,5 +379,5 @@ def test_nodes_exchange_in_the_background(start, tmp_path, run):
     said = [child.communicate(timeout=limit_s()) for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     for i in range(2):
-        assert "whole" in run("--wait", tmp_path / f"local-{i}")
+        assert "whole" in run_cache("wait", tmp_path / f"local-{i}")
         assert same_but_log(source, tmp_path / f"local-{i}")

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from datapipe.cli import app
-from datapipe.cli.cache import care_for_cache
+from datapipe.cli.cache import list_copies
 from datapipe.dataset.manifest import MANIFEST, Manifest
 from datapipe.errors import SettingError, StagingError
 from datapipe.fsio import boot_id
@@ -110,7 +110,7 @@ def test_what_a_copy_says_of_itself_is_escaped(tmp_path, capsys):
     (tmp_path / "cache" / "x\x9b1m").mkdir(parents=True)
     origin = {"source": "/é\x1b]0;owned\x07\nfolder", "manifest": "00", "files": ["a"]}
     (tmp_path / "cache" / "x\x9b1m" / ".origin.json").write_text(json.dumps(origin))
-    care_for_cache("list_cache", {"list_cache": tmp_path / "cache", "as_json": False})
+    list_copies(tmp_path / "cache")
     said = capsys.readouterr().out
     assert r"x\x9b1m  /é\x1b]0;owned\x07\nfolder  " in said and len(said.splitlines()) == 2, said
 
@@ -120,12 +120,12 @@ def test_another_users_copy_is_read_and_never_removed(public, as_nobody):
     source, cache = public / "source" / "val", public / "cache"
     copy = stage_once(source, cache)
     cache.chmod(0o777)  # not that of a shared TMPDIR, which alone would protect it
-    done = as_nobody("datapipe", "stage", "--clean", cache, "--free", "1000TB")
+    done = as_nobody("datapipe", "cache", "clean", cache, "--free", "1000TB")
     assert done.returncode == 1 and "0 copies removed" in done.stdout, done.stderr
-    for option in ("--pin", "--unpin"):
-        done = as_nobody("datapipe", "stage", option, copy)
+    for name in ("pin", "unpin"):
+        done = as_nobody("datapipe", "cache", name, copy)
         assert done.returncode == 1 and "only that user can" in done.stderr, done.stderr
-    done = as_nobody("datapipe", "stage", "--list", cache)
+    done = as_nobody("datapipe", "cache", "list", cache)
     assert done.returncode == 0 and "root's" in done.stdout, done.stderr
     assert same(source, copy)
     os.chown(copy, 65534, 65534)  # the folder alone: a note on what it holds must be of the same user
@@ -234,7 +234,7 @@ def test_a_note_that_is_over_goes_with_the_next_one(tmp_path):
     assert [keep.job for keep in leases_in(tmp_path)] == ["18", "19"]
 
 
-def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start):
+def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start, begin):
     """Another user of a shared folder may have put it there."""
     make_data_set(tmp_path / "source", [1000])
     local, victim = tmp_path / "cache" / "local", tmp_path / "victim"
@@ -248,7 +248,7 @@ def test_no_link_is_followed_to_a_note_or_from_one(tmp_path, start):
     assert row["kept"] == [] and row["pinned"]
     assert start(tmp_path / "source", local, env=in_job("17")).wait(limit_s()) == 0
     assert start(tmp_path / "source", local, env=in_job("18")).wait(limit_s()) == 0
-    assert start("--pin", local).wait(limit_s()) == 0
+    assert begin("datapipe", "cache", "pin", local).wait(limit_s()) == 0
     assert json.loads(victim.read_text()) == valid and not (tmp_path / "new").exists()
     assert not any((local / name).is_symlink() for name in (".keep-17.json", ".keep-18.json", ".pinned"))
     os.mkfifo(local / ".keep-19.json")
@@ -265,14 +265,14 @@ def test_a_folder_that_is_a_link_is_not_a_copy(tmp_path):
     assert find_copies(tmp_path / "cache") == []
 
 
-def test_pinned_copies_stay(tmp_path, start):
+def test_pinned_copies_stay(tmp_path, begin):
     make_data_set(tmp_path / "source", [1000])
     copy = stage_once(tmp_path / "source", tmp_path / "cache")
-    assert start("--pin", copy).wait(limit_s()) == 0
+    assert begin("datapipe", "cache", "pin", copy).wait(limit_s()) == 0
     assert run_out_of_room(tmp_path / "cache") == [copy.name]
-    assert start("--unpin", copy).wait(limit_s()) == 0
+    assert begin("datapipe", "cache", "unpin", copy).wait(limit_s()) == 0
     assert run_out_of_room(tmp_path / "cache") == []
-    child = start("--pin", copy)
+    child = begin("datapipe", "cache", "pin", copy)
     assert "is not a folder" in child.communicate(timeout=limit_s())[1] and child.returncode == 2
 
 
@@ -424,12 +424,12 @@ def test_earlier_versions_do_not_pile_up(packed_folders, tmp_path):
 
 
 @pytest.fixture
-def stage_command(command) -> Callable[..., subprocess.CompletedProcess]:
-    """stage_command(*arguments, env=OUTSIDE) -> what `datapipe stage` has said."""
-    return lambda *arguments, env=OUTSIDE: command("datapipe", "stage", *arguments, env=env)
+def cache_command(command) -> Callable[..., subprocess.CompletedProcess]:
+    """cache_command(*arguments, env=OUTSIDE) -> what `datapipe cache` has said."""
+    return lambda *arguments, env=OUTSIDE: command("datapipe", "cache", *arguments, env=env)
 
 
-def test_list(packed_folders, tmp_path, held, start, stage_command):
+def test_list(packed_folders, tmp_path, held, start, cache_command):
     source, cache = packed_folders["tar"] / "val", tmp_path / "cache"
     child = held(source, cache)
     end = int(time.time()) + 600
@@ -439,23 +439,23 @@ def test_list(packed_folders, tmp_path, held, start, stage_command):
     stage(source, cache / "unfinished")
     (cache / "unfinished" / MANIFEST).unlink()
     stage(source, cache / "unused")
-    done = stage_command("--list", cache)
+    done = cache_command("list", cache)
     assert done.returncode == 0, done.stderr
     rows = {Path(line.split()[0]).name: line for line in done.stdout.splitlines()}
     (name,) = rows.keys() - {"folder", "kept", "pinned", "unfinished", "unused"}
     assert f"in use by process {child.pid} (" in rows[name] and str(source) in rows[name] and " MiB " in rows[name]
     assert "kept for job 17 until 2" in rows["kept"] and rows["unused"].endswith("  unused")
     assert rows["pinned"].endswith("  pinned") and rows["unfinished"].endswith("unfinished")
-    told = {Path(row["folder"]).name: row for row in json.loads(stage_command("--list", cache, "--json").stdout)}
+    told = {Path(row["folder"]).name: row for row in json.loads(cache_command("list", cache, "--json").stdout)}
     assert [process["pid"] for process in told[name]["in_use"]] == [child.pid]
     assert [(keep["job"], keep["until"]) for keep in told["kept"]["kept"]] == [("17", end)]
     assert [name for name, row in told.items() if row["evictable"]] == ["unfinished", "unused"]
     assert told["unused"]["size_bytes"] >= Manifest.read(source).size_bytes
-    done = stage_command("--list", tmp_path / "nothing")
+    done = cache_command("list", tmp_path / "nothing")
     assert done.returncode == 2 and "is not a folder" in done.stderr
 
 
-def test_clean(tmp_path, start, stage_command):
+def test_clean(tmp_path, start, cache_command):
     """Notes of jobs that have ended go, and of this one in its epilog; unfinished copies whose source is gone."""
     make_data_set(tmp_path / "source", [1000])
     make_data_set(tmp_path / "gone", [1000])
@@ -465,60 +465,40 @@ def test_clean(tmp_path, start, stage_command):
     (cache / "gone" / MANIFEST).unlink()
     (cache / "gone" / ".shard-000000.tar.partial").write_bytes(b"x")
     shutil.rmtree(tmp_path / "gone")
-    done = json.loads(stage_command("--clean", cache, "--json", env=in_job("18")).stdout)
+    done = json.loads(cache_command("clean", cache, "--json", env=in_job("18")).stdout)
     assert done["leases"] == [] and done["removed"] == []
     env = in_job("18", SLURM_SCRIPT_CONTEXT="epilog_slurmd")
-    done = json.loads(stage_command("--clean", cache, "--json", env=env).stdout)
+    done = json.loads(cache_command("clean", cache, "--json", env=env).stdout)
     assert done["leases"] == [str(cache / "gone" / ".keep-18.json")]
     assert [row["why"] for row in done["removed"]] == ["it is unfinished, and its source is gone"]
     assert sorted(path.name for path in cache.iterdir()) == ["source"]
-    done = stage_command("--clean", cache, "--free", "1000TB")
+    done = cache_command("clean", cache, "--free", "1000TB")
     assert done.returncode == 1 and "were to be free" in done.stderr and "0 copies removed" in done.stdout
     assert (cache / "source" / MANIFEST).exists()
 
 
-def test_clean_makes_room(tmp_path, disk, stage_command):
+def test_clean_makes_room(tmp_path, disk, cache_command):
     copies = [stage_once(source, disk) for source in make_sources(tmp_path, *[7 * CHUNK] * 3)]
     for copy, hours in zip(copies, (2, 3, 1), strict=True):
         used_before(copy, hours)
-    done = stage_command("--clean", disk, "--free", "9MiB")
+    done = cache_command("clean", disk, "--free", "9MiB")
     assert done.returncode == 0 and "1 copy removed" in done.stdout, done.stderr
     assert [copy.exists() for copy in copies] == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        [],
-        ["DIR"],
-        ["--list", "CACHE", "DIR"],
-        ["--list", "CACHE", "--clean", "CACHE"],
-        ["--clean", "CACHE", "--evict"],
-        ["--clean", "CACHE", "--free", "much"],
-        ["--list", "CACHE", "--free", "1GB"],
-        ["--pin", "LOCAL", "--json"],
-        ["--pin", "LOCAL", "--unpin", "LOCAL"],
-        ["DIR", "LOCAL", "--free", "1GB"],
-    ],
-    ids=" ".join,
-)
-def test_what_makes_no_sense_is_refused(tmp_path, line):
-    words = [str(tmp_path) if word in ("CACHE", "DIR", "LOCAL") else word for word in line]
-    with pytest.raises(SettingError):
-        typer.main.get_command(app)(["stage", *words], standalone_mode=False)
+@pytest.mark.parametrize("option", ["--list", "--clean", "--free", "--pin", "--unpin", "--status", "--wait"])
+def test_options_of_earlier_versions_answer_with_the_new_words(tmp_path, option):
+    name = {"--free": "clean CACHE --free"}.get(option, option.removeprefix("--"))
+    for words in ([option, str(tmp_path)], [f"{option}={tmp_path}", "--json"]):
+        with pytest.raises(SettingError, match=f"^{option}: is `datapipe cache {name} "):
+            typer.main.get_command(app)(["stage", *words], standalone_mode=False)
 
 
-@pytest.mark.parametrize("options", ["--mode copy", "--chunk-mib 2", "--timeout 5", "--streams 1", "--background"])
-def test_options_that_have_no_meaning_there(tmp_path, options):
-    with pytest.raises(SettingError, match=f"--status: stands by itself, and not beside {options.split()[0]}"):
-        typer.main.get_command(app)(["stage", "--status", str(tmp_path), *options.split()], standalone_mode=False)
-
-
-@pytest.mark.parametrize("line", ["--clean ", "--list ", "--status ", ". ", " ."])
+@pytest.mark.parametrize("line", ["cache clean ", "cache list ", "cache status ", "stage . ", "stage  ."])
 def test_an_empty_argument_is_not_the_current_folder(tmp_path, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.BadParameter, match="is empty"):
-        typer.main.get_command(app)(["stage", *line.split(" ")], standalone_mode=False)
+        typer.main.get_command(app)(line.split(" "), standalone_mode=False)
 
 
 @needs_root
@@ -611,14 +591,14 @@ def test_what_is_pinned_is_not_replaced(tmp_path, command):
     make_data_set(first, [CHUNK])
     make_data_set(other, [CHUNK], seed=1)
     stage(first, local)
-    command("datapipe", "stage", "--pin", local)
+    command("datapipe", "cache", "pin", local)
     shutil.rmtree(first)
     shutil.copytree(other, first)
     for source, options in ((first, StageOptions()), (other, StageOptions(replace=True))):
         with pytest.raises(StagingError, match="is pinned"):
             stage(source, local, options)
         assert (local / MANIFEST).exists()
-    command("datapipe", "stage", "--unpin", local)
+    command("datapipe", "cache", "unpin", local)
     stage(first, local)
 
 
