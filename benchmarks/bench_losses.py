@@ -42,7 +42,7 @@ from benchmarks.testbed import SlowMount, hosts, on_host
 from datapipe.dataset.manifest import Manifest
 from datapipe.packing import PackOptions, pack
 
-NUM_NODES, NETWORK, SUBNET, MASTER = 4, "dplost", "93.7", "node1"
+NUM_NODES, NETWORK, SUBNET, MASTER = 4, "dplost", "93.8", "node1"
 TIMEOUT_S = 10  # of a node that does not answer
 SPARE = 1.5  # times the data set, free on the disk of a node
 NONE = "none"

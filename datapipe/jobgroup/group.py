@@ -23,7 +23,7 @@ from ..fsio import boot_id
 from .heart import BEAT_S, BROKEN, LISTEN_S, Heart
 from .network import find_address, find_unreachable
 from .secret import SignedStore, StrangerError
-from .store import CrewError, LeftError, ask, connect_store
+from .store import CrewError, LeftError, UnreachableError, ask, connect_store
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -154,13 +154,14 @@ class Crew:
             option: by which a user chooses the interface, for the message.
 
         Raises:
-            CrewError: a node does not reach another; names the addresses of both sides.
+            UnreachableError: A node does not reach another; names the addresses of both sides.
+            CrewError: A node is gone.
         """
         mine = find_address(self.gather, self.index, interface, self.placement.master)
         problem = find_unreachable(self.gather, self.index, self.hosts, mine, self.timeout_s)
         if problem:
             chosen = f"{option} has chosen {interface}: leave it out, or choose another"
-            raise CrewError(f"{problem}; {chosen if interface else f'choose the network by {option}'}")
+            raise UnreachableError(f"{problem}; {chosen if interface else f'choose the network by {option}'}")
         return mine
 
     def open_store(self, name: str) -> dist.Store:
@@ -251,8 +252,9 @@ class Crew:
 
     def done(self) -> None:
         """Tell the other processes of this node that it is staged."""
-        with suppress(CrewError):
-            self._ask(partial(self._store.set, f"done/{self.placement.rank}", '""'), LISTEN_S)
+        if not self.has_lost_store:
+            with suppress(CrewError):
+                self._ask(partial(self._store.set, f"done/{self.placement.rank}", '""'), LISTEN_S)
 
     def explain(self, error: BaseException) -> str:
         """Say which process is missing after an error of a connection to others; takes some seconds.
@@ -282,7 +284,9 @@ class Crew:
 
     def close(self) -> None:
         """Part. Process 0, which may keep the store, waits a moment for the others."""
-        self._heart.stop()
+        self._heart.stop(0.0 if self.has_lost_store else LISTEN_S)
+        if self.has_lost_store:
+            return
 
         def part() -> None:
             self._store.set(f"bye/{self.placement.rank}", "")

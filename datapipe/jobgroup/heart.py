@@ -44,7 +44,11 @@ class Heart:
                     return
         self.is_broken.set()
 
-    def stop(self) -> None:
-        """Beat no more. A thread that is in the store when Python ends would abort the process."""
+    def stop(self, limit_s: float = LISTEN_S) -> None:
+        """Beat no more. A thread that is in the store when Python ends would abort the process.
+
+        Args:
+            limit_s: Longest time to wait for it, in seconds.
+        """
         self._ended.set()
-        self._thread.join(LISTEN_S)
+        self._thread.join(limit_s)

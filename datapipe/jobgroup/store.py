@@ -27,6 +27,10 @@ class CrewError(StagingError):
     """The nodes cannot continue together; each can alone."""
 
 
+class UnreachableError(CrewError):
+    """Nodes do not reach each other, as all of them know."""
+
+
 class LeftError(CrewError, OtherNodeError):
     """Another process has left, and says why."""
 

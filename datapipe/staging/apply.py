@@ -107,11 +107,13 @@ def prepare(
     ]
     unfinished = [copy for copy, whole in zip(copies, wholes, strict=True) if whole is None]
     with ExitStack() as moment:
-        is_alone = False
-        if checks_beside and (beside or unfinished) and local not in [copy.target for copy in copies]:
-            is_alone = moment.enter_context(hold_lock(local, options.timeout_s, waits))  # others wait
-        decisions, beside = check(source, local, copies, options, checks_beside, is_alone)  # others may have come first
-        remove_others(copies, decisions, beside, local, options, is_alone)
+        if beside or unfinished:
+            is_alone = False
+            if checks_beside and local not in [copy.target for copy in copies]:
+                is_alone = moment.enter_context(hold_lock(local, options.timeout_s, waits))
+            # Other processes may have come first.
+            decisions, beside = check(source, local, copies, options, checks_beside, is_alone)
+            remove_others(copies, decisions, beside, local, options, is_alone)
         prepared = [
             whole or _take_over(copy, is_locked, options, trusts)
             for copy, whole, is_locked in zip(copies, wholes, locks, strict=True)

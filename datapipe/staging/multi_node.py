@@ -11,7 +11,7 @@ from ..errors import DatapipeError, OtherNodeError, SettingError, StagingError
 from ..jobgroup.group import Crew
 from ..jobgroup.network import address_of
 from ..jobgroup.rendezvous import open_crew
-from ..jobgroup.store import CrewError, LeftError
+from ..jobgroup.store import CrewError, LeftError, UnreachableError
 from ..jobgroup.survivors import Backups, regrouped
 from ..locks import BusyError
 from ..streams import Moved, in_time, work_on_files
@@ -26,7 +26,7 @@ from .transfer import Transfer, lacking_bytes, missing_chunks, opened_again
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 5  # to exchange with the nodes that are left
+ATTEMPTS = 4  # to exchange with the nodes that are left
 PROTOCOL = 4  # of what nodes tell each other; to be raised when that changes
 
 
@@ -181,6 +181,8 @@ def _exchange(
             address = "" if options.transport == "mpi" else crew.find_address(options.interface)
             exchange(files, crew, address, source, options, copied)
             return
+        except UnreachableError:
+            raise
         except CrewError as error:
             if backups is None or attempt == ATTEMPTS - 1:
                 raise
