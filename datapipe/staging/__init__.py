@@ -24,7 +24,7 @@ def stage(source: Path, local: Path, options: StageOptions | None = None) -> lis
     Args:
         source: A data set, or the folder of its splits.
         local: The folder for the copy; splits become its sub-folders.
-        options: How to copy (default: StageOptions()).
+        options: Settings of staging (default: StageOptions()).
 
     Returns:
         One result per data set.
@@ -72,7 +72,7 @@ def stage_once(source: Path, cache: Path, options: StageOptions | None = None, h
         cache: A node-local folder: the data set's copy, the folder of its splits' copies, or a folder for copies of any
             data sets. There, a copy's folder is named after the manifest's content, so that another version of the data
             set never takes its place.
-        options: How to copy (default: StageOptions()).
+        options: Settings of staging (default: StageOptions()).
         holds: Nobody removes the copy until this is closed, or the process ends (default: anybody may at once).
 
     Returns:

@@ -37,7 +37,7 @@ class Prepared:
         copy: Copy of a data set.
         present: Files that are in place, see `LocalCopy.find_present`.
         is_locked: Whether this process has LOCAL for itself.
-        own_name: What makes temporary names this process's own, if LOCAL cannot be locked.
+        own_name: Word that makes temporary names this process's own, if LOCAL cannot be locked.
     """
 
     copy: LocalCopy
@@ -162,7 +162,7 @@ def remove_others(
 
     Args:
         copies: Copies to be made.
-        decisions: What `check` has decided for each.
+        decisions: Decision that `check` has made for each.
         beside: Copies of other data sets, which `check` has found.
         local: Folder for the copies, which may be one of them.
         options: Settings of staging.

@@ -186,7 +186,7 @@ def open_cache(
     Args:
         source: The data set.
         cache: A node-local folder, see `stage_once`.
-        options: How to copy.
+        options: Settings of staging.
         holds: Stack that lets the copy go, which no process removes until then.
         accepts_part: Whether a copy may be used that is still arriving in the background, or a folder that has room for
             a part only.

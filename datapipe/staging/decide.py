@@ -44,7 +44,7 @@ class Refuse:
     """Nothing can be done here.
 
     Attributes:
-        why: What is wrong, and what to do.
+        why: Description of what is wrong, and what to do.
         path: File or folder that it is about.
     """
 
@@ -65,7 +65,7 @@ def decide(
     """Decide what is to be done, so that a folder becomes a copy. Return that.
 
     Args:
-        content: What lies in the folder.
+        content: Content of the folder.
         copy: Copy that it is to become.
         options: Settings of staging.
         good: Names of the files that are in place with their checksums; None if they are not compared yet. Then what
@@ -116,9 +116,9 @@ def is_earlier(content: FolderContent, source: Path, identity: str) -> bool:
     The path alone does not tell: containers mount all data sets at the same one.
 
     Args:
-        content: What lies in a folder.
+        content: Content of the folder.
         source: Folder of the data set, without links.
-        identity: What its versions have in common, see `compute_identity`.
+        identity: Identity that all versions of the data set share, see `compute_identity`.
     """
     return content.source == str(source) and content.identity == identity
 
@@ -147,7 +147,7 @@ def decide_beside(content: FolderContent, local: Path, is_inside: bool, options:
     """Decide what becomes of a folder that readers of a copy would take for a part of it.
 
     Args:
-        content: What lies in the folder: in that of the copies, above it, or beside a copy in it.
+        content: Content of the folder, which is that of the copies, above it, or beside a copy in it.
         local: Folder of the copies.
         is_inside: Whether the folder lies in `local`, or is the same.
         options: Settings of staging.
@@ -171,7 +171,7 @@ def protection(content: FolderContent, job: str = "") -> str:
     """Say why a copy may not be replaced, and what to do; "" if it may.
 
     Args:
-        content: What lies in its folder.
+        content: Content of the folder of the copy.
         job: Number of this process's job, which may replace what is kept for it.
     """
     if content.is_pinned:

@@ -51,8 +51,8 @@ def chunk_bytes_for(num_nodes: int, chunk_bytes: int) -> int:
     """Return the size of a chunk, with which a round of so many nodes fits into memory.
 
     Args:
-        num_nodes: how many nodes give a chunk each.
-        chunk_bytes: the size asked for.
+        num_nodes: Number of nodes that give a chunk each.
+        chunk_bytes: Size of a chunk that is asked for, in bytes.
     """
     room = ROUND_BYTES // num_nodes
     return min(chunk_bytes, max(LEAST_BYTES, 1 << (room.bit_length() - 1)))

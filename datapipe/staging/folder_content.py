@@ -107,9 +107,9 @@ class FolderContent:
     Attributes:
         folder: Path of the folder.
         cache: Folder above it, or the same, up to which notes keep copies.
-        info: fstat(2) of the folder; None if there is none, or it cannot be read.
-        entries: lstat(2) of what lies in it, by name.
-        origin: What it says of itself; None if it says nothing that is believed.
+        info: Result of fstat(2) for the folder; None if there is none, or it cannot be read.
+        entries: Result of lstat(2) for each entry of the folder, by name.
+        origin: Origin that the folder tells of itself; None if it says nothing that is believed.
         content: Bytes of its manifest's file; none if that is missing or damaged.
         is_writable: Whether this user may write to it.
         leases: Jobs that it is kept for.

@@ -34,10 +34,10 @@ def stage_together(source: Path, local: Path, options: StageOptions, problem: Ex
     """Do what `stage` does, with mode "exchange". Raises what `stage` does.
 
     Args:
-        source: a data set, or the folder of its splits.
-        local: the folder for the copy.
-        options: how to copy.
-        problem: what is wrong on this node already, of which the others are told.
+        source: Data set, or the folder of its splits.
+        local: Folder for the copy.
+        options: Settings of staging.
+        problem: Problem that this node has already, of which the others are told.
 
     Returns:
         One result per data set.
@@ -115,12 +115,12 @@ def _agree(
     """Raise on all nodes what is wrong on one, and StagingError where they do not have the same before them.
 
     Args:
-        crew: the nodes.
-        name: of what they agree on.
-        copies: of the data sets.
-        options: of the staging.
-        problem: what is wrong on this node.
-        busy: which other process is staging on this node.
+        crew: Processes of the job, and its nodes.
+        name: Name of what they agree on.
+        copies: Copies of the data sets.
+        options: Settings of staging.
+        problem: Problem of this node.
+        busy: Description of another process that is staging on this node; "" if there is none.
 
     Returns:
         Whether a node is busy: then each stages alone, lest two jobs wait for each other.

@@ -18,18 +18,20 @@ class StageOptions:
     Attributes:
         mode: "copy", every node copies all; "exchange", each node reads its share and sends it to the others; "auto",
             exchange where there are several nodes; "slice", each node has room for a part, which its loaders fill.
-        capacity_bytes: how much a node may hold, with "slice".
-        max_mbps: the most megabytes (10⁶ bytes) that this node reads from the source in a second, above 0; None: any.
-        streams: chunks that are copied at a time, from 1; None: 4, or 2 in the background, where loaders read, too.
-        chunk_mib: size of a chunk in MiB, from 1.
-        retries: how often a read that fails is tried again, from 0, after 0.1 s, 0.2 s, 0.4 s and so on.
-        replace: whether a copy of another data set may be replaced. That of an earlier version of the same always is.
-        evict: whether copies beside LOCAL that nobody uses may be removed, least recently used first, to make room.
-        timeout_s: how long a read, a write or another process may make no progress, in seconds, above 0.
-        placement: where this process is in its job.
-        interface: the network interface for exchange, such as eth0; None: the one that leads to process 0.
-        transport: by what nodes exchange bytes: "gloo", which is a part of torch, or "mpi", by mpi4py.
-        in_background: whether loaders may use what has landed while this process is still at work.
+        capacity_bytes: Number of bytes that a node may hold, with "slice".
+        max_mbps: Greatest number of megabytes (10⁶ bytes) that this node reads from the source in a second, above 0;
+            None: any.
+        streams: Number of chunks that are copied at a time, from 1; None: 4, or 2 in the background, where loaders
+            read, too.
+        chunk_mib: Size of a chunk in MiB, from 1.
+        retries: Number of times that a failed read is tried again, from 0, after 0.1 s, 0.2 s, 0.4 s and so on.
+        replace: Whether a copy of another data set may be replaced. That of an earlier version of the same always is.
+        evict: Whether copies beside LOCAL that nobody uses may be removed, least recently used first, to make room.
+        timeout_s: Longest time that a read, a write or another process may make no progress, in seconds, above 0.
+        placement: Placement of this process in its job.
+        interface: Network interface for exchange, such as eth0; None: the one that leads to process 0.
+        transport: Library by which nodes exchange bytes: "gloo", which is a part of torch, or "mpi", by mpi4py.
+        in_background: Whether loaders may use what has landed while this process is still at work.
     """
 
     mode: str = "auto"

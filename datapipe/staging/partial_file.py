@@ -45,10 +45,10 @@ class PartialFile:
 
     Args:
         target: Final path of the file.
-        info: Its size and checksum.
+        info: Size and checksum of the file.
         chunk_bytes: Size of its chunks.
         is_whole: Whether the file is in place already, with its checksum.
-        own_name: What distinguishes the temporary files of this process; "" if it has LOCAL for itself.
+        own_name: Word that distinguishes the temporary files of this process; "" if it has LOCAL for itself.
     """
 
     def __init__(self, target: Path, info: FileInfo, chunk_bytes: int, is_whole: bool, own_name: str = "") -> None:
@@ -83,7 +83,7 @@ class PartialFile:
         A power cut can leave zeros where the map, which reached the disk earlier, says that a chunk has landed.
 
         Args:
-            moved: Called after each read.
+            moved: Function that is called after each read.
         """
         landed = {*range(self._num_chunks)} - self._missing
         if self.is_whole or self._num_chunks == 1 or not landed:
@@ -170,7 +170,7 @@ class PartialFile:
         """Compare what lies on the disk with the checksum, and give the file its name.
 
         Args:
-            moved: Called after each read and write.
+            moved: Function that is called after each read and write.
 
         Raises:
             WrongBytes: It has another checksum. It is forgotten, and may be copied again.

@@ -37,8 +37,8 @@ def cut(sizes: Sequence[int], chunk_bytes: int) -> list[Chunk]:
         [(3, 0, 4)]
 
     Args:
-        sizes: of the files, in bytes. An empty file has an extent without bytes.
-        chunk_bytes: at least 1.
+        sizes: Sizes of the files, in bytes. An empty file has an extent without bytes.
+        chunk_bytes: Size of a chunk in bytes, at least 1.
     """
     chunks: list[Chunk] = []
     group: list[Extent] = []
@@ -62,10 +62,10 @@ def stagger(chunks: Sequence[Chunk], node: int, num_nodes: int, width: int) -> l
     So a node's threads read from several storage targets, and nodes that begin together do not queue at the same one.
 
     Args:
-        chunks: as `cut` returns them.
-        node: number of the node, from 0.
-        num_nodes: how many nodes copy the same files.
-        width: files at a time, from 1.
+        chunks: Chunks, as `cut` returns them.
+        node: Number of the node, from 0.
+        num_nodes: Number of nodes that copy the same files.
+        width: Number of files at a time, from 1.
     """
     files: list[list[Chunk]] = []  # a group of small files counts as one
     for chunk in chunks:
@@ -88,11 +88,11 @@ def share_reads(missing: np.ndarray, run: int) -> list[list[int]]:
         [[0, 2], [1, 3]]
 
     Args:
-        missing: bool[nodes, chunks], whether a node lacks a chunk.
-        run: the number of neighbouring chunks that a node reads, from 1.
+        missing: Table, bool[nodes, chunks], of whether a node lacks a chunk.
+        run: Number of neighbouring chunks that a node reads, from 1.
 
     Returns:
-        by node, the numbers of the chunks that it reads, in ascending order. No chunk that nobody lacks.
+        Numbers of the chunks that each node reads, by node, in ascending order. No chunk that nobody lacks.
     """
     num_nodes = len(missing)
     readers = np.full(missing.shape[1], -1)

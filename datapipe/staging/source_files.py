@@ -49,7 +49,7 @@ class SourceFile:
 
     Args:
         path: Path of the file.
-        info: What the manifest says of it.
+        info: Entry of the manifest for it.
         throttle: Limit of the rate of reading.
         retries: Number of times that a failed read is tried again, from 0. The file is opened again each time, since a
             stale handle lasts as long as its descriptor.
@@ -69,7 +69,7 @@ class SourceFile:
         Args:
             offset: Place in the file.
             into: Memory for them, which is filled.
-            moved: Called after each read and while it waits.
+            moved: Function that is called after each read and while it waits.
 
         Raises:
             ShardCorruptError: The file is too short.

@@ -26,9 +26,9 @@ class Transfer:
     """A file on its way.
 
     Attributes:
-        number: of its data set, among those that are copied.
-        source: where it comes from.
-        landing: where it goes to.
+        number: Number of its data set, among those that are copied.
+        source: File of the source that is copied.
+        landing: File of LOCAL that the bytes go to.
     """
 
     number: int
@@ -48,8 +48,8 @@ class Transfer:
         """Copy bytes; finish the file if they were the last ones.
 
         Args:
-            extent: of this file, a chunk's.
-            moved: called after each read and write.
+            extent: Extent of this file, which is part of a chunk.
+            moved: Function that is called after each read and write.
 
         Returns:
             The bytes that were read from the source.
@@ -67,9 +67,9 @@ class Transfer:
         """Read bytes for another node, from LOCAL if they are there.
 
         Args:
-            extent: of this file, a chunk's.
-            into: is filled.
-            moved: called after each read.
+            extent: Extent of this file, which is part of a chunk.
+            into: Memory for the bytes, which is filled.
+            moved: Function that is called after each read.
 
         Returns:
             The bytes that were read from the source.
@@ -85,8 +85,8 @@ class Transfer:
         """Write bytes to LOCAL; return whether they were the file's last ones, and it is to be finished.
 
         Args:
-            extent: of this file, a chunk's.
-            data: its bytes.
+            extent: Extent of this file, which is part of a chunk.
+            data: Bytes of the extent.
         """
         return self.landing.write(extent.offset, data)
 
@@ -94,7 +94,7 @@ class Transfer:
         """Check a file of which all bytes have landed, and copy it once more where it is not what it should be.
 
         Args:
-            moved: called after each read and write.
+            moved: Function that is called after each read and write.
 
         Returns:
             The bytes that were read from the source.
