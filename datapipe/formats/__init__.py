@@ -45,10 +45,10 @@ class ShardWriter(Protocol):
 
         Args:
             key: The sample's key, unique in the shard.
-            label: Its class.
+            label: Class of the sample.
             data: The encoded image. It may change once the pieces are written: a writer that keeps it for `finish`
                 copies it.
-            header: What is known of the image.
+            header: Header of the image.
 
         Returns:
             The next pieces of the file. `data` itself is one of them, unless it is written in `finish`.

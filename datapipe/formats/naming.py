@@ -43,7 +43,7 @@ def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
     Args:
         path: The archive, for messages.
         key: The sample's key, for messages.
-        contents: What the sample's label files hold, by extension (those of LABELS).
+        contents: Contents of the sample's label files, by extension (those of LABELS).
 
     Returns:
         The label as text; not empty. Of a number and a name the first, where `cls` comes first.
@@ -60,9 +60,9 @@ def read_fields(
     """Read a sample's label and JSON.
 
     Args:
-        path: As for `read_label`.
-        key: As for `read_label`.
-        contents: As for `read_label`.
+        path: The archive, for messages.
+        key: The sample's key, for messages.
+        contents: Contents of the sample's label files, by extension (those of LABELS).
         label_column: The only one that counts: "cls" or a field of the JSON; None: as they are usually called.
 
     Returns:

@@ -68,9 +68,9 @@ def list_members(
     Args:
         fd: The file's descriptor.
         path: The file, for messages.
-        begin: Where the archive begins in the file, in bytes.
-        end: Where it ends; None: where the file ends.
-        keep_content: Says by its name whether a member's content is returned, if it is small.
+        begin: Position in the file at which the archive begins, in bytes.
+        end: Position at which it ends; None: the end of the file.
+        keep_content: Function that says, by a member's name, whether its content is returned, if it is small.
 
     Returns:
         The members, in their order, and what else there is.

@@ -75,18 +75,18 @@ def decode(data: Buffer, channels: int, *, smallest: tuple[int, int] = (0, 0), s
     is usual in loaders.
 
     Args:
-        data: the encoded image.
+        data: Encoded image.
         channels: 1 (grey) or 3 (RGB).
-        smallest: width and height. A JPEG may be decoded at a half, a quarter or an eighth of its size, which is
+        smallest: Width and height. A JPEG may be decoded at a half, a quarter or an eighth of its size, which is
             faster, as long as it is not smaller than this; (0, 0) is its full size.
-        strict: refuse a damaged JPEG instead of decoding what can be decoded.
+        strict: Whether to refuse a damaged JPEG instead of decoding what can be decoded.
 
     Returns:
-        uint8[height, width, channels]
+        Pixels, uint8[height, width, channels].
 
     Raises:
-        ValueError: the image cannot be decoded.
-        MissingBackendError: its compression needs a library that is not installed.
+        ValueError: The image cannot be decoded.
+        MissingBackendError: Its compression needs a library that is not installed.
     """
     if jpeg.is_jpeg(data):
         try:
@@ -128,18 +128,18 @@ def decode_jpeg(
     """Decode a JPEG by libjpeg-turbo.
 
     Args:
-        data: the JPEG.
+        data: The JPEG.
         channels: 1 (grey) or 3 (RGB).
-        smallest: width and height; the image may be decoded smaller, but no smaller than this. (0, 0): its full size.
-        factor: decode at 1/factor of the full size at least: 1, 2, 4 or 8.
-        strict: refuse damaged data instead of decoding what can be decoded.
-        out: memory for the pixels; new memory by default.
+        smallest: Width and height; the image may be decoded smaller, but no smaller than this. (0, 0): its full size.
+        factor: Least factor by which the size is divided: 1, 2, 4 or 8.
+        strict: Whether to refuse damaged data instead of decoding what can be decoded.
+        out: Memory for the pixels; new memory by default.
 
     Returns:
-        uint8[height, width, channels]
+        Pixels, uint8[height, width, channels].
 
     Raises:
-        ValueError: it cannot be decoded, or libjpeg-turbo does not convert its colours to grey or RGB.
+        ValueError: It cannot be decoded, or libjpeg-turbo does not convert its colours to grey or RGB.
     """
     import simplejpeg
 
@@ -198,7 +198,7 @@ def encode_jpeg(pixels: np.ndarray, quality: int, restart_interval: int = 0) -> 
     """Encode a baseline JPEG, colour as 4:2:0.
 
     Args:
-        pixels: uint8[height, width, 1 or 3].
+        pixels: Pixels of the image, uint8[height, width, 1 or 3].
         quality: 1 to 100.
         restart_interval: MCUs between restart markers, 0 for none.
 
@@ -206,7 +206,7 @@ def encode_jpeg(pixels: np.ndarray, quality: int, restart_interval: int = 0) -> 
         The JPEG.
 
     Raises:
-        OSError: a side is longer than 65,500 pixels.
+        OSError: A side is longer than 65,500 pixels.
     """
     from PIL import Image
 

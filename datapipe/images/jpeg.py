@@ -113,12 +113,12 @@ def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None
     """Locate the pieces between a JPEG's restart markers.
 
     Args:
-        data: the JPEG.
-        header: its header.
-        count: how many pieces it should have.
+        data: The JPEG.
+        header: Header of the JPEG.
+        count: Number of pieces that it should have.
 
     Returns:
-        the position of the marker behind each piece, the last being the end of image; None unless there are `count`
+        The position of the marker behind each piece, the last being the end of image; None unless there are `count`
         pieces, and the last marker has the right number.
     """
     scan_at = header.scan_at

@@ -39,14 +39,14 @@ def resize(pixels: np.ndarray, width: int, height: int, step: tuple[float, float
     """Resize an image.
 
     Args:
-        pixels: uint8[H, W, C].
-        width: of the result, in pixels.
-        height: of the result, in pixels.
-        step: distance between neighbouring output samples in input samples, horizontally and vertically. By default
+        pixels: Pixels of the image, uint8[H, W, C].
+        width: Width of the result, in pixels.
+        height: Height of the result, in pixels.
+        step: Distance between neighbouring output samples in input samples, horizontally and vertically. By default
             both images cover the same area; in a plane of subsampled chroma, the image may end within a sample.
 
     Returns:
-        uint8[height, width, C]
+        Pixels, uint8[height, width, C].
     """
     rows, columns, channels = pixels.shape
     step_x, step_y = step or (columns / width, rows / height)

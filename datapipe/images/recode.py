@@ -31,12 +31,13 @@ class RecodeOptions:
     Attributes:
         check: "header", or "decode" to decode every image once and refuse damaged ones.
         resize: "short=256" (the shorter side, in pixels) or "max=500" (the longer side). Images are never enlarged.
-        quality: of JPEG, 1 to 100. If given, every image is re-encoded; those that must be re-encoded anyway have 90.
-        restart: distance of restart markers in MCUs, approximately, 1 to 65,535.
+        quality: Quality of JPEG, 1 to 100. If given, every image is re-encoded; those that must be re-encoded anyway
+            have 90.
+        restart: Distance of restart markers in MCUs, approximately, 1 to 65,535.
         store: "encoded", or "raw" to store decoded pixels, as PNM.
-        size: with "raw", scale the shorter side to this many pixels, and crop to the central square.
-        compress: with "raw", compress with "lz4" or "zstd".
-        headerless: with "raw", store pixels without PNM's header.
+        size: Length in pixels to which "raw" scales the shorter side, before it crops to the central square.
+        compress: Compression of "raw": "lz4" or "zstd".
+        headerless: Whether "raw" stores pixels without PNM's header.
         channels: 1 (grey) or 3 (RGB): what all images are read as, and stored as where they are decoded; None: those of
             each image, and they are read as RGB unless all are grey.
     """
@@ -129,17 +130,17 @@ class Recoder:
         """Make what is stored of an image.
 
         Args:
-            data: the image.
-            claim: called before anything is decoded, with the memory in bytes that is needed until this returns,
-                approximately.
+            data: The image.
+            claim: Function that is called before anything is decoded, with the memory in bytes that is needed until
+                this returns, approximately.
 
         Returns:
-            what is stored (`data` itself if nothing has to be done), its header, and what was unusual and no longer
-            is: "png", "progressive", "multi-scan", "arithmetic", "cmyk", "16-bit", "rotated", "damaged" (but decoded
-            as far as possible).
+            Bytes to be stored (`data` itself if nothing has to be done), their header, and names of what was unusual
+            and no longer is: "png", "progressive", "multi-scan", "arithmetic", "cmyk", "16-bit", "rotated", "damaged"
+            (but decoded as far as possible).
 
         Raises:
-            ValueError: the image is bad.
+            ValueError: The image is bad.
         """
         try:
             header = read_header(data)

@@ -112,7 +112,7 @@ class TurboJpeg:
         """Give a JPEG restart markers without changing its pixels (see Restart).
 
         Args:
-            data: the JPEG.
+            data: The JPEG.
             interval: MCUs between markers.
             orientation: EXIF orientation to undo, 1 to 8.
 
@@ -120,7 +120,7 @@ class TurboJpeg:
             A baseline JPEG without metadata.
 
         Raises:
-            ValueError: the JPEG is damaged, or cannot be rotated without losing its edges.
+            ValueError: The JPEG is damaged, or cannot be rotated without losing its edges.
         """
         handle, source = self._handle(TRANSFORM), np.frombuffer(data, np.uint8)
         handle("tj3Set", RESTART, interval)
@@ -131,15 +131,15 @@ class TurboJpeg:
         """Decode a JPEG's planes as they are stored, without interpolating chroma.
 
         Args:
-            data: the JPEG.
-            smallest: width and height, as in `codec.decode`.
+            data: The JPEG.
+            smallest: Width and height, as in `codec.decode`.
 
         Returns:
             Y, or Y, Cb and Cr, uint8[height, width] each, which may be a sample larger than the image; how often they
             were halved; how many pixels a sample of chroma covers, across and down.
 
         Raises:
-            ValueError: the JPEG is damaged, or neither YCbCr nor grey.
+            ValueError: The JPEG is damaged, or neither YCbCr nor grey.
         """
         handle, source = self._handle(DECOMPRESS), np.frombuffer(data, np.uint8)
         get, pointer = self._library.tj3Get, handle.pointer
@@ -164,8 +164,8 @@ class TurboJpeg:
 
         Args:
             planes: Y, or Y, Cb and Cr subsampled 4:2:0, uint8[height, width] each. In colour, Y's sides are even.
-            width: of the image, in pixels.
-            height: of the image, in pixels.
+            width: Width of the image, in pixels.
+            height: Height of the image, in pixels.
             quality: 1 to 100.
             interval: MCUs between restart markers, 0 for none.
 
@@ -173,7 +173,7 @@ class TurboJpeg:
             The JPEG.
 
         Raises:
-            ValueError: libturbojpeg cannot encode it, with its message.
+            ValueError: The image cannot be encoded by libturbojpeg, whose message this has.
         """
         handle = self._handle(COMPRESS)
         handle("tj3Set", QUALITY, quality)

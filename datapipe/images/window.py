@@ -49,12 +49,12 @@ def check_size(width: int, height: int, expected: tuple[int, int]) -> None:
     """Check that an image has the size for which its window was chosen.
 
     Args:
-        width: of the image, in pixels.
-        height: the same.
-        expected: width and height.
+        width: Width of the image, in pixels.
+        height: Height of the image, in pixels.
+        expected: Width and height that it should have, in pixels.
 
     Raises:
-        ValueError: it has another size.
+        ValueError: It has another size.
     """
     if (width, height) != expected:
         raise ValueError(f"has {width}×{height} pixels, and the index says {expected[0]}×{expected[1]}")
@@ -67,15 +67,15 @@ def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
     the rows of MCUs below the box, and any other stays whole.
 
     Args:
-        data: the JPEG.
-        box: in pixels of the image; what lies outside the image is ignored.
-        size: width and height of the image for which the box was chosen; None to accept any.
+        data: The JPEG.
+        box: Box in pixels of the image; what lies outside the image is ignored.
+        size: Width and height of the image for which the box was chosen; None to accept any.
 
     Returns:
         A window that covers the box and a margin of a pixel, inside the image.
 
     Raises:
-        ValueError: the header is damaged, or gives another size.
+        ValueError: The header is damaged, or gives another size.
     """
     header = jpeg.read_header(data)
     if size is not None:
@@ -142,20 +142,20 @@ def decode_window(data: Buffer, window: Window, box: Box, channels: int, scale: 
     """Decode a window.
 
     Args:
-        data: the JPEG that the window was cut out of.
-        window: what `cut` returned.
-        box: the box it was cut for.
+        data: The JPEG that the window was cut out of.
+        window: Window that `cut` returned.
+        box: Box for which the window was cut.
         channels: 1 (grey) or 3 (RGB).
         scale: 1, or 2, 4 or 8 to decode at 1/2, 1/4 or 1/8 of the size, in libjpeg-turbo's inverse DCT. The box must
             lie on multiples of it.
-        out: memory, used for the pixels where it is large enough.
+        out: Memory, used for the pixels if it is large enough.
 
     Returns:
         The window's pixels, at the reduced size where it may be decoded so. Of a window that libjpeg-turbo cannot
         decode: the whole image, at its full size.
 
     Raises:
-        ValueError: the image cannot be decoded.
+        ValueError: The image cannot be decoded.
     """
     scale = scale if window.scalable else 1
     fits = window.width * window.height * channels <= len(out)

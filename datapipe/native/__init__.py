@@ -77,7 +77,7 @@ class Native:
     """A loaded library. Thread-safe.
 
     Attributes:
-        version: Of the library: two with the same version give the same pixels.
+        version: Version of the library: two with the same version give the same pixels.
 
     Args:
         path: The library.
@@ -134,12 +134,13 @@ class Native:
                 are UNSUPPORTED, lie at `data` until this thread calls again.
             channels: 1 or 3.
             size: S: a slot is uint8[S, S, channels].
-            abandoned: uint8[1]: the rest is not done once it is not 0.
-            progress: int64[PROGRESS]: what is being read, in nanoseconds since the call began.
-            spent_s: float64[len(STAGES)]: the seconds of each stage are added.
+            abandoned: Flag, uint8[1]: the rest is not done once it is not 0.
+            progress: Number of the job that is being read, from 1, and its begin in nanoseconds since the call began,
+                int64[PROGRESS].
+            spent_s: Seconds of each stage, float64[len(STAGES)], to which those of this call are added.
 
         Returns:
-            How many are not DONE.
+            Number of jobs that are not DONE.
         """
         return self._call(self._library.native_decode_chunk, jobs, [channels, size], abandoned, progress, spent_s)
 
@@ -151,12 +152,13 @@ class Native:
 
         Args:
             jobs: JOB[N], as for `decode`.
-            abandoned: The same.
-            progress: The same.
-            spent_s: float64[len(CUT_STAGES)]: the seconds of each stage are added.
+            abandoned: Flag, uint8[1]: the rest is not done once it is not 0.
+            progress: Number of the job that is being read, from 1, and its begin in nanoseconds since the call began,
+                int64[PROGRESS].
+            spent_s: Seconds of each stage, float64[len(CUT_STAGES)], to which those of this call are added.
 
         Returns:
-            How many are not DONE.
+            Number of jobs that are not DONE.
         """
         return self._call(self._library.native_cut_chunk, jobs, [], abandoned, progress, spent_s)
 
@@ -176,15 +178,17 @@ class Native:
         """Read files one behind the other.
 
         Args:
-            places: Of each, the descriptor of the folder, which stays open, or -1 to leave it alone; and the name.
-            flags: Of open(2).
-            memory: Where to.
-            abandoned: uint8[1]: the rest is not read once it is not 0.
-            progress: int64[PROGRESS]: what is being read, in nanoseconds since the call began.
+            places: Descriptor of each file's folder, which stays open, or -1 to leave the file alone; and the file's
+                name.
+            flags: Flags of open(2).
+            memory: Memory for the files' content.
+            abandoned: Flag, uint8[1]: the rest is not read once it is not 0.
+            progress: Number of the file that is being read, from 1, and its begin in nanoseconds since the call began,
+                int64[PROGRESS].
 
         Returns:
-            Of each, the size in bytes, and the lower half of the xxh3-64; -1 and 0 for a file that was not read, or
-            cannot be, or does not fit.
+            For each file, the size in bytes, and the lower half of the xxh3-64; -1 and 0 for a file that was not read,
+            or cannot be, or does not fit.
         """
         files, names = np.zeros(len(places), FILE), [os.fsencode(name) + b"\0" for _, name in places]
         joined = b"".join(names)

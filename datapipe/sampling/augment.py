@@ -27,12 +27,12 @@ class Augment:
         crop: "random_resized" (Szegedy et al. 2015), "pad" (He et al. 2016: black pixels around the image, then a
             random crop), "none" (as for evaluation), or "auto": "pad" when every image already has the output's
             size, else "random_resized".
-        flip: mirror each image, left to right, with a probability of ½; "alternate": that is drawn in the first epoch,
-            and in each other epoch an image is mirrored where it was not in the epoch before (Jordan 2024,
+        flip: Whether to mirror each image, left to right, with a probability of ½; "alternate": that is drawn in the
+            first epoch, and in each other epoch an image is mirrored if it was not in the epoch before (Jordan 2024,
             arXiv:2404.00498, section 3.6).
-        pad: pixels added on each side by "pad", at least 0.
-        scale: least and greatest share of the image's area that "random_resized" keeps, above 0, up to 1.
-        ratio: least and greatest aspect ratio (width / height) of "random_resized", above 0, up to 100.
+        pad: Pixels added on each side by "pad", at least 0.
+        scale: Least and greatest share of the image's area that "random_resized" keeps, above 0, up to 1.
+        ratio: Least and greatest aspect ratio (width / height) of "random_resized", above 0, up to 100.
     """
 
     crop: Crop = "auto"
@@ -60,9 +60,9 @@ class Augment:
         """Return the same settings with "auto" decided for a data set.
 
         Args:
-            width: of every image, in pixels; None when they differ.
-            height: the same.
-            size: side of the output, in pixels.
+            width: Width of every image, in pixels; None if they differ.
+            height: Height of every image, in pixels; None if they differ.
+            size: Side of the output, in pixels.
         """
         if self.crop != "auto":
             return self
@@ -72,12 +72,12 @@ class Augment:
         """Refuse a padding with which an image is too small to be cropped.
 
         Args:
-            width: of the smallest image, in pixels.
-            height: the same.
-            size: side of the output, in pixels.
+            width: Width of the smallest image, in pixels.
+            height: Height of the smallest image, in pixels.
+            size: Side of the output, in pixels.
 
         Raises:
-            SettingError: the padded image is smaller than the output.
+            SettingError: The padded image is smaller than the output.
         """
         if self.crop == "pad" and min(width, height) + 2 * self.pad < size:
             raise SettingError(
@@ -109,20 +109,20 @@ def train_crops(
     """Choose the crops of training images.
 
     Args:
-        augment: whose `crop` is not "auto" (see `Augment.resolve`).
-        widths: int64[N], of the images, in pixels.
-        heights: int64[N], the same.
-        size: side of the output, in pixels.
-        seed: the user's, any integer.
-        epoch: from 0.
-        positions: int64[N], of the images in the epoch. An image's crop depends on its own position alone.
-        samples: int64[N], their numbers in the data set, by which flips alternate.
+        augment: Settings, whose `crop` is not "auto" (see `Augment.resolve`).
+        widths: Widths of the images, int64[N], in pixels.
+        heights: Heights of the images, int64[N], in pixels.
+        size: Side of the output, in pixels.
+        seed: Seed of the user, any integer.
+        epoch: Number of the epoch, from 0.
+        positions: Positions of the images in the epoch, int64[N]. An image's crop depends on its own position alone.
+        samples: Numbers of the images in the data set, int64[N], by which flips alternate.
 
     Returns:
         A box and a flip for each image, int64[N, 4] and bool[N].
 
     Raises:
-        SettingError: an image with its padding is smaller than the output.
+        SettingError: An image with its padding is smaller than the output.
     """
     assert augment.crop != "auto", "a crop must not depend on which images come together"
     draws = uniform(seed, epoch, AUGMENT, positions, _DRAWS)
@@ -150,9 +150,9 @@ def eval_crops(widths: np.ndarray, heights: np.ndarray, size: int) -> Crops:
     An image that has the output's size already is taken whole.
 
     Args:
-        widths: int64[N], of the images, in pixels.
-        heights: int64[N], the same.
-        size: side of the output, in pixels.
+        widths: Widths of the images, int64[N], in pixels.
+        heights: Heights of the images, int64[N], in pixels.
+        size: Side of the output, in pixels.
 
     Returns:
         A box for each image, int64[N, 4], and no flips.

@@ -86,12 +86,12 @@ class BlockOrder:
                [0, 1, 2, 3]])
 
     Args:
-        blocks: the data set's.
-        global_batch_size: samples per step over all ranks.
+        blocks: Blocks of the data set.
+        global_batch_size: Samples per step over all ranks.
         last: "drop" leaves out what does not fill a global batch, "pad" keeps it.
-        lanes: divides `global_batch_size`, see `num_lanes`.
-        seed: the user's, any integer.
-        epoch: from 0.
+        lanes: Number of lanes, which divides `global_batch_size`, see `num_lanes`.
+        seed: Seed of the user, any integer.
+        epoch: Number of the epoch, from 0.
     """
 
     def __init__(self, blocks: Grid, global_batch_size: int, last: Last, lanes: int, seed: int, epoch: int) -> None:
@@ -148,9 +148,9 @@ class BlockOrder:
         When the steps begin within a window, or the rank has only part of a lane, some may turn out not to be needed.
 
         Args:
-            rank: from 0.
-            world_size: the number of ranks, which divides the global batch.
-            steps: of the epoch.
+            rank: Number of the rank, from 0.
+            world_size: Number of ranks, which divides the global batch.
+            steps: Steps of the epoch.
         """
         batch_size = self._global_batch_size // world_size
         low, high = rank * batch_size // self._share, ((rank + 1) * batch_size - 1) // self._share
@@ -168,8 +168,8 @@ class BlockOrder:
         Blocks that these ranks do not read have NEVER; of one that is read in parts, the last part counts.
 
         Args:
-            ranks: those of a node.
-            world_size: the number of ranks, which divides the global batch.
+            ranks: Ranks of a node.
+            world_size: Number of ranks, which divides the global batch.
         """
         turns = np.full(len(self._blocks.starts) - 1, -1)
         for rank in ranks:
@@ -220,8 +220,8 @@ def shuffle_quality(samples: np.ndarray, labels: np.ndarray) -> dict[str, float]
     """Measure how far an order is from that of the files.
 
     Args:
-        samples: int64[N], the sample at each position.
-        labels: int64[N], the label at each position.
+        samples: Sample at each position, int64[N].
+        labels: Label at each position, int64[N].
 
     Returns:
         `displacement`: the mean distance of a sample from its place in the files, divided by that of a uniform

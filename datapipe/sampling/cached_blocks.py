@@ -23,12 +23,13 @@ class NextUses:
     """When a node needs each block next, as seen from a place in an epoch.
 
     Args:
-        turns: for an epoch, the place of each block in the sequence in which the node reads them, `BlockOrder.turns`.
-        epoch: from 0.
-        horizon: how many epochs to look ahead, from 1.
+        turns: Function that returns, for an epoch, the place of each block in the sequence in which the node reads
+            them, `BlockOrder.turns`.
+        epoch: Number of the epoch, from 0.
+        horizon: Number of epochs to look ahead, from 1.
 
     Attributes:
-        reads_all: whether the node reads all blocks in the epoch, as the only node of a job does.
+        reads_all: Whether the node reads all blocks in the epoch, as the only node of a job does.
     """
 
     def __init__(self, turns: Callable[[int], np.ndarray], epoch: int, horizon: int) -> None:
@@ -43,11 +44,11 @@ class NextUses:
         """Return when blocks are needed after the turn of one of them.
 
         Args:
-            block: the one that is read now.
-            blocks: int64[N], numbers of blocks, or FREE.
+            block: Number of the block that is read now.
+            blocks: Numbers of blocks, or FREE, int64[N].
 
         Returns:
-            int64[N]: a time, later for later uses; NEVER for what is not needed within the horizon, or FREE.
+            Times, int64[N], later for later uses; NEVER for what is not needed within the horizon, or FREE.
         """
         now, later = self._now[blocks], self._later[blocks]
         is_ahead = (now > self._now[block]) & (now < NEVER)
@@ -64,9 +65,9 @@ def choose_slot(uses: NextUses, block: int, tags: np.ndarray) -> int | None:
         True
 
     Args:
-        uses: of the epoch.
-        block: its number.
-        tags: int64[num_slots], the block that each slot holds, or FREE, or less where a process is writing to it.
+        uses: Uses of the blocks, as seen from this epoch.
+        block: Number of the block.
+        tags: Block that each slot holds, or FREE, or less if a process is writing to it, int64[num_slots].
 
     Returns:
         The slot, whose block is evicted; None: it is not to be kept.

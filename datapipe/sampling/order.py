@@ -41,9 +41,9 @@ def stream(seed: int, epoch: int, purpose: int) -> np.uint64:
     """Return a start value for the random numbers of one purpose in one epoch, unlike every other's.
 
     Args:
-        seed: the user's, any integer.
-        epoch: from 0.
-        purpose: what the numbers are for: SHUFFLE or another of the purposes above.
+        seed: Seed of the user, any integer.
+        epoch: Number of the epoch, from 0.
+        purpose: Purpose of the numbers: SHUFFLE or another of the purposes above.
     """
     state = np.uint64(0)
     for part in (seed, epoch, purpose):
@@ -55,14 +55,14 @@ def uniform(seed: int, epoch: int, purpose: int, positions: np.ndarray, draws: i
     """Draw numbers for each position of an epoch.
 
     Args:
-        seed: the user's, any integer.
-        epoch: from 0.
-        purpose: what the numbers are for, see `stream`.
-        positions: int64[N], from 0.
-        draws: numbers per position.
+        seed: Seed of the user, any integer.
+        epoch: Number of the epoch, from 0.
+        purpose: Purpose of the numbers, see `stream`.
+        positions: Positions, int64[N], from 0.
+        draws: Count of numbers per position.
 
     Returns:
-        float64[N, draws], uniform in [0, 1). A position's numbers do not depend on the other positions.
+        Numbers, float64[N, draws], uniform in [0, 1). A position's numbers do not depend on the other positions.
     """
     counters = positions.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -74,13 +74,13 @@ def permutation(num_samples: int, seed: int, epoch: int, purpose: int = SHUFFLE)
     """Shuffle the samples uniformly.
 
     Args:
-        num_samples: at least 0.
-        seed: the user's, any integer.
-        epoch: from 0.
-        purpose: what is shuffled, see `stream`.
+        num_samples: Number of samples, at least 0.
+        seed: Seed of the user, any integer.
+        epoch: Number of the epoch, from 0.
+        purpose: Purpose of the shuffle, see `stream`.
 
     Returns:
-        int64[num_samples], the sample at each position. It may never change:
+        The sample at each position, int64[num_samples]. It may never change:
 
         >>> permutation(8, seed=0, epoch=0)
         array([4, 7, 2, 6, 1, 5, 0, 3])
@@ -94,12 +94,12 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray | KeyedPe
     """Return the order of an epoch: `order[positions]` are the samples there.
 
     Args:
-        num_samples: at least 0.
-        seed: the user's, any integer.
-        epoch: from 0.
+        num_samples: Number of samples, at least 0.
+        seed: Seed of the user, any integer.
+        epoch: Number of the epoch, from 0.
 
     Returns:
-        an array for data sets of up to MAX_SORTED samples. Beyond that, sorting takes longer than a training
+        An array for data sets of up to MAX_SORTED samples. Beyond that, sorting takes longer than a training
         should wait and more memory than a rank should need, so it is a KeyedPermutation, which is indexed alike.
     """
     if num_samples <= MAX_SORTED:
@@ -147,13 +147,13 @@ def num_steps(num_samples: int, global_batch_size: int, last: Last) -> int:
     """Count the steps of an epoch, which are the same on every rank.
 
     Args:
-        num_samples: at least 1.
-        global_batch_size: samples per step over all ranks.
+        num_samples: Number of samples, at least 1.
+        global_batch_size: Samples per step over all ranks.
         last: "drop" leaves out the positions that do not fill a global batch (other samples in every epoch), "pad"
             fills the last global batch with positions that name no sample.
 
     Raises:
-        SettingError: an epoch would have no step.
+        SettingError: An epoch would have no step.
     """
     if last == "pad":
         return -(-num_samples // global_batch_size)
@@ -169,13 +169,14 @@ def slice_positions(step: int, batch_size: int, rank: int, world_size: int) -> n
     """Return the positions of one rank at one step.
 
     Args:
-        step: of the epoch, from 0.
-        batch_size: samples per rank.
-        rank: from 0.
-        world_size: the number of ranks.
+        step: Number of the step in the epoch, from 0.
+        batch_size: Samples per rank.
+        rank: Number of the rank, from 0.
+        world_size: Number of ranks.
 
     Returns:
-        int64[batch_size]. Those beyond the last sample are padding. The second of two ranks, in the first step:
+        Positions, int64[batch_size]. Those beyond the last sample are padding. The second of two ranks, in the first
+        step:
 
         >>> slice_positions(step=0, batch_size=4, rank=1, world_size=2)
         array([4, 5, 6, 7])
