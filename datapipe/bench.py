@@ -34,13 +34,13 @@ def bench(
 
     Args:
         folder: The data set, or the folder of its splits.
-        backend: Of `open_loader`.
+        backend: Backend of `open_loader`.
         batch_size: Images per batch, from 1.
-        epochs: How often to iterate over the data set, from 1.
-        size: Of the images in pixels (default: their own where they share one, else 224).
+        epochs: Number of times to iterate over the data set, from 1.
+        size: Size of the images in pixels (default: their own if they share one, else 224).
         step_s: Seconds that the consumer waits, in place of an accelerator, with each batch.
-        crop: How images are cropped, as in `Augment`.
-        settings: Others of `open_loader`.
+        crop: Way of cropping images, as in `Augment`.
+        settings: Other settings of `open_loader`.
 
     Returns:
         - `decoder_in_c`: which is in use, if any, and why no better one;

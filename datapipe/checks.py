@@ -16,7 +16,7 @@ def checked_int(name: str, value: object, lowest: int) -> int:
     """Return a whole number of any type as Python's.
 
     Args:
-        name: Of the setting, for the error.
+        name: Name of the setting, for the error.
         value: Python's or numpy's number; a bool is not one.
         lowest: The smallest number that is allowed.
 
@@ -62,9 +62,9 @@ def check_name(name: str, value: object, allowed: Iterable[str]) -> None:
     """Check that a setting is one of several names.
 
     Args:
-        name: Of the setting, for the error.
-        value: What it is set to.
-        allowed: What it may be set to.
+        name: Name of the setting, for the error.
+        value: Value of the setting.
+        allowed: Values that the setting may have.
 
     Raises:
         SettingError: When it is something else.
@@ -78,10 +78,10 @@ def check_apart(option: str, folder: Path, other_option: str, other: Path) -> No
     """Check that two folders do not lie in each other: neither could be replaced or removed without the other.
 
     Args:
-        option: That names the first, for the error.
-        folder: The first.
-        other_option: That names the second.
-        other: The second.
+        option: Option that names the first folder, for the error.
+        folder: First folder.
+        other_option: Option that names the second folder.
+        other: Second folder.
 
     Raises:
         SettingError: They are the same, or one is in the other.

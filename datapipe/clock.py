@@ -28,7 +28,7 @@ class RunningClock:
     Between two looks at it, whoever looks, at most MOST_S seconds pass.
 
     Args:
-        read: Returns the time in seconds, which does not stand still.
+        read: Function that returns the time in seconds, which does not stand still.
     """
 
     def __init__(self, read: Callable[[], float] = time.monotonic) -> None:

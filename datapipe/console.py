@@ -34,8 +34,8 @@ def run(command: Callable[[], object], name: str = "", is_informing: bool = True
     those that a terminal would act on, in log lines, errors and tracebacks, which may quote what others wrote.
 
     Args:
-        command: What to run.
-        name: Of this process in the log, such as "rank 3"; "" where it is the only one.
+        command: Function to run.
+        name: Name of this process in the log, such as "rank 3"; "" if it is the only one.
         is_informing: Whether it logs more than warnings; of several at the same work, one does.
 
     Returns:
@@ -141,9 +141,9 @@ def format_count(number: int, thing: str, things: str = "") -> str:
     """Return a number of things in words.
 
     Args:
-        number: how many, 0 or more.
-        thing: what is counted, in the singular.
-        things: its plural, where that is not `thing` and an s.
+        number: Number of things, 0 or more.
+        thing: Name of the thing that is counted, in the singular.
+        things: Plural of the name, if that is not `thing` and an s.
     """
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
@@ -201,10 +201,10 @@ class Progress:
     """The progress of a piece of work: a bar on a terminal, elsewhere a log line every half minute.
 
     Args:
-        what: is done, for the reader.
-        total: number of units.
-        unit: what is counted.
-        is_shown: whether this process shows it; of several at the same work, one does.
+        what: Work that is done, in words for the reader.
+        total: Number of units.
+        unit: Name of the things that are counted, in the plural.
+        is_shown: Whether this process shows it; of several at the same work, one does.
     """
 
     def __init__(self, what: str, total: int, unit: str = "images", is_shown: bool = True) -> None:

@@ -42,19 +42,20 @@ def doctor(
     where the filesystem allows it.
 
     Args:
-        folder: on the filesystem in question.
-        local: a folder on the node's own disk, or one to be made there (default: where temporary files go).
-        num_nodes: how many nodes would stage, from 1.
-        network_mb_per_s: what a node receives from others, in MB/s (10⁶ bytes), above 0; None: as fast as the link.
-        master: the host of process 0, to which the link leads; "": the link is that of the default route.
+        folder: Folder on the filesystem in question.
+        local: Folder on the node's own disk, or one to be made there (default: that of temporary files).
+        num_nodes: Number of nodes that would stage, from 1.
+        network_mb_per_s: Rate at which a node receives from others, in MB/s (10⁶ bytes), above 0; None: as fast as the
+            link.
+        master: Host of process 0, to which the link leads; "": the link is that of the default route.
 
     Returns:
         `filesystem`, `node`, `decoders`, `staging` (None without a data set) and `advice` (lines).
 
     Raises:
         WrongPathError: The folder does not exist.
-        DatapipeError: it cannot be written to and has nothing to read.
-        SettingError: a number is out of its range.
+        DatapipeError: It cannot be written to and has nothing to read.
+        SettingError: A number is out of its range.
     """
     from .stage_costs import assess, describe_costs
 
@@ -85,12 +86,12 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     """Say what follows from measurements. Pure.
 
     Args:
-        filesystem: as in `doctor`'s result.
-        node: the same.
-        decoders: the same.
+        filesystem: Measurements of the filesystem, as in `doctor`'s result.
+        node: Measurements of the node, as in `doctor`'s result.
+        decoders: Measurements of the decoders, as in `doctor`'s result.
 
     Returns:
-        lines for the user.
+        Lines for the user.
     """
     lines, why = [], _why_stage(filesystem)
     sequential, scattered = filesystem["sequential_mb_per_s"], filesystem["random_mb_per_s"]

@@ -25,10 +25,10 @@ class DatapipeError(Exception):
     """Root of every error about data.
 
     Args:
-        message: what is wrong.
-        path: the file or folder, if known. It begins the message, as do the following.
-        shard: name of the shard, if known.
-        key: of the sample, if known.
+        message: Description of what is wrong.
+        path: File or folder, if known. It begins the message, as do the following.
+        shard: Name of the shard, if known.
+        key: Key of the sample, if known.
     """
 
     has_lines = False  # whether the message is several lines, which a command prints as such
@@ -107,9 +107,9 @@ class MissingBackendError(DatapipeError):
         """Return the error for a missing library that one of the extras in pyproject.toml brings.
 
         Args:
-            message: what is missing.
-            extra: its name in pyproject.toml.
-            path: of the file that needs it, if any.
+            message: Description of what is missing.
+            extra: Name of the extra in pyproject.toml.
+            path: Path of the file that needs it, if any.
         """
         return cls(f"{message}: {how_to_install(extra)}", path=path)
 

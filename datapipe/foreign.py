@@ -71,7 +71,7 @@ def find_problem(info: os.stat_result, owner: int | None = None) -> str:
     """Say why a file, folder or link is not believed; "" if it is.
 
     Args:
-        info: What lstat(2) tells of it.
+        info: Result of lstat(2) for the file, folder or link.
         owner: User whose it may be, besides root (default: this user).
     """
     is_folder, user = stat.S_ISDIR(info.st_mode), os.geteuid() if owner is None else owner
@@ -119,8 +119,8 @@ def open_own(path: Path, flags: int = 0) -> int:
     """Open a file of this user's for reading and writing, and make it if it is not there.
 
     Args:
-        path: Of the file.
-        flags: More of them, of open(2).
+        path: Path of the file.
+        flags: Further flags of open(2).
 
     Returns:
         Its descriptor.
@@ -146,7 +146,7 @@ def open_plain(path: Path) -> tuple[int, bool]:
     """Open a plain file, not a link, which another user could have planted.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Returns:
         Its descriptor, and whether it can be written to, and this user made it.
@@ -170,7 +170,7 @@ def read_own(path: Path, owner: int | None = None) -> bytes:
     """Read a file that is believed.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         owner: User whose file it may be, besides root (default: this user).
 
     Returns:
@@ -191,7 +191,7 @@ def read_note(path: Path, dir_fd: int | None = None) -> bytes:
     """Read a small file of any user's. Raises OSError for a link, and for what is not a plain file.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         dir_fd: Folder that it is relative to, if any.
 
     Returns:

@@ -144,8 +144,8 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     """Make a folder, and those above it, so that they survive a power cut; one that exists is not changed.
 
     Args:
-        path: Of the folder.
-        mode: Of each that is made, less what the umask takes away.
+        path: Path of the folder.
+        mode: Mode of each folder that is made, less what the umask takes away.
     """
     if path.is_dir():
         return

@@ -23,10 +23,10 @@ class ProcessId:
 
     Attributes:
         host: Name of its host.
-        boot: What tells the host's present life from its earlier ones; "" where the system does not say.
-        namespace: What tells its container's process numbers from those of others; "" where the system does not say.
+        boot: Mark that tells the host's present life from its earlier ones; "" if the system does not say.
+        namespace: Mark that tells its container's process numbers from those of others; "" if the system does not say.
         pid: Its number.
-        started: When it began, in the kernel's ticks since the host booted; "" for a process that has ended.
+        started: Time at which it began, in the kernel's ticks since the host booted; "" for a process that has ended.
     """
 
     host: str

@@ -42,8 +42,8 @@ class VariantsError(AmbiguousSplitError):
 
     Attributes:
         variants: The variants of each split that has some.
-        choices: What to type to take one of them.
-        joined: What to type to take all; "" if nothing is known.
+        choices: Words that say what to type to take one of them.
+        joined: Words that say what to type to take all; "" if nothing is known.
     """
 
     def __init__(self, source: Path, why: str, variants: Mapping[str, Variants], choices: str, joined: str) -> None:
@@ -82,9 +82,9 @@ class SplitRule:
         """Divide the parts of a data set, which are files or folders, by split.
 
         Args:
-            names: Their paths below the source.
+            names: Paths of the parts below the source.
             source: The data set, for its own name and for messages.
-            typed: What `--split` names a part by, for messages.
+            typed: Function that returns the names by which `--split` selects a part, for messages.
 
         Returns:
             The names of each split that there is: "train", "val", "test". All are train's if none speaks of a split.
@@ -170,7 +170,7 @@ def _check_variants(
         splits: The names of each split.
         words: The words of splits in each name.
         source: The data set, for messages.
-        typed: What `--split` names a part by.
+        typed: Function that returns the names by which `--split` selects a part.
     """
     there = {split: names for split, names in splits.items() if split != TEST or VAL not in splits}
     variants = {split: its for split, names in there.items() if (its := find_variants(names))}
@@ -196,9 +196,9 @@ def _advise_variants(
 
     Args:
         there: The names of each split that is taken.
-        variants: Those of splits that have several.
+        variants: Variants of the splits that have several.
         splits: The names of all splits.
-        typed: What `--split` names a part by.
+        typed: Function that returns the names by which `--split` selects a part.
     """
     groups = {split: its.groups for split, its in variants.items()}
     choices: list[Mapping[str, list[str]]] = []

@@ -50,14 +50,14 @@ def work_on_files(
     it is in.
 
     Args:
-        work: must call `moved` after each read and write.
-        items: what to work on.
-        path_of: the file that an item is about, for messages.
-        limit_s: how long a read or write may take, in seconds.
-        count: of threads.
+        work: Function that does the work, and must call `moved` after each read and write.
+        items: Items to work on.
+        path_of: Function that returns the file that an item is about, for messages.
+        limit_s: Longest time that a read or write may take, in seconds.
+        count: Number of threads.
 
     Raises:
-        DatapipeError: nothing moved for `limit_s` seconds; names the file. And whatever `work` raises.
+        DatapipeError: Nothing moved for `limit_s` seconds; names the file. And whatever `work` raises.
     """
     upcoming: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
@@ -108,12 +108,12 @@ def in_time(function: Callable[[], Result], path: Path, limit_s: float) -> Resul
     """Call a function that reads at `path`, in a thread, and return what it returns.
 
     Args:
-        function: is called once.
-        path: of the file or folder, for messages.
-        limit_s: how long it may take, in seconds.
+        function: Function that is called once.
+        path: Path of the file or folder, for messages.
+        limit_s: Longest time that it may take, in seconds.
 
     Raises:
-        DatapipeError: it takes longer. And whatever the function raises.
+        DatapipeError: It takes longer. And whatever the function raises.
     """
     with closing(work_on_files(lambda _, moved: function(), [path], lambda path: path, limit_s)) as results:
         return next(results)

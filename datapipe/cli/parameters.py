@@ -53,7 +53,7 @@ def name_as_typed(message: str, app: typer.Typer) -> str:
     """Put the option that was typed (`--shard-mib`) in place of the setting's name (`shard_mib`) that begins a message.
 
     Args:
-        message: Of a SettingError.
+        message: Message of a SettingError.
         app: The commands; a setting that is not an option of any keeps its name.
     """
     name, colon, rest = message.partition(":")

@@ -30,7 +30,7 @@ def pack_and_print(
     """Pack or convert, and print what is in OUT then.
 
     Args:
-        pack: Does the work: one of the functions of `packing`.
+        pack: Function that does the work: one of those of `packing`.
         source: Its first argument.
         out: Its second argument.
         options: Its third argument.

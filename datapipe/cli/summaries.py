@@ -65,7 +65,7 @@ def format_packed(out: Path, manifests: Mapping[str, Manifest], seconds: float, 
     Args:
         out: Folder of the data sets.
         manifests: Their manifests by split.
-        seconds: How long it took.
+        seconds: Time that it took, in seconds.
         is_recoded: False for `convert`, which keeps the images' bytes: the options in its manifests are those of the
             pack before.
     """

@@ -135,9 +135,9 @@ def check_step(environ: Mapping[str, str], step: Task, remedy: str = "unset SLUR
     """Refuse variables of another job: sbatch, called in a step, passes on that step's, and its script is in none.
 
     Args:
-        environ: the environment variables.
-        step: what they say of a step.
-        remedy: what to do where the process is not to be started by srun.
+        environ: The environment variables.
+        step: Task of the step that they describe.
+        remedy: Words that say what to do if the process is not to be started by srun.
 
     Raises:
         SettingError: The step is not of this job.

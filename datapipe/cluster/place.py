@@ -19,14 +19,14 @@ class Placement:
     """Where a process is in its job, and where the processes can meet.
 
     Attributes:
-        rank: its number, from 0.
-        world_size: how many processes there are.
-        master: host name or address of process 0; "" where that is not known.
-        port: a TCP port there that this job may use, such as for staging.
-        has_store: whether the launcher keeps a store of torch's at that port.
-        launcher: what said so, for messages; empty where nothing did.
-        job: the scheduler's number of the job, or else the launcher's own name of it; "" without one.
-        has_own_port: whether other jobs have another port: the job has a name, or the user has set the port, or
+        rank: Number of the process, from 0.
+        world_size: Number of processes.
+        master: Host name or address of process 0; "" if that is not known.
+        port: TCP port there that this job may use, such as for staging.
+        has_store: Whether the launcher keeps a store of torch's at that port.
+        launcher: Source of these numbers, for messages; empty if nothing told them.
+        job: Number that the scheduler gave the job, or else the launcher's own name of it; "" without one.
+        has_own_port: Whether other jobs have another port: the job has a name, or the user has set the port, or
             numbers the processes by hand, and knows which jobs share a host.
     """
 
@@ -57,9 +57,9 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
     """Find out where this process is in its job.
 
     Args:
-        environ: the environment variables.
+        environ: The environment variables.
         explicit: "I/N" from the user; it overrides them.
-        master: host of process 0, from the user; it overrides them.
+        master: Host of process 0, from the user; it overrides them.
 
     Returns:
         A process alone where nothing says otherwise.

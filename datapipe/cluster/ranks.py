@@ -23,13 +23,13 @@ def rank_placement(environ: Mapping[str, str]) -> Placement:
     """Find out which rank of a training this process is, as `placement` does.
 
     Args:
-        environ: the environment variables.
+        environ: The environment variables.
 
     Returns:
         A process alone only where nothing speaks against that.
 
     Raises:
-        SettingError: as `placement`; or what would train alone is one part of several, as it seems.
+        SettingError: As `placement`; or what would train alone is one part of several, as it seems.
     """
     place = placement(environ)
     problem = lonely(environ, place)

@@ -30,7 +30,7 @@ class NodeGroup:
         timeout_s: Longest time that another node may take, in seconds.
 
     Raises:
-        CrewError: they cannot be connected; names the addresses of both sides.
+        CrewError: They cannot be connected; names the addresses of both sides.
     """
 
     def __init__(self, crew: Crew, address: str, timeout_s: float) -> None:
@@ -50,8 +50,8 @@ class NodeGroup:
         """Send bytes to all nodes, and receive those of each.
 
         Args:
-            mine: uint8[n].
-            everyones: uint8[nodes, n], is filled.
+            mine: Bytes of this node, uint8[n].
+            everyones: Memory for the bytes of all nodes, uint8[nodes, n], which is filled.
 
         Raises:
             CrewError: A node is gone, or has not taken part in time: `Crew.explain` names it.

@@ -38,18 +38,18 @@ class Crew:
     """The processes of a job, and its nodes. See `meeting.open_crew`.
 
     Attributes:
-        index: number of this node, from 0.
-        hosts: names of all nodes, in order.
-        is_leader: whether this is the process that speaks for its node, the first one there.
-        hosts_of_ranks: names of the nodes of all processes, in order.
-        local_ranks: the numbers of the processes of this node.
-        leaders: those of the first process of each node.
-        timeout_s: how long another process may give no sign of life, in seconds.
-        describe: returns what this process tells the others of itself each second; JSON must hold it.
-        numbers: by which the nodes are named: those that they had before others were lost.
-        missing: of the processes, those that `explain` found to be silent, or to have left.
-        has_lost_store: whether `explain` found that the store is gone.
-        is_broken: whether a process has said that the others do not continue as they are (`break_up`).
+        index: Number of this node, from 0.
+        hosts: Names of all nodes, in order.
+        is_leader: Whether this is the process that speaks for its node, the first one there.
+        hosts_of_ranks: Names of the nodes of all processes, in order.
+        local_ranks: Numbers of the processes of this node.
+        leaders: Numbers of the first process of each node.
+        timeout_s: Longest time that another process may give no sign of life, in seconds.
+        describe: Function that returns what this process tells the others of itself each second; JSON must hold it.
+        numbers: Numbers by which the nodes are named: those that they had before others were lost.
+        missing: Numbers of the processes that `explain` found to be silent, or to have left.
+        has_lost_store: Whether `explain` found that the store is gone.
+        is_broken: Whether a process has said that the others do not continue as they are (`break_up`).
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Crew:
         """Tell the other nodes something, and return what each told, by node.
 
         Args:
-            name: of the subject; each is gathered once.
-            value: what JSON can hold.
+            name: Name of the subject; each is gathered once.
+            value: Any value that JSON can hold.
 
         Raises:
-            CrewError: a node has left, or does not answer; names it.
+            CrewError: A node has left, or does not answer; names it.
         """
         return self._gather(name, value, self.leaders, self.placement.rank, self.is_broken.is_set)
 
@@ -150,8 +150,8 @@ class Crew:
         """Find the address by which the other nodes reach this one; processes that lead a node call this together.
 
         Args:
-            interface: the network interface; None: the one that leads to process 0.
-            option: by which a user chooses the interface, for the message.
+            interface: Network interface; None: the one that leads to process 0.
+            option: Option by which a user chooses the interface, for the message.
 
         Raises:
             UnreachableError: A node does not reach another; names the addresses of both sides.

@@ -51,8 +51,8 @@ class MpiGroup:
     silent one ends all as well, since MPI itself could not end in any of them. To stage again continues.
 
     Args:
-        crew: the nodes.
-        timeout_s: how long another node may take, in seconds.
+        crew: Processes of the job, and its nodes.
+        timeout_s: Longest time that another node may take, in seconds.
     """
 
     def __init__(self, crew: Crew, timeout_s: float) -> None:
@@ -64,11 +64,11 @@ class MpiGroup:
         """Send bytes to all nodes, and receive those of each.
 
         Args:
-            mine: uint8[n].
-            everyones: uint8[nodes, n], is filled.
+            mine: Bytes of this node, uint8[n].
+            everyones: Memory for the bytes of all nodes, uint8[nodes, n], which is filled.
 
         Raises:
-            CrewError: a node has left; names it.
+            CrewError: A node has left; names it.
         """
         request = self._nodes.Iallgather(mine.numpy(), everyones.numpy())
         begun = looked = clock.now()

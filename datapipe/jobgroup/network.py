@@ -62,7 +62,7 @@ def link_speed(host: str = "") -> tuple[str, float | None]:
     """Find the interface that leads to a host.
 
     Args:
-        host: its name; "": the interface of the default route.
+        host: Name of the host; "": the interface of the default route.
 
     Returns:
         The interface's name, "" where none leads there; what its link carries in MB/s (10⁶ bytes), None where the
@@ -83,10 +83,10 @@ def find_address(gather: Gather, index: int, interface: str | None, master: str)
     """Find, together with all other nodes, this node's address for what it exchanges with them.
 
     Args:
-        gather: tells all nodes something, and returns what each tells; see `Crew.gather`.
-        index: number of this node.
-        interface: the network interface; None: the one that leads to process 0, or from there to node 1.
-        master: host of process 0.
+        gather: Function that tells all nodes something, and returns what each tells; see `Crew.gather`.
+        index: Number of this node.
+        interface: Network interface; None: the one that leads to process 0, or from there to node 1.
+        master: Host of process 0.
 
     Returns:
         The address; "" where there is none.
@@ -108,14 +108,14 @@ def find_unreachable(gather: Gather, index: int, hosts: list[str], mine: str, ti
     """Find out, together with all other nodes, whether each reaches the next one, and the last the first.
 
     Args:
-        gather: tells all nodes something, and returns what each tells; see `Crew.gather`.
-        index: number of this node.
-        hosts: names of all nodes.
-        mine: this node's address; "" where it has none.
-        timeout_s: how long a node may take to answer, in seconds.
+        gather: Function that tells all nodes something, and returns what each tells; see `Crew.gather`.
+        index: Number of this node.
+        hosts: Names of all nodes.
+        mine: Address of this node; "" if it has none.
+        timeout_s: Longest time that a node may take to answer, in seconds.
 
     Returns:
-        Which node does not reach which, with the addresses of both, the same on all nodes; "" if all do.
+        Description of which node does not reach which, with the addresses of both, the same on all nodes; "" if all do.
     """
     token = os.urandom(TOKEN_BYTES)
     with ExitStack() as stack:

@@ -51,19 +51,19 @@ def open_crew(
     """Meet the other processes of a job, and part from them at the end.
 
     Args:
-        placement: of this process.
-        timeout_s: how long another may give no sign of life, in seconds.
+        placement: Placement of this process.
+        timeout_s: Longest time that another process may give no sign of life, in seconds.
         noun: "node", where one process of each matters, or "rank", where all do.
-        refusal: why this process comes only to tell the others that it leaves; "" if it stays.
-        option: by which a user sets `timeout_s`, for messages.
+        refusal: Reason for which this process comes only to tell the others that it leaves; "" if it stays.
+        option: Option by which a user sets `timeout_s`, for messages.
         secret: File of the secret that they share; None: see `secret.choose_file`.
 
     Yields:
         The processes.
 
     Raises:
-        SettingError: process 0 cannot be found, or other jobs would meet at the same port.
-        CrewError: not all processes came; or the refusal.
+        SettingError: Process 0 cannot be found, or other jobs would meet at the same port.
+        CrewError: Not all processes came; or the refusal.
     """
     if not placement.master:
         message = f"the host of process 0 is needed, which {placement.launcher or 'the environment'} does not tell"

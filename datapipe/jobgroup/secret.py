@@ -60,9 +60,9 @@ def read_secret(path: Path, makes_it: bool = True, patience_s: float = WRITE_S) 
     need no room, and else says itself what is wrong.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         makes_it: Whether to make it if it is not there; else it is waited for.
-        patience_s: How long to wait for the process that makes it, in seconds.
+        patience_s: Time to wait for the process that makes it, in seconds.
 
     Returns:
         The secret, as hexadecimal digits.
@@ -133,9 +133,9 @@ class SignedStore:
 
     Args:
         store: The store.
-        prefix: Of its keys, which is signed as well.
-        secret: Shared by the processes.
-        place: Where the store and the secret are, for messages.
+        prefix: Prefix of its keys, which is signed as well.
+        secret: Secret that the processes share.
+        place: Words that say where the store and the secret are, for messages.
     """
 
     def __init__(self, store: dist.Store, prefix: str, secret: bytes, place: str) -> None:

@@ -44,7 +44,7 @@ def ask(question: Callable[[], Answer], limit_s: float) -> Answer:
         limit_s: Longest time that it may take, in seconds.
 
     Returns:
-        What the function returns.
+        Result of the function.
 
     Raises:
         RuntimeError: It takes longer, or the store is gone.
@@ -77,16 +77,16 @@ def connect_store(placement: Placement, is_first: bool, timeout_s: float, option
     """Connect to the store, which process 0 keeps from its first connection on, unless torchrun does.
 
     Args:
-        placement: of this process.
-        is_first: whether this is the process's first connection.
-        timeout_s: how long process 0 may take to come, in seconds.
-        option: by which a user sets that, for messages.
+        placement: Placement of this process.
+        is_first: Whether this is the process's first connection.
+        timeout_s: Longest time that process 0 may take to come, in seconds.
+        option: Option by which a user sets that, for messages.
 
     Returns:
         The store.
 
     Raises:
-        CrewError: it does not come, or cannot listen there.
+        CrewError: It does not come, or cannot listen there.
     """
     is_keeper = is_first and placement.rank == 0 and not placement.has_store
     place, limit = (placement.master, placement.port), timedelta(seconds=timeout_s)
