@@ -51,10 +51,10 @@ def save_checkpoint(path: Path, content: dict[str, Any], keep: int = 1) -> None:
     """Write a checkpoint, whole or not at all.
 
     Args:
-        path: Where to.
+        path: Path of the file.
         content: Tensors, numbers, text, and lists and dicts of them. Added are "format" and the state of torch's random
             numbers.
-        keep: How many of the last checkpoints there are to be, with this one.
+        keep: Number of the last checkpoints that are kept, with this one.
 
     Raises:
         OSError: It cannot be written; the file that was there before stays.

@@ -75,8 +75,8 @@ def open_local(root: Path, run: Path, keep: int, checkpoint: dict[str, Any] | No
     Args:
         root: Folder on this node's own disk.
         run: Folder of the run.
-        keep: How many of the last checkpoints there are to be in the run's folder.
-        checkpoint: What `read_checkpoint` has returned, from which the run continues.
+        keep: Number of the last checkpoints that are kept in the run's folder.
+        checkpoint: Result of `read_checkpoint`, from which the run continues.
 
     Yields:
         The checkpoints; in the end their copies are waited for.
@@ -101,9 +101,9 @@ class LocalCheckpoints:
     Only the newest ones are copied: where checkpoints come faster than they can be copied, some never are.
 
     Args:
-        folder: On the node's own disk; for this run alone.
+        folder: Folder on the node's own disk; for this run alone.
         run: Folder of the run.
-        keep: How many of the last checkpoints there are to be in the run's folder.
+        keep: Number of the last checkpoints that are kept in the run's folder.
     """
 
     def __init__(self, folder: Path, run: Path, keep: int) -> None:
@@ -120,7 +120,7 @@ class LocalCheckpoints:
         """Write a checkpoint to this disk, and begin to copy it.
 
         Args:
-            content: As of `save_checkpoint`.
+            content: Content of the checkpoint, as for `save_checkpoint`.
             is_best: Whether it is that of the best epoch.
 
         Returns:

@@ -41,7 +41,7 @@ class CurvatureBlock:
         """Make the block of a layer that has not been used yet.
 
         Args:
-            hook: Sums the layer's statistics.
+            hook: Hook that sums the layer's statistics.
             assignment: The layer's owner and column; any, for a norm.
             rank: This process's rank.
             inv_dtype: The type of a solution's matrices, if it is not that of the factors.
@@ -155,7 +155,7 @@ class CurvatureBlock:
         Args:
             solver: The solver of the solution.
             gradient: The gradient as a matrix, see `Layer.matrix`.
-            damping: λ, above 0.
+            damping: Damping λ, above 0.
 
         Returns:
             A matrix with the shape and type of `gradient`.

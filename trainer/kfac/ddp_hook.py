@@ -63,8 +63,8 @@ def _reduce(
     Args:
         bucket: DDP's bucket.
         owners: The owner of each parameter of a layer.
-        preconditioner: That of the model. If its `gradients_at_owners` is False, it has been removed, and no parameter
-            has an owner.
+        preconditioner: Preconditioner of the model. If its `gradients_at_owners` is False, it has been removed, and no
+            parameter has an owner.
         group: DDP's process group.
 
     Returns:

@@ -19,7 +19,7 @@ class FactorUpdates:
     Attributes:
         every: The `factor_update_steps` by which the layers of this step were chosen.
         batch_size: Samples of a step, over all ranks and micro-batches; 0 while that is not known.
-        schedule: Which layers update their factors and inverses in a step.
+        schedule: Schedule of which layers update their factors and inverses in a step.
     """
 
     def __init__(

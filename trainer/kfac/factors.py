@@ -42,7 +42,7 @@ def append_ones(factor_Gnn: Tensor, sums_Gn: Tensor, num_rows: int) -> Tensor:
     Args:
         factor_Gnn: The sum of the rows' outer products.
         sums_Gn: The sum of the rows.
-        num_rows: How many there are.
+        num_rows: Number of rows.
 
     Returns:
         [G, n + 1, n + 1].

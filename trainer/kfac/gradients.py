@@ -23,7 +23,8 @@ def precondition_gradients(
     Args:
         blocks: The layers that have a gradient and a solution (or are norms), by name.
         communicator: The ranks.
-        solve: Returns the preconditioned gradient of a layer, from its block and its raw gradient as a matrix.
+        solve: Function that returns the preconditioned gradient of a layer, from its block and its raw gradient as a
+            matrix.
         kl_clip: The bound of the step, see `clip`.
         lr: The learning rate.
 

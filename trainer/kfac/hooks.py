@@ -31,7 +31,8 @@ class StatisticsHook:
 
     Attributes:
         is_active: Whether this step's statistics are summed.
-        on_complete: Called after each micro-batch, with the number of micro-batches so far in this step.
+        on_complete: Function that is called after each micro-batch, with the number of micro-batches so far in this
+            step.
         batch_size: Samples of the last micro-batch, whatever the fraction.
         num_samples: Samples that have been summed in this step.
         num_rows: Rows that have been summed in this step.
@@ -42,8 +43,8 @@ class StatisticsHook:
 
         Args:
             layer: The layer, whose module gets the hook.
-            gradient_scale: Returns the factor that makes the gradient of a mean over one sample the gradient of that
-                sample's own loss.
+            gradient_scale: Function that returns the factor that makes the gradient of a mean over one sample the
+                gradient of that sample's own loss.
             fraction: The share of the samples that is summed, above 0 to 1: the first ones, at least one.
         """
         self.layer, self.is_active = layer, False

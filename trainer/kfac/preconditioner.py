@@ -41,7 +41,7 @@ class KFAC:
     not use the same layers in a step. Martens and Grosse 2015; Grosse and Martens 2016; Pauloski et al. 2021.
 
     Attributes:
-        steps: How often `step` has been called.
+        steps: Number of times that `step` has been called.
         unsupported: Names of the modules and parameters that keep their gradients, as K-FAC does not know them.
         model: The model, without DistributedDataParallel.
         communicator: The ranks, and what this one has sent.
@@ -86,7 +86,7 @@ class KFAC:
 
         Args:
             model: Any module, also in DistributedDataParallel or compiled.
-            damping: λ, which is added to the curvature; above 0.
+            damping: Damping λ, which is added to the curvature; above 0.
             factor_update_steps: A layer's factors are averaged once in so many steps. In the first ones, while a
                 network changes fast, once in step 0, 1, 2 to 3, 4 to 7, 8 to 15 and so on. A changed value takes effect
                 one step late: the layers of the next step are already chosen.

@@ -35,7 +35,7 @@ class Solver(ABC):
     """Computes and applies solutions.
 
     Attributes:
-        fallbacks: How many decompositions have failed. The solution before is then kept; at first that is the one
+        fallbacks: Number of decompositions that have failed. The solution before is then kept; at first that is the one
             which leaves the gradient as it is.
     """
 
@@ -55,7 +55,7 @@ class Solver(ABC):
         Args:
             a_factor: [G, n, n], or [1, n] for a diagonal.
             g_factor: [G, m, m].
-            damping: λ, above 0.
+            damping: Damping λ, above 0.
             before: The last solution, which is returned where a decomposition fails.
         """
 
@@ -64,9 +64,9 @@ class Solver(ABC):
         """Return the preconditioned gradient.
 
         Args:
-            solution: What `update_inverse` has returned.
+            solution: Solution that `update_inverse` has returned.
             gradient: [G, m, n]; for factors of one group also [K, m, n], of which the K are treated alike.
-            damping: λ, above 0.
+            damping: Damping λ, above 0.
 
         Returns:
             A tensor with the shape and type of `gradient`.
@@ -162,7 +162,7 @@ def damp_factors(a_factor: Tensor, g_factor: Tensor, damping: float) -> tuple[Te
     Args:
         a_factor: [G, n, n], or [1, n] for a diagonal.
         g_factor: [G, m, m].
-        damping: λ, above 0.
+        damping: Damping λ, above 0.
 
     Returns:
         Both, with their shapes and types.
@@ -209,8 +209,8 @@ def precondition_units(packed_factor: Tensor, gradient: Tensor, damping: float) 
 
     Args:
         packed_factor: F as packed triangles: [U, 1] or [U, 3].
-        gradient: d, [U, k] with k = 1 or 2.
-        damping: λ, above 0.
+        gradient: Gradient d, [U, k] with k = 1 or 2.
+        damping: Damping λ, above 0.
 
     Returns:
         [U, k].

@@ -33,20 +33,20 @@ class Launch:
     """What a script trains, and on what. Raises SettingError for a setting out of its range.
 
     Attributes:
-        recipe: name of a built-in recipe, or path of a .toml file.
-        data: packed data set: the folder that holds train/ and val/.
-        out: folder of the run.
-        scheduler: slurm, pbs, mpi or local.
-        nodes: how many, from 1.
-        gpus_per_node: as many ranks run on each node; 0: one, on the processor.
-        stage: folder on each node's own disk, to which the data set is staged first; None: it is not staged.
-        time: of the job at most, as Slurm writes it, such as 4:00:00; None: the site's default.
-        max_restarts: how often the script continues by itself: when the time is over, and with Slurm also when a rank
-            has failed, without its node.
-        changes: settings of the recipe to change, such as "train.epochs=3".
-        local_checkpoints: folder on each node's own disk, to which checkpoints are written first; None: they are not.
-        options: further options of sbatch or qsub, such as "--account=abc".
-        path: folder of the programs, for the script's PATH; None: as it is where the script is submitted.
+        recipe: Name of a built-in recipe, or path of a .toml file.
+        data: Packed data set: the folder that holds train/ and val/.
+        out: Folder of the run.
+        scheduler: Scheduler of the script: slurm, pbs, mpi or local.
+        nodes: Number of nodes, from 1.
+        gpus_per_node: Number of GPUs of each node, each of which has a rank; 0: one rank per node, on the processor.
+        stage: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+        time: Longest time of the job, as Slurm writes it, such as 4:00:00; None: the site's default.
+        max_restarts: Number of times that the script continues by itself: when the time is over, and with Slurm also
+            when a rank has failed, without its node.
+        changes: Settings of the recipe to change, such as "train.epochs=3".
+        local_checkpoints: Folder on each node's own disk, to which checkpoints are written first; None: they are not.
+        options: Further options of sbatch or qsub, such as "--account=abc".
+        path: Folder of the programs, for the script's PATH; None: PATH as it is where the script is submitted.
     """
 
     recipe: str

@@ -29,12 +29,12 @@ class Comparison:
     """A figure of two groups.
 
     Attributes:
-        figure: how it is called.
-        a: its mean in the first group, as text; with "(3 of 5)" where not all runs have it.
-        b: the same of the second.
-        estimate: the ratio B/A, or the difference B - A.
-        is_ratio: which of them.
-        verdict: what it amounts to, in words.
+        figure: Name of the figure.
+        a: Mean of the figure in the first group, as text; with "(3 of 5)" if not all runs have it.
+        b: Mean of the figure in the second group, as text; with "(3 of 5)" if not all runs have it.
+        estimate: Ratio B/A, or the difference B - A.
+        is_ratio: Whether the estimate is the ratio.
+        verdict: Meaning of the estimate, in words.
     """
 
     figure: str

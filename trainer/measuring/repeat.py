@@ -45,15 +45,16 @@ class Repeats:
     """What is trained, and how often. Raises SettingError for a setting out of its range.
 
     Attributes:
-        recipe: name of a built-in recipe, or path of a .toml file.
-        data: packed data set: the folder that holds train/ and val/.
-        out: folder of the runs, each in seed-K.
-        num_seeds: how many, from the recipe's own seed on.
-        changes: settings of the recipe to change, such as "train.epochs=3".
-        device: auto, cpu or cuda.
-        stage: folder on each node's own disk, to which the data set is staged first; None: it is not staged.
-        ranks: processes of each training.
-        launcher: what starts them: torchrun on this host, or srun in a Slurm job; alone, a rank needs no torchrun.
+        recipe: Name of a built-in recipe, or path of a .toml file.
+        data: Packed data set: the folder that holds train/ and val/.
+        out: Folder of the runs, each in seed-K.
+        num_seeds: Number of seeds, from the recipe's own seed on.
+        changes: Settings of the recipe to change, such as "train.epochs=3".
+        device: Device of the training: auto, cpu or cuda.
+        stage: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+        ranks: Number of processes of each training.
+        launcher: Program that starts them: torchrun on this host, or srun in a Slurm job; alone, a rank needs no
+            torchrun.
     """
 
     recipe: str
@@ -104,7 +105,7 @@ def repeat(plan: Repeats, index: int | None = None) -> tuple[Group, int]:
     A run that has finished stays as it is. All others are resumed, those that failed as well; how often is told.
 
     Args:
-        plan: What is trained.
+        plan: Description of the trainings.
         index: Number of the only seed to train with, from 0; None: all of them.
 
     Returns:

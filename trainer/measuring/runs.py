@@ -35,9 +35,9 @@ class Outcome:
     """What a run has come to.
 
     Attributes:
-        name: of the run's folder.
-        run: what its metrics.jsonl says; None where that does not begin with a whole line.
-        attempts: the lines of its attempts.jsonl, if `trainer repeat` has started it.
+        name: Name of the run's folder.
+        run: Content of its metrics.jsonl; None if that does not begin with a whole line.
+        attempts: Lines of its attempts.jsonl, if `trainer repeat` has started it.
     """
 
     name: str

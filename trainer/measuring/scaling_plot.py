@@ -31,9 +31,9 @@ def write_plot(rows: Sequence[Row], scales: Mapping[int, Sequence[Outcome]], fol
     """Write scaling.png and scaling.pdf.
 
     Args:
-        rows: Of the table.
+        rows: Rows of the table.
         scales: The runs on each number of ranks.
-        folder: Where to write.
+        folder: Folder to which the files are written.
     """
     from matplotlib.figure import Figure
 

@@ -16,9 +16,9 @@ class Segment:
     """A part of a run in which the number of ranks was the same.
 
     Attributes:
-        ranks: that number.
-        steps: after which step it began, and the last step in it.
-        images_per_s: over all of its steps; NaN where it is too short for a line of metrics.
+        ranks: Number of ranks.
+        steps: Number of the step after which it began, and that of the last step in it.
+        images_per_s: Images per second over all of its steps; NaN if it is too short for a line of metrics.
     """
 
     ranks: int
@@ -31,16 +31,16 @@ class Row:
     """A line of the table: all whole runs on a number of ranks, or a segment of a run that was resumed on others.
 
     Attributes:
-        ranks: how many.
-        segment: of which run and which steps; "" for whole runs.
-        num_runs: how many were begun.
-        images_per_s: over those that have finished, and their spread.
-        note: what a reader should know.
-        speed_up: of images/s, against the ideal of a single rank.
-        efficiency: the speed-up in parts of the ideal one.
-        nodes: how many; None where that is not known.
-        accuracy: the mean of the last accuracies.
-        time_to_target_s: the mean of those that reached the target.
+        ranks: Number of ranks.
+        segment: Name of the run and the first and last step of the segment; "" for whole runs.
+        num_runs: Number of runs that were begun.
+        images_per_s: Images per second over the runs that have finished, and their spread.
+        note: Remarks that a reader should know.
+        speed_up: Speed-up of images/s, against the ideal of a single rank.
+        efficiency: Speed-up in parts of the ideal one.
+        nodes: Number of nodes; None if that is not known.
+        accuracy: Mean of the last accuracies.
+        time_to_target_s: Mean time in seconds of those that reached the target.
     """
 
     ranks: int

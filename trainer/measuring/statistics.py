@@ -26,11 +26,11 @@ class Sample:
     """What is known of a figure from several runs. NaN is what is unknown: of no values, or of the spread of one.
 
     Attributes:
-        num: how many values there are.
-        mean: their mean.
-        std: their standard deviation, that of a sample (n - 1).
-        low: where the 95 % interval of the mean begins.
-        high: where it ends.
+        num: Number of values.
+        mean: Mean of the values.
+        std: Standard deviation of the values, that of a sample (n - 1).
+        low: Lower end of the 95 % interval of the mean.
+        high: Upper end of the 95 % interval of the mean.
     """
 
     num: int
@@ -103,7 +103,7 @@ def student_quantile(freedom: float) -> float:
     integral to the last digits; the angle is found by bisection.
 
     Args:
-        freedom: degrees of freedom, ν, from 1; need not be whole.
+        freedom: Degrees of freedom, ν, from 1; need not be whole.
     """
     whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
     low, high = 0.0, math.pi / 2

@@ -72,8 +72,8 @@ def format_interval(interval: Any, form: str) -> str:
     """Return from where to where an interval goes; a dash where there is none.
 
     Args:
-        interval: a Sample or an Estimate.
-        form: of its ends, as `str.format` has it.
+        interval: Sample or Estimate whose interval is written.
+        form: Format of its ends, as `str.format` has it.
     """
     if math.isnan(interval.low):
         return DASH

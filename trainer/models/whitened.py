@@ -70,7 +70,7 @@ class WhitenedNet(nn.Module):
         """Set the first layer's filters to those that whiten patches.
 
         Args:
-            moments_nn: Of training images, see `patch_moments`.
+            moments_nn: Moments of the patches of training images, see `patch_moments`.
         """
         variances, directions = torch.linalg.eigh(moments_nn)
         filters = (directions / (variances + SMALLEST_VARIANCE).sqrt()).T

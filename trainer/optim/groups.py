@@ -15,8 +15,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, vector_lr_factor: fl
 
     Args:
         model: The network.
-        weight_decay: Of matrices and filters.
-        vector_lr_factor: How many times the rate of the others `set_lr` gives vectors.
+        weight_decay: Decay of matrices and filters.
+        vector_lr_factor: Multiple of the others' learning rate that `set_lr` gives vectors.
 
     Returns:
         The groups that have parameters.

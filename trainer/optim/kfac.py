@@ -132,7 +132,7 @@ def set_for_step(preconditioner: KFAC, settings: Settings, epoch: float, lr: flo
     Args:
         preconditioner: The preconditioner that is changed.
         settings: The recipe's section.
-        epoch: How far the run is, with fractions.
+        epoch: Progress of the run in epochs, with fractions.
         lr: The learning rate of the step.
     """
     for name, value in settings.at_epoch(epoch).items():

@@ -74,9 +74,9 @@ def connected(
     A model that `wrap` wrapped keeps the connections' threads; nothing outside the block may refer to it.
 
     Args:
-        place: Which rank this process is.
-        device: auto, cpu or cuda; see `choose_device`.
-        rank_timeout_s: How long a rank may do nothing, or not come, in seconds; see `Watch`.
+        place: Placement of this process, whose number is its rank.
+        device: Device of the ranks: auto, cpu or cuda; see `choose_device`.
+        rank_timeout_s: Longest time that a rank may do nothing, or not come, in seconds; see `Watch`.
         run: Folder of the run, in which the ranks share a secret until they have met; None: the user's own is used.
         after_staging: Whether the ranks have staged before, for which another node may need much longer.
 

@@ -24,7 +24,7 @@ def check_setup(world: World, recipe: Recipe, data_sets: Mapping[str, str]) -> N
     Args:
         world: This process's place among the ranks.
         recipe: The recipe of the run.
-        data_sets: What identifies each data set.
+        data_sets: Identity of each data set, by name.
 
     Raises:
         TrainingError: A rank has another data set, such as an old copy on its node, other versions of the software, or

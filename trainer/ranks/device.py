@@ -47,7 +47,7 @@ def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
     """Raise SettingError where two ranks would share a GPU.
 
     Args:
-        gpus: By rank, the name of its host and what identifies its GPU; "" on the processor.
+        gpus: Name of the host of each rank, and what identifies its GPU, by rank; "" on the processor.
     """
     for rank, (host, gpu) in enumerate(gpus):
         first = gpus.index((host, gpu))
@@ -83,11 +83,11 @@ def share_cores(allowed: Sequence[Collection[int]], rank: int) -> tuple[int, int
     """Divide the cores of a host among its ranks, each of which may be bound to some of them.
 
     Args:
-        allowed: By rank of this host, the numbers of the cores that it may use.
-        rank: Which of them asks.
+        allowed: Numbers of the cores that each rank of this host may use, by rank.
+        rank: Number of the rank that asks, on this host.
 
     Returns:
-        How many cores they may use together, and the share of this one: of a core that n may use, an n-th.
+        Number of cores that they may use together, and the share of this one: of a core that n may use, an n-th.
     """
     users = Counter(core for cores in allowed for core in cores)
     return len(users), max(1, int(sum(Fraction(1, users[core]) for core in allowed[rank])))

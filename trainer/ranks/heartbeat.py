@@ -62,9 +62,9 @@ class Watch:
         """Note what this rank begins to do. All ranks do the same in the same order, so that the last one is behind.
 
         Args:
-            what: words for a message.
-            is_long: whether it may take LONG_FACTOR times as long as other steps.
-            section: of SECTIONS, where it needs no other rank; -1: it may wait for others.
+            what: Words that name the work, for a message.
+            is_long: Whether it may take LONG_FACTOR times as long as other steps.
+            section: Index in SECTIONS, if it needs no other rank; -1: it may wait for others.
         """
         number, _, was_long, since = self._doing
         now = clock.now()
@@ -101,9 +101,9 @@ class Watch:
 
         Args:
             crew: The ranks.
-            rank: The number of this one.
-            world_size: How many there are.
-            timeout_s: How long one may do nothing, in seconds.
+            rank: Number of this rank.
+            world_size: Number of ranks.
+            timeout_s: Longest time that a rank may do nothing, in seconds.
         """
         self._crew, self._rank, self._world_size, self._timeout_s = crew, rank, world_size, timeout_s
         self._heard_all = clock.now()  # when all ranks last seemed to live

@@ -49,7 +49,7 @@ class StopSignal:
     Args:
         world: This process's place among the ranks.
         names: The signals, without their SIG.
-        ends_at: When this process is to have ended, in seconds since 1970; None: whenever it is done.
+        ends_at: Time at which this process is to have ended, in seconds since 1970; None: the time at which it is done.
 
     Raises:
         SettingError: A name is not that of a signal, or of one after which nothing can be saved.

@@ -38,13 +38,13 @@ class World:
     Attributes:
         rank: Its number.
         local_rank: Its number on its host.
-        world_size: How many ranks there are.
-        local_world_size: How many on its host.
-        device: What it computes on.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on its host.
+        device: Device on which it computes.
         host_of: The name of each rank's host.
         host_cores: Processor cores of its host that the ranks there may use.
         cores: Its share of these.
-        watch: Notices when it, or another rank, does nothing any more.
+        watch: Watch that notices when it, or another rank, does nothing any more.
     """
 
     rank: int = 0

@@ -28,7 +28,7 @@ def advise_kfac(clipped: float, clip_steps: float, cosine: float, kl_clip: Any, 
         clip_steps: Steps that had a clip.
         cosine: Median over the layers of the cosine between the raw and the preconditioned gradient.
         kl_clip: The recipe's.
-        damping: As it was in the end.
+        damping: Damping at the end of the run.
     """
     lines = []
     if clip_steps and clipped >= NEARLY_ALL * clip_steps:

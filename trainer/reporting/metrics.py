@@ -183,7 +183,7 @@ def hardware(device: torch.device, cores: int, hosts: int) -> dict[str, str | in
 
     Args:
         device: The rank's.
-        cores: Those of the host that its ranks may use.
+        cores: Number of cores of the host that its ranks may use.
         hosts: The number of hosts.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

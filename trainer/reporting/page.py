@@ -40,10 +40,10 @@ class Details:
     """What was run, on what, with which settings, and where the time went.
 
     Attributes:
-        label: of the run.
-        changes: what to change, as sentences.
-        tables: of names and values, by title.
-        ranks: a row for each rank, by column; of a run of earlier versions, or before its end, none.
+        label: Label of the run.
+        changes: Changes that the page suggests, as sentences.
+        tables: Tables of names and values, by title.
+        ranks: Row for each rank, by column; of a run of earlier versions, or before its end, none.
     """
 
     label: str
@@ -58,7 +58,7 @@ def write_report(runs: list[Path], out: Path, refresh_s: int | None = None) -> P
     Args:
         runs: Run folders, compared in this order.
         out: Folder to write to; made where it does not exist.
-        refresh_s: How often a browser loads the page again, in seconds; None: never.
+        refresh_s: Time between the reloads of the page by a browser, in seconds; None: no reloads.
 
     Returns:
         The path of report.html.

@@ -99,7 +99,7 @@ def write_plots(runs: list[Run], tables_by_heading: Mapping[str, Tables], out: P
     """Draw those of PLOTS that have something to show.
 
     Args:
-        runs: What they show.
+        runs: Runs that they show.
         tables_by_heading: Text for the first pages of report.pdf.
         out: Folder for report.pdf, and a PNG and a PDF of each; those of an earlier report that are not drawn are
             removed.

@@ -20,7 +20,7 @@ def summary(
         target: The accuracy that ends the run, from 0 to 1; None: no target.
         report: The run's report, if it was written, or why it was not.
         run: Folder of the run.
-        published: What the recipe's source reached.
+        published: Result that the recipe's source reached.
     """
     accuracy = "not evaluated" if end["accuracy"] is None else f"{end['accuracy']:.2%}"
     if target is not None:

@@ -54,7 +54,7 @@ class Clock:
         """Add one step.
 
         Args:
-            waited_s: How long the host waited for the step's batch, in seconds.
+            waited_s: Time that the host waited for the step's batch, in seconds.
             begin: Mark before the forward pass.
             middle: Mark between the backward pass and the update.
             end: Mark after the update.

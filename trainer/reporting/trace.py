@@ -65,8 +65,8 @@ def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], hosts: Sequence[str]) 
     """Return a trace in Chrome's format, which Perfetto opens: a process for each rank, in it a track for each row.
 
     Args:
-        spans_by_rank: of each rank.
-        hosts: the name of each rank's host.
+        spans_by_rank: Spans of each rank.
+        hosts: Name of each rank's host.
     """
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(spans_by_rank):

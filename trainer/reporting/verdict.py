@@ -29,19 +29,20 @@ class Figures(NamedTuple):
     """What was measured of some steps.
 
     Attributes:
-        settings: of the recipe.
-        shares: of the time, by row of a trace; means over the ranks.
-        step_s: how long a step took, in seconds.
-        images_per_s: over all ranks.
-        memory_share: of the device's memory, at most; on the rank that had the least left; NaN: not known.
+        settings: Settings of the recipe.
+        shares: Shares of the time, by row of a trace; means over the ranks.
+        step_s: Time of a step, in seconds.
+        images_per_s: Images per second, over all ranks.
+        memory_share: Largest share of the device's memory that was used; on the rank that had the least left; NaN: not
+            known.
         device: "cuda" or "cpu".
-        world_size: how many ranks.
-        hosts: that they are on.
-        num_parameters: of the network.
-        threads: that compute, per rank.
-        cores: that a rank may use.
-        loader_threads: that decode, per rank.
-        is_staged: whether data is read from a copy on the node's own disk.
+        world_size: Number of ranks.
+        hosts: Number of hosts on which the ranks are.
+        num_parameters: Number of parameters of the network.
+        threads: Number of threads that compute, per rank.
+        cores: Number of cores that a rank may use.
+        loader_threads: Number of threads that decode, per rank.
+        is_staged: Whether data is read from a copy on the node's own disk.
     """
 
     settings: Settings

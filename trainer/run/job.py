@@ -133,7 +133,7 @@ def build_preconditioner(recipe: Recipe, world: World, model: nn.Module, scaler:
     Args:
         recipe: The recipe of the run.
         world: This process's place among the ranks.
-        model: What is trained.
+        model: Network that is trained.
         scaler: The scaler of the loss, which unscales the gradients before the preconditioner sees them.
 
     Returns:
@@ -168,8 +168,8 @@ def open_job(
         run: Folder of the run.
         world: This process's place among the ranks.
         precision: Arithmetic of the forward pass.
-        clock: What tells where the time goes, since the run began.
-        stack: Closes what is opened.
+        clock: Clock that tells where the time goes, since the run began.
+        stack: Stack that closes what is opened.
 
     Returns:
         The job, with a new network. Its metrics are still to be opened.

@@ -24,7 +24,7 @@ def open_loaders(recipe: Recipe, data: Path, world: World, stack: ExitStack) -> 
         recipe: The recipe of the run.
         data: Packed data set: the folder that holds train/ and val/.
         world: This process's place among the ranks.
-        stack: Closes the loaders.
+        stack: Stack that closes the loaders.
 
     Returns:
         (training loader, validation loader).

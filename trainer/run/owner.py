@@ -46,9 +46,9 @@ class Owner:
     """The process that trains in a run's folder.
 
     Attributes:
-        process: Which one.
+        process: Identity of the process.
         job: The scheduler's number of its job; "" in none.
-        began: When it took the run, in seconds since 1970.
+        began: Time at which it took the run, in seconds since 1970.
     """
 
     process: ProcessId

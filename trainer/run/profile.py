@@ -135,15 +135,15 @@ def profile(
     As many steps are timed as they are, and then as many traced, which makes them slower.
 
     Args:
-        recipe: What to train.
+        recipe: Recipe to train.
         data: Packed data set: the folder that holds train/ and val/.
         out: Folder for trace.json.gz and profile.json.
-        steps: How many to time, and to trace.
-        device: auto, cpu or cuda.
+        steps: Number of steps to time, and to trace.
+        device: Device to train on: auto, cpu or cuda.
         local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
 
     Returns:
-        What to print: figures and advice; None on ranks other than the first.
+        Text to print: figures and advice; None on ranks other than the first.
 
     Raises:
         SettingError: A setting is wrong; with several ranks, on all of them.

@@ -121,9 +121,9 @@ def write_end(
     Args:
         job: The run.
         state: Its progress.
-        status: How it has ended.
-        stopped_by: What has interrupted it.
-        ranks: What `describe_ranks` returned; None where the run has failed.
+        status: Status with which the run has ended.
+        stopped_by: Cause of an interruption; None if there was none.
+        ranks: Result of `describe_ranks`; None if the run has failed.
     """
     elapsed_s, time_s = job.clock.elapsed_s, job.clock.total()
     images = state.step * job.recipe.train.batch_size

@@ -100,8 +100,8 @@ class Skipper:
 
         Args:
             state: The run's progress, to which the loss is added.
-            loss: Of this step on this rank, a scalar.
-            samples: int64[B], by their numbers in the data set.
+            loss: Loss of this step on this rank, a scalar.
+            samples: Numbers of its samples in the data set, int64[B].
             answers: Right answers and images of each part of the batch, see `Losses.add`.
 
         Raises:

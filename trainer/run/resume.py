@@ -153,7 +153,7 @@ def read_checkpoint(run: Path, recipe: Recipe, local: Path | None = None) -> dic
 
     Args:
         run: Folder of the run.
-        recipe: What is to be learnt.
+        recipe: Recipe that is to be learnt.
         local: Folder of this run's checkpoints on the node's own disk, if there may be one.
 
     Returns:

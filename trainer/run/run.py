@@ -57,15 +57,16 @@ class RunOptions:
     """How a run is done, which does not change what is trained. Raises SettingError for a setting out of its range.
 
     Attributes:
-        resume: whether to continue the run that is there, from its checkpoint.
-        device: auto, cpu or cuda.
-        local: folder on each node's own disk, to which the data set is staged first; None: it is not staged.
-        rank_timeout_s: how long a rank may do nothing before the run ends, in seconds, above 0.
-        stop_signals: names of the signals after which a checkpoint is saved and the run stops.
-        ends_at: when the process is to have ended, after a checkpoint, in seconds since 1970; None: when it is done.
-        local_checkpoints: folder on the first rank's own disk, to which checkpoints are written before they are copied
+        resume: Whether to continue the run that is there, from its checkpoint.
+        device: Device to train on: auto, cpu or cuda.
+        local: Folder on each node's own disk, to which the data set is staged first; None: it is not staged.
+        rank_timeout_s: Longest time that a rank may do nothing before the run ends, in seconds, above 0.
+        stop_signals: Names of the signals after which a checkpoint is saved and the run stops.
+        ends_at: Time at which the process is to have ended, after a checkpoint, in seconds since 1970; None: when it is
+            done.
+        local_checkpoints: Folder on the first rank's own disk, to which checkpoints are written before they are copied
             to the run's in the background; None: they are written to that.
-        log: names of loggers that are told the run's metrics, too; see `find_loggers`.
+        log: Names of loggers that are told the run's metrics, too; see `find_loggers`.
     """
 
     resume: bool = False
@@ -88,10 +89,10 @@ def run(recipe: Recipe, data: Path, out: Path, options: RunOptions = RunOptions(
     """Train a recipe on a data set.
 
     Args:
-        recipe: What to train.
+        recipe: Recipe to train.
         data: Packed data set: the folder that holds train/ and val/.
         out: Folder of the run.
-        options: How that is done, such as on which device.
+        options: Options of the run, such as the device.
 
     Returns:
         The exit code. 0: target reached, or none set; 1: target missed (on the first rank only: a launcher would end

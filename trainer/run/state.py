@@ -33,8 +33,8 @@ class Losses:
         """Begin without any.
 
         Args:
-            spike_factor: How many times the median of the last losses a loss must be to count as a spike; None: spikes
-                are not looked for.
+            spike_factor: Factor by which a loss must exceed the median of the last losses to count as a spike; None:
+                spikes are not looked for.
         """
         self._spike_factor = spike_factor
         self._pending: list[tuple[Tensor, Tensor, Sequence[Tensor], bool]] = []  # what `add` was given
@@ -50,9 +50,9 @@ class Losses:
 
         Args:
             loss: Its loss on this rank, a scalar.
-            samples: int64[B], the numbers of its samples.
-            answers: Of each part of its batch int64[2]: how many images were classified correctly, of how many;
-                none where they are not known.
+            samples: Numbers of its samples, int64[B].
+            answers: Number of images that were classified correctly, and number of images, int64[2], for each part of
+                its batch; none if they are not known.
             has_finite_gradients: Whether the gradients are known to be finite, or nothing is known of them.
         """
         self._pending.append((loss.detach(), samples, answers, has_finite_gradients))

@@ -29,7 +29,7 @@ class Average:
 
     Args:
         module: The network, which is not replaced later.
-        settings: How long the average remembers.
+        settings: Settings of the average, such as its half-life.
     """
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:

@@ -22,12 +22,12 @@ def per_sample_loss(name: str, logits_BK: Tensor, labels_B: Tensor, label_smooth
 
     Args:
         name: "cross_entropy" or "bce".
-        logits_BK: float[B, K].
-        labels_B: int64[B], from 0 to K - 1.
-        label_smoothing: From 0, below 1.
+        logits_BK: Logits, float[B, K].
+        labels_B: Labels, int64[B], from 0 to K - 1.
+        label_smoothing: Smoothing of the labels, from 0, below 1.
 
     Returns:
-        float[B].
+        Losses, float[B].
     """
     if name == "cross_entropy":
         return F.cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing, reduction="none")
@@ -43,7 +43,7 @@ def begin_bias(name: str, module: nn.Module) -> None:
     With "bce" that is the log-odds of one class among all: with zeros, the first steps would learn little else.
 
     Args:
-        name: Of the loss.
+        name: Name of the loss.
         module: A network whose last linear layer gives the logits.
     """
     if name == "bce":

@@ -31,9 +31,9 @@ def mix(batch: MixedBatch, mixup_alpha: float, cutmix_alpha: float, seed: tuple[
     2019, arXiv:1905.04899, section 3.1). λ is drawn from Beta(α, α), once per batch.
 
     Args:
-        batch: What is mixed; nothing yet.
-        mixup_alpha: α of mixup; 0: none.
-        cutmix_alpha: α of CutMix; 0: none.
+        batch: Batch whose images are mixed, of which nothing is mixed yet.
+        mixup_alpha: Parameter α of mixup; 0: none.
+        cutmix_alpha: Parameter α of CutMix; 0: none.
         seed: Numbers, each at least 0, on which alone the draws depend.
 
     Returns:

@@ -29,7 +29,7 @@ def estimate_statistics(
     Args:
         module: The network: uint8 [B, C, H, W] -> logits [B, K].
         batches: Training batches of this rank.
-        count: How many batches, at most.
+        count: Greatest number of batches.
         precision: Arithmetic of the forward pass.
     """
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
