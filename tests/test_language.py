@@ -31,6 +31,8 @@ TEXTS = sorted(
     if path.suffix in {".py", ".md", ".sh", ".pbs", ".sbatch", ".toml", ".jinja", ".html"}
     if path != Path(__file__) and not {"work", "_build", "results"} & {*path.relative_to(ROOT).parts}
 )
+# With these words, a description of a parameter would not stand alone.
+DEPENDENT_WORDS = {"of", "that", "what", "which", "how", "as", "on", "where"}
 MANY = 2  # parameters; a function with more describes each, and what it returns
 # Functions that many files have are described once, where the interface is: the file's folder or the file, the name.
 INTERFACES = {
@@ -120,6 +122,21 @@ def undescribed(path: Path, is_described: Callable[[ast.FunctionDef], bool]) -> 
     ]
 
 
+def dependent_descriptions(tree: ast.AST) -> Iterator[str]:
+    """Yield the name and the text of those under Args and Attributes that do not stand alone, or begin in lower case.
+
+    The text is that of the first line.
+    """
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        docstring = (ast.get_docstring(node) if isinstance(node, documented) else None) or ""
+        for section in re.findall(r"^(?:Args|Attributes):\n((?: {4}.*(?:\n|\Z)|\n)+)", docstring, re.MULTILINE):
+            for name, text in re.findall(r"^ {4}(\S[^:\n]*):[ \n]*(.*)$", section, re.MULTILINE):
+                first = re.sub(r"\W+$", "", text.split()[0]) if text else ""
+                if not first or text[0].islower() or first.lower() in DEPENDENT_WORDS:
+                    yield f"{name}: {text}"
+
+
 def folder(path: Path) -> str:
     return path.parent.relative_to(ROOT).as_posix()
 
@@ -132,6 +149,41 @@ def test_names_are_names():
 def test_parameters_and_results_are_described(is_described):
     files = [path for path in FILES if folder(path).startswith(("datapipe", "trainer"))]
     assert [line for path in files for line in undescribed(path, is_described)] == []
+
+
+def test_descriptions_of_parameters_stand_alone():
+    files = [path for path in FILES if folder(path).startswith(("datapipe", "trainer"))]
+    assert len(files) > 200
+    found = [f"{path.relative_to(ROOT)}: {text}" for path in files for text in dependent_descriptions(parsed(path))]
+    assert not found
+
+
+def test_what_does_not_stand_alone():
+    program = '''
+class K:
+    """A thing.
+
+    Attributes:
+        size: Size in bytes.
+        kind: which of them.
+    """
+
+    def f(self, a, b, c, d):
+        """Do it.
+
+        Args:
+            a: Of each file,
+                where: that is a line that continues.
+            b: number of files.
+            c: Text, as on other lines.
+            d: As, in d.
+
+        Returns:
+            of no interest: what a result is.
+        """
+'''
+    found = list(dependent_descriptions(ast.parse(program)))
+    assert found == ["kind: which of them.", "a: Of each file,", "b: number of files.", "d: As, in d."]
 
 
 def test_sentences_are_plain():
