@@ -64,7 +64,7 @@ def open_loader(
             it (see datapipe/splits.py). None: the folder has one.
         train: Whether to train, or to evaluate.
         size: Width and height of the images in pixels, from 1.
-        seed: Of the order, the crops and the flips, from 0.
+        seed: Seed of the order, the crops and the flips, from 0.
         rank: This process's number, from 0 to `world_size` - 1.
         world_size: The number of ranks, which share each global batch of `batch_size` · `world_size` samples.
         order: "full", a uniform permutation of all samples, or "blocks", which reads `block_mib` MiB at a time and
@@ -73,16 +73,16 @@ def open_loader(
         cache: A node-local folder to which the data set is staged first, once per node. Until the loader is closed,
             nobody removes that copy to make room for another. While `datapipe stage` is at work there in the
             background, what has landed is read there, and the rest from `path`.
-        device: Where batches are delivered (default: the CPU).
-        augment: How to crop and mirror in training; see Augment, whose defaults are the default.
-        last: What becomes of samples that do not fill a global batch: "drop" leaves them out, "pad" fills it with
-            black images that are not `valid` (default: "drop" in training, "pad" in evaluation).
+        device: Device to which batches are delivered (default: the CPU).
+        augment: Settings of cropping and mirroring in training; see Augment, whose defaults are the default.
+        last: Treatment of samples that do not fill a global batch: "drop" leaves them out, "pad" fills it with black
+            images that are not `valid` (default: "drop" in training, "pad" in evaluation).
         io: "cached", "mmap" or "direct" (see datapipe/dataset/shard_reader.py).
-        block_mib: Of order "blocks", from 1.
+        block_mib: Size of a block of order "blocks" in MiB, from 1.
         max_bad: The number of bad samples (damaged, or not a readable image) that each rank tolerates, from 0. Each is
             logged, and replaced by a black image that is not `valid`; the next one is an error.
-        retries: How often an open or a read that fails is tried again, from 0, with pauses of 0.1 s, 0.2 s, 0.4 s and
-            so on: 51 s in all for 9, as long as a file server takes to be replaced.
+        retries: Number of times that an open or a read that fails is tried again, from 0, with pauses of 0.1 s, 0.2 s,
+            0.4 s and so on: 51 s in all for 9, as long as a file server takes to be replaced.
         timeout_s: Seconds, above 0, after which it is an error that a batch, opening the data set, or a read or write
             of staging it has not come. Every 10 s it is logged which read does not answer, or is being tried again.
 

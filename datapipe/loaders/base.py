@@ -67,14 +67,15 @@ class Loader(ABC):
 
     Attributes:
         options: The settings that it was opened with.
-        num_samples: Of the whole data set.
-        num_classes: None where it is not known.
-        classes: Their names, by label; None where they are not known.
-        channels: 1 or 3.
+        num_samples: Number of samples of the whole data set.
+        num_classes: Number of classes; None if it is not known.
+        classes: Names of the classes, by label; None if they are not known.
+        channels: Channels of the images, 1 or 3.
         size: Width and height of the images in pixels.
-        lanes: Of the order "blocks", see datapipe/sampling/block_order.py.
+        lanes: Number of lanes of the order "blocks", see datapipe/sampling/block_order.py.
         wait_s: Seconds that the consumer has waited for batches, in all.
-        holds: What is let go when the loader is closed: the copy in a cache, which nobody removes until then.
+        holds: Resources that are let go when the loader is closed: the copy in a cache, which no process removes until
+            then.
     """
 
     def __init__(self, data: DataDescription, options: LoaderOptions) -> None:
@@ -265,11 +266,11 @@ class Loader(ABC):
         """Choose what is cut out of samples; training draws it.
 
         Args:
-            epoch: From 0.
-            positions: int64[N], of the samples in the epoch.
-            samples: int64[N], their numbers.
-            widths: int[N], in pixels.
-            heights: int[N], in pixels.
+            epoch: Number of the epoch, from 0.
+            positions: Positions of the samples in the epoch, int64[N].
+            samples: Numbers of the samples, int64[N].
+            widths: Widths of the images, int[N], in pixels.
+            heights: Heights of the images, int[N], in pixels.
 
         Returns:
             A box and a flip for each.

@@ -27,8 +27,8 @@ class Batch:
         """Copy to a device.
 
         Args:
-            device: Where to; what is there already is not copied.
-            non_blocking: Do not wait for a copy from pinned memory to a GPU, as `torch.Tensor.to` has it.
+            device: Device to copy to; what is there already is not copied.
+            non_blocking: Whether not to wait for a copy from pinned memory to a GPU, as `torch.Tensor.to` has it.
         """
         return Batch(*(getattr(self, field.name).to(device, non_blocking=non_blocking) for field in fields(self)))
 

@@ -16,8 +16,8 @@ class BatchMemory:
     """Arrays of one shape, each used again once no tensor and no array refers to it.
 
     Args:
-        shape: Of each array.
-        pinned: Whether it is locked in memory, from which copies to a GPU need not be waited for.
+        shape: Shape of each array.
+        pinned: Whether each array is locked in memory, from which copies to a GPU need not be waited for.
     """
 
     def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:

@@ -55,8 +55,8 @@ class BlockRead:
     """Neighbouring samples of a block that are read at once.
 
     Args:
-        read: Returns where in the shard the bytes begin, and the bytes. Raises ShardReadError.
-        num_samples: How many they are; each is asked for once, by this rank or another.
+        read: Function that returns where in the shard the bytes begin, and the bytes. Raises ShardReadError.
+        num_samples: Number of the samples; each is asked for once, by this rank or another.
     """
 
     def __init__(self, read: Callable[[], tuple[int, Data]], num_samples: int) -> None:
@@ -93,12 +93,12 @@ def read_whole(source: ReadFrom, samples: np.ndarray, cached: CachedBlock | None
     """Read neighbouring samples of a block, or the whole block if the node's disk has it.
 
     Args:
-        source: What they are read with.
-        samples: int64[N], in the order of the file.
-        cached: Where else the block may be.
+        source: Reader, index and memory with which they are read.
+        samples: Numbers of the samples, int64[N], in the order of the file.
+        cached: The block on the node's disk, which may hold it; None: the node's disk keeps no blocks.
 
     Returns:
-        Where in the shard the bytes begin, and the bytes.
+        The place in the shard where the bytes begin, and the bytes.
 
     Raises:
         ShardReadError: They cannot be read.
@@ -125,12 +125,12 @@ class PiecewiseRead:
     """Neighbouring samples of a block that are read in pieces, each when its turn comes.
 
     Args:
-        source: What they are read with.
-        samples: int64[N], in the order of the file.
+        source: Reader, index and memory with which they are read.
+        samples: Numbers of the samples, int64[N], in the order of the file.
 
     Attributes:
-        firsts: int64[pieces], which of `samples` each piece begins with.
-        pieces: What reads them.
+        firsts: Place in `samples` of the first sample of each piece, int64[pieces].
+        pieces: One BlockRead per piece.
     """
 
     def __init__(self, source: ReadFrom, samples: np.ndarray) -> None:
@@ -179,9 +179,9 @@ class RankReads:
     last's.
 
     Args:
-        source: What they are read with.
-        order: Of the epoch.
-        needs: `order`'s, of this rank.
+        source: Reader, index and memory with which they are read.
+        order: Order of the epoch.
+        needs: Needs of this rank, from `order`.
         readers: The threads that read ahead.
         cache: Blocks on the node's disk, and when it needs them next.
     """
@@ -208,8 +208,8 @@ class RankReads:
         those first that are needed first.
 
         Args:
-            step: Of the epoch; steps come in order.
-            numbers: For each sample of the batch, the number of the read that it is part of.
+            step: Number of the step in the epoch; steps come in order.
+            numbers: Number of the read that each sample of the batch is part of.
 
         Returns:
             The reads with these numbers.

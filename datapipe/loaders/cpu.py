@@ -39,9 +39,9 @@ def make_cpu_loader(data_set: DataSet, options: LoaderOptions, device: torch.dev
     """Make a loader that decodes on the processor.
 
     Args:
-        data_set: Open; the loader closes it.
-        options: The loader's.
-        device: Where batches are delivered.
+        data_set: Data set, open; the loader closes it.
+        options: Options of the loader.
+        device: Device to which batches are delivered.
 
     Returns:
         The loader.

@@ -56,8 +56,8 @@ class DaliDelivery(Delivery[EncodedImages]):
 
     Args:
         data_set: The data set.
-        options: The loader's.
-        device: Where batches are delivered.
+        options: Options of the loader.
+        device: Device to which batches are delivered.
 
     Raises:
         SettingError: DALI does not decode what the data set holds.

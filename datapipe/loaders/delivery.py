@@ -22,8 +22,8 @@ class HostDelivery(Delivery[ImagesT]):
 
     Args:
         kind: The class of a batch's slots.
-        shape: Of a batch's images: B, H, W, C.
-        device: Where batches are delivered; from pinned memory to a GPU.
+        shape: Shape of a batch's images: B, H, W, C.
+        device: Device to which batches are delivered; from pinned memory to a GPU.
     """
 
     def __init__(self, kind: type[ImagesT], shape: tuple[int, ...], device: torch.device) -> None:

@@ -55,13 +55,13 @@ def normalise(
     """Compute (images / 255 - mean) / std on the images' device.
 
     Args:
-        images: uint8[B, C, H, W].
-        mean: One number per channel, of pixels from 0 to 1.
-        std: Likewise.
-        dtype: Of the result.
+        images: Images, uint8[B, C, H, W].
+        mean: Mean of each channel, one number per channel, of pixels from 0 to 1.
+        std: Standard deviation of each channel, one number per channel, of pixels from 0 to 1.
+        dtype: Data type of the result.
 
     Returns:
-        `dtype`[B, C, H, W], in the same memory format.
+        Normalised images, `dtype`[B, C, H, W], in the same memory format.
 
     Raises:
         SettingError: When the images have another number of channels.
@@ -73,9 +73,9 @@ class Normaliser:
     """Computes (images / 255 - mean) / std. torch.compile can have it in a network's graph.
 
     Args:
-        mean: One number per channel, of pixels from 0 to 1.
-        std: Likewise.
-        device: Where the images will be.
+        mean: Mean of each channel, one number per channel, of pixels from 0 to 1.
+        std: Standard deviation of each channel, one number per channel, of pixels from 0 to 1.
+        device: Device on which the images will be.
     """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
@@ -87,10 +87,10 @@ class Normaliser:
         """Compute it.
 
         Args:
-            images: uint8 or float32 [B, C, H, W], from 0 to 255.
+            images: Images, uint8 or float32 [B, C, H, W], from 0 to 255.
 
         Returns:
-            float32[B, C, H, W], in the same memory format.
+            Normalised images, float32[B, C, H, W], in the same memory format.
 
         Raises:
             SettingError: When the images have another number of channels.
@@ -158,7 +158,7 @@ def _reason(driver: Driver, version: str, cuda: str | None) -> str:
 
     Args:
         driver: The driver that is loaded.
-        version: torch's.
+        version: Version of torch.
         cuda: The version of CUDA that torch was built for; None for a build without CUDA.
     """
     major = int(driver.version.partition(".")[0] or 0)

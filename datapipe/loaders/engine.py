@@ -53,10 +53,10 @@ class Source(ABC):
         """Start work on a batch whenever the generator is asked for the next.
 
         Args:
-            engine: What fills slots.
-            epoch: From 0.
-            steps: Of the epoch, in order.
-            threads: Of the loader.
+            engine: Engine that fills slots.
+            epoch: Number of the epoch, from 0.
+            steps: Steps of the epoch, in order.
+            threads: Threads of the loader.
 
         Yields:
             Slots from `engine.new_slots`, for which `engine.fill` was called, or is called by one of their tasks.
@@ -99,7 +99,7 @@ class Decoder(ABC, Generic[SlotsT]):
         Args:
             slots: The batch.
             chunk: The images.
-            take_bad: Called with the slot and the error for each that is damaged.
+            take_bad: Function called with the slot and the error for each that is damaged.
 
         Returns:
             The seconds of each stage.
@@ -149,13 +149,13 @@ class Engine(Loader, Generic[SlotsT]):
 
     Args:
         data: The data set.
-        options: The loader's.
-        source, decoder, delivery: Its parts. The loader closes them.
+        options: Options of the loader.
+        source, decoder, delivery: Parts of the loader, which closes them.
 
     Attributes:
         stage_s: Seconds that the threads have spent in each stage.
-        read_bytes: Of samples, in all.
-        source, decoder, delivery: As given.
+        read_bytes: Size of all samples that were read, in bytes.
+        source, decoder, delivery: Parts of the loader, as given.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class Engine(Loader, Generic[SlotsT]):
 
         Args:
             slots: The batch, which has a sample for each of its first `count` slots.
-            make: In a thread, for each chunk of those slots: returns the images.
-            threads: Of the loader.
+            make: Function that returns the images of a chunk of those slots; called in a thread, for each chunk.
+            threads: Threads of the loader.
         """
         for first in range(0, len(slots.positions), self.decoder.chunk):
             chunk = slice(first, min(first + self.decoder.chunk, len(slots.positions)))
@@ -288,8 +288,8 @@ class Engine(Loader, Generic[SlotsT]):
 
         Args:
             slots: The batch.
-            slot: Of the bad sample.
-            error: What is wrong with it; the sample's place is added.
+            slot: Slot of the bad sample.
+            error: Error that says what is wrong with it; the sample's place is added.
         """
         if not isinstance(error, DatapipeError):
             error = DecodeError(str(error), **self.source.place(slots, slot))

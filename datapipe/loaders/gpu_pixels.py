@@ -46,10 +46,10 @@ def make_pixels_loader(
     """Make a loader that leaves all but copying to the device.
 
     Args:
-        data_set: It `fits`.
-        source: Of its samples.
-        options: The loader's.
-        device: Where batches are delivered.
+        data_set: Data set that `fits`.
+        source: Source of its samples.
+        options: Options of the loader.
+        device: Device to which batches are delivered.
 
     Returns:
         The loader.
@@ -83,9 +83,9 @@ class CutOnDevice(HostDelivery[Pixels]):
     """Whole images, which the device cuts out of.
 
     Args:
-        data_set: It `fits`.
-        options: The loader's.
-        device: Where batches are delivered.
+        data_set: Data set that `fits`.
+        options: Options of the loader.
+        device: Device to which batches are delivered.
     """
 
     def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
@@ -114,13 +114,14 @@ def crop_resize_flip_batch(
     Both passes are matrix products, in half precision on a GPU; the result is within 1 of exact arithmetic there.
 
     Args:
-        images_BHWC: uint8[B, H, W, C].
-        boxes: int32[B, 4]: left, top, width and height of each crop in pixels. What lies beyond the image is black.
-        flips: bool[B].
-        size: S, pixels.
+        images_BHWC: Images, uint8[B, H, W, C].
+        boxes: Crops, int32[B, 4]: left, top, width and height of each crop in pixels. What lies beyond the image is
+            black.
+        flips: Whether to mirror each image, bool[B].
+        size: Width and height of the results in pixels, S.
 
     Returns:
-        uint8[B, S, S, C].
+        The results, uint8[B, S, S, C].
     """
     B, H, W, C = images_BHWC.shape
     dtype = torch.float16 if images_BHWC.is_cuda else torch.float32
@@ -138,13 +139,13 @@ def _weights(start_B: torch.Tensor, length_B: torch.Tensor, pixels: int, size: i
     A triangle as wide as two outputs, at least two pixels, as torch.nn.functional.interpolate(antialias=True) has it.
 
     Args:
-        start_B: int32[B], the crop's first pixel in the line.
-        length_B: int32[B], the crop's length in pixels.
-        pixels: The line's length.
-        size: S, the number of outputs.
+        start_B: First pixel of each crop in the line, int32[B].
+        length_B: Length of each crop in pixels, int32[B].
+        pixels: Length of the line, in pixels.
+        size: Number of outputs, S.
 
     Returns:
-        float32[B, S, pixels]; each output's weights sum to 1, or are 0 where no pixel lies under it.
+        The weights, float32[B, S, pixels]; each output's weights sum to 1, or are 0 if no pixel lies under it.
     """
     step = (length_B / size)[:, None, None]
     support = step.clamp(min=1)

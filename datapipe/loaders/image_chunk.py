@@ -34,10 +34,10 @@ class ImageChunk(ABC):
     """Images of one chunk.
 
     Attributes:
-        slots: Of each image.
-        samples: The number of each in the data set.
-        jobs: JOB[N]: what is known of each beforehand.
-        data: The bytes of those that have been read.
+        slots: Slot of each image.
+        samples: Number of each image in the data set.
+        jobs: One JOB per image, JOB[N]: what is known of it beforehand.
+        data: Bytes of the images that have been read.
     """
 
     def __init__(self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray) -> None:
@@ -62,9 +62,9 @@ class ImageChunk(ABC):
         """Read some of the images, until the batch is abandoned.
 
         Args:
-            numbers: Which, in order.
+            numbers: Numbers of the images in the chunk, in order.
             slots: The batch.
-            take_bad: Called with the slot of an image whose bytes are wrong, and the error.
+            take_bad: Function called with the slot of an image whose bytes are wrong, and the error.
 
         Yields:
             Those that can be read.
@@ -104,7 +104,7 @@ class IndexedImages(ImageChunk):
 
     Args:
         data_set: The data set.
-        shards: The shard of each.
+        shards: Number of the shard of each image.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class BlockedImages(IndexedImages):
     """Images of a packed data set, each a part of the block that was read with it.
 
     Args:
-        reads: What reads the block of each.
+        reads: BlockRead or PiecewiseRead of the block of each image.
     """
 
     def __init__(

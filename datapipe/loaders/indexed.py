@@ -40,12 +40,12 @@ def open_on(
 
     Args:
         path: The data set's folder.
-        options: The loader's.
-        make: Makes the loader. The data set is closed if that fails.
+        options: Options of the loader.
+        make: Function that makes the loader. The data set is closed if that fails.
         local: The folder to which the data set is being copied.
 
     Returns:
-        What `make` returns.
+        The loader that `make` returns.
 
     Raises:
         DatapipeError: The data set cannot be opened, or not within `timeout_s`. And whatever `make` raises.
@@ -73,7 +73,7 @@ class IndexedSource(Source):
 
     Args:
         data_set: The data set.
-        options: The loader's.
+        options: Options of the loader.
 
     Raises:
         SettingError: They do not fit the data set's copy.
@@ -137,11 +137,11 @@ class IndexedSource(Source):
         """Make slots for a batch, and have it worked out what belongs into them.
 
         Args:
-            engine: What fills them.
-            epoch: From 0.
-            positions: int64[batch_size], of the epoch.
+            engine: Engine that fills the slots.
+            epoch: Number of the epoch, from 0.
+            positions: Positions in the epoch, int64[batch_size].
             samples: The numbers of the samples at the first of the positions; the others have none.
-            threads: Of the loader.
+            threads: Threads of the loader.
 
         Returns:
             The slots, and what belongs into those with a sample.

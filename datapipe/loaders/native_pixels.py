@@ -24,8 +24,8 @@ class NativePixels:
 
     Args:
         library: The decoder.
-        channels: 1 or 3.
-        only_pixels: The images are nothing but pixels.
+        channels: Channels of the images, 1 or 3.
+        only_pixels: Whether the images are nothing but pixels.
     """
 
     def __init__(self, library: native.Native, channels: int, only_pixels: bool) -> None:
@@ -50,8 +50,8 @@ def do_jobs(
 
     Args:
         chunk: The images.
-        work: Calls the library with the arrays for its progress and for the seconds of each stage; returns how many
-            jobs are left.
+        work: Function that calls the library with the arrays for its progress and for the seconds of each stage;
+            returns how many jobs are left.
         stages: Names of the library's stages.
 
     Returns:

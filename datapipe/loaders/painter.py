@@ -29,9 +29,9 @@ class Painter(Decoder[ImagesT]):
     """Decodes images into the slots of a batch.
 
     Args:
-        channels: 1 or 3.
-        decode_whole: Decodes an image that is not a JPEG: uint8[H, W, C].
-        only_pixels: The images are nothing but pixels, which may look like the first bytes of a JPEG.
+        channels: Channels of the images, 1 or 3.
+        decode_whole: Function that decodes an image that is not a JPEG: uint8[H, W, C].
+        only_pixels: Whether the images are nothing but pixels, which may look like the first bytes of a JPEG.
     """
 
     def __init__(

@@ -49,9 +49,9 @@ class ResidentLoader(Loader):
 
     Args:
         data: The data set.
-        source: Gives all images once, in order.
-        options: The loader's.
-        device: Where the images stay.
+        source: Loader that gives all images once, in order.
+        options: Options of the loader.
+        device: Device on which the images stay.
 
     Raises:
         SettingError: The images have not all the output's size, or the crop would scale them.

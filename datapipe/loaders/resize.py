@@ -14,12 +14,12 @@ def crop_resize_flip(
     """Crop an image, resize the crop (antialiased bilinear), and mirror it if `flip`.
 
     Args:
-        pixels: uint8[H, W, C].
+        pixels: Pixels of the image, uint8[H, W, C].
         box: The crop's left, top, width and height in pixels. What lies beyond the image is black; only a crop that
             is as large as the output may reach there.
         flip: Whether to mirror it, left to right.
-        out: uint8[S, S, C], which is written.
-        crop_memory: uint8[bytes], for the crop's pixels meanwhile if it is large enough.
+        out: Memory of the result, uint8[S, S, C], which is written.
+        crop_memory: Memory for the crop's pixels meanwhile, uint8[bytes], if it is large enough.
     """
     if box[2] == box[3] == out.shape[0]:
         _copy_crop(pixels, box, out[:, ::-1] if flip else out)

@@ -130,15 +130,15 @@ def describe(path: str, split: str | None, options: LoaderOptions) -> tuple[list
 
     Args:
         path: A folder, or URLs.
-        split: Which shards of a folder to take, if it has those of several splits.
-        options: The loader's.
+        split: Split of the shards to take, if a folder has those of several splits.
+        options: Options of the loader.
 
     Returns:
         The shards, the number of samples of each, and what is known of all.
 
     Raises:
         ManifestError: The shards or their samples are missing.
-        SettingError: Which shards are meant is not clear, or they are not tar files.
+        SettingError: It is not clear which shards are meant, or they are not tar files.
     """
     _import_webdataset()
     shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, split)

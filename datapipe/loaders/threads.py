@@ -35,10 +35,10 @@ def wait_for(future: Future[R], limit_s: float, report: Callable[[float, bool], 
     Args:
         future: The result to wait for.
         limit_s: Seconds, after which `report` is called with True; it raises then.
-        report: Called every 10 s with the seconds waited, and False.
+        report: Function called every 10 s with the seconds waited, and False.
 
     Raises:
-        Exception: What the future's task or `report` has raised.
+        Exception: The future's task or `report` has raised it.
     """
     began = reported = clock.now()
     while True:
@@ -60,8 +60,9 @@ def call_in_time(limit_s: float, path: Path | str, doing: str, function: Callabl
     Args:
         limit_s: The seconds that it may take.
         path: The file or folder, for messages.
-        doing: What the function does, for messages: every 10 s it is logged that it has not been answered.
-        function: Called with `arguments`; what it raises is raised here.
+        doing: Description of what the function does, for messages: every 10 s it is logged that it has not been
+            answered.
+        function: Function called with `arguments`; what it raises is raised here.
 
     Raises:
         DatapipeError: After `limit_s` seconds, naming `path`.

@@ -68,9 +68,9 @@ class TarStreams(Source):
     """The samples of tar shards, one behind the other. `samples` of a batch count through the shards as they are named.
 
     Args:
-        shards: In the order of their names.
+        shards: Shards in the order of their names.
         counts: The number of samples in each.
-        options: The loader's.
+        options: Options of the loader.
     """
 
     def __init__(self, shards: list[Shard], counts: list[int], options: LoaderOptions) -> None:
@@ -188,8 +188,8 @@ def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[Sh
 
     Args:
         counts: The number of samples in each shard.
-        options: The loader's: of the rank.
-        epoch: From 0.
+        options: Options of the loader, with the rank.
+        epoch: Number of the epoch, from 0.
     """
     order = permutation(len(counts), options.seed, epoch).tolist() if options.train else range(len(counts))
     total, ranks = sum(counts), options.world_size

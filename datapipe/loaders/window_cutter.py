@@ -27,8 +27,8 @@ class EncodedImages(BatchSlots):
     columns), `flips` int32[B].
 
     Args:
-        positions: int64[B], of the epoch.
-        count: How many of them have a sample.
+        positions: Positions in the epoch, int64[B].
+        count: Number of positions, the first ones, that have a sample.
         nothing: A small image, fed for slots without one.
     """
 
@@ -43,7 +43,7 @@ class WindowCutter(Decoder[EncodedImages]):
     """Cuts out what has to be decoded of each image.
 
     Args:
-        options: The loader's.
+        options: Options of the loader.
     """
 
     def __init__(self, options: LoaderOptions) -> None:
