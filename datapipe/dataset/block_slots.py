@@ -39,17 +39,17 @@ class BlockSlots:
     """The slots of a folder, open. Thread-safe.
 
     Args:
-        folder: made by `make_slots`.
+        folder: Folder made by `make_slots`.
 
     Attributes:
-        folder: the same.
-        num_slots: how many there are.
-        slot_bytes: size of each.
-        block_bytes: size of the cells of the blocks that they hold.
-        is_writable: whether blocks can be kept.
+        folder: Folder of the slots, as given.
+        num_slots: Number of slots.
+        slot_bytes: Size of each slot, in bytes.
+        block_bytes: Size of the cells of the blocks that the slots hold, in bytes.
+        is_writable: Whether blocks can be kept.
 
     Raises:
-        StagingError: they cannot be opened, or are damaged.
+        StagingError: The slots cannot be opened, or are damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,12 +101,12 @@ class BlockSlots:
         """Read a block.
 
         Args:
-            block: its number.
-            size: in bytes.
-            into: memory for it.
+            block: Number of the block.
+            size: Size of the block, in bytes.
+            into: Memory for the block.
 
         Returns:
-            Its bytes in `into`; None where it is not there, or damaged.
+            Its bytes in `into`; None if it is not there, or damaged.
         """
         if self._files is None:
             return None
@@ -130,9 +130,9 @@ class BlockSlots:
         """Write a block to the slot that `choose` names, given `blocks()`, unless it is there already.
 
         Args:
-            block: its number.
-            data: its bytes.
-            choose: returns the number of a slot that is not BUSY, or None.
+            block: Number of the block.
+            data: Bytes of the block.
+            choose: Function that returns the number of a slot that is not BUSY, or None.
         """
         if self._files is None or not self.is_writable:
             return
@@ -199,13 +199,13 @@ def make_slots(folder: Path, num_slots: int, slot_bytes: int, block_bytes: int) 
     """Make the files of a folder's slots, which are free, and have the filesystem reserve their space.
 
     Args:
-        folder: must exist; no process may use it.
-        num_slots: from 1.
-        slot_bytes: size of each.
-        block_bytes: size of the cells of the blocks, see `block_order.grid`.
+        folder: Folder of the slots, which must exist; no process may use it.
+        num_slots: Number of slots, from 1.
+        slot_bytes: Size of each slot, in bytes.
+        block_bytes: Size of the cells of the blocks, in bytes, see `block_order.grid`.
 
     Raises:
-        OSError: there is not enough space; nothing is left then.
+        OSError: There is not enough space; nothing is left then.
     """
     paths = folder / SLOTS, folder / TAGS
     tags = np.full(num_slots + 1, np.array((FREE, 0, 0), TAG))

@@ -25,21 +25,22 @@ class DataSet:
     """A packed data set, of which any thread reads any sample's bytes with a single read.
 
     Args:
-        folder: of the data set (one split).
-        io: how shards are read, see ShardReader.
-        retries: how often an open or a read that fails is repeated, at least 0.
-        local: a folder to which it is being copied: what has landed there is read there. Or one with slots for blocks.
+        folder: Folder of the data set (one split).
+        io: Method by which shards are read, see ShardReader.
+        retries: Number of times that an open or a read that fails is repeated, at least 0.
+        local: Folder to which the data set is being copied: what has landed there is read there. Or one with slots for
+            blocks.
 
     Attributes:
-        folder, local: as given.
-        manifest: what `manifest.json` says.
-        index: RECORD[num_samples], memory-mapped.
-        raw_shape: (height, width, channels) of every image where the stored bytes are nothing but pixels, else None.
-        reader: the ShardReader.
-        slots: blocks of it in `local`; None where it has no slots.
+        folder, local: Folders, as given.
+        manifest: Content of `manifest.json`.
+        index: Records of the samples, RECORD[num_samples], memory-mapped.
+        raw_shape: (height, width, channels) of every image if the stored bytes are nothing but pixels, else None.
+        reader: The ShardReader.
+        slots: Slots in `local` for blocks of the data set; None if that has no slots.
 
     Raises:
-        ManifestError: there is no readable data set in `folder`.
+        ManifestError: There is no readable data set in `folder`.
         SettingError: `io` or `retries` is out of range.
     """
 
@@ -74,18 +75,18 @@ class DataSet:
         """Do what `read` does, for a caller that has the index's fields already.
 
         Args:
-            sample: its number, for messages.
-            shard: number of the shard, as in the manifest.
-            offset: of the image's bytes in the shard's file.
-            size: in bytes.
-            checksum: lower half of the bytes' xxh3-64.
+            sample: Number of the sample, for messages.
+            shard: Number of the shard, as in the manifest.
+            offset: Offset of the image's bytes in the shard's file.
+            size: Size of the image, in bytes.
+            checksum: Lower half of the bytes' xxh3-64.
 
         Returns:
             The encoded image, `size` bytes.
 
         Raises:
-            ShardReadError: the bytes cannot be read.
-            ShardCorruptError: these are not the sample's bytes.
+            ShardReadError: The bytes cannot be read.
+            ShardCorruptError: These are not the sample's bytes.
         """
         try:
             data = self.reader.read(shard, offset, size)
@@ -98,17 +99,17 @@ class DataSet:
         """Compare bytes with a sample's checksum; where they came from a local copy and are wrong, read the source.
 
         Args:
-            sample: its number, for messages.
-            data: what was read.
-            shard: number of the shard.
-            offset: of the image's bytes in the shard's file.
-            checksum: lower half of the expected xxh3-64.
+            sample: Number of the sample, for messages.
+            data: Bytes that were read.
+            shard: Number of the shard.
+            offset: Offset of the image's bytes in the shard's file.
+            checksum: Lower half of the expected xxh3-64.
 
         Returns:
             The sample's bytes.
 
         Raises:
-            ShardCorruptError: these are not the sample's bytes.
+            ShardCorruptError: These are not the sample's bytes.
         """
         if sample_checksum(data) == checksum:
             return data

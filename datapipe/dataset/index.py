@@ -89,12 +89,12 @@ def check_records(records: np.ndarray, manifest: Manifest, path: Path) -> None:
     shard has. ImageNet's 1.28 million records take 13 ms.
 
     Args:
-        records: RECORD[num_samples].
-        manifest: of the same data set.
-        path: of the index, for messages.
+        records: Index, RECORD[num_samples].
+        manifest: Manifest of the same data set.
+        path: Path of the index, for messages.
 
     Raises:
-        ManifestError: they contradict each other; names the first bad sample and its field.
+        ManifestError: They contradict each other; names the first bad sample and its field.
     """
     bounds, records = _bounds(manifest), np.asarray(records)  # slices of a memmap cost more than these comparisons
     sizes = np.array([shard.size_bytes for shard in manifest.shards], np.uint64)
@@ -167,12 +167,12 @@ def check_keys(keys: list[str], manifest: Manifest, path: Path) -> None:
     """Check that these are a data set's keys.
 
     Args:
-        keys: should be one per sample, all different, each as `pack` makes them (see KEY).
-        manifest: of the data set.
-        path: of the file with the keys, for messages.
+        keys: Keys that should be one per sample, all different, each as `pack` makes them (see KEY).
+        manifest: Manifest of the data set.
+        path: Path of the file with the keys, for messages.
 
     Raises:
-        ManifestError: they are not.
+        ManifestError: These are not the keys of the data set.
     """
     if len(keys) != manifest.num_samples:
         raise ManifestError(f"holds {len(keys)} keys, expected {manifest.num_samples}", path=path)

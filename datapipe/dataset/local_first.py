@@ -25,11 +25,11 @@ class LocalFirstReader(ShardReader):
     """Reads parts of shards that are being copied. What cannot be read from the copy is read from the source.
 
     Args:
-        source: the data set's folder.
-        local: the folder of its copy.
-        manifest: the data set's.
-        io: how whole shards are read, see ShardReader.
-        retries: of reads from the source.
+        source: Folder of the data set.
+        local: Folder of its copy.
+        manifest: Manifest of the data set.
+        io: Method by which whole shards are read, see ShardReader.
+        retries: Number of times that an open or a read of the source that fails is repeated, at least 0.
     """
 
     def __init__(self, source: Path, local: Path, manifest: Manifest, io: Io = "cached", retries: int = 0) -> None:
@@ -50,16 +50,16 @@ class LocalFirstReader(ShardReader):
         """Read bytes of a shard, from the copy if they have landed.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
-            into: memory to read into, as for `ShardReader.read`.
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
+            into: Memory to read into, as for `ShardReader.read`.
 
         Returns:
-            exactly `size` bytes.
+            Exactly `size` bytes.
 
         Raises:
-            ShardReadError: the bytes cannot be read from the source.
+            ShardReadError: The bytes cannot be read from the source.
         """
         while self._is_there(shard, offset, size):
             was_whole = self._is_whole[shard]
@@ -74,9 +74,9 @@ class LocalFirstReader(ShardReader):
         """Return the open file from which `read` would take some bytes: the copy, if they have landed there.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
         """
         if self._is_there(shard, offset, size):
             return self._copy.file_for(shard, offset, size)
@@ -86,15 +86,15 @@ class LocalFirstReader(ShardReader):
         """Read bytes that were wrong once more, from the source.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
 
         Returns:
             The bytes.
 
         Raises:
-            ShardReadError: they cannot be read.
+            ShardReadError: They cannot be read.
         """
         if self._is_there(shard, offset, size):
             self._give_up(shard, f"the {size} bytes at {offset} are not the ones that were packed")
@@ -146,10 +146,10 @@ class LocalFirstReader(ShardReader):
         """Say what to read, to have samples of a block: all of the block, if that is a chunk which the copy lacks.
 
         Args:
-            shard: its number.
-            start: their first byte in the shard's file.
-            stop: the byte behind their last one.
-            block_bytes: size of the cells in which the block's samples begin.
+            shard: Number of the shard.
+            start: Offset of the samples' first byte in the shard's file.
+            stop: Offset of the byte behind their last one.
+            block_bytes: Size of the cells in which the block's samples begin, in bytes.
 
         Returns:
             The first byte, and the one behind the last.
@@ -166,10 +166,10 @@ class LocalFirstReader(ShardReader):
         """Add a block to the copy, where that lacks it and has such chunks.
 
         Args:
-            shard: its number.
-            start: the first byte in the shard's file, as `extent_to_read` gave it.
-            parts: the bytes, one part behind the other.
-            block_bytes: size of the cells in which the block's samples begin.
+            shard: Number of the shard.
+            start: Offset of the first byte in the shard's file, as `extent_to_read` gave it.
+            parts: Bytes that were read, one part behind the other.
+            block_bytes: Size of the cells in which the block's samples begin, in bytes.
         """
         arriving = self._arriving[shard]
         size = min(block_bytes, arriving.info.size_bytes - start)
@@ -181,9 +181,9 @@ class LocalFirstReader(ShardReader):
         """Let the kernel read ahead, where the bytes will be read.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
         """
         if self._is_there(shard, offset, size):
             self._copy.will_read(shard, offset, size)

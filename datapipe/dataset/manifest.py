@@ -58,24 +58,24 @@ class Manifest(_Record):
     Sample `i` is row `i` of the index and line `i` of the keys.
 
     Attributes:
-        version: of the manifest's format.
-        format: of the shards.
-        kind: of the raw data set that was packed.
-        split: "train" or "val".
-        num_samples: at least 1.
-        classes: their names, by label.
+        version: Version of the manifest's format.
+        format: Format of the shards.
+        kind: Kind of the raw data set that was packed.
+        split: Name of the split, "train" or "val".
+        num_samples: Number of samples, at least 1.
+        classes: Names of the classes, by label.
         channels: The images' channels as they are read: what was asked for, else 1 if all are grey, else 3.
-        width: of every image, in pixels; None when they differ.
-        height: the same.
-        seed: of the order in which the samples lie in the shards.
-        shard_mib: the size asked for, in MiB.
-        recode: what was done to the images (those of RecodeOptions that are not at their defaults).
-        converted: number of images by what was unusual about them and no longer is, such as "progressive".
-        source_bytes: size of all images before packing.
-        image_bytes: size of all images as stored.
-        num_bad: number of images left out, which quarantine.jsonl lists.
-        shards: the files with the images.
-        files: the other files of the data set.
+        width: Width of every image, in pixels; None when they differ.
+        height: Height of every image, in pixels; None when they differ.
+        seed: Seed of the order in which the samples lie in the shards.
+        shard_mib: Size of a shard that was asked for, in MiB.
+        recode: Changes that were made to the images (those of RecodeOptions that are not at their defaults).
+        converted: Number of images by what was unusual about them and no longer is, such as "progressive".
+        source_bytes: Size of all images before packing, in bytes; None when it is not known.
+        image_bytes: Size of all images as stored, in bytes; None when it is not known.
+        num_bad: Number of images left out, which quarantine.jsonl lists.
+        shards: Files with the images.
+        files: Other files of the data set.
     """
 
     version: Literal[1, 2, 3] = FORMAT_VERSION
@@ -190,11 +190,11 @@ def compute_checksum(content: bytes, digits: str) -> str:
     """Compute a manifest's checksum of its own content.
 
     Args:
-        content: the file's exact bytes.
-        digits: what stands in the file as that checksum, 32 characters.
+        content: Exact bytes of the file.
+        digits: Checksum that stands in the file, 32 characters.
 
     Returns:
-        xxh3-128, in hexadecimal, of `content` with `digits` replaced by zeros wherever they stand.
+        The xxh3-128, in hexadecimal, of `content` with `digits` replaced by zeros wherever they stand.
     """
     return xxhash.xxh3_128_hexdigest(content.replace(digits.encode(), NO_DIGITS.encode()))
 

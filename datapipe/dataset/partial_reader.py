@@ -38,9 +38,9 @@ def temporary_path(target: Path, kind: str, own_name: str = "") -> Path:
     """Return where a file is until it is whole.
 
     Args:
-        target: its final path.
-        kind: one of KINDS.
-        own_name: what makes it one process's own; "" where the process has LOCAL for itself.
+        target: Final path of the file.
+        kind: Kind of the temporary file, one of KINDS.
+        own_name: Text that makes the name one process's own; "" if the process has LOCAL for itself.
     """
     return target.with_name(f".{target.name}{own_name}.{kind}")
 
@@ -81,8 +81,8 @@ class ArrivingShard:
     """A shard of which LOCAL has nothing, a part, or all. Thread-safe.
 
     Args:
-        target: its path there, when it is whole.
-        info: its size and checksum.
+        target: Path of the shard in LOCAL when it is whole.
+        info: Size and checksum of the shard.
     """
 
     def __init__(self, target: Path, info: FileInfo) -> None:
@@ -130,8 +130,8 @@ class ArrivingShard:
         """Write a chunk that was read from the source, unless it has landed meanwhile, or the shard is being checked.
 
         Args:
-            offset: of the chunk, one that is wanted.
-            data: its bytes.
+            offset: Offset of the chunk in the shard's file, in bytes; the chunk is one that is wanted.
+            data: Bytes of the chunk.
         """
         landed = self._map
         if landed is None:

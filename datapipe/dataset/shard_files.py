@@ -39,15 +39,15 @@ class File:
         """Read bytes; fewer only at the end of the file.
 
         Args:
-            offset: in bytes.
-            size: in bytes.
-            into: memory to read into; None: new memory.
+            offset: Offset of the bytes in the file, in bytes.
+            size: Number of bytes.
+            into: Memory to read into; None: new memory.
 
         Returns:
             The bytes.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: They cannot be read.
         """
         if into is not None:
             done = 0
@@ -63,8 +63,8 @@ class File:
         """Say where code that is not Python finds bytes, as long as this object lives.
 
         Args:
-            offset: in bytes.
-            size: in bytes.
+            offset: Offset of the bytes in the file, in bytes.
+            size: Number of bytes.
 
         Returns:
             Their address in memory, or 0; a descriptor to read them from; and whether that needs whole pages.

@@ -57,12 +57,12 @@ class ShardReader:
     """Reads parts of shards. Thread-safe. A shard is opened when it is first read.
 
     Args:
-        paths: of the shards, by number.
-        io: "cached" (pread through the page cache); "mmap" (without a copy, but a shard that is truncated while it is
-            mapped ends the process, and a filesystem that hangs stops all of its threads); "direct" (past the page
-            cache, which is left to others).
-        retries: how often an open or a read that fails, or a read that falls short, is repeated, at least 0. Each time
-            the shard is opened again, after a pause of 0.1 s, 0.2 s, 0.4 s and so on.
+        paths: Paths of the shards, by number.
+        io: Method of reading: "cached" (pread through the page cache); "mmap" (without a copy, but a shard that is
+            truncated while it is mapped ends the process, and a filesystem that hangs stops all of its threads);
+            "direct" (past the page cache, which is left to others).
+        retries: Number of times that an open or a read that fails, or a read that falls short, is repeated, at least 0.
+            Each time the shard is opened again, after a pause of 0.1 s, 0.2 s, 0.4 s and so on.
 
     Raises:
         SettingError: `io` or `retries` is out of range.
@@ -86,16 +86,16 @@ class ShardReader:
         """Read bytes of a shard.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
-            into: memory to read into: page-aligned and of `room_for(size)` bytes. Not with `io` "mmap".
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
+            into: Memory to read into: page-aligned and of `room_for(size)` bytes. Not with `io` "mmap".
 
         Returns:
-            exactly `size` bytes; a view of `into` where that is given.
+            Exactly `size` bytes; a view of `into` if that is given.
 
         Raises:
-            ShardReadError: the bytes cannot be read; names path and offset.
+            ShardReadError: The bytes cannot be read; names path and offset.
         """
         thread, since, under_way, opened = threading.get_ident(), clock.now(), self._under_way, self._shards[shard]
         under_way[thread] = since, shard, offset, ""
@@ -130,9 +130,9 @@ class ShardReader:
         """Return the open file from which `read` would take some bytes; None where `read` has to open it first.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
         """
         return self._shards[shard].file
 
@@ -161,9 +161,9 @@ class ShardReader:
         This may take as long as a read: some filesystems ask their server first.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
         """
         file = self._shards[shard].file
         if file is not None and file.hints:
@@ -174,12 +174,12 @@ class ShardReader:
         """Read bytes that were wrong from elsewhere.
 
         Args:
-            shard: its number.
-            offset: in the shard's file, in bytes.
-            size: in bytes.
+            shard: Number of the shard.
+            offset: Offset of the bytes in the shard's file, in bytes.
+            size: Number of bytes.
 
         Returns:
-            The bytes; None where there is nowhere else.
+            The bytes; None if there is nowhere else.
         """
         return None
 
@@ -187,10 +187,10 @@ class ShardReader:
         """Say what to read, to have samples of a block.
 
         Args:
-            shard: its number.
-            start: their first byte in the shard's file.
-            stop: the byte behind their last one.
-            block_bytes: size of the cells in which the block's samples begin.
+            shard: Number of the shard.
+            start: Offset of the samples' first byte in the shard's file.
+            stop: Offset of the byte behind their last one.
+            block_bytes: Size of the cells in which the block's samples begin, in bytes.
 
         Returns:
             The first byte, and the one behind the last: as given, or at most `block_bytes // SLACK` bytes more.
@@ -201,10 +201,10 @@ class ShardReader:
         """Keep what was read, if it is of use.
 
         Args:
-            shard: its number.
-            start: the first byte in the shard's file, as `extent_to_read` gave it.
-            parts: the bytes, one part behind the other.
-            block_bytes: size of the cells in which the block's samples begin.
+            shard: Number of the shard.
+            start: Offset of the first byte in the shard's file, as `extent_to_read` gave it.
+            parts: Bytes that were read, one part behind the other.
+            block_bytes: Size of the cells in which the block's samples begin, in bytes.
         """
 
     def oldest(self) -> Read | None:

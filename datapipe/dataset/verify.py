@@ -33,9 +33,9 @@ class Problem:
     """Something wrong in a file of the data set.
 
     Attributes:
-        file: Its name.
+        file: Name of the file.
         key: The sample's key; None if it is not about a single sample.
-        reason: What is wrong.
+        reason: Description of what is wrong.
         is_lost: Whether the file cannot be opened, and nothing can be said of its samples.
     """
 
@@ -54,16 +54,17 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
     A file with a wrong checksum is searched for the samples that are damaged.
 
     Args:
-        folder: of the data set.
-        deep: also decode every image, as strictly as `pack` with check="decode", and compare its header with the index.
-        timeout_s: how long a read may take, in seconds, above 0.
+        folder: Folder of the data set.
+        deep: Whether to decode every image too, as strictly as `pack` with check="decode", and compare its header with
+            the index.
+        timeout_s: Longest time that a read may take, in seconds, above 0.
 
     Returns:
-        all that is wrong; an empty list means that every file has its checksum. When manifest or index cannot be read,
+        All that is wrong; an empty list means that every file has its checksum. When manifest or index cannot be read,
         that is the only problem.
 
     Raises:
-        DatapipeError: a read takes longer than `timeout_s`.
+        DatapipeError: A read takes longer than `timeout_s`.
         SettingError: `timeout_s` is out of range.
     """
     check_seconds("timeout_s", timeout_s)
