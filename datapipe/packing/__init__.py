@@ -36,7 +36,7 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
     Args:
         source_path: A folder, an archive or a CSV file (see `sources`).
         out: A folder, new or empty except for an unfinished pack, or for a data set to overwrite.
-        options: What to make of the images, and this process's share of the work.
+        options: Options of the images and the shards, and this process's share of the work.
 
     Returns:
         The manifests by split; none while other tasks have shards to write.
@@ -64,7 +64,7 @@ def finish(source_path: Path, out: Path, options: PackOptions) -> PackResult:
     Args:
         source_path: The source that was packed.
         out: The folder of the unfinished pack.
-        options: Those it was packed with.
+        options: Options with which it was packed.
 
     Returns:
         The manifests by split.
@@ -82,15 +82,16 @@ def convert(folder: Path, out: Path, options: PackOptions) -> PackResult:
 
     Args:
         folder: A packed data set, or the folder of its splits.
-        out: As for `pack`.
-        options: As for `pack`. Seed and re-encoding remain what they were, and so does `shard_mib` when it is None.
+        out: Folder of the result, as for `pack`.
+        options: Options as for `pack`. Seed and re-encoding remain what they were, and so does `shard_mib` when it is
+            None.
 
     Returns:
         The manifests by split; none while other tasks have shards to write.
 
     Raises:
         ManifestError: `folder` does not hold a packed data set that can be read.
-        SettingError, DatapipeError, OSError: As for `pack`.
+        SettingError, DatapipeError, OSError: The same cases as for `pack`.
     """
     return _conversion_job(folder, out, options).run()
 
@@ -101,13 +102,13 @@ def finish_conversion(folder: Path, out: Path, options: PackOptions) -> PackResu
     Args:
         folder: The data set that was converted.
         out: The folder of the unfinished conversion.
-        options: Those it was converted with.
+        options: Options with which it was converted.
 
     Returns:
         The manifests by split.
 
     Raises:
-        SettingError, DatapipeError: As for `finish`.
+        SettingError, DatapipeError: The same cases as for `finish`.
     """
     return _conversion_job(folder, out, options).finish()
 

@@ -34,9 +34,9 @@ def complete(plan: Plan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
     Another process may do the same at the same time.
 
     Args:
-        plan: What was packed.
-        out: Where; its journals name all shards of the plan.
-        max_bad: How many samples may be bad.
+        plan: Plan of what was packed.
+        out: Folder of the pack; its journals name all shards of the plan.
+        max_bad: Greatest number of samples that may be bad.
 
     Returns:
         The manifests by split.

@@ -66,10 +66,10 @@ class PackJob:
     and for a single task, takes a pack back to empty.
 
     Attributes:
-        out: Where to pack.
-        options: How to pack, and which share.
-        source_settings: What the plan's settings say of the source; they take precedence over those of `options`.
-        list_source: Lists the source, which may take minutes.
+        out: Folder of the pack.
+        options: Options of the pack, and the share of this process.
+        source_settings: Settings of the plan that describe the source; they take precedence over those of `options`.
+        list_source: Function that lists the source, which may take minutes.
     """
 
     out: OutFolder

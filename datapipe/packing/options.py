@@ -28,25 +28,25 @@ class PackOptions:
     """The options of `pack` and `convert`. Raises SettingError for values that are out of range.
 
     Attributes:
-        format: Of the shards, one of `names.FORMATS`.
-        kind: Of the source, one of `names.KINDS`, or "auto" to look.
+        format: Format of the shards, one of `names.FORMATS`.
+        kind: Kind of the source, one of `names.KINDS`, or "auto" to look.
         shard_mib: Aimed size of a shard in MiB, above 0. None: SHARD_MIB, which is 256, to pack; to convert, as it was.
         workers: Files read at once, at most; None: as many as help, up to 32.
-        seed: Of the shuffle, 0 and more.
-        overwrite: Replace a data set in OUT once the new one is whole.
-        resume: Be content when OUT is complete already. An unfinished pack is continued in any case.
+        seed: Seed of the shuffle, 0 and more.
+        overwrite: Whether to replace a data set in OUT once the new one is whole.
+        resume: Whether to be content when OUT is complete already. An unfinished pack is continued in any case.
         max_bad: Unreadable samples that are left out and listed: a number such as 3, or "0.1%" of all samples.
-        outside: Follow links and paths that lead out of the source.
+        outside: Whether to follow links and paths that lead out of the source.
         split: Splits and patterns of their names, such as "val=holdout"; none: what names say (see `splits`).
-        labels: What labels in tables and archives are, one of `names.LABELS` (see `sources.labels`).
+        labels: Meaning of the labels in tables and archives, one of `names.LABELS` (see `sources.labels`).
         label_column: The column of a table's labels; None: as it is usually called (see `sources`).
         path_column: The column of a CSV table's paths; None: as it is usually called.
-        strict: Refuse a source of which something would be left out.
+        strict: Whether to refuse a source of which something would be left out.
         left_out: A file in which all of that is listed, as lines of JSON; None: the log names ten of each kind.
-        timeout_s: A read or write that takes longer, in seconds, is an error.
-        memory: For images in all threads together, such as "8GiB", at least "1MiB"; None: half of what the machine or
-            the control group has.
-        recode: What is stored of each image.
+        timeout_s: Longest time that a read or write may take, in seconds; one that takes longer is an error.
+        memory: Memory for images in all threads together, such as "8GiB", at least "1MiB"; None: half of what the
+            machine or the control group has.
+        recode: Options that say what is stored of each image.
         task: The share of the plan to pack here.
     """
 

@@ -58,13 +58,13 @@ class PackPipeline:
     """Writes shards with up to `workers` threads.
 
     Args:
-        prepare: Checks an image's bytes, and returns what is stored.
+        prepare: Function that checks an image's bytes, and returns what is stored.
         workers: Threads, at most.
-        max_bad: How many samples may be bad.
-        timeout_s: A single read or write that takes longer, in seconds, is an error.
-        mean_bytes: Of an image in the source, about.
-        memory_bytes: For images in all threads.
-        num_bad: How many bad samples there are already, in finished shards.
+        max_bad: Greatest number of samples that may be bad.
+        timeout_s: Longest time that a single read or write may take, in seconds; one that takes longer is an error.
+        mean_bytes: Approximate mean size of an image in the source, in bytes.
+        memory_bytes: Memory for images in all threads, in bytes.
+        num_bad: Number of bad samples that there are already, in finished shards.
     """
 
     def __init__(

@@ -62,8 +62,8 @@ def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share
     """Plan to pack all splits of a source, each shuffled once; a source that is `ordered` keeps order and keys.
 
     Args:
-        source: What to pack.
-        settings: Has the `seed`, and `shard_mib`, the aimed size of a shard in MiB.
+        source: Source to pack.
+        settings: Settings with the `seed`, and `shard_mib`, the aimed size of a shard in MiB.
         overhead: Bytes that a sample costs beside its image.
         share: Stored bytes per byte of an image in the source.
 
@@ -149,12 +149,12 @@ def shuffle(num_samples: int, blocks: np.ndarray | None, seed: int) -> np.ndarra
     """Shuffle samples, keeping those of a block together.
 
     Args:
-        num_samples: How many samples there are.
-        blocks: int64[num_samples], the block of each sample; None: each sample is read by itself.
-        seed: Of the shuffle, 0 and more.
+        num_samples: Number of samples.
+        blocks: Block of each sample, int64[num_samples]; None: each sample is read by itself.
+        seed: Seed of the shuffle, 0 and more.
 
     Returns:
-        int64[num_samples], a uniform permutation; with blocks, a permutation of the blocks and one in each block.
+        A uniform permutation, int64[num_samples]; with blocks, a permutation of the blocks and one in each block.
     """
     order = permutation(num_samples, seed, 0, PACK)
     if blocks is None:
@@ -168,9 +168,9 @@ def divide(order: np.ndarray, mean_bytes: float, shard_bytes: float) -> list[np.
     """Divide samples into shards of equal counts, one more or less.
 
     Args:
-        order: int64[N], the samples in the order in which they are written.
-        mean_bytes: What a sample takes in a shard, about.
-        shard_bytes: Aimed size of a shard.
+        order: Samples in the order in which they are written, int64[N].
+        mean_bytes: Approximate mean number of bytes that a sample takes in a shard.
+        shard_bytes: Aimed size of a shard, in bytes.
 
     Returns:
         The consecutive samples of each shard, at least one.

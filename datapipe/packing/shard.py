@@ -184,8 +184,8 @@ def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> int:
 
     Args:
         fd: The file's descriptor.
-        position: Of the first piece in the file, in bytes.
-        pieces: What to write.
+        position: Position of the first piece in the file, in bytes.
+        pieces: Pieces to write, one behind another.
 
     Returns:
         Their size in bytes.
