@@ -130,7 +130,7 @@ def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
     Args:
         origin: The source, for messages.
         labels: Integers[N], the class of each image.
-        pixels: uint8[N, H, W] or [N, H, W, 3].
+        pixels: Pixels of the images, uint8[N, H, W] or [N, H, W, 3].
 
     Returns:
         The samples.
@@ -153,13 +153,14 @@ def open_source(
 
     Args:
         path: A folder or a file.
-        kind: One of `names.KINDS`, or "auto" to look.
-        outside: Follow links and paths that lead out of `path`; else they are refused.
-        splits: What belongs to which split, such as "val=holdout-*.tar"; none: what the names say (see `splits`).
-        labels: What labels in tables and archives are, one of `names.LABELS` (see `labels.number_labels`).
+        kind: Kind of the source, one of `names.KINDS`, or "auto" to look.
+        outside: Whether to follow links and paths that lead out of `path`; else they are refused.
+        splits: Splits and patterns of what belongs to them, such as "val=holdout-*.tar"; none: what the names say (see
+            `splits`).
+        labels: Meaning of the labels in tables and archives, one of `names.LABELS` (see `labels.number_labels`).
         label_column: The column of a table's labels; None: as it is usually called.
         path_column: The column of a CSV table's paths; None: as it is usually called.
-        strict: Refuse to leave anything out.
+        strict: Whether to refuse to leave anything out.
         left_out: A file to list what is left out in, as lines of JSON; None: the log alone names some of it.
 
     Returns:

@@ -78,8 +78,8 @@ class ListedArchive(NamedTuple):
 
         Args:
             file: The archive's number among all.
-            names: What each sample is called.
-            members: Where each sample lies.
+            names: Name of each sample.
+            members: Member of the archive that holds each sample.
 
         Returns:
             The samples.
@@ -93,8 +93,8 @@ def join(files: list[str], archives: Sequence[ListedArchive], labels: np.ndarray
 
     Args:
         files: The archives' paths, by their numbers.
-        archives: What they hold.
-        labels: uint32[N], the class of each sample.
+        archives: Samples of the archives.
+        labels: Class of each sample, uint32[N].
 
     Returns:
         The samples.

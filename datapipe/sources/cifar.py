@@ -127,7 +127,7 @@ class _Archive:
 
         Args:
             known: Names of the files that images and classes come from.
-            listing: Has what is left out.
+            listing: Listing to which what is left out is added.
         """
         reason = "beside the files of CIFAR"
         if self.path.is_dir():

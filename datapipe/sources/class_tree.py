@@ -71,7 +71,7 @@ class ClassTree:
         Args:
             root: The folder of the class folders.
             bounds: The folder that links must not leave; None: they may lead anywhere.
-            left_out: Where other entries are counted.
+            left_out: Record to which other entries are added.
 
         Returns:
             The class folders.
@@ -201,9 +201,9 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
 
     Args:
         fds: The folder, given open, behind those that it lies in.
-        folder: Its path from the root.
+        folder: Path of the folder from the root.
         real_bounds: The folder that links must not leave; None: links may lead anywhere.
-        content: What is added to.
+        content: Content of the class folder, to which what is found is added.
 
     Raises:
         ValueError: Folders lie too deep, since a descriptor of each folder above stays open; or a link leads out.

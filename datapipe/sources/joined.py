@@ -90,9 +90,9 @@ def check_joined(source: Path, trees: Mapping[str, Sequence[ClassTree]], pattern
     """Say which folders are joined. Raises SourceError if classes of one name may be others in each.
 
     Args:
-        source: What the user has given.
+        source: Path that the user has given.
         trees: The class folders of each split, of several folders.
-        patterns: Those that the user gave: a folder that one names in full is meant.
+        patterns: Patterns that the user gave: a folder that one names in full is meant.
     """
     splits = {
         split: {os.path.relpath(tree.root, source): tree.filled() for tree in joined} for split, joined in trees.items()

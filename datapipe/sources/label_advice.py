@@ -41,8 +41,8 @@ def advise_sorting(folder: Path, classes: Collection[str]) -> str:
     """Say how to sort images by a list beside them, whose lines have an image and a class, as Tiny ImageNet has it.
 
     Args:
-        folder: That of a split, with the images in it or in one below, such as `images`.
-        classes: Those of train.
+        folder: Folder of a split, with the images in it or in one below, such as `images`.
+        classes: Classes of train.
 
     Returns:
         The command; "" without such a list.
@@ -87,7 +87,7 @@ def advise_writing(source: Path, what: str, label: str, place: str = ".") -> str
     """Say by which command to write a table of images, and when.
 
     Args:
-        source: Where to run it.
+        source: Folder in which to run the command.
         what: The condition.
         label: Python's expression for the label of `path`, such as TOP.
         place: The folder of the images, below the source.
@@ -103,7 +103,7 @@ def advise_lists(source: Path, lists: Mapping[Path, Sequence[str]], classes: Col
     """Say how to write a table of images that a list of each split names by class and image; "" if they do not.
 
     Args:
-        source: Where to run it.
+        source: Folder in which to run the command.
         lists: The lists, and some of the names in each.
         classes: The class folders.
 

@@ -134,8 +134,8 @@ def check_same_classes(path: Path | str, columns: tuple[str, str], pairs: Collec
 
     Args:
         path: The table, for messages.
-        columns: Their names.
-        pairs: Their values, of all rows.
+        columns: Names of the columns.
+        pairs: Values of the columns, of all rows.
 
     Raises:
         SourceError: They do not, so that it is not clear which of them is meant.

@@ -25,8 +25,8 @@ def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] 
 
     Args:
         path: A file or folder.
-        suffixes: As for `large_files`.
-        below: As for `large_files`.
+        suffixes: Ends of the files' names, in lower case.
+        below: Names of folders in `path` that may hold the files.
     """
     if not path.is_dir():
         return path.name.lower().endswith(suffixes)
@@ -46,8 +46,8 @@ def large_files(
 
     Args:
         path: A file or folder.
-        listing: Where what lies beside them is counted.
-        suffixes: What the files' names end in, lower case.
+        listing: Listing to which what lies beside them is added as left out.
+        suffixes: Ends of the files' names, in lower case.
         below: Names of folders in `path` that may hold the files.
 
     Returns:

@@ -26,7 +26,7 @@ def check_links(source: Path, trees: Mapping[str, Sequence[ClassTree]]) -> None:
     """Warn of images that linked folders bring into two splits. Only links are followed; the rest costs no request.
 
     Args:
-        source: What the user has given.
+        source: Path that the user has given.
         trees: The class folders of each split.
 
     Raises:

@@ -74,9 +74,9 @@ class LeftOut:
 
         Args:
             folder: The folder.
-            reason: What they are, if they are not hidden.
-            known: Names of those that are taken, or counted elsewhere.
-            hidden_only: Add those that are hidden, and no other.
+            reason: Description of the entries, if they are not hidden.
+            known: Names of the entries that are taken, or counted elsewhere.
+            hidden_only: Whether to add only entries that are hidden.
         """
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -94,7 +94,7 @@ class LeftOut:
         Args:
             root: The folder that the names begin in.
             names: The folder, below `root`, and the name of each.
-            reason: What the others are.
+            reason: Description of the entries that nothing names.
 
         Raises:
             SourceError: A folder cannot be listed.
@@ -148,12 +148,12 @@ class Listing:
     """How to list a source.
 
     Attributes:
-        outside: Follow links and paths that lead out of the source.
-        rule: How splits are told apart.
-        labels: What labels are, one of `names.LABELS`.
+        outside: Whether to follow links and paths that lead out of the source.
+        rule: Rule by which splits are told apart.
+        labels: Meaning of the labels, one of `names.LABELS`.
         label_column: The column of a table's labels; None: as it is usually called.
-        path_column: That of its images' paths.
-        left_out: What was left out so far.
+        path_column: The column of a table's paths of images; None: as it is usually called.
+        left_out: Record of what was left out so far.
     """
 
     outside: bool = False
@@ -180,11 +180,11 @@ class Listing:
         """Choose of the splits that there are "train" and "val", and count what is left out.
 
         Args:
-            splits: What `SplitRule.divide` returned.
-            names: What it divided.
-            unlabelled: Those that have no labels: a test split of them is left out.
+            splits: Names of each split, as `SplitRule.divide` returned them.
+            names: All names that were divided.
+            unlabelled: Names that have no labels: a test split of them is left out.
             keep_test: Whether a test split that takes the place of val keeps its own name.
-            left_out: Lists what of a name is left out.
+            left_out: Function that lists what of a name is left out.
 
         Returns:
             The names of each split that is taken.

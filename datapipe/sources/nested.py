@@ -26,8 +26,8 @@ def refuse_nested(fd: int, path: str, members: Sequence[Member]) -> None:
 
     Args:
         fd: The archive's descriptor.
-        path: The archive.
-        members: What it holds.
+        path: Path of the archive.
+        members: Members of the archive.
     """
     inner = [member for member in members if member.name.lower().endswith(ARCHIVES)]
     if not inner:

@@ -24,11 +24,11 @@ def find_columns(path: str, schema: pyarrow.Schema, label_column: str | None) ->
 
     Args:
         path: The file, for messages.
-        schema: Its schema.
+        schema: Schema of the file.
         label_column: The column of labels that the user names.
 
     Returns:
-        That of the images' bytes, and that of the labels (None: there is none).
+        The column of the images' bytes, and that of the labels (None: there is none).
 
     Raises:
         SourceError: There is none of images, or they do not hold what they should.
@@ -53,10 +53,10 @@ def other_columns(schema: pyarrow.Schema, column: str, label: str | None, label_
     """List the columns that may hold images or labels, too, and are not read.
 
     Args:
-        schema: The file's.
-        column: The one of the images' bytes.
-        label: The one of the labels; None: there is none.
-        label_column: The one that the user names.
+        schema: Schema of the file.
+        column: Column of the images' bytes.
+        label: Column of the labels; None: there is none.
+        label_column: Column of labels that the user names.
 
     Returns:
         Their names.

@@ -36,12 +36,12 @@ class Listed:
     """Samples before they are divided.
 
     Attributes:
-        parts: What they belong to.
-        part: Integers[N], the number of each sample's part.
+        parts: Parts that the samples belong to.
+        part: Number of each sample's part, integers[N].
         labels: The label of each, as it is written; "": it has none.
         texts: Texts that hold every word of the samples' paths, to see quickly that none speaks of a split.
-        paths: Gives their paths.
-        unlabelled: Gives the error for a sample that must have a label and has none.
+        paths: Function that gives their paths.
+        unlabelled: Function that gives the error for a sample that must have a label and has none.
     """
 
     parts: Sequence[Part]
@@ -56,16 +56,16 @@ def choose_files(names: Sequence[str], listing: Listing, source: Path, may_wait:
     """Choose which files of a data set are read, where their names say it.
 
     Args:
-        names: Their paths below the source.
-        listing: How to tell splits apart.
+        names: Paths of the files below the source.
+        listing: Listing with the rule that tells splits apart.
         source: The data set, for messages.
-        may_wait: If it is not clear, leave it to `divide`, since the files may have columns.
+        may_wait: Whether to leave it to `divide` if it is not clear, since the files may have columns.
 
     Returns:
         The split of each file that is read, "train", "val" or (if nothing is val) "test"; "": their names do not say.
 
     Raises:
-        SourceError: What belongs to which split can be read in two ways.
+        SourceError: It can be read in two ways what belongs to which split.
     """
     if listing.rule.patterns:
         return _choose_files(names, listing, source, may_wait)
@@ -98,15 +98,15 @@ def divide(listed: Listed, files: Mapping[str, str], listing: Listing, source: P
 
     Args:
         listed: The samples.
-        files: What `choose_files` returned.
-        listing: How to tell splits apart.
+        files: Split of each file, as `choose_files` returned it.
+        listing: Listing with the rule that tells splits apart.
         source: The data set, for messages.
 
     Returns:
-        int64[M], the samples of each split, "train" and "val", in their order.
+        The samples of each split, "train" and "val", in their order, int64[M].
 
     Raises:
-        SourceError: What belongs to which split can be read in two ways, or samples have no labels.
+        SourceError: It can be read in two ways what belongs to which split, or samples have no labels.
         SettingError: The patterns do not fit what is there.
     """
     rule = listing.rule

@@ -130,11 +130,11 @@ def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
 
     Args:
         fd: The file's descriptor.
-        buffer: Where the bytes go.
-        offset: Where in the file they are.
+        buffer: Memory to read into.
+        offset: Offset of the bytes in the file, in bytes.
 
     Returns:
-        How many bytes were read: fewer than asked for only at the end of the file.
+        The number of bytes that were read: fewer than asked for only at the end of the file.
     """
     size = os.preadv(fd, [buffer], offset)
     while size < len(buffer):

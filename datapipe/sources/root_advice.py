@@ -35,8 +35,8 @@ def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSpl
     """Say what to type, or what to do, about folders that were refused.
 
     Args:
-        source: What the user has given.
-        listing: What the user says of it.
+        source: Path that the user has given.
+        listing: Listing with what the user says of the source.
         error: The refusal.
 
     Returns:
@@ -170,9 +170,9 @@ def _advise_splits(
     """Say which folders to take for the splits, and what to do about those that cannot be taken as they are.
 
     Args:
-        source: What the user has given.
+        source: Path that the user has given.
         folders: The folders in it.
-        listing: Has the bounds.
+        listing: Listing with the bounds.
         may_be_classes: Whether folders that hold images themselves may be class folders.
 
     Returns:
@@ -214,7 +214,7 @@ def _choose_roots(
 
     Args:
         names: The folders that may be a split's.
-        roots: What class folders they hold, of those that hold some.
+        roots: Class folders that the folders hold, of those that hold some.
         folders: All folders in the source.
 
     Returns:

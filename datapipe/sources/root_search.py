@@ -42,9 +42,9 @@ def find_root(source: Path, folder: str, listing: Listing, seen: frozenset[str] 
     """Find the class folders that a folder holds: in itself, in one below, or in each of its groups of classes.
 
     Args:
-        source: What the user has given.
+        source: Path that the user has given.
         folder: The folder's path below it; ".": itself.
-        listing: Has the bounds.
+        listing: Listing with the bounds.
         seen: Folders that it lies in, without links: these may lead in a circle.
 
     Returns:
@@ -85,9 +85,9 @@ def find_splits(source: Path, name: str, listing: Listing) -> str:
     """Find the folder, not one of a split itself, that holds class folders for training in one that is called so.
 
     Args:
-        source: What the user has given.
+        source: Path that the user has given.
         name: The folder's path below it; folders in it are looked into, MAX_DEPTH deep at most.
-        listing: Has the bounds.
+        listing: Listing with the bounds.
 
     Returns:
         Its path below the source; "" if there is none.

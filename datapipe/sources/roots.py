@@ -103,7 +103,7 @@ def check_roots(source: Path, trees: Mapping[str, Sequence[ClassTree]], is_chose
     """Raise RootError if a root does not look like a folder of class folders; warn if the user chose it.
 
     Args:
-        source: What the user has given.
+        source: Path that the user has given.
         trees: The class folders of each split.
         is_chosen: Whether the user has said where they are.
     """

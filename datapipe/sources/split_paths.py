@@ -28,8 +28,8 @@ class Names(NamedTuple):
 
     Attributes:
         names: Distinct names.
-        number: Integers[N], the number of each sample's.
-        typed: Gives what `--split` names the samples of a name by.
+        number: Number of each sample's name, integers[N].
+        typed: Function that gives the texts by which `--split` names the samples of a name.
     """
 
     names: list[str]
@@ -140,7 +140,7 @@ def check_paths(
         chosen: The names that the samples are divided by.
         said: The split of each of these.
         paths: The names that their paths give them.
-        all_paths: Gives the paths.
+        all_paths: Function that gives the paths.
         source: The data set, for messages.
     """
     names, number, typed = chosen

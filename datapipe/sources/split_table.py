@@ -40,18 +40,18 @@ class SplitTable:
     """What the columns of a data set's parts say of splits.
 
     Attributes:
-        names: Of each part: the value that says its split, or else its file.
-        columns: The columns that do.
-        typed: Of each name that is one of values, what `--split` names its samples by, in each spelling.
+        names: Name of each part: the value that says its split, or else its file.
+        columns: Columns whose values say the splits.
+        typed: Texts by which `--split` names the samples of each name that is a value, in each spelling.
     """
 
     def __init__(self, parts: Sequence[Part], source: Path, labels_of: Callable[[Collection[int]], set[str]]) -> None:
         """Find the columns that say the splits.
 
         Args:
-            parts: What there is, `filled`.
+            parts: Parts of the data set, as `filled` returns them.
             source: The data set, for messages.
-            labels_of: Gives the labels in some parts, by their numbers.
+            labels_of: Function that gives the labels in some parts, by their numbers.
 
         Raises:
             AmbiguousSplitError: A column can be read in two ways, or two disagree.

@@ -50,9 +50,9 @@ def find_columns(rows: Sequence[Sequence[str]], listing: Listing, count_images: 
     """Find the columns of a table.
 
     Args:
-        rows: Its first rows.
-        listing: Has the names that the user gives.
-        count_images: Counts those of some cells that name an image, without an extension, say.
+        rows: First rows of the table.
+        listing: Listing with the names that the user gives.
+        count_images: Function that counts those of some cells that name an image, without an extension, say.
 
     Returns:
         The columns.

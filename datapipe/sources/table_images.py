@@ -40,8 +40,8 @@ class NamedImages:
         exactly one image, or else the one by which most are. Of an address the first parts may lack below the folder.
 
         Args:
-            names: What the table has.
-            table: Its name: one that speaks of a split may name those in folders that speak of it.
+            names: Names of images that the table has.
+            table: Name of the table: one that speaks of a split may name those in folders that speak of it.
 
         Returns:
             The paths of the images that each name may mean, below the folder.

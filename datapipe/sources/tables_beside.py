@@ -84,7 +84,7 @@ def lists_of_rows(folder: Path, images: Iterable[str]) -> list[str]:
     """Find the lists in a folder that are called as those of splits, and most of whose lines name images of a table.
 
     Args:
-        folder: That of the table.
+        folder: Folder of the table.
         images: The names of the images' files.
 
     Returns:

@@ -158,9 +158,9 @@ def _read_texts(
 
     Args:
         path: The shard, for messages.
-        keys: Of the images.
+        keys: Keys of the images.
         texts: The contents of the other members, by key and extension.
-        listing: How splits are told apart, and which field holds the labels.
+        listing: Listing with the rule that tells splits apart, and the field that holds the labels.
 
     Returns:
         The labels, what is said of splits, and the error for the first image without a label, as in `_Shard`.
