@@ -130,7 +130,7 @@ def locked_soon(folder: Path, limit_s: float) -> Iterator[bool]:
     """Lock a folder that processes lock only for moments; after a time limit, do without.
 
     Args:
-        folder: Folder that exists.
+        folder: Folder that exists. One that this user may not list is not locked.
         limit_s: Longest time to wait, in seconds.
 
     Yields:
@@ -139,13 +139,14 @@ def locked_soon(folder: Path, limit_s: float) -> Iterator[bool]:
     deadline = clock.now() + limit_s
     with ExitStack() as stack:
         is_locked = False
-        while not is_locked:
-            with suppress(BlockingIOError):
+        while clock.now() < deadline:
+            try:
                 is_locked = stack.enter_context(locked(folder, wait=False))
                 break
-            if clock.now() > deadline:
+            except BlockingIOError:
+                time.sleep(MOMENT_S / 20)
+            except OSError:  # this user may not list it
                 break
-            time.sleep(MOMENT_S / 20)
         yield is_locked
 
 
@@ -219,7 +220,7 @@ def find_holder(folder: Path) -> str:
 def hold_unused(path: Path) -> Iterator[None]:
     """Hold the lock of the file that the users of a copy hold, its manifest or slots, so that no process uses the copy.
 
-    Nothing is held where there is no such file.
+    If the file does not exist, nothing is held.
 
     Raises:
         StagingError: A process uses the copy, or that cannot be known, since the filesystem has no locks.

@@ -123,8 +123,8 @@ def assess(
         is_local: Whether that filesystem is as good as the node's own disk.
 
     Returns:
-        The fields of `Situation` and of `Costs`; `local`; and `interface`, "" where its speed was not looked up. None
-        where there is no packed data set.
+        The fields of `Situation` and of `Costs`; `local`; and `interface`, "" if its speed was not looked up. None if
+        `folder` does not contain a packed data set.
     """
     try:
         manifests = in_time(lambda: [Manifest.read(path) for path in find_data_sets(folder)], folder, TIMEOUT_S)

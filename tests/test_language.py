@@ -154,8 +154,8 @@ def test_parameters_and_results_are_described(is_described):
 def test_descriptions_of_parameters_stand_alone():
     files = [path for path in FILES if folder(path).startswith(("datapipe", "trainer"))]
     assert len(files) > 200
-    found = [f"{path.relative_to(ROOT)}: {text}" for path in files for text in dependent_descriptions(parsed(path))]
-    assert not found
+    offences = [f"{path.relative_to(ROOT)}: {text}" for path in files for text in dependent_descriptions(parsed(path))]
+    assert not offences
 
 
 def test_what_does_not_stand_alone():
@@ -182,8 +182,8 @@ class K:
             of no interest: what a result is.
         """
 '''
-    found = list(dependent_descriptions(ast.parse(program)))
-    assert found == ["kind: which of them.", "a: Of each file,", "b: number of files.", "d: As, in d."]
+    offences = list(dependent_descriptions(ast.parse(program)))
+    assert offences == ["kind: which of them.", "a: Of each file,", "b: number of files.", "d: As, in d."]
 
 
 def test_sentences_are_plain():

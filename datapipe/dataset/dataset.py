@@ -40,7 +40,7 @@ class DataSet:
         slots: Slots in `local` for blocks of the data set; None if that has no slots.
 
     Raises:
-        ManifestError: There is no readable data set in `folder`.
+        ManifestError: `folder` does not contain a readable data set.
         SettingError: `io` or `retries` is out of range.
     """
 

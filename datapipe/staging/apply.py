@@ -81,7 +81,7 @@ def prepare(
         local: Folder for the copies.
         copies: Copies of the data sets.
         options: Settings of staging.
-        stack: Stack that unlocks the folders; where an error ends it, the copies are no longer kept for the job.
+        stack: Stack that unlocks the folders. If an error ends it, the copies are no longer kept for the job.
         trusts: Whether files that were checked since the node booted, and not changed since, count as good.
         waits: Whether to wait for another process that stages to the same folder.
         checks_beside: Whether no other data sets may be in the folder.

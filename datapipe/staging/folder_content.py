@@ -83,7 +83,7 @@ class Origin:
     def write(self, folder: Path) -> None:
         """Write it into the copy's folder."""
         path = folder / ORIGIN
-        partial = temporary_path(path, PARTIAL, make_own_name())  # which `sweep` finds where there are no locks
+        partial = temporary_path(path, PARTIAL, make_own_name())  # `sweep` knows its process, also without locks
         try:
             with named(partial):
                 with open(partial, "xb", opener=_open_own) as file:
@@ -146,7 +146,8 @@ class FolderContent:
                     with suppress(FileNotFoundError):  # removed at this moment
                         entries[entry.name] = entry.stat(follow_symlinks=False)
             info = os.fstat(fd)
-            origin, content = _read_origin(fd, info.st_uid), _read_manifest(fd, folder) if MANIFEST in entries else b""
+            origin = _read_origin(fd, info.st_uid) if ORIGIN in entries else None  # else it is written at this moment
+            content = _read_manifest(fd, folder) if MANIFEST in entries else b""
         finally:
             os.close(fd)
         levels = [folder, *(parent for parent in folder.absolute().parents if parent.is_relative_to(cache.absolute()))]

@@ -1,8 +1,8 @@
 """What protects a copy from being removed or replaced: a process that uses it, a job that needs it, a pin.
 
 A process that uses a copy holds a shared lock (flock) on its manifest: users who may only read it can, too, and the
-kernel releases it when the process ends, in whatever way. Between two steps of a job there is no process, and none
-stays for good, so two files do the same, in the copy's folder or above it in the cache:
+kernel releases it when the process ends, in whatever way. A lock lasts no longer than its process. Two files protect a
+copy between the steps of a job, and for good. They lie in the copy's folder, or above it in the cache:
 
     LOCAL/.keep-JOB.json   keeps the copies in LOCAL for a job: until when, and which process says so
     LOCAL/.pinned          keeps them until it is removed

@@ -446,11 +446,11 @@ def test_list(packed_folders, tmp_path, held, start, cache_command):
     assert f"in use by process {child.pid} (" in rows[name] and str(source) in rows[name] and " MiB " in rows[name]
     assert "kept for job 17 until 2" in rows["kept"] and rows["unused"].endswith("  unused")
     assert rows["pinned"].endswith("  pinned") and rows["unfinished"].endswith("unfinished")
-    told = {Path(row["folder"]).name: row for row in json.loads(cache_command("list", cache, "--json").stdout)}
-    assert [process["pid"] for process in told[name]["in_use"]] == [child.pid]
-    assert [(keep["job"], keep["until"]) for keep in told["kept"]["kept"]] == [("17", end)]
-    assert [name for name, row in told.items() if row["evictable"]] == ["unfinished", "unused"]
-    assert told["unused"]["size_bytes"] >= Manifest.read(source).size_bytes
+    by_name = {Path(row["folder"]).name: row for row in json.loads(cache_command("list", cache, "--json").stdout)}
+    assert [process["pid"] for process in by_name[name]["in_use"]] == [child.pid]
+    assert [(keep["job"], keep["until"]) for keep in by_name["kept"]["kept"]] == [("17", end)]
+    assert [name for name, row in by_name.items() if row["evictable"]] == ["unfinished", "unused"]
+    assert by_name["unused"]["size_bytes"] >= Manifest.read(source).size_bytes
     done = cache_command("list", tmp_path / "nothing")
     assert done.returncode == 2 and "is not a folder" in done.stderr
 

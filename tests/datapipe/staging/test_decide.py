@@ -299,3 +299,19 @@ def test_without_locks_nothing_is_replaced_or_removed(tmp_path, monkeypatch):
             stage(place.source, place.local, options)
     assert not evict(place.local, place.local.parent, free_bytes(tmp_path) + 1, in_part=True)
     assert (place.local / MANIFEST).exists() and (place.local / ORIGIN).exists()
+
+
+def test_the_folder_above_a_copy_need_not_be_listed(tmp_path, monkeypatch):
+    """It may be an administrator's, of mode 711."""
+    make_data_set(tmp_path / "source", [1000])
+    opened = os.open
+
+    def refuse(path: str | Path, *arguments: int, **options: int | None) -> int:
+        if Path(path) == tmp_path / "cache":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    (tmp_path / "cache" / "local").mkdir(parents=True)
+    monkeypatch.setattr("os.open", refuse)
+    stage(tmp_path / "source", tmp_path / "cache" / "local")
+    assert same(tmp_path / "source", tmp_path / "cache" / "local")
