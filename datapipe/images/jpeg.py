@@ -39,7 +39,6 @@ class JpegHeader(NamedTuple):
     components: int
     restart_interval: int  # MCUs, 0 for none
     frame: int  # the SOF marker: what kind of JPEG this is
-    bits: int  # per sample
     sampling: bytes  # each component's factors, horizontal * 16 + vertical
     interleaved: bool  # the first scan holds all components
     adobe: int | None  # colour transform of the Adobe segment, None without one
@@ -105,7 +104,7 @@ def read_header(data: Buffer) -> JpegHeader:
         raise ValueError(f"a JPEG of {bits} bits per sample, which no decoder here reads")
     if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
-    kind = components, restart, frame, bits, sampling, interleaved, adobe, exif
+    kind = components, restart, frame, sampling, interleaved, adobe, exif
     return JpegHeader(width, height, *kind, frame_at, scan_at)
 
 
