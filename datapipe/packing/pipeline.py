@@ -88,7 +88,6 @@ class PackPipeline:
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._chunks: Iterator[tuple[ShardQueue, range]] = iter(())  # what is still to be read
         self._accesses: list[Access | None] = []  # of each thread
-        self._in_c: dict[int, tuple[float, Sequence[int], np.ndarray]] = {}  # by thread: what it reads there
         self._stopped = np.zeros(1, np.uint8)  # 1 with `_stop`
 
     def run(
@@ -164,22 +163,17 @@ class PackPipeline:
 
     def _look_for_hangs(self) -> None:
         now = clock.now()
-        accesses = map(self._access, range(len(self._accesses)))
-        oldest = min((access for access in accesses if access), key=lambda access: access[0], default=None)
-        if oldest and now - oldest[0] > self._timeout_s:
-            since, shard, samples, sample = oldest
-            what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
-            message = f"{what} has not answered for {now - since:.0f} s (--timeout)"
-            raise DatapipeError(message, path=path, shard=shard.name)
-
-    def _access(self, thread: int) -> Access | None:
-        """Return what a thread waits for."""
-        access, in_c = self._accesses[thread], self._in_c.get(thread)
-        if access is None or in_c is None:
-            return access
-        since, numbers, progress = in_c
-        number, since_ns = progress.tolist()
-        return (since + 1e-9 * since_ns, access[1], access[2], numbers[number - 1]) if number else None
+        for since, shard, samples, numbers, progress in filter(None, self._accesses):
+            which = 0
+            if progress is not None:
+                number, since_ns = progress.tolist()
+                if not number:  # between two files
+                    continue
+                since, which = since + 1e-9 * since_ns, number - 1
+            if now - since > self._timeout_s:
+                what, path = ("a read", samples.where(numbers[which])) if samples else ("a write", shard)
+                message = f"{what} has not answered for {now - since:.0f} s (--timeout)"
+                raise DatapipeError(message, path=path, shard=shard.name)
 
     # --- in the threads ---
 
@@ -204,7 +198,7 @@ class PackPipeline:
 
     def _read(self, me: int, chunk: Chunk) -> None:
         """Read all images, then check all: the caches still hold the code of a step that is repeated."""
-        task, memory, at = chunk.queue.shard.task, chunk.memory, 0
+        task, memory = chunk.queue.shard.task, chunk.memory
         samples, shard = task.samples, task.path
         numbers = task.which[chunk.which.start : chunk.which.stop].tolist()
         images: list[Buffer | Exception] = []
@@ -217,7 +211,7 @@ class PackPipeline:
                 images.append(memory[start : start + size])
                 start += size
                 continue
-            self._accesses[me] = (clock.now(), shard, samples, sample)
+            self._accesses[me] = (clock.now(), shard, samples, (sample,), None)
             try:
                 data = samples.read(sample, memory[at:])
                 if isinstance(data, memoryview):
@@ -237,15 +231,11 @@ class PackPipeline:
             except MemoryError as error:
                 reason = f"cannot be packed: {error or 'there is not enough memory for it; allow less with --memory'}"
                 raise SourceError(reason, path=samples.where(sample), shard=shard.name) from error
-            except ValueError as error:
-                chunk.images.append(self._bad(task, i, sample, getattr(error, "reason", str(error)), error))
-            except OSError as error:
-                if error.errno not in BAD_FILE:
+            except (ValueError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in BAD_FILE:
                     message = f"cannot be read: {error.strerror or error}"
                     raise SourceError(message, path=samples.where(sample), shard=shard.name) from error
-                chunk.images.append(
-                    self._bad(task, i, sample, f"cannot be read ({errno.errorcode[error.errno]})", error)
-                )
+                chunk.images.append(self._bad(task, i, sample, error))
             else:
                 hold = 0 if stored is image else len(stored)
                 if stored is not image or not digest:
@@ -259,16 +249,12 @@ class PackPipeline:
         if library is None or not isinstance(samples, Files):
             return [(-1, 0)] * len(numbers)
         progress = np.zeros(native.PROGRESS, np.int64)
-        self._in_c[me] = clock.now(), numbers, progress
-        self._accesses[me] = (clock.now(), chunk.queue.shard.task.path, samples, numbers[0])
-        try:
-            places = list(map(samples.place, numbers))
-            return library.read_files(places, samples.flags, chunk.memory, self._stopped, progress)
-        finally:
-            del self._in_c[me]
+        self._accesses[me] = (clock.now(), chunk.queue.shard.task.path, samples, numbers, progress)
+        places = list(map(samples.place, numbers))
+        return library.read_files(places, samples.flags, chunk.memory, self._stopped, progress)
 
-    def _bad(self, task: ShardTask, i: int, sample: int, reason: str, error: Exception) -> BadSample:
-        """Count and log a bad sample; `reason` is recorded, so in our own words. Raises SourceError for too many."""
+    def _bad(self, task: ShardTask, i: int, sample: int, error: ValueError | OSError) -> BadSample:
+        """Count and log a bad sample, with its reason in our own words. Raises SourceError for too many."""
         path, details = task.samples.where(sample), getattr(error, "strerror", None) or error
         with self._lock:
             self._num_bad += 1
@@ -277,7 +263,9 @@ class PackPipeline:
             allowed = f"; that is number {number}, and --max-bad allows {self._max_bad}" if self._max_bad else ""
             raise SourceError(f"cannot be packed: {details}{allowed}", path=path, shard=task.path.name) from error
         logger.warning("%s is left out: %s", printable(path), details)
-        return BadSample(i, path, reason)
+        if isinstance(error, OSError):
+            return BadSample(i, path, f"cannot be read ({errno.errorcode[error.errno]})")
+        return BadSample(i, path, getattr(error, "reason", str(error)))
 
     def _write_ready(self, me: int, queue: ShardQueue) -> None:
         """Place and write the chunks whose turn has come, and finish the shard behind its last one."""
@@ -302,7 +290,7 @@ class PackPipeline:
             self._accesses[me] = None
 
     def _begin_write(self, me: int, shard: Shard) -> None:
-        self._accesses[me] = (clock.now(), shard.task.path, None, -1)
+        self._accesses[me] = (clock.now(), shard.task.path, None, (), None)
 
 
 def _abandon(shards: Sequence[Shard], close: bool) -> None:
