@@ -97,7 +97,7 @@ def innermost(environ: Mapping[str, str]) -> Task | None:
         task = launcher.task(environ)
         if task is not None:
             if launcher is SLURM_STEP:
-                check_step(environ, task)
+                _check_step(environ, task)
             return task
         launcher.check_unset(environ)
     return _PBSDSH.task(environ) if _is_one_per_host(environ) else None
@@ -131,16 +131,10 @@ def parse_task(value: str, option: str = "--task") -> Task:
     return Task(int(match[1]), int(match[2]), option)
 
 
-def check_step(environ: Mapping[str, str], step: Task, remedy: str = "unset SLURM_STEP_NUM_TASKS") -> None:
+def _check_step(environ: Mapping[str, str], step: Task, remedy: str = "unset SLURM_STEP_NUM_TASKS") -> None:
     """Refuse variables of another job: sbatch, called in a step, passes on that step's, and its script is in none.
 
-    Args:
-        environ: The environment variables.
-        step: Task of the step that they describe.
-        remedy: Words that say what to do if the process is not to be started by srun.
-
-    Raises:
-        SettingError: The step is not of this job.
+    `remedy`: what to do if the process is not to be started by srun. Raises SettingError.
     """
     tasks = environ.get("SLURM_NTASKS", str(step.count))
     if step.count > 1 and tasks != str(step.count):
@@ -166,7 +160,7 @@ def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
         return parse_task(explicit)
     inner = next(filter(None, (launcher.task(environ) for launcher in LAUNCHERS)), None)
     if inner and inner.launcher == SLURM_STEP.name:
-        check_step(environ, inner, "give --task I/N (0/1: everything)")
+        _check_step(environ, inner, "give --task I/N (0/1: everything)")
     array = _array(environ)
     if array is None:
         return inner or Task(0, 1, "")

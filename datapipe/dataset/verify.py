@@ -103,7 +103,12 @@ def _work_on(
 def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) -> list[Problem]:
     if reason := _wrong_bytes(data_set.folder / file.name, file, moved):
         return list(_damaged_samples(data_set, file, reason, moved))
-    return list(_wrong_keys(data_set)) if file.name == KEYS else []
+    try:
+        if file.name == KEYS:
+            check_keys(read_keys(data_set.folder), data_set.manifest, data_set.folder / KEYS)
+    except ManifestError as error:
+        return [Problem(KEYS, None, error.message)]
+    return []
 
 
 def _wrong_bytes(path: Path, file: FileInfo, moved: Callable[[], None]) -> str | None:
@@ -116,13 +121,6 @@ def _wrong_bytes(path: Path, file: FileInfo, moved: Callable[[], None]) -> str |
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None if actual == file.xxh3_128 else f"has checksum {actual}, expected {file.xxh3_128}"
-
-
-def _wrong_keys(data_set: DataSet) -> Iterator[Problem]:
-    try:
-        check_keys(read_keys(data_set.folder), data_set.manifest, data_set.folder / KEYS)
-    except ManifestError as error:
-        yield Problem(KEYS, None, error.message)
 
 
 def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str, moved: Callable[[], None]) -> Iterator[Problem]:

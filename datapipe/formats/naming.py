@@ -37,23 +37,6 @@ def split_name(name: str) -> tuple[str, str]:
     return (folder + slash + base, extension.lower()) if base else ("", "")
 
 
-def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
-    """Read a sample's label as it is written: a whole number, or a class name.
-
-    Args:
-        path: The archive, for messages.
-        key: The sample's key, for messages.
-        contents: Contents of the sample's label files, by extension (those of LABELS).
-
-    Returns:
-        The label as text; not empty. Of a number and a name the first, where `cls` comes first.
-
-    Raises:
-        SourceError: The label is missing or cannot be read, or two numbers or two names differ.
-    """
-    return read_fields(path, key, contents)[0]
-
-
 def read_fields(
     path: str, key: str, contents: Mapping[str, bytes], label_column: str | None = None
 ) -> tuple[str, dict[str, object]]:
@@ -66,10 +49,11 @@ def read_fields(
         label_column: The only one that counts: "cls" or a field of the JSON; None: as they are usually called.
 
     Returns:
-        The label, as `read_label` returns it, and all fields of the JSON.
+        The label as it is written, a whole number or a class name, not empty; and all fields of the JSON. Of a number
+        and a name the first counts, where `cls` comes first.
 
     Raises:
-        SourceError: As for `read_label`.
+        SourceError: The label is missing or cannot be read, or two numbers or two names differ.
     """
     fields: dict[str, object] = {}
     labels: dict[str, str] = {}  # by where they stand

@@ -54,12 +54,12 @@ class _Unusual(Exception):
     """The archive has to be left to tarfile."""
 
 
-def _nothing(name: str) -> bool:
-    return False
-
-
 def list_members(
-    fd: int, path: str, begin: int = 0, end: int | None = None, keep_content: Callable[[str], bool] = _nothing
+    fd: int,
+    path: str,
+    begin: int = 0,
+    end: int | None = None,
+    keep_content: Callable[[str], bool] = lambda name: False,
 ) -> TarListing:
     """List an archive that is, or lies in, a file.
 

@@ -116,7 +116,6 @@ def _taps(num_in: int, num_out: int, step: float, bits: int) -> tuple[np.ndarray
     x = (first[:, None] + np.arange(num_taps) - centre[:, None]) / stretch
     weights = np.sinc(x) * np.sinc(x / LOBES) * (np.abs(x) < LOBES)
     weights = np.rint(weights * ((1 << bits) / weights.sum(1, keepdims=True))).astype(int)
-    weights[np.arange(num_out), weights.argmax(1)] += (1 << bits) - weights.sum(
-        1
-    )  # each sum is exactly 1: flat areas do not change
+    missing = (1 << bits) - weights.sum(1)  # so that each sum is exactly 1: flat areas do not change
+    weights[np.arange(num_out), weights.argmax(1)] += missing
     return first, weights

@@ -122,10 +122,10 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
         "outside": options.outside,
         "check": options.recode.check,
     }
-    said = ("split", list(options.split)), ("labels", options.labels), ("label_column", options.label_column)
-    for name, value in (*said, ("path_column", options.path_column)):
-        if value not in ([], "auto", None):  # as in plans of earlier versions
-            source_settings[name] = value
+    for name in ("split", "labels", "label_column", "path_column"):
+        value = getattr(options, name)
+        if value not in ((), "auto", None):  # as in plans of earlier versions
+            source_settings[name] = list(value) if name == "split" else value
     if options.left_out is not None:
         place = options.left_out.resolve()
         if place.is_dir() or not place.parent.is_dir():

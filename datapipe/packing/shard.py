@@ -118,7 +118,7 @@ class Shard:
     def write(self, position: int, pieces: Sequence[Buffer]) -> None:
         """Write what `place` has returned, and have the disk begin with it: `finish` then waits for little."""
         with named(self._partial):
-            size = write_at(self._fd, position, pieces)
+            size = _write_at(self._fd, position, pieces)
             with suppress(OSError):  # a filesystem may not take advice
                 os.posix_fadvise(self._fd, position, size, os.POSIX_FADV_DONTNEED)
 
@@ -134,9 +134,9 @@ class Shard:
             records["offset"] = finished.offsets
             size = self._position + len(finished.tail)
             with named(self._partial):
-                write_at(self._fd, self._position, [finished.tail])
+                _write_at(self._fd, self._position, [finished.tail])
                 for position, content in finished.patches.items():
-                    write_at(self._fd, position, [content])
+                    _write_at(self._fd, position, [content])
                 begin()
                 os.fsync(self._fd)
                 begin()
@@ -179,17 +179,8 @@ class Shard:
                 os.close(self._fd)
 
 
-def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> int:
-    """Write pieces to a file, one behind another.
-
-    Args:
-        fd: The file's descriptor.
-        position: Position of the first piece in the file, in bytes.
-        pieces: Pieces to write, one behind another.
-
-    Returns:
-        Their size in bytes.
-    """
+def _write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> int:
+    """Write pieces to a file from a position on, one behind another; return their size in bytes."""
     begin = position
     for first in range(0, len(pieces), MAX_PIECES):
         group = pieces[first : first + MAX_PIECES]
