@@ -163,17 +163,12 @@ def read_keys(folder: Path) -> list[str]:
         raise ManifestError(f"cannot be read: {error}", path=Path(folder) / KEYS) from error
 
 
-def check_keys(keys: list[str], manifest: Manifest, path: Path) -> None:
-    """Check that these are a data set's keys.
+def read_checked_keys(folder: Path, manifest: Manifest) -> list[str]:
+    """Read the keys of a data set, and check that there is one per sample, each as `pack` makes them (see KEY).
 
-    Args:
-        keys: Keys that should be one per sample, all different, each as `pack` makes them (see KEY).
-        manifest: Manifest of the data set.
-        path: Path of the file with the keys, for messages.
-
-    Raises:
-        ManifestError: These are not the keys of the data set.
+    Raises ManifestError when these are not the keys of the data set.
     """
+    keys, path = read_keys(folder), Path(folder) / KEYS
     if len(keys) != manifest.num_samples:
         raise ManifestError(f"holds {len(keys)} keys, expected {manifest.num_samples}", path=path)
     seen = set()
@@ -182,3 +177,4 @@ def check_keys(keys: list[str], manifest: Manifest, path: Path) -> None:
             problem = "has been there before" if key in seen else "is not a key: letters, digits, _ and -, between /"
             raise ManifestError(f"line {number + 1}, {key[:80]!r}, {problem}", path=path)
         seen.add(key)
+    return keys

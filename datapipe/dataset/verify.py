@@ -20,7 +20,7 @@ from ..fsio import checksum
 from ..images.codec import check_image
 from ..streams import TIMEOUT_S, in_time, work_on_files
 from . import DataSet
-from .index import ENCODINGS, check_keys, read_keys
+from .index import ENCODINGS, read_checked_keys
 from .manifest import KEYS, FileInfo, ShardInfo
 
 GROUP = 256  # samples decoded per task
@@ -105,7 +105,7 @@ def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) ->
         return list(_damaged_samples(data_set, file, reason, moved))
     try:
         if file.name == KEYS:
-            check_keys(read_keys(data_set.folder), data_set.manifest, data_set.folder / KEYS)
+            read_checked_keys(data_set.folder, data_set.manifest)
     except ManifestError as error:
         return [Problem(KEYS, None, error.message)]
     return []
