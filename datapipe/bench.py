@@ -14,7 +14,7 @@ from .loaders.native_pixels import choose_native
 from .sampling.augment import Augment
 from .streams import TIMEOUT_S, in_time
 
-STAGES = ("read", "window", "decode", "resize", "copy", "other")
+_STAGES = ("read", "window", "decode", "resize", "copy", "other")
 NOISE = 0.05  # of the time: less waiting than that says nothing
 CONSUMER = "the consumer"
 
@@ -116,7 +116,7 @@ def format_result(result: dict[str, Any]) -> list[str]:
     if not result["decoder_in_c"].endswith((" AVX2", " NEON")):
         lines.append(f"decoder in C: {result['decoder_in_c']}")
     stages = result["stages_s"]
-    known = {name: stages[name] for name in STAGES if stages.get(name)}
+    known = {name: stages[name] for name in _STAGES if stages.get(name)}
     if known:
         images = sum(row["images"] for row in result["epochs"])
         parts = ", ".join(f"{name} {1e6 * seconds / images:,.0f}" for name, seconds in known.items())
@@ -137,7 +137,7 @@ def format_result(result: dict[str, Any]) -> list[str]:
 
 def find_limit(stages: dict[str, float], waited: float) -> str:
     """Name the stage that takes longest, or the consumer if it `waited` for hardly any (share) of the time."""
-    known = [name for name in STAGES if name in stages]
+    known = [name for name in _STAGES if name in stages]
     if waited <= NOISE:
         return CONSUMER
     return max(known, key=stages.__getitem__, default="the loader, which measures no stages")

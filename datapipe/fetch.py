@@ -29,7 +29,7 @@ from .public_data import DATASETS, DebianPackage
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 18
 STALL_S = 30.0  # after which a silent connection is given up
 APT_S = 600.0  # for one call of apt-get or dpkg-deb: a slow mirror may need minutes for 31 MB
 MIRROR_VARIABLE = "DATAPIPE_MIRROR"
@@ -128,7 +128,7 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
             length = response.headers.get("Content-Length", "")
             total_bytes = int(length) if length.isdecimal() else 0
             with Progress(name, total_bytes, "bytes") as progress:
-                while chunk := response.read(CHUNK_BYTES):
+                while chunk := response.read(_CHUNK_BYTES):
                     progress.advance(len(chunk))
                     yield chunk
             if progress.done < total_bytes:

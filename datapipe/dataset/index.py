@@ -32,7 +32,7 @@ RECORD = np.dtype(
     ]
 )
 pack_record = struct.Struct("<Q4I4H").pack  # one sample's, as bytes, which the garbage collector skips
-PART = 1 << 14  # records checked at a time: half a megabyte stays in the processor's cache
+_PART = 1 << 14  # records checked at a time: half a megabyte stays in the processor's cache
 KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")  # a name in tar and zip, and never one that leaves a folder
 ENCODINGS = ("jpeg", "png", "pnm", "pnm+lz4", "pnm+zstd", "raw")  # raw: only pixels, in npy shards
 
@@ -99,8 +99,8 @@ def check_records(records: np.ndarray, manifest: Manifest, path: Path) -> None:
     bounds, records = _bounds(manifest), np.asarray(records)  # slices of a memmap cost more than these comparisons
     sizes = np.array([shard.size_bytes for shard in manifest.shards], np.uint64)
     counts = np.zeros(len(sizes), np.int64)
-    for first in range(0, len(records), PART):
-        part = records[first : first + PART]
+    for first in range(0, len(records), _PART):
+        part = records[first : first + _PART]
         problem = _first_out_of_bounds(part, bounds) or _first_out_of_shard(part, sizes)
         if problem:
             number, field, allowed = problem

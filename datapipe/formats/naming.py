@@ -24,7 +24,7 @@ IMAGES = ("jpg", "jpeg", "png")
 LABELS = ("cls", "json")
 LABEL_FIELDS = ("label", "cls", "class", "class_id")
 WHOLE_WITH_POINT, FRACTION = re.compile(r"-?[0-9]+(\.0*)?"), re.compile(r"-?[0-9]*\.[0-9]*[1-9][0-9]*")
-WHOLE = re.compile("-?[0-9]{1,4000}")  # as many digits as int() takes
+_WHOLE = re.compile("-?[0-9]{1,4000}")  # as many digits as int() takes
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -94,7 +94,7 @@ def _check_same(path: str, key: str, labels: Mapping[str, str]) -> None:
     if len(labels) == 1:
         return
     for is_number in (True, False):
-        alike = {where: text for where, text in labels.items() if bool(WHOLE.fullmatch(text)) == is_number}
+        alike = {where: text for where, text in labels.items() if bool(_WHOLE.fullmatch(text)) == is_number}
         if len({int(text) if is_number else text for text in alike.values()}) > 1:
             said = " and ".join(f"{where} says {text!r}" for where, text in alike.items())
             raise SourceError(

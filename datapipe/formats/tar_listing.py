@@ -25,7 +25,7 @@ END = bytes(BLOCK)
 # Read at a time: a page costs what a header costs, and holds the next headers where files are small (labels).
 WINDOW = 4096
 TAIL = 64 << 10  # read at a time behind an end mark
-MAX_LINKS = 40  # from one to the next, as the kernel allows
+_MAX_LINKS = 40  # from one to the next, as the kernel allows
 FILE, FOLDER, PAX = (b"0", b"\0", b"7"), b"5", b"x"
 HARD_LINK, SYMBOLIC_LINK = b"1", b"2"
 WITHOUT_BYTES = {b"3": "device", b"4": "device", b"6": "pipe"}
@@ -159,7 +159,7 @@ class _Archive:
                 members.append(item)
                 continue
             name, target = item
-            for _ in range(MAX_LINKS):
+            for _ in range(_MAX_LINKS):
                 if target in files or target not in links:
                     break
                 target = links[target]

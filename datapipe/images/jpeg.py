@@ -14,7 +14,7 @@ SOI, EOI, SOS, DRI, APP1, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xEE
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # What libjpeg-turbo decodes: baseline, extended and progressive, the last two also with arithmetic coding. Not lossless
 # (C3), and nothing differential.
-DECODED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
+_DECODED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
 SEQUENTIAL, PROGRESSIVE, ARITHMETIC = {0xC0, 0xC1}, {0xC2, 0xC6, 0xCA, 0xCE}, frozenset(range(0xC9, 0xD0))
 NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP14}  # the other segments are skipped
 RST0 = 0xD0
@@ -96,7 +96,7 @@ def read_header(data: Buffer) -> JpegHeader:
         raise ValueError("truncated JPEG: it ends before its first scan") from None
     if not (width and height and len(sampling) == components > 0):
         raise ValueError("JPEG without a frame header, or with a height of 0")
-    if frame not in DECODED:
+    if frame not in _DECODED:
         raise ValueError(
             f"a JPEG of a kind that no decoder here reads: {'lossless' if frame & 3 == 3 else 'hierarchical'}"
         )

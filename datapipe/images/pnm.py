@@ -14,7 +14,7 @@ from . import Buffer, UndecodableError
 
 MAGIC = {b"P5": "pnm", b"P6": "pnm", b"\x04\x22\x4d\x18": "pnm+lz4", b"\x28\xb5\x2f\xfd": "pnm+zstd"}
 HEAD = re.compile(rb"P([56])\s+(\d{1,5})\s+(\d{1,5})\s+255\s")
-HEAD_BYTES = 64  # longer than any head that `encode` writes
+_HEAD_BYTES = 64  # longer than any head that `encode` writes
 MODULES = {"lz4": "lz4.frame", "zstd": "zstandard"}
 # On photographs of 256×256 pixels, level 3 saves 1 % more than level 1 and takes 1.6 times as long.
 ZSTD_LEVEL = 1
@@ -38,7 +38,7 @@ def read_size(data: Buffer, max_bytes: int) -> tuple[int, int, int]:
     """
     encoding = encoding_of(data) or "pnm"
     try:
-        head = data if encoding == "pnm" else _unpack(data, encoding, HEAD_BYTES)
+        head = data if encoding == "pnm" else _unpack(data, encoding, _HEAD_BYTES)
     except _errors(encoding) as error:
         raise UndecodableError("cannot be unpacked", error) from error
     width, height, channels, start = _parse(head)
@@ -58,7 +58,7 @@ def decode(data: Buffer, max_bytes: int) -> np.ndarray:
     width, height, channels = read_size(data, max_bytes)
     encoding = encoding_of(data) or "pnm"
     if encoding != "pnm":
-        expected = HEAD_BYTES + width * height * channels
+        expected = _HEAD_BYTES + width * height * channels
         try:
             data = _unpack(data, encoding, expected)
         except _errors(encoding) as error:

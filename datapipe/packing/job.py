@@ -36,8 +36,8 @@ from .shard import ShardTask
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5  # between looks at what another task does
-PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
-READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
+_PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
+_READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
 
 
 class PackResult(dict[str, Manifest]):
@@ -259,7 +259,7 @@ class PackJob:
             return
         pipeline = PackPipeline(
             _make_recoder(plan, options),
-            workers=options.workers or READERS,
+            workers=options.workers or _READERS,
             max_bad=options.bad_allowed(plan.num_samples),
             timeout_s=options.timeout_s,
             mean_bytes=max(split.mean_bytes for split in plan.splits),
@@ -290,7 +290,7 @@ def _measure_stored_share(source: Source, options: PackOptions) -> float:
     samples = next(iter(source.splits.values()))  # a data set's splits are alike
     before = after = 0
     buffer = memoryview(bytearray(1 << 20))
-    for i in np.linspace(0, len(samples) - 1, min(len(samples), PROBED_SAMPLES), dtype=int).tolist():
+    for i in np.linspace(0, len(samples) - 1, min(len(samples), _PROBED_SAMPLES), dtype=int).tolist():
         budget = Budget(options.memory_bytes(), 1)
         with contextlib.suppress(ValueError, OSError, MemoryError):  # packing reports it
             data = samples.read(i, buffer)

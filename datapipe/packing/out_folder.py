@@ -41,13 +41,13 @@ FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
 # What packing makes below OUT, and may remove. `.nfs…` is what NFS calls a file that is removed while it is open.
 SPLIT = rf"({'|'.join(SPLITS)})"
-OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # nested if an earlier one could not be removed
-OUR_FOLDERS = re.compile(rf"{SPLIT}|{OURS}(/({SPLIT}|(new|old)(/{SPLIT})?|manifest-\w+))?")
+_OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # nested if an earlier one could not be removed
+OUR_FOLDERS = re.compile(rf"{SPLIT}|{_OURS}(/({SPLIT}|(new|old)(/{SPLIT})?|manifest-\w+))?")
 OUR_FILES = re.compile(
-    rf"({SPLIT}|{OURS}/((new|old)/{SPLIT}|manifest-\w+))/"
+    rf"({SPLIT}|{_OURS}/((new|old)/{SPLIT}|manifest-\w+))/"
     rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?"
-    rf"|{OURS}/\.?({SPLIT}/\.?\d+\.npz|{PLAN}|{FINISHING})(\.\w+\.partial)?"
-    rf"|({SPLIT}|{OURS})(/.+)?/\.nfs\w+"
+    rf"|{_OURS}/\.?({SPLIT}/\.?\d+\.npz|{PLAN}|{FINISHING})(\.\w+\.partial)?"
+    rf"|({SPLIT}|{_OURS})(/.+)?/\.nfs\w+"
 )
 
 

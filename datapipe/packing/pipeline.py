@@ -37,7 +37,7 @@ from .shard_queue import Chunk, ShardQueue
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that delivering it costs little
+_CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that delivering it costs little
 MAX_CHUNK = 64  # samples
 OPEN_SHARDS = 2  # written at the same time: a kernel lets only one thread write to a file
 # A chunk's memory is this much larger than twice its expected bytes. A file that does not fit gets memory of its own.
@@ -47,7 +47,7 @@ CHUNKS_PER_THREAD = 3  # one that it works on, and two that may wait for a slow 
 BAD_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
             errno.ENOTDIR}  # fmt: skip
 SLOW_WAIT_S = 0.25  # between looks at progress and for hangs
-GRACE_S = 2.0  # for threads to end, before they are left to themselves
+_GRACE_S = 2.0  # for threads to end, before they are left to themselves
 
 # Takes an image's bytes, and what to call with the memory that decoding takes, before it is taken. Returns the bytes to
 # store, their header, and what was converted. Raises ValueError for a bad image.
@@ -78,7 +78,7 @@ class PackPipeline:
         num_bad: int = 0,
     ) -> None:
         self._prepare, self._workers, self._max_bad, self._timeout_s = prepare, workers, max_bad, timeout_s
-        self._chunk = int(np.clip(CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
+        self._chunk = int(np.clip(_CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
         self._memory_bytes = int(2 * self._chunk * mean_bytes) + SLACK_BYTES
         self._budget = Budget(memory_bytes, len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
@@ -128,14 +128,14 @@ class PackPipeline:
         self._budget.close()
         for _ in threads:
             self._free.put(None)
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         hangs = any(thread.is_alive() for thread in threads)
         # In a thread: while a write to a file hangs, the kernel does not answer a request to remove it either.
         clean = threading.Thread(target=_abandon, args=(shards, not hangs), daemon=True)
         clean.start()
-        clean.join(GRACE_S if hangs else None)
+        clean.join(_GRACE_S if hangs else None)
 
     def _divide(self, queues: Sequence[ShardQueue]) -> Iterator[tuple[ShardQueue, range]]:
         """Yield the chunks to be read, of several shards in turn."""

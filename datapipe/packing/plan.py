@@ -23,8 +23,8 @@ from ..sources import Samples, Source
 
 # Tar headers hold names of 100 bytes (POSIX ustar); an extension and a counter must fit too.
 MAX_KEY_BYTES = 80
-PROBED_SAMPLES = 96  # whose mean size stands for all when shards are planned: no stat per file
-NAMED = 3  # samples that a message names
+_PROBED_SAMPLES = 96  # whose mean size stands for all when shards are planned: no stat per file
+_NAMED = 3  # samples that a message names
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def source_changes(plan: Plan, source: Source) -> str:
     changes = []
     for what, samples in (("gained", after - before), ("lost", before - after)):
         if samples:
-            names = [f"{name} of class {label}" for name, label in sorted(samples)[:NAMED]]
+            names = [f"{name} of class {label}" for name, label in sorted(samples)[:_NAMED]]
             changes.append(
-                f"{what} {format_count(samples.total(), 'image')} ({', '.join(names)}{', …' * (len(samples) > NAMED)})"
+                f"{what} {format_count(samples.total(), 'image')} ({', '.join(names)}{', …' * (len(samples) > _NAMED)})"
             )
     return " and ".join(changes) or "another order of its images, or other classes"
 
@@ -181,5 +181,5 @@ def divide(order: np.ndarray, mean_bytes: float, shard_bytes: float) -> list[np.
 
 def mean_bytes(samples: Samples, seed: int) -> float:
     """Return the mean size in bytes of a few encoded images, chosen by the seed."""
-    probed = permutation(len(samples), seed, 1, PACK)[:PROBED_SAMPLES]
+    probed = permutation(len(samples), seed, 1, PACK)[:_PROBED_SAMPLES]
     return float(np.mean(side_by_side(samples.size_bytes, probed.tolist())))

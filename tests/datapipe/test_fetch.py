@@ -37,7 +37,7 @@ ARCHIVE = "cifar-10-python.tar.gz"
 with io.BytesIO() as _buffer:
     with tarfile.open(fileobj=_buffer, mode="w:gz") as _tar:
         _member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
-        _member.size = 3 * fetching.CHUNK_BYTES
+        _member.size = 3 * fetching._CHUNK_BYTES
         _tar.addfile(_member, io.BytesIO(os.urandom(_member.size)))
     BODY = _buffer.getvalue()
 

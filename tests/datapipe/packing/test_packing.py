@@ -38,7 +38,7 @@ def bytes_of(folder):
 
 def one_at_a_time():
     """Make threads read one image at a time, as they do with large images, so that several share a shard."""
-    return mock.patch("datapipe.packing.pipeline.CHUNK_BYTES", 1)
+    return mock.patch("datapipe.packing.pipeline._CHUNK_BYTES", 1)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
