@@ -123,7 +123,7 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     return lines
 
 
-def describe(result: dict) -> list[str]:
+def format_report(result: dict) -> list[str]:
     """Return `doctor`'s result as lines for a reader."""
     filesystem, node, decoders = result["filesystem"], result["node"], result["decoders"]
     metadata = filesystem["metadata_per_s"]

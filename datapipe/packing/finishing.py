@@ -23,13 +23,13 @@ from ..sources.packed import quarantined
 from ..split_names import TRAIN, VAL
 from .journal import PackedShard
 from .out_folder import OutFolder
-from .plan import Plan, SplitPlan
+from .plan import PackPlan, SplitPlan
 from .shard import file_info
 
 logger = logging.getLogger(__name__)
 
 
-def complete(plan: Plan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
+def complete(plan: PackPlan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
     """Write the index, keys and manifest of each split, and put the splits in their place.
 
     Another process may do the same at the same time.
@@ -65,7 +65,7 @@ def complete(plan: Plan, out: OutFolder, max_bad: int) -> dict[str, Manifest]:
     return out.read_manifests()
 
 
-def _read_journals(plan: Plan, out: OutFolder) -> dict[str, list[PackedShard]]:
+def _read_journals(plan: PackPlan, out: OutFolder) -> dict[str, list[PackedShard]]:
     """Read the finished shards of each split. Raises FileNotFoundError when a journal does not have all of them."""
     packed: dict[str, list[PackedShard]] = {}
     for split in plan.splits:
@@ -76,7 +76,7 @@ def _read_journals(plan: Plan, out: OutFolder) -> dict[str, list[PackedShard]]:
     return packed
 
 
-def _check_bad(plan: Plan, packed: dict[str, list[PackedShard]], max_bad: int) -> None:
+def _check_bad(plan: PackPlan, packed: dict[str, list[PackedShard]], max_bad: int) -> None:
     """Raise SourceError when too many samples are bad, or all of a split."""
     bad = [bad for shards in packed.values() for shard in shards for bad in shard.bad]
     if len(bad) > max_bad:  # each task has counted only its own
@@ -120,7 +120,7 @@ def _records(packed: list[PackedShard]) -> np.ndarray:
     return np.concatenate([shard.records for shard in packed if shard.info])
 
 
-def _write_manifest(plan: Plan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:
+def _write_manifest(plan: PackPlan, split: SplitPlan, packed: list[PackedShard], folder: Path) -> None:
     """Write the files of a split that describe its shards, the manifest last."""
     lines, keys = list(quarantined(split.samples)), []
     for shard, which in zip(packed, split.shards, strict=True):

@@ -29,7 +29,7 @@ from .journal import Journal
 from .options import PackOptions, begin_again
 from .out_folder import OutFolder
 from .pipeline import PackPipeline
-from .plan import Plan, make_plan, source_changes
+from .plan import PackPlan, make_plan, source_changes
 from .plan_file import save_plan
 from .shard import ShardTask
 
@@ -135,7 +135,7 @@ class PackJob:
                 raise DatapipeError(message, path=out.folder)
             time.sleep(WAIT_S)
 
-    def _finish_if_last(self, plan: Plan) -> PackResult:
+    def _finish_if_last(self, plan: PackPlan) -> PackResult:
         """Finish if all shards are there. Wait for another task that is finishing, unless it dies or hangs."""
         out, patience_s, logged = self.out, self.options.timeout_s, ""
         if missing := out.missing_shards(plan):
@@ -177,10 +177,10 @@ class PackJob:
             self._check_source(plan)
             return self._complete(plan)
 
-    def _complete(self, plan: Plan) -> PackResult:
+    def _complete(self, plan: PackPlan) -> PackResult:
         return PackResult(complete(plan, self.out, self.options.bad_allowed(plan.num_samples)))
 
-    def _check_source(self, plan: Plan) -> None:
+    def _check_source(self, plan: PackPlan) -> None:
         """Raise SettingError when the source has changed since it was planned.
 
         Once all shards are finished the source may also be gone.
@@ -211,7 +211,7 @@ class PackJob:
         logger.info("%s is complete", out.folder)
         return manifests
 
-    def _load_or_make_plan(self) -> Plan | None:
+    def _load_or_make_plan(self) -> PackPlan | None:
         """Load the plan of an unfinished pack, or plan a new one; None when OUT is whole already, as asked for.
 
         Raises SettingError, before anything is removed, when OUT holds something else.
@@ -241,7 +241,7 @@ class PackJob:
         save_plan(plan, out.state)
         return plan
 
-    def _write(self, plan: Plan) -> None:
+    def _write(self, plan: PackPlan) -> None:
         """Write the unfinished shards of this task's share: of N tasks, number i has the shards i, i + N, i + 2 N, …"""
         options, task = self.options, self.options.task
         journals: dict[ShardTask, Journal] = {}
@@ -273,7 +273,7 @@ class PackJob:
             split.samples.close()
 
 
-def _make_recoder(plan: Plan, options: PackOptions) -> Recoder:
+def _make_recoder(plan: PackPlan, options: PackOptions) -> Recoder:
     if options.format != "npy":
         return Recoder(options.recode)
     # An npy shard is one array: it holds nothing but pixels, with the same number of channels in all images.

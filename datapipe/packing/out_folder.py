@@ -32,7 +32,7 @@ from ..locks import locked
 from ..process_id import ProcessId
 from .journal import Journal
 from .options import begin_again
-from .plan import Plan, SplitPlan
+from .plan import PackPlan, SplitPlan
 from .plan_file import PLAN, load_plan
 
 DONE = Path(MOVING_IN).parent.name
@@ -89,7 +89,7 @@ class OutFolder:
             message = f"OUT: another process is packing into {self.folder}; choose another, or wait for it"
             raise SettingError(message) from error
 
-    def load_plan(self) -> Plan | None:
+    def load_plan(self) -> PackPlan | None:
         """Load the plan of an unfinished pack; None if there is none.
 
         Raises ManifestError when the plan cannot be read, or is lost although shards are finished.
@@ -143,7 +143,7 @@ class OutFolder:
         has_ended = process.find_state() == "ended" or time.time() - began >= patience_s
         return "" if has_ended else f"process {process.pid} on {process.host}"
 
-    def missing_shards(self, plan: Plan) -> list[int]:
+    def missing_shards(self, plan: PackPlan) -> list[int]:
         """Return the numbers of the unfinished shards, counted over all splits."""
         missing, first = [], 0
         for split in plan.splits:
@@ -176,7 +176,7 @@ class OutFolder:
             return next(filter(None, map(self._find_foreign, path.iterdir())), None)
         return None
 
-    def check_unfinished(self, plan: Plan, settings: dict[str, Any]) -> None:
+    def check_unfinished(self, plan: PackPlan, settings: dict[str, Any]) -> None:
         """Raise SettingError when an unfinished pack is of another source, or has other settings."""
         for name in {**settings, **plan.settings}:
             self._compare(name, plan.settings.get(name), settings.get(name), "holds an unfinished pack")
@@ -192,7 +192,7 @@ class OutFolder:
             way_out = "remove it, or replace it with --overwrite"
             raise SettingError(f"OUT: {self.folder} {what} with another {name}: {was}, not {asked}; {way_out}")
 
-    def begin(self, plan: Plan, alone: bool) -> None:
+    def begin(self, plan: PackPlan, alone: bool) -> None:
         """Make the folders of a new pack.
 
         `alone`: this process is the only task, so an unfinished pack is removed; else another task may have begun it.

@@ -32,8 +32,8 @@ from ..sources.files import Files
 from .budget import Budget
 from .journal import BadSample, PackedShard
 from .pace import Access, Pace
-from .shard import Good, Shard, ShardTask, Stopped
-from .shard_queue import Chunk, ShardQueue
+from .shard import Good, ShardFile, ShardTask, Stopped
+from .shard_queue import SampleChunk, ShardQueue
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class PackPipeline:
         name, also when an exception is raised: SourceError, DatapipeError or OSError, which name the file, and the
         shard where there is one.
         """
-        shards = [Shard(task) for task in tasks]
+        shards = [ShardFile(task) for task in tasks]
         self._chunks = self._divide([ShardQueue(shard) for shard in shards])
         threads: list[threading.Thread] = []
         pace, num_reported, pending = Pace(), 0, len(tasks)
@@ -121,7 +121,7 @@ class PackPipeline:
         finally:
             self._end(threads, shards)
 
-    def _end(self, threads: Sequence[threading.Thread], shards: Sequence[Shard]) -> None:
+    def _end(self, threads: Sequence[threading.Thread], shards: Sequence[ShardFile]) -> None:
         """Stop the threads, and remove what is not finished."""
         self._stop.set()
         self._stopped[0] = 1
@@ -185,7 +185,7 @@ class PackPipeline:
                     work = next(self._chunks, None)
                 if work is None:
                     return
-                chunk = Chunk(self._budget, *work, memory)
+                chunk = SampleChunk(self._budget, *work, memory)
                 self._read(me, chunk)
                 chunk.queue.deliver(chunk)
                 self._write_ready(me, chunk.queue)
@@ -196,7 +196,7 @@ class PackPipeline:
         finally:
             self._accesses[me] = None
 
-    def _read(self, me: int, chunk: Chunk) -> None:
+    def _read(self, me: int, chunk: SampleChunk) -> None:
         """Read all images, then check all: the caches still hold the code of a step that is repeated."""
         task, memory = chunk.queue.shard.task, chunk.memory
         samples, shard = task.samples, task.path
@@ -243,7 +243,7 @@ class PackPipeline:
                 chunk.images.append(Good(sample, stored, header, len(image), converted, digest))
             chunk.end_claim(hold)
 
-    def _read_files(self, me: int, chunk: Chunk, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    def _read_files(self, me: int, chunk: SampleChunk, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Read files into the chunk's memory without the interpreter's lock, as `Native.read_files` does."""
         samples, library = chunk.queue.shard.task.samples, native.choose().native
         if library is None or not isinstance(samples, Files):
@@ -289,10 +289,10 @@ class PackPipeline:
                 self._events.put((shard.task, shard.finish(self._stop, begin)))
             self._accesses[me] = None
 
-    def _begin_write(self, me: int, shard: Shard) -> None:
+    def _begin_write(self, me: int, shard: ShardFile) -> None:
         self._accesses[me] = (clock.now(), shard.task.path, None, (), None)
 
 
-def _abandon(shards: Sequence[Shard], close: bool) -> None:
+def _abandon(shards: Sequence[ShardFile], close: bool) -> None:
     for shard in shards:
         shard.abandon(close)

@@ -39,7 +39,7 @@ class SplitPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackPlan:
     """The plan of a pack. `settings`: all that its bytes depend on, and where the source is (JSON values)."""
 
     settings: dict[str, Any]
@@ -58,7 +58,7 @@ class Plan:
         return sum(len(split.shards) for split in self.splits)
 
 
-def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share: float = 1.0) -> Plan:
+def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share: float = 1.0) -> PackPlan:
     """Plan to pack all splits of a source, each shuffled once; a source that is `ordered` keeps order and keys.
 
     Args:
@@ -75,11 +75,13 @@ def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share
         mean = mean_bytes(samples, seed)
         keys = list(samples.names) if source.ordered else make_keys(samples.names)
         order = np.arange(len(samples)) if source.ordered else shuffle(len(samples), samples.blocks, seed)
-        splits.append(SplitPlan(split, samples, keys, divide(order, mean * share + overhead, shard_bytes), mean))
-    return Plan(settings, source.kind, source.classes, splits)
+        splits.append(
+            SplitPlan(split, samples, keys, divide_into_shards(order, mean * share + overhead, shard_bytes), mean)
+        )
+    return PackPlan(settings, source.kind, source.classes, splits)
 
 
-def source_changes(plan: Plan, source: Source) -> str:
+def source_changes(plan: PackPlan, source: Source) -> str:
     """Say which samples, by name and class, a source has gained and lost since it was planned; "" for none."""
     planned = {split.split: split.samples for split in plan.splits}
     if plan.classes == source.classes and planned.keys() == source.splits.keys():
@@ -164,7 +166,7 @@ def shuffle(num_samples: int, blocks: np.ndarray | None, seed: int) -> np.ndarra
     return order[np.argsort(place[number[order]], kind="stable")]
 
 
-def divide(order: np.ndarray, mean_bytes: float, shard_bytes: float) -> list[np.ndarray]:
+def divide_into_shards(order: np.ndarray, mean_bytes: float, shard_bytes: float) -> list[np.ndarray]:
     """Divide samples into shards of equal counts, one more or less.
 
     Args:

@@ -17,7 +17,7 @@ from ..foreign import open_regular
 from ..fsio import UNREADABLE, atomic_write
 from ..sources import Samples, samples_class, samples_name
 from .options import begin_again
-from .plan import Plan, SplitPlan
+from .plan import PackPlan, SplitPlan
 
 PLAN = "plan.npz"
 PLAN_VERSION = 2  # of the file, and of what else lies in its folder
@@ -27,7 +27,7 @@ class _OtherVersion(Exception):
     """The plan was made by another version of datapipe."""
 
 
-def save_plan(plan: Plan, folder: Path) -> None:
+def save_plan(plan: PackPlan, folder: Path) -> None:
     """Write the plan into a folder. Another task may be writing the same plan there."""
     arrays: dict[str, np.ndarray] = {}
     splits = []
@@ -62,7 +62,7 @@ def save_plan(plan: Plan, folder: Path) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for its other arguments
 
 
-def load_plan(folder: Path) -> Plan | None:
+def load_plan(folder: Path) -> PackPlan | None:
     """Read the plan in a folder; None if there is none. Raises ManifestError."""
     path = folder / PLAN
     try:
@@ -71,7 +71,7 @@ def load_plan(folder: Path) -> Plan | None:
             if head.get("version") != PLAN_VERSION:
                 raise _OtherVersion
             splits = [_load_split(content, number, split) for number, split in enumerate(head["splits"])]
-            return Plan(head["settings"], head["kind"], head["classes"], splits)
+            return PackPlan(head["settings"], head["kind"], head["classes"], splits)
     except FileNotFoundError:
         return None
     except _OtherVersion as error:

@@ -65,7 +65,7 @@ class Good(NamedTuple):
     checksum: int
 
 
-class Shard:
+class ShardFile:
     """A shard being written. One thread at a time calls `place`, in the shard's order; any call `write`."""
 
     def __init__(self, task: ShardTask) -> None:

@@ -7,7 +7,7 @@ import threading
 from ..memory import return_free_bytes
 from .budget import Budget
 from .journal import BadSample
-from .shard import Good, Shard, Stopped
+from .shard import Good, ShardFile, Stopped
 
 LARGE_BYTES = 64 << 20  # decoded: worth a call that gives the memory back to the kernel
 
@@ -18,32 +18,32 @@ class ShardQueue:
     Many threads deliver chunks, one at a time places the one whose turn it is, and many write what is placed.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: ShardFile) -> None:
         self.shard = shard
         self.num_samples = len(shard.task.which)
         self._lock = threading.Lock()
-        self._ready: dict[int, Chunk] = {}  # by the first sample
+        self._ready: dict[int, SampleChunk] = {}  # by the first sample
         self._next = 0  # the first sample of the chunk whose turn it is
         self._is_placing = False
         self._num_written = 0
 
-    def is_next(self, chunk: Chunk) -> bool:
+    def is_next(self, chunk: SampleChunk) -> bool:
         """Whether it is the turn of `chunk`."""
         return chunk.which.start == self._next
 
-    def deliver(self, chunk: Chunk) -> None:
+    def deliver(self, chunk: SampleChunk) -> None:
         """Take a chunk that has been read."""
         with self._lock:
             self._ready[chunk.which.start] = chunk
 
-    def begin_placing(self) -> Chunk | None:
+    def begin_placing(self) -> SampleChunk | None:
         """Return the chunk whose turn it is; None when it has not been read, or another thread is placing one."""
         with self._lock:
             chunk = None if self._is_placing else self._ready.pop(self._next, None)
             self._is_placing = self._is_placing or chunk is not None
             return chunk
 
-    def end_placing(self, chunk: Chunk) -> None:
+    def end_placing(self, chunk: SampleChunk) -> None:
         """Let the chunk behind this one be placed."""
         with self._lock:
             self._is_placing = False
@@ -56,7 +56,7 @@ class ShardQueue:
             return self._num_written == self.num_samples
 
 
-class Chunk:
+class SampleChunk:
     """Consecutive samples of a shard, with the memory that they are read into."""
 
     def __init__(self, budget: Budget, queue: ShardQueue, which: range, memory: memoryview) -> None:
