@@ -149,11 +149,7 @@ def format_count(number: int, thing: str, things: str = "") -> str:
 
 
 def format_some(names: Sequence[str], most: int = 3) -> str:
-    """Return some of many names in words.
-
-    Args:
-        names: Texts to list.
-        most: Largest number of texts that are named.
+    """Return some of many names in words, at most `most` of them.
 
     >>> format_some(["a", "b", "c", "d"]), format_some(["a", "b"])
     ('a, b, c, …', 'a, b')

@@ -141,7 +141,7 @@ def convert(
 
     options = _options(context.params)
     work = packing.finish_conversion if only_finish else packing.convert
-    _run(work, folder, out, options, as_json, is_recoded=False)
+    _run(work, folder, out, options, as_json)
 
 
 def _options(typed: dict[str, Any]) -> PackOptions:
@@ -159,17 +159,9 @@ def _options(typed: dict[str, Any]) -> PackOptions:
 
 
 def _run(
-    work: Callable[[Path, Path, PackOptions], PackResult],
-    source: Path,
-    out: Path,
-    options: PackOptions,
-    as_json: bool,
-    is_recoded: bool = True,
+    work: Callable[[Path, Path, PackOptions], PackResult], source: Path, out: Path, options: PackOptions, as_json: bool
 ) -> None:
-    """Call a function of `packing`, and print what is in OUT then. `is_recoded`: False if the images keep their bytes.
-
-    With `as_json` that is one line of JSON.
-    """
+    """Call a function of `packing`, and print what is in OUT then; with `as_json`, as one line of JSON."""
     from ..dataset.manifest import STATE
     from .summaries import format_packed, summarise
 
@@ -188,7 +180,7 @@ def _run(
         row = {"seconds": seconds, "missing_shards": manifests.num_missing, "splits": splits}
         print(json.dumps({"complete": bool(splits), **row}))
     elif manifests:
-        print_lines(*format_packed(out, manifests, seconds, is_recoded))
+        print_lines(*format_packed(out, manifests, seconds))
     else:
         done = f"{_name_share(options.task)} is done"
         print(f"{done}; other tasks have {format_count(manifests.num_missing, 'shard')} to write")

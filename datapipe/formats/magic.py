@@ -41,12 +41,7 @@ def is_tar(head: bytes) -> bool:
 def explain(head: bytes, path: str) -> str:
     """Say what a file is that is not a tar archive, though it is named so, and what to type.
 
-    Args:
-        head: Its first HEAD_BYTES.
-        path: Its path.
-
-    Returns:
-        The text; "" if its bytes do not say.
+    `head`: its first HEAD_BYTES. Returns "" if they do not say.
     """
     folder = folder_of(path)
     for magic, (name, _, _) in _COMPRESSED.items():

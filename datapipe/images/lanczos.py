@@ -22,7 +22,6 @@ FIRST_BITS, SECOND_BITS, STEPS = 13, 11, 8
 # GEMM_MULTITHREAD_THRESHOLD). But all cores are busy with other images already.
 PRODUCT_LIMIT = 1 << 18
 MAX_BLOCK = 16  # outputs: larger blocks consist of zeros, mostly
-EXACT_SHARE = 2  # see `decoded_size`
 
 
 def decoded_size(width: int, height: int) -> tuple[int, int]:
@@ -32,7 +31,7 @@ def decoded_size(width: int, height: int) -> tuple[int, int]:
     what the filter does. From twice the size of the result on, the difference is far smaller than what JPEG coding
     with quality 90 changes.
     """
-    return EXACT_SHARE * width, EXACT_SHARE * height
+    return 2 * width, 2 * height
 
 
 def resize(pixels: np.ndarray, width: int, height: int, step: tuple[float, float] | None = None) -> np.ndarray:

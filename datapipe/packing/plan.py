@@ -75,9 +75,8 @@ def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share
         mean = mean_bytes(samples, seed)
         keys = list(samples.names) if source.ordered else make_keys(samples.names)
         order = np.arange(len(samples)) if source.ordered else shuffle(len(samples), samples.blocks, seed)
-        splits.append(
-            SplitPlan(split, samples, keys, divide_into_shards(order, mean * share + overhead, shard_bytes), mean)
-        )
+        shards = divide_into_shards(order, mean * share + overhead, shard_bytes)
+        splits.append(SplitPlan(split, samples, keys, shards, mean))
     return PackPlan(settings, source.kind, source.classes, splits)
 
 
