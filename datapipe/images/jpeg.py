@@ -9,14 +9,14 @@ import numpy as np
 
 from . import Buffer
 
-SOI, EOI, SOS, DRI, APP1, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xEE
+SOI, EOI, SOS, DRI, APP1 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1
 # Start of frame: C0 to CF without DHT (C4), JPG (C8) and DAC (CC).
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # What libjpeg-turbo decodes: baseline, extended and progressive, the last two also with arithmetic coding. Not lossless
 # (C3), and nothing differential.
 _DECODED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
 SEQUENTIAL, PROGRESSIVE, ARITHMETIC = {0xC0, 0xC1}, {0xC2, 0xC6, 0xCA, 0xCE}, frozenset(range(0xC9, 0xD0))
-NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP14}  # the other segments are skipped
+NOTED = SOF | {SOI, EOI, SOS, DRI, APP1}  # the other segments are skipped
 RST0 = 0xD0
 # Markers that no length follows: stuffed zero, TEM, RST0 to RST7. A fill byte is not a marker.
 STANDALONE = frozenset([0x00, 0x01, *range(RST0, RST0 + 8)])
@@ -41,7 +41,6 @@ class JpegHeader(NamedTuple):
     frame: int  # the SOF marker: what kind of JPEG this is
     sampling: bytes  # each component's factors, horizontal * 16 + vertical
     interleaved: bool  # the first scan holds all components
-    adobe: int | None  # colour transform of the Adobe segment, None without one
     exif: int  # where the EXIF data begin (a TIFF header), 0 for none
     frame_at: int  # where the frame header's marker lies
     scan_at: int  # where the first scan's entropy-coded data begin
@@ -66,7 +65,7 @@ def read_header(data: Buffer) -> JpegHeader:
     are not looked at.
     """
     frame = frame_at = restart = bits = height = width = components = exif = 0
-    sampling, adobe, at = b"", None, 2
+    sampling, at = b"", 2
     try:
         while True:
             prefix, marker, length = _segment(data, at)
@@ -81,8 +80,6 @@ def read_header(data: Buffer) -> JpegHeader:
                     (restart,) = _short(data, at + 4)
                 elif marker == APP1:
                     exif = exif or (at + 10 if data[at + 4 : at + 10] == EXIF else 0)
-                elif marker == APP14:
-                    adobe = data[at + 15] if length >= 14 and data[at + 4 : at + 9] == b"Adobe" else adobe
                 elif frame or marker not in SOF:
                     raise ValueError(f"corrupt JPEG: a second marker {marker:02X}, or one before its first scan")
                 else:
@@ -104,8 +101,7 @@ def read_header(data: Buffer) -> JpegHeader:
         raise ValueError(f"a JPEG of {bits} bits per sample, which no decoder here reads")
     if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
-    kind = components, restart, frame, sampling, interleaved, adobe, exif
-    return JpegHeader(width, height, *kind, frame_at, scan_at)
+    return JpegHeader(width, height, components, restart, frame, sampling, interleaved, exif, frame_at, scan_at)
 
 
 def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None:
