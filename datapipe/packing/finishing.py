@@ -21,10 +21,10 @@ from ..fsio import atomic_write, sync_folder
 from ..sources import place_in_source
 from ..sources.packed import quarantined
 from ..split_names import TRAIN, VAL
-from .journal import PackedShard
 from .out_folder import OutFolder
 from .plan import PackPlan, SplitPlan
 from .shard import file_info
+from .state import PackedShard
 
 logger = logging.getLogger(__name__)
 

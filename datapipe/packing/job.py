@@ -25,13 +25,12 @@ from ..sources import Pixels, Source
 from ..sources.packed import quarantined
 from .budget import Budget
 from .finishing import complete
-from .journal import Journal
 from .options import PackOptions, begin_again
 from .out_folder import OutFolder
 from .pipeline import PackPipeline
 from .plan import PackPlan, make_plan, source_changes
-from .plan_file import save_plan
 from .shard import ShardTask
+from .state import Journal, save_plan
 
 logger = logging.getLogger(__name__)
 

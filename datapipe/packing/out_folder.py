@@ -30,10 +30,9 @@ from ..foreign import read_regular
 from ..fsio import atomic_write, make_folder, sync_folder
 from ..locks import locked
 from ..process_id import ProcessId
-from .journal import Journal
 from .options import begin_again
 from .plan import PackPlan, SplitPlan
-from .plan_file import PLAN, load_plan
+from .state import PLAN, Journal, load_plan
 
 DONE = Path(MOVING_IN).parent.name
 NEW = Path(MOVING_IN).name  # in STATE, then in DONE

@@ -30,10 +30,10 @@ from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources.files import Files
 from .budget import Budget
-from .journal import BadSample, PackedShard
 from .pace import Access, Pace
 from .shard import Good, ShardFile, ShardTask, Stopped
 from .shard_queue import SampleChunk, ShardQueue
+from .state import BadSample, PackedShard
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What a pack will write, decided before anything is written: every sample's key, and the samples of each shard.
 
-A plan depends only on the source, the seed and the options. It is saved in the pack's folder (see `plan_file`), so
+A plan depends only on the source, the seed and the options. It is saved in the pack's folder (see `state`), so
 that only the first task lists the source, and a resumed pack continues with the same plan.
 """
 

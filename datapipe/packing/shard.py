@@ -26,7 +26,7 @@ from ..fsio import atomic_write, checksum, named, partial_path, sync_folder
 from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources import Samples
-from .journal import BadSample, PackedShard
+from .state import BadSample, PackedShard
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import threading
 
 from ..memory import return_free_bytes
 from .budget import Budget
-from .journal import BadSample
 from .shard import Good, ShardFile, Stopped
+from .state import BadSample
 
 LARGE_BYTES = 64 << 20  # decoded: worth a call that gives the memory back to the kernel
 

@@ -200,7 +200,7 @@ def test_foreign_files_are_never_touched(image_folder, tmp_path):
 
 def stop_after(shards):
     """Fail when so many shards are finished, as if the process were killed there."""
-    from datapipe.packing.journal import Journal
+    from datapipe.packing.state import Journal
 
     add, count = Journal.add, [0]
 

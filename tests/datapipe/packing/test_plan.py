@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import ManifestError
-from datapipe.packing.journal import Journal
 from datapipe.packing.plan import MAX_KEY_BYTES, divide_into_shards, make_keys, make_plan, shuffle, source_changes
-from datapipe.packing.plan_file import PLAN, load_plan, save_plan
+from datapipe.packing.state import PLAN, Journal, load_plan, save_plan
 from datapipe.sources import SAMPLES, Pixels, Source, open_source, samples_class
 from datapipe.sources.packed import load as open_packed
 
