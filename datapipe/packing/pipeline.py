@@ -263,9 +263,10 @@ class PackPipeline:
             allowed = f"; that is number {number}, and --max-bad allows {self._max_bad}" if self._max_bad else ""
             raise SourceError(f"cannot be packed: {details}{allowed}", path=path, shard=task.path.name) from error
         logger.warning("%s is left out: %s", printable(path), details)
-        if isinstance(error, OSError):
-            return BadSample(i, path, f"cannot be read ({errno.errorcode[error.errno]})")
-        return BadSample(i, path, getattr(error, "reason", str(error)))
+        reason = getattr(error, "reason", str(error))
+        if isinstance(error, OSError) and error.errno:
+            reason = f"cannot be read ({errno.errorcode[error.errno]})"
+        return BadSample(i, path, reason)
 
     def _write_ready(self, me: int, queue: ShardQueue) -> None:
         """Place and write the chunks whose turn has come, and finish the shard behind its last one."""

@@ -108,7 +108,7 @@ def _is_there(folder: Path, shard: PackedShard) -> bool:
 def save_plan(plan: PackPlan, folder: Path) -> None:
     """Write the plan into a folder. Another task may be writing the same plan there."""
     arrays: dict[str, np.ndarray] = {}
-    splits = []
+    splits: list[dict[str, Any]] = []
     for number, split in enumerate(plan.splits):
         fields: dict[str, Any] = {}  # a value, or the name of an array and what it stands for
         assert dataclasses.is_dataclass(split.samples), f"{type(split.samples)} cannot be saved"
