@@ -225,7 +225,7 @@ def _written(folder: Path) -> Path:
 def _large_file(folder: Path) -> Path | None:
     """Return the largest of the first files there and one level below, if it is large enough."""
     best, best_size = None, FILE_BYTES - 1
-    with suppress(OSError):
+    with suppress(OSError):  # it may not be looked into
         for path in islice(chain(folder.iterdir(), folder.glob("*/*")), MAX_LOOKED_AT):
             if path.is_file() and os.access(path, os.R_OK) and path.stat().st_size > best_size:
                 best, best_size = path, path.stat().st_size

@@ -24,8 +24,8 @@ from .index import ENCODINGS, read_checked_keys
 from .manifest import KEYS, FileInfo, ShardInfo
 
 GROUP = 256  # samples decoded per task
-Item = TypeVar("Item", bound=FileInfo | range)
-Result = TypeVar("Result")
+_Item = TypeVar("_Item", bound=FileInfo | range)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
 
 
 def _work_on(
-    items: list[Item], work: Callable[[Item, Callable[[], None]], Result], data_set: DataSet, timeout_s: float
-) -> Generator[Result, None, None]:
+    items: list[_Item], work: Callable[[_Item, Callable[[], None]], _Result], data_set: DataSet, timeout_s: float
+) -> Generator[_Result, None, None]:
     """Work on files, or on groups of samples, in as many threads as there are cores."""
 
     def path_of(item: FileInfo | range) -> Path:

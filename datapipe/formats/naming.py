@@ -13,13 +13,7 @@ from collections.abc import Mapping
 from ..errors import SourceError
 
 # WebDataset takes what follows the key's first dot for the kind of content.
-EXTENSIONS = {
-    "jpeg": "jpg",
-    "png": "png",
-    "pnm": "pnm",
-    "pnm+lz4": "pnm.lz4",
-    "pnm+zstd": "pnm.zst",
-}
+EXTENSIONS = {"jpeg": "jpg", "png": "png", "pnm": "pnm", "pnm+lz4": "pnm.lz4", "pnm+zstd": "pnm.zst"}
 IMAGES = ("jpg", "jpeg", "png")
 LABELS = ("cls", "json")
 LABEL_FIELDS = ("label", "cls", "class", "class_id")

@@ -227,7 +227,7 @@ class OutFolder:
         for path in (self.state / NEW).glob("*/.*.partial"):  # of a task that was killed
             path.unlink(missing_ok=True)
         for folder in self.splits:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # there is no old one, or another task was faster
                 folder.rename(self.old / folder.name)
         if (self.folder / DONE).exists():  # an earlier pack's, with a file in use that could not be removed (NFS)
             (self.folder / DONE).rename(self.old / DONE)
@@ -252,10 +252,8 @@ class OutFolder:
 
 def _move_all(origin: Path, to: Path) -> None:
     """Move everything in a folder, if the folder exists; another task may be doing the same."""
-    names: list[str] = []
     with contextlib.suppress(FileNotFoundError):
-        names = os.listdir(origin)
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            (origin / name).rename(to / name)
+        for path in list(origin.iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # it was moved by another task
+                path.rename(to / path.name)
     sync_folder(to)
