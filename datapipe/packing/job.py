@@ -29,7 +29,7 @@ from .options import PackOptions, begin_again
 from .out_folder import OutFolder
 from .pipeline import PackPipeline
 from .plan import PackPlan, make_plan, source_changes
-from .shard import ShardTask
+from .shard import ShardFile
 from .state import Journal, save_plan
 
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class PackJob:
     def _write(self, plan: PackPlan) -> None:
         """Write the unfinished shards of this task's share: of N tasks, number i has the shards i, i + N, i + 2 N, …"""
         options, task = self.options, self.options.task
-        journals: dict[ShardTask, Journal] = {}
+        journals: dict[ShardFile, Journal] = {}
         first = num_bad = 0  # the number of the split's first shard, counted over all splits
         for split in plan.splits:
             folder, journal = self.out.new_folder(split), self.out.journal(split)
@@ -252,7 +252,7 @@ class PackJob:
             finished = journal.finished(mine, folder)
             num_bad += sum(finished.values())
             for i in (i for i in mine if i not in finished):
-                shard = ShardTask(folder, i, options.format, split.keys, split.samples, split.shards[i])
+                shard = ShardFile(folder, i, options.format, split.keys, split.samples, split.shards[i])
                 journals[shard] = journal
         if not journals:
             return

@@ -1,7 +1,7 @@
 """The hot path of packing: threads read samples at the same time, and shards come out in the planned order.
 
-A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk to its shard's
-queue. Then it places every chunk whose turn has come: the format's writer lays the chunk out behind the previous one,
+A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk to its shard.
+Then it places every chunk whose turn has come: the format's writer lays the chunk out behind the previous one,
 and the shard's checksum is continued. That takes microseconds. The chunk is written at its place while other threads
 read, place and write other chunks. So a read that hangs delays its shard, but no other readers; the bytes are copied
 once, from the page cache into memory and back; and a shard is the same for any number of threads.
@@ -31,8 +31,7 @@ from ..images.codec import ImageHeader
 from ..sources.files import Files
 from .budget import Budget
 from .pace import Access, Pace
-from .shard import Good, ShardFile, ShardTask, Stopped
-from .shard_queue import SampleChunk, ShardQueue
+from .shard import Good, SampleChunk, ShardFile, Stopped
 from .state import BadSample, PackedShard
 
 logger = logging.getLogger(__name__)
@@ -84,25 +83,24 @@ class PackPipeline:
         self._lock = threading.Lock()
         self._num_bad, self._num_done = num_bad, 0
         self._stop = threading.Event()
-        self._events: queue.SimpleQueue[tuple[ShardTask, PackedShard] | BaseException] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[ShardFile, PackedShard] | BaseException] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._chunks: Iterator[tuple[ShardQueue, range]] = iter(())  # what is still to be read
+        self._chunks: Iterator[tuple[ShardFile, range]] = iter(())  # what is still to be read
         self._accesses: list[Access | None] = []  # of each thread
         self._stopped = np.zeros(1, np.uint8)  # 1 with `_stop`
 
     def run(
-        self, tasks: Sequence[ShardTask], on_progress: Callable[[int], None]
-    ) -> Iterator[tuple[ShardTask, PackedShard]]:
-        """Write the shards; yield each task and its shard once the file is complete, synced and under its name.
+        self, shards: Sequence[ShardFile], on_progress: Callable[[int], None]
+    ) -> Iterator[tuple[ShardFile, PackedShard]]:
+        """Write the shards; yield each, and its record, once the file is complete, synced and under its name.
 
         `on_progress` is called with the number of samples written since the last call. Nothing stays under a temporary
         name, also when an exception is raised: SourceError, DatapipeError or OSError, which name the file, and the
         shard where there is one.
         """
-        shards = [ShardFile(task) for task in tasks]
-        self._chunks = self._divide([ShardQueue(shard) for shard in shards])
+        self._chunks = self._divide(shards)
         threads: list[threading.Thread] = []
-        pace, num_reported, pending = Pace(), 0, len(tasks)
+        pace, num_reported, pending = Pace(), 0, len(shards)
         try:
             self._add_threads(threads, min(pace.cores, self._workers))
             while pending:
@@ -137,11 +135,11 @@ class PackPipeline:
         clean.start()
         clean.join(_GRACE_S if hangs else None)
 
-    def _divide(self, queues: Sequence[ShardQueue]) -> Iterator[tuple[ShardQueue, range]]:
+    def _divide(self, shards: Sequence[ShardFile]) -> Iterator[tuple[ShardFile, range]]:
         """Yield the chunks to be read, of several shards in turn."""
-        for first in range(0, len(queues), OPEN_SHARDS):
-            group = queues[first : first + OPEN_SHARDS]
-            totals = [shard.num_samples for shard in group]
+        for first in range(0, len(shards), OPEN_SHARDS):
+            group = shards[first : first + OPEN_SHARDS]
+            totals = [len(shard.which) for shard in group]
             for start in range(0, max(totals), self._chunk):
                 for shard, total in zip(group, totals, strict=True):
                     if start < total:
@@ -187,8 +185,8 @@ class PackPipeline:
                     return
                 chunk = SampleChunk(self._budget, *work, memory)
                 self._read(me, chunk)
-                chunk.queue.deliver(chunk)
-                self._write_ready(me, chunk.queue)
+                chunk.shard.deliver(chunk)
+                self._write_ready(me, chunk.shard)
         except Stopped:
             pass
         except BaseException as error:
@@ -198,9 +196,8 @@ class PackPipeline:
 
     def _read(self, me: int, chunk: SampleChunk) -> None:
         """Read all images, then check all: the caches still hold the code of a step that is repeated."""
-        task, memory = chunk.queue.shard.task, chunk.memory
-        samples, shard = task.samples, task.path
-        numbers = task.which[chunk.which.start : chunk.which.stop].tolist()
+        shard, samples, memory = chunk.shard, chunk.shard.samples, chunk.memory
+        numbers = shard.which[chunk.which.start : chunk.which.stop].tolist()
         images: list[Buffer | Exception] = []
         known = self._read_files(me, chunk, numbers)
         at, start = sum(size for size, _ in known if size > 0), 0
@@ -211,7 +208,7 @@ class PackPipeline:
                 images.append(memory[start : start + size])
                 start += size
                 continue
-            self._accesses[me] = (clock.now(), shard, samples, (sample,), None)
+            self._accesses[me] = (clock.now(), shard.path, samples, (sample,), None)
             try:
                 data = samples.read(sample, memory[at:])
                 if isinstance(data, memoryview):
@@ -230,12 +227,12 @@ class PackPipeline:
                 stored, header, converted = self._prepare(image, chunk.claim)
             except MemoryError as error:
                 reason = f"cannot be packed: {error or 'there is not enough memory for it; allow less with --memory'}"
-                raise SourceError(reason, path=samples.where(sample), shard=shard.name) from error
+                raise SourceError(reason, path=samples.where(sample), shard=shard.path.name) from error
             except (ValueError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in BAD_FILE:
                     message = f"cannot be read: {error.strerror or error}"
-                    raise SourceError(message, path=samples.where(sample), shard=shard.name) from error
-                chunk.images.append(self._bad(task, i, sample, error))
+                    raise SourceError(message, path=samples.where(sample), shard=shard.path.name) from error
+                chunk.images.append(self._bad(shard, i, sample, error))
             else:
                 hold = 0 if stored is image else len(stored)
                 if stored is not image or not digest:
@@ -245,37 +242,35 @@ class PackPipeline:
 
     def _read_files(self, me: int, chunk: SampleChunk, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Read files into the chunk's memory without the interpreter's lock, as `Native.read_files` does."""
-        samples, library = chunk.queue.shard.task.samples, native.choose().native
+        samples, library = chunk.shard.samples, native.choose().native
         if library is None or not isinstance(samples, Files):
             return [(-1, 0)] * len(numbers)
         progress = np.zeros(native.PROGRESS, np.int64)
-        self._accesses[me] = (clock.now(), chunk.queue.shard.task.path, samples, numbers, progress)
+        self._accesses[me] = (clock.now(), chunk.shard.path, samples, numbers, progress)
         places = list(map(samples.place, numbers))
         return library.read_files(places, samples.flags, chunk.memory, self._stopped, progress)
 
-    def _bad(self, task: ShardTask, i: int, sample: int, error: ValueError | OSError) -> BadSample:
+    def _bad(self, shard: ShardFile, i: int, sample: int, error: ValueError | OSError) -> BadSample:
         """Count and log a bad sample, with its reason in our own words. Raises SourceError for too many."""
-        path, details = task.samples.where(sample), getattr(error, "strerror", None) or error
+        path, details = shard.samples.where(sample), getattr(error, "strerror", None) or error
         with self._lock:
             self._num_bad += 1
             number = self._num_bad
         if number > self._max_bad:
             allowed = f"; that is number {number}, and --max-bad allows {self._max_bad}" if self._max_bad else ""
-            raise SourceError(f"cannot be packed: {details}{allowed}", path=path, shard=task.path.name) from error
+            raise SourceError(f"cannot be packed: {details}{allowed}", path=path, shard=shard.path.name) from error
         logger.warning("%s is left out: %s", printable(path), details)
         reason = getattr(error, "reason", str(error))
         if isinstance(error, OSError) and error.errno:
             reason = f"cannot be read ({errno.errorcode[error.errno]})"
         return BadSample(i, path, reason)
 
-    def _write_ready(self, me: int, queue: ShardQueue) -> None:
+    def _write_ready(self, me: int, shard: ShardFile) -> None:
         """Place and write the chunks whose turn has come, and finish the shard behind its last one."""
-        shard = queue.shard
-        while (chunk := queue.begin_placing()) is not None:
+        while (chunk := shard.begin_placing()) is not None:
             count = len(chunk.images)
             self._begin_write(me, shard)
-            position, pieces = shard.place(chunk.images)
-            queue.end_placing(chunk)
+            position, pieces = shard.place(chunk)
             self._budget.look_again()
             self._begin_write(me, shard)
             shard.write(position, pieces)
@@ -284,14 +279,14 @@ class PackPipeline:
             self._free.put(chunk.memory)
             with self._lock:
                 self._num_done += count
-            if queue.end_writing(count):
+            if shard.end_writing(count):
                 begin = partial(self._begin_write, me, shard)
                 begin()
-                self._events.put((shard.task, shard.finish(self._stop, begin)))
+                self._events.put((shard, shard.finish(self._stop, begin)))
             self._accesses[me] = None
 
     def _begin_write(self, me: int, shard: ShardFile) -> None:
-        self._accesses[me] = (clock.now(), shard.task.path, None, (), None)
+        self._accesses[me] = (clock.now(), shard.path, None, (), None)
 
 
 def _abandon(shards: Sequence[ShardFile], close: bool) -> None:
