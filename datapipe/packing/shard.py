@@ -71,7 +71,7 @@ class ShardFile:
         self._number, self._format, self._keys = number, format, keys
         self._lock = threading.Lock()
         self._ready: dict[int, SampleChunk] = {}  # by the first sample
-        self._next = 0  # the first sample of the chunk whose turn it is
+        self.next = 0  # the first sample of the chunk whose turn it is
         self._is_placing = False
         self._num_written = 0
         self._partial = partial_path(self.path)
@@ -84,10 +84,6 @@ class ShardFile:
         self._converted: Counter[str] = Counter()
         self._bad: list[BadSample] = []
 
-    def is_next(self, chunk: SampleChunk) -> bool:
-        """Whether it is the turn of `chunk`."""
-        return chunk.which.start == self._next
-
     def deliver(self, chunk: SampleChunk) -> None:
         """Take a chunk that has been read."""
         with self._lock:
@@ -96,7 +92,7 @@ class ShardFile:
     def begin_placing(self) -> SampleChunk | None:
         """Return the chunk whose turn it is; None when it has not been read, or another thread is placing one."""
         with self._lock:
-            chunk = None if self._is_placing else self._ready.pop(self._next, None)
+            chunk = None if self._is_placing else self._ready.pop(self.next, None)
             self._is_placing = self._is_placing or chunk is not None
             return chunk
 
@@ -135,7 +131,7 @@ class ShardFile:
             update(piece)
         with self._lock:
             self._is_placing = False
-            self._next = chunk.which.stop
+            self.next = chunk.which.stop
         return position, pieces
 
     def write(self, position: int, pieces: Sequence[Buffer]) -> None:
@@ -219,7 +215,7 @@ class SampleChunk:
 
     def is_awaited(self) -> bool:
         """Whether the shard cannot continue without this chunk."""
-        return self.shard.is_next(self)
+        return self.which.start == self.shard.next
 
     def claim(self, size: int) -> None:
         """Wait until an image may be decoded. Raises MemoryError, Stopped."""
