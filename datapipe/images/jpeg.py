@@ -22,7 +22,7 @@ RST0 = 0xD0
 STANDALONE = frozenset([0x00, 0x01, *range(RST0, RST0 + 8)])
 NO_SEGMENT = STANDALONE | {0xFF}
 EXIF = b"Exif\0\0"
-END = bytes((0xFF, EOI))
+END_OF_IMAGE = bytes((0xFF, EOI))
 ORIENTATION = 0x0112  # EXIF 2.3, section 4.6.4
 TAIL_BYTES = 64  # of a file, searched first for the end of the image: some cameras pad their files
 
@@ -123,7 +123,7 @@ def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None
     following = ends[count - 1 : count]  # a marker of another image behind this one
     ends = ends[: count - 1]
     last = ends[-1] if ends else scan_at
-    end = last + bytes(data[last:]).find(END)
+    end = last + bytes(data[last:]).find(END_OF_IMAGE)
     if len(ends) < count - 1 or end < last or (following and following[0] < end):
         return None
     if ends and data[last + 1] & 7 != (count - 2) & 7:
@@ -134,9 +134,9 @@ def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None
 def _ends(data: Buffer, at: int) -> bool:
     """Return whether there is an end of image from `at` on. Usually it is the last two bytes."""
     return (
-        (data[-2:] == END and at <= len(data) - 2)
-        or END in bytes(data[max(at, len(data) - TAIL_BYTES) :])
-        or END in bytes(data[at:])
+        (data[-2:] == END_OF_IMAGE and at <= len(data) - 2)
+        or END_OF_IMAGE in bytes(data[max(at, len(data) - TAIL_BYTES) :])
+        or END_OF_IMAGE in bytes(data[at:])
     )
 
 
