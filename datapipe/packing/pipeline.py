@@ -74,7 +74,7 @@ class PackPipeline:
         timeout_s: float,
         mean_bytes: float,
         memory_bytes: int,
-        num_bad: int = 0,
+        num_bad: int,
     ) -> None:
         self._prepare, self._workers, self._max_bad, self._timeout_s = prepare, workers, max_bad, timeout_s
         self._chunk = int(np.clip(_CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))

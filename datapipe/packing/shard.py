@@ -147,7 +147,7 @@ class ShardFile:
             self._num_written += count
             return self._num_written == len(self.which)
 
-    def finish(self, stop: threading.Event, begin: Callable[[], None] = lambda: None) -> PackedShard:
+    def finish(self, stop: threading.Event, begin: Callable[[], None]) -> PackedShard:
         """Complete the file and give it its name. Called once, when everything is written.
 
         `begin` is called before each step that is a wait for the disk, so that one that hangs is noticed.
