@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5  # between looks at what another task does
 _PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
-_READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
 
 
 class PackResult(dict[str, Manifest]):
@@ -256,15 +255,7 @@ class PackJob:
                 journals[shard] = journal
         if not journals:
             return
-        pipeline = PackPipeline(
-            _make_recoder(plan, options),
-            workers=options.workers or _READERS,
-            max_bad=options.bad_allowed(plan.num_samples),
-            timeout_s=options.timeout_s,
-            mean_bytes=max(split.mean_bytes for split in plan.splits),
-            memory_bytes=options.memory_bytes(),
-            num_bad=num_bad,
-        )
+        pipeline = PackPipeline(_make_recoder(plan, options), options, plan, num_bad)
         with Progress("packing", sum(len(shard.which) for shard in journals)) as progress:
             for shard, packed in pipeline.run(list(journals), progress.advance):
                 journals[shard].add(packed)

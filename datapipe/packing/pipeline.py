@@ -30,12 +30,15 @@ from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources.files import Files
 from .budget import Budget
+from .options import PackOptions
 from .pace import Access, Pace
+from .plan import PackPlan
 from .shard import Good, SampleChunk, ShardFile, Stopped
 from .state import BadSample, PackedShard
 
 logger = logging.getLogger(__name__)
 
+_READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
 _CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that delivering it costs little
 MAX_CHUNK = 64  # samples
 OPEN_SHARDS = 2  # written at the same time: a kernel lets only one thread write to a file
@@ -54,32 +57,22 @@ Prepare = Callable[[Buffer, Callable[[int], None]], tuple[Buffer, ImageHeader, S
 
 
 class PackPipeline:
-    """Writes shards with up to `workers` threads.
+    """Writes shards with several threads.
 
     Args:
         prepare: Function that checks an image's bytes, and returns what is stored.
-        workers: Threads, at most.
-        max_bad: Greatest number of samples that may be bad.
-        timeout_s: Longest time that a single read or write may take, in seconds; one that takes longer is an error.
-        mean_bytes: Approximate mean size of an image in the source, in bytes.
-        memory_bytes: Memory for images in all threads, in bytes.
+        options: Options of the pack: threads, bad samples, time and memory.
+        plan: Plan that the shards are of.
         num_bad: Number of bad samples that there are already, in finished shards.
     """
 
-    def __init__(
-        self,
-        prepare: Prepare,
-        workers: int,
-        max_bad: int,
-        timeout_s: float,
-        mean_bytes: float,
-        memory_bytes: int,
-        num_bad: int,
-    ) -> None:
-        self._prepare, self._workers, self._max_bad, self._timeout_s = prepare, workers, max_bad, timeout_s
+    def __init__(self, prepare: Prepare, options: PackOptions, plan: PackPlan, num_bad: int) -> None:
+        self._prepare, self._workers, self._timeout_s = prepare, options.workers or _READERS, options.timeout_s
+        self._max_bad = options.bad_allowed(plan.num_samples)
+        mean_bytes = max(split.mean_bytes for split in plan.splits)
         self._chunk = int(np.clip(_CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
         self._memory_bytes = int(2 * self._chunk * mean_bytes) + SLACK_BYTES
-        self._budget = Budget(memory_bytes, len(os.sched_getaffinity(0)))
+        self._budget = Budget(options.memory_bytes(), len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
         self._num_bad, self._num_done = num_bad, 0
         self._stop = threading.Event()
