@@ -251,8 +251,7 @@ class PackJob:
             finished = journal.finished(mine, folder)
             num_bad += sum(finished.values())
             for i in (i for i in mine if i not in finished):
-                shard = ShardFile(folder, i, options.format, split.keys, split.samples, split.shards[i])
-                journals[shard] = journal
+                journals[ShardFile(split, i, folder, options.format)] = journal
         if not journals:
             return
         pipeline = PackPipeline(_make_recoder(plan, options), options, plan, num_bad)

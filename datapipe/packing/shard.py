@@ -24,8 +24,8 @@ from ..fsio import atomic_write, checksum, named, partial_path, sync_folder
 from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..memory import return_free_bytes
-from ..sources import Samples
 from .budget import Budget
+from .plan import SplitPlan
 from .state import BadSample, PackedShard
 
 logger = logging.getLogger(__name__)
@@ -55,20 +55,21 @@ class ShardFile:
     Many threads `deliver` chunks, one at a time places the one whose turn it is, and many `write` what is placed.
 
     Args:
+        split: Plan of the split.
+        number: Number of the shard in the split.
         folder: Folder of the shard.
-        number: Number of the shard in its split.
         format: Format of the shard.
-        keys: Keys of all samples of the split.
+
+    Attributes:
+        path: Path of the finished shard.
         samples: All samples of the split.
         which: Samples of this shard, int64.
     """
 
-    def __init__(
-        self, folder: Path, number: int, format: str, keys: Sequence[str], samples: Samples, which: np.ndarray
-    ) -> None:
-        self.samples, self.which = samples, which
-        self.path = folder / f"shard-{number:06}{shard_format(format).SUFFIX}"  # of the finished shard
-        self._number, self._format, self._keys = number, format, keys
+    def __init__(self, split: SplitPlan, number: int, folder: Path, format: str) -> None:
+        self.path = folder / f"shard-{number:06}{shard_format(format).SUFFIX}"
+        self.samples, self.which = split.samples, split.shards[number]
+        self._number, self._format, self._keys = number, format, split.keys
         self._lock = threading.Lock()
         self._ready: dict[int, SampleChunk] = {}  # by the first sample
         self.next = 0  # the first sample of the chunk whose turn it is
