@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..errors import SettingError
-from .launchers import LAUNCHERS, SLURM_STEP, innermost, is_on_one_host, launchers_job, number_of, parse_task
+from .launchers import LAUNCHERS, SLURM_STEP, Task, innermost, is_on_one_host, launchers_job, number_of, parse_task
 from .scheduler import JOBS, NUM_NODES
 
 MAX_PORT = 65535
@@ -75,48 +75,32 @@ def placement(environ: Mapping[str, str], explicit: str | None = None, master: s
     Raises:
         SettingError: The numbers contradict each other, only some of a launcher's are set, or `explicit` is not I/N.
     """
-    job = next((environ[name] for name in JOBS if name in environ), "")
-    place = Placement(job=job)
-    if explicit is not None:
-        node = parse_task(explicit, "--node")
-        place = replace(place, rank=node.index, world_size=node.count, launcher="--node")
-    else:
-        task = innermost(environ)
-        if task is not None:
-            place = replace(place, rank=task.index, world_size=task.count, launcher=task.launcher)
-    its_job = launchers_job(environ, place.launcher)
-    place = replace(place, job=job or its_job)
-    is_step = place.launcher == SLURM_STEP.name
-    has_store = place.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port = _port(job, environ.get("SLURM_STEP_ID", "") if is_step else its_job)
+    task = parse_task(explicit, "--node") if explicit is not None else innermost(environ) or Task(0, 1, "")
+    schedulers_job = next((environ[name] for name in JOBS if name in environ), "")
+    its_job = launchers_job(environ, task.launcher)
+    is_step = task.launcher == SLURM_STEP.name
+    has_store = task.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    names = f"{schedulers_job}/{environ.get('SLURM_STEP_ID', '') if is_step else its_job}"
+    # Two jobs on a node hardly ever share it: 20000 to 29999, below those that Linux gives away.
+    port = 20000 + zlib.crc32(names.encode()) % 10000
     if "MASTER_PORT" in environ:  # which the training will use, unless torchrun keeps a store there
         port = number_of(environ, "MASTER_PORT") + (0 if has_store else 1)
         if not 1 < port <= MAX_PORT:
             allowed = f"1 to {MAX_PORT - 1}, as staging takes the next"
             raise SettingError(f"MASTER_PORT: {environ['MASTER_PORT']} is out of range; allowed: {allowed}")
-    address = master or environ.get("MASTER_ADDR") or _first_host(environ, is_step)
-    if not address and is_on_one_host(environ, place.launcher):
-        address = "localhost"
-    has_own_port = bool(place.job) or "MASTER_PORT" in environ or explicit is not None
-    return replace(place, master=address, port=port, has_store=has_store, has_own_port=has_own_port)
-
-
-def _port(*job: str) -> int:
-    """Return a port that two jobs on a node hardly ever share: 20000 to 29999, below those that Linux gives away."""
-    return 20000 + zlib.crc32("/".join(job).encode()) % 10000
-
-
-def _first_host(environ: Mapping[str, str], is_step: bool) -> str:
-    """Return the first host of Slurm's step, or else of its job: process 0 is there.
-
-    What mpirun starts on other nodes than its own inherits the variables of a step that has only these.
-    """
+    # Process 0 is on the first host of the step, or else of the job. What mpirun starts on other nodes than its own
+    # inherits the variables of a step that has only these.
     nodes = environ.get("SLURM_STEP_NODELIST" if is_step else "SLURM_JOB_NODELIST", "")
-    return first_host(nodes) if nodes else ""
+    address = master or environ.get("MASTER_ADDR") or first_host(nodes)
+    if not address and is_on_one_host(environ, task.launcher):
+        address = "localhost"
+    job = schedulers_job or its_job
+    has_own_port = bool(job) or "MASTER_PORT" in environ or explicit is not None
+    return Placement(task.index, task.count, address, port, has_store, task.launcher, job, has_own_port)
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as Slurm writes it.
+    """Return the first host of a list as Slurm writes it; "" of none.
 
     >>> first_host("gpu[007-009,12],login1"), first_host("a1,a2"), first_host("rack[1-2]node[3-4]-ib")
     ('gpu007', 'a1', 'rack1node3-ib')
