@@ -54,7 +54,9 @@ def fetch(name: str, folder: Path) -> list[Path]:
     if name not in DATASETS:
         raise SettingError(f"name={name!r}: must be one of {', '.join(sorted(DATASETS))}")
     dataset, folder = DATASETS[name], Path(folder)
-    mirror = _mirror()
+    mirror = os.environ.get(MIRROR_VARIABLE, "").rstrip("/")
+    if mirror and not mirror.startswith(MIRROR_SCHEMES):
+        raise SettingError(f"{MIRROR_VARIABLE}={mirror!r}: must start with {', '.join(MIRROR_SCHEMES)}")
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"DIR: {folder} is a file; allowed: a folder, or a new name")
     try:
@@ -68,13 +70,6 @@ def fetch(name: str, folder: Path) -> list[Path]:
         where = error.filename or folder
         raise FetchError(f"cannot be read or written: {error.strerror or error}", path=where) from error
     return [folder / name for name in dataset.files]
-
-
-def _mirror() -> str | None:
-    mirror = os.environ.get(MIRROR_VARIABLE, "").rstrip("/")
-    if mirror and not mirror.startswith(MIRROR_SCHEMES):
-        raise SettingError(f"{MIRROR_VARIABLE}={mirror!r}: must start with {', '.join(MIRROR_SCHEMES)}")
-    return mirror or None
 
 
 def _is_there(path: Path, sha256: str) -> bool:
