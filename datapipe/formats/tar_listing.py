@@ -142,7 +142,7 @@ class _Archive:
 
     def add(self, name: str, offset: int, size: int) -> None:
         """Add a regular file."""
-        self._members.append(Member(name, offset, size, _content(self._window, name, offset, size, self._keep)))
+        self._members.append(self._make_member(name, offset, size))
 
     def add_link(self, name: str, target: str, is_symbolic: bool) -> None:
         """Add a link; a symbolic one is relative to its folder, a hard one to the archive."""
@@ -164,11 +164,14 @@ class _Archive:
                     break
                 target = links[target]
             if target in files:
-                at = files[target]
-                members.append(Member(name, *at[1:3], _content(self._window, name, *at[1:3], self._keep)))
+                members.append(self._make_member(name, files[target].offset, files[target].size))
             else:
                 self.others.append(("link that leads to no file of the archive", name))
         return TarListing(members, self.others)
+
+    def _make_member(self, name: str, offset: int, size: int) -> Member:
+        is_kept = size <= MAX_CONTENT_BYTES and self._keep(name)
+        return Member(name, offset, size, self._window.at(offset, size) if is_kept else None)
 
 
 def _list_plain(window: _Window, keep_content: Callable[[str], bool]) -> TarListing:
@@ -214,10 +217,6 @@ def _behind_end(window: _Window, position: int) -> int | None:
             return position
         position += len(data)
     return None
-
-
-def _content(window: _Window, name: str, offset: int, size: int, keep_content: Callable[[str], bool]) -> bytes | None:
-    return window.at(offset, size) if size <= MAX_CONTENT_BYTES and keep_content(name) else None
 
 
 def _parse(header: bytes, position: int) -> tuple[str, bytes, int]:
