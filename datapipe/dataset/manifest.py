@@ -132,8 +132,7 @@ class Manifest(_Record):
 
     def write(self, folder: Path) -> None:
         """Write `folder/manifest.json`: the last act of a pack, and what makes a folder a data set."""
-        fields = self.model_dump() | {"version": FORMAT_VERSION}
-        fields = {"version": fields.pop("version"), SEAL: NO_DIGITS, **fields}
+        fields = {"version": FORMAT_VERSION, SEAL: NO_DIGITS, **self.model_dump(exclude={"version"})}
         content = json.dumps(fields, indent=1) + "\n"
         digits = _compute_checksum(content.encode(), NO_DIGITS)
         with atomic_write(folder / MANIFEST) as file:

@@ -215,7 +215,7 @@ class PackJob:
         Raises SettingError, before anything is removed, when OUT holds something else.
         """
         out, options = self.out, self.options
-        out.check_foreign()
+        out.check_foreign(*out.folder.iterdir())
         if not options.overwrite:
             plan = out.load_plan()
             if plan is not None:

@@ -152,11 +152,7 @@ class OutFolder:
             first += len(split.shards)
         return missing
 
-    def check_foreign(self) -> None:
-        """Raise SettingError when packing did not make everything that is here."""
-        self._refuse_foreign(*self.folder.iterdir())
-
-    def _refuse_foreign(self, *paths: Path) -> None:
+    def check_foreign(self, *paths: Path) -> None:
         """Raise SettingError when packing did not make everything at and below these paths, which lie in OUT."""
         foreign = next(filter(None, map(self._find_foreign, paths)), None)
         if foreign:
@@ -223,7 +219,7 @@ class OutFolder:
         Raises FileNotFoundError when another task is doing the same, and SettingError when an old split has come to
         hold files that packing did not make.
         """
-        self._refuse_foreign(*filter(Path.exists, self.splits))
+        self.check_foreign(*filter(Path.exists, self.splits))
         for path in (self.state / NEW).glob("*/.*.partial"):  # of a task that was killed
             path.unlink(missing_ok=True)
         for folder in self.splits:
@@ -244,7 +240,7 @@ class OutFolder:
         """
         done = self.folder / DONE
         if done.exists():
-            self._refuse_foreign(done)
+            self.check_foreign(done)
             _move_all(self.folder / MOVING_IN, self.folder)
             with contextlib.suppress(OSError):  # rmtree lets through fstat's ESTALE: another task has removed a folder
                 shutil.rmtree(done, ignore_errors=True)
