@@ -48,9 +48,6 @@ class Budget:
         with self._lock:
             if self._closed:
                 return False
-            if not self._waiting and self._fits(size, False):
-                self._start(size)
-                return True
             waiting = _Waiting(size, is_awaited)
             self._waiting.append(waiting)
             self._start_next()
@@ -95,10 +92,6 @@ class Budget:
         used = self._reserved_bytes + self._claimed_bytes + self._held_bytes
         return used + size <= self._total_bytes or (not self._decoding and (awaited or not self._held_bytes))
 
-    def _start(self, size: int) -> None:
-        self._claimed_bytes += size
-        self._decoding += 1
-
     def _start_next(self) -> None:
         while self._waiting and self._decoding < self._processors:
             awaited = next((waiting for waiting in self._waiting if waiting.is_awaited()), None)
@@ -106,7 +99,8 @@ class Budget:
             if not self._fits(chosen.size, awaited is not None):
                 return
             self._waiting.remove(chosen)
-            self._start(chosen.size)
+            self._claimed_bytes += chosen.size
+            self._decoding += 1
             chosen.turn.release()
 
 
