@@ -38,7 +38,7 @@ Resize = Annotated[str | None, Option(metavar="short=N|max=N", help="Make the sh
 Quality = Annotated[
     int | None, Option(metavar="Q", help="Re-encode all as JPEG of this quality; else only what must be, at 90.")
 ]
-Restart = Annotated[int | None, Option(metavar="N", help="Put a JPEG restart marker about every N MCUs.")]
+RestartInterval = Annotated[int | None, Option(metavar="N", help="Put a JPEG restart marker about every N MCUs.")]
 Store = Annotated[str, Option(help="Store files as they are, or pixels.", **one_of(STORES))]
 Size = Annotated[int | None, Option(metavar="N", help="With --store raw: scale and crop to N×N pixels.")]
 Compress = Annotated[str | None, Option(help="With --store raw: compress the pixels.", **one_of(COMPRESSIONS))]
@@ -60,7 +60,7 @@ PathColumn = Annotated[
     str | None, Option(metavar="NAME", help="Column of a CSV table's paths (default: as it is usually called).")
 ]
 Strict = Annotated[bool, Option("--strict", help="Refuse to leave anything in SOURCE out.")]
-LeftOut = Annotated[
+LeftOutFile = Annotated[
     Path | None, Option(metavar="FILE", help="List what is left out of SOURCE in FILE, as lines of JSON.")
 ]
 Channels = Annotated[
@@ -87,7 +87,7 @@ def pack(
     kind: Kind = "auto",
     resize: Resize = None,
     quality: Quality = None,
-    restart: Restart = None,
+    restart: RestartInterval = None,
     store: Store = "encoded",
     size: Size = None,
     compress: Compress = None,
@@ -99,7 +99,7 @@ def pack(
     label_column: LabelColumn = None,
     path_column: PathColumn = None,
     strict: Strict = False,
-    left_out: LeftOut = None,
+    left_out: LeftOutFile = None,
     channels: Channels = None,
     shard_mib: ShardMib = 256,
     seed: Seed = 0,
