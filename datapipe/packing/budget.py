@@ -41,10 +41,9 @@ class Budget:
         claimed for an image.
         """
         if size > self._largest:
-            raise MemoryError(
-                f"decoding it takes about {_mb(size)} of memory, and --memory ({_mb(self._total_bytes)}) allows "
-                f"{_mb(self._largest)} for an image"
-            )
+            needed, total, most = (f"{num / 1e6:,.0f} MB" for num in (size, self._total_bytes, self._largest))
+            message = f"decoding it takes about {needed} of memory, and --memory ({total}) allows {most} for an image"
+            raise MemoryError(message)
         with self._lock:
             if self._closed:
                 return False
@@ -111,7 +110,3 @@ class _Waiting:
         self.size, self.is_awaited = size, is_awaited
         self.turn = threading.Lock()
         self.turn.acquire()
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
