@@ -25,7 +25,7 @@ from .errors import FetchError, SettingError
 from .foreign import open_regular
 from .fsio import atomic_write, make_folder
 from .locks import locked
-from .public_data import DATASETS, DebianPackage
+from .public_data import DATASETS, RemoteDataSet
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def fetch(name: str, folder: Path) -> list[Path]:
         with locked(folder, wait=True):
             missing = {name: sha256 for name, sha256 in dataset.files.items() if not _is_there(folder / name, sha256)}
             if missing and dataset.package and not mirror:
-                missing = _from_debian(dataset.package, missing, folder)
+                missing = _from_debian(dataset, missing, folder)
             _from_address(mirror or dataset.address, missing, folder)
     except OSError as error:
         where = error.filename or folder
@@ -140,19 +140,20 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
 # ---- Debian's package
 
 
-def _from_debian(package: DebianPackage, files: dict[str, str], folder: Path) -> dict[str, str]:
-    """Take files, whose sums are given by name, from a Debian package; return those that it does not hold."""
+def _from_debian(dataset: RemoteDataSet, files: dict[str, str], folder: Path) -> dict[str, str]:
+    """Take files, whose sums are given by name, from a data set's package; return those that it does not hold."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return files
     with tempfile.TemporaryDirectory(prefix="datapipe-fetch-") as scratch:
         try:
-            _unpack(package.name, Path(scratch))
+            _unpack(dataset.package, Path(scratch))
         except FetchError as error:
-            logger.info("Debian's package %s cannot be downloaded (%s): using the public address", package.name, error)
+            why = f"{dataset.package} cannot be downloaded ({error})"
+            logger.info("Debian's package %s: using the public address", why)
             return files
         missing = dict(files)
         for name in files:
-            source = Path(scratch, package.folder, name)
+            source = Path(scratch, dataset.package_folder, name)
             try:
                 if source.is_file():
                     _place([source.read_bytes()], folder / name, missing[name])

@@ -9,20 +9,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class DebianPackage:
-    """A Debian package whose folder `folder` (without a leading slash) holds a data set's files."""
-
-    name: str
-    folder: str
-
-
-@dataclass(frozen=True)
 class RemoteDataSet:
     """Where a data set comes from: its files lie at `address`/NAME, perhaps also in a Debian package."""
 
     address: str
     files: dict[str, str]  # the sha256 sum of each, by its name
-    package: DebianPackage | None = None
+    package: str = ""  # Debian's, in whose folder they are
+    package_folder: str = ""  # without a leading slash
 
 
 # Sums: Fashion-MNIST's from Debian's package 0.0~git20200523.55506a9-1, which has upstream's files; CIFAR's
@@ -36,7 +29,8 @@ DATASETS = {
             "t10k-images-idx3-ubyte.gz": "cc1d090a38ace84dfa1aa66e3ada7c336ef481a96936906477e6dd344da56eaa",
             "t10k-labels-idx1-ubyte.gz": "8d3605d196f4be44669e46906da9733c8131fef761fdbfec72c424d5222f1a05",
         },
-        package=DebianPackage("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"),
+        package="dataset-fashion-mnist",
+        package_folder="usr/share/datasets/fashion-mnist",
     ),
     "cifar10": RemoteDataSet(
         address="https://www.cs.toronto.edu/~kriz",

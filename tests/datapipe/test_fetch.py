@@ -26,7 +26,7 @@ import pytest
 from datapipe import fetch as fetching
 from datapipe.errors import FetchError, SettingError
 from datapipe.fetch import fetch
-from datapipe.public_data import DATASETS, DebianPackage, RemoteDataSet
+from datapipe.public_data import DATASETS, RemoteDataSet
 from tests.processes import clean_environment
 from tests.waiting import limit_s, wait_until
 
@@ -302,7 +302,7 @@ def package(tmp_path, monkeypatch, server):
     """Make "fashion-mnist" a data set of two small files, also in a package; return a function that
     writes the stand-ins."""
     files = {name: sha256(name.encode()) for name in ("images", "labels")}
-    dataset = RemoteDataSet(server.address, files, DebianPackage("the-package", "usr/share/it"))
+    dataset = RemoteDataSet(server.address, files, "the-package", "usr/share/it")
     monkeypatch.setitem(DATASETS, "fashion-mnist", dataset)
     server.bodies = {"/images": b"images", "/labels": b"labels"}
     tools = tmp_path / "bin"
@@ -420,13 +420,11 @@ def test_real_fashion_mnist_by_apt_and_the_sample_out_of_it(tmp_path, sample_dir
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         pytest.skip("no apt-get and dpkg-deb here")
     package = DATASETS["fashion-mnist"].package
-    tried = subprocess.run(
-        ["apt-get", "download", package.name], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    tried = subprocess.run(["apt-get", "download", package], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     if tried.returncode:
-        pytest.skip(f"apt cannot download {package.name} here: {tried.stderr.strip()}")
+        pytest.skip(f"apt cannot download {package} here: {tried.stderr.strip()}")
     whole = DATASETS["fashion-mnist"]
-    only_apt = RemoteDataSet(closed_port(), whole.files, whole.package)
+    only_apt = RemoteDataSet(closed_port(), whole.files, whole.package, whole.package_folder)
     monkeypatch.setitem(DATASETS, "fashion-mnist", only_apt)
     paths = fetch("fashion-mnist", tmp_path / "raw")
     assert [path.name for path in paths] == list(whole.files)
