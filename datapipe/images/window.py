@@ -45,10 +45,19 @@ class Decoded(NamedTuple):
     box: Box
 
 
-def check_size(size: tuple[int, int], expected: tuple[int, int]) -> None:
-    """Raise ValueError if an image does not have the width and height in pixels for which its window was chosen."""
-    if size != expected:
-        raise ValueError(f"has {size[0]}×{size[1]} pixels, and the index says {expected[0]}×{expected[1]}")
+def check_size(width: int, height: int, expected: tuple[int, int]) -> None:
+    """Check that an image has the size for which its window was chosen.
+
+    Args:
+        width: Width of the image, in pixels.
+        height: Height of the image, in pixels.
+        expected: Width and height that it should have, in pixels.
+
+    Raises:
+        ValueError: It has another size.
+    """
+    if (width, height) != expected:
+        raise ValueError(f"has {width}×{height} pixels, and the index says {expected[0]}×{expected[1]}")
 
 
 def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
@@ -70,7 +79,7 @@ def cut(data: Buffer, box: Box, size: tuple[int, int] | None = None) -> Window:
     """
     header = jpeg.read_header(data)
     if size is not None:
-        check_size((header.width, header.height), size)
+        check_size(header.width, header.height, size)
     if header.width * header.height > MAX_PIXELS:
         raise ValueError(f"{header.width}×{header.height} pixels are out of range (1 to {MAX_PIXELS})")
     mcu_width, mcu_height = header.mcu_size()

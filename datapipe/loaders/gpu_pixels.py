@@ -69,7 +69,7 @@ class PixelCopier(Decoder[Pixels]):
         for image in chunk.pending(range(len(chunk.slots)), slots, take_bad):
             try:
                 pixels = self._data_set.pixels(image.sample, image.data)
-                check_size((pixels.shape[1], pixels.shape[0]), image.size)  # numpy would repeat a single row
+                check_size(pixels.shape[1], pixels.shape[0], image.size)  # numpy would repeat a single row
                 slots.images[image.slot] = pixels
             except (ValueError, DecodeError) as error:
                 take_bad(image.slot, error)

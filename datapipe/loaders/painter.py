@@ -100,7 +100,7 @@ class Painter(Decoder[ImagesT]):
             try:
                 if its_window is None:
                     pixels = self._decode_whole(image)
-                    check_size((pixels.shape[1], pixels.shape[0]), image.size)
+                    check_size(pixels.shape[1], pixels.shape[0], image.size)
                     decoded.append((image, Decoded(pixels, image.box)))
                 else:
                     part = decode_window(image.data, its_window, image.box, self._channels, image.scale, memory)

@@ -103,7 +103,7 @@ def _cut_window(image: PendingImage) -> tuple[Buffer, Box]:
     data, box = image.data, image.box
     if not is_jpeg(data):
         header = read_header(data)
-        check_size((header.width, header.height), image.size)
+        check_size(header.width, header.height, image.size)
         return data, box
     window = cut(data, box, image.size)
     return window.data, (box[0] - window.left, box[1] - window.top, box[2], box[3])
