@@ -11,24 +11,16 @@ from typing import Any
 from .dataset.manifest import Manifest, find_data_sets
 from .loaders import Loader, open_loader
 from .loaders.native_pixels import choose_native
-from .names import Crop
 from .sampling.augment import Augment
 from .streams import TIMEOUT_S, in_time
 
-STAGES = ("read", "window", "decode", "resize", "copy", "other")
+_STAGES = ("read", "window", "decode", "resize", "copy", "other")
 NOISE = 0.05  # of the time: less waiting than that says nothing
 CONSUMER = "the consumer"
 
 
 def bench(
-    folder: Path,
-    backend: str,
-    batch_size: int,
-    epochs: int,
-    size: int | None,
-    step_s: float = 0.0,
-    crop: Crop = "auto",
-    **settings: Any,
+    folder: Path, backend: str, batch_size: int, epochs: int, size: int | None, step_s: float = 0.0, **settings: Any
 ) -> dict[str, Any]:
     """Iterate over a data set (of several splits: `train`, else the first) and measure.
 
@@ -39,8 +31,7 @@ def bench(
         epochs: Number of times to iterate over the data set, from 1.
         size: Size of the images in pixels (default: their own if they share one, else 224).
         step_s: Seconds that the consumer waits, in place of an accelerator, with each batch.
-        crop: Way of cropping images, as in `Augment`.
-        settings: Other settings of `open_loader`.
+        settings: Other settings of `open_loader`, and `crop` of `Augment`.
 
     Returns:
         - `decoder_in_c`: which is in use, if any, and why no better one;
@@ -50,18 +41,16 @@ def bench(
         - `stages_s`: seconds by the clock of all threads in each stage, waiting because the queue is full
           (`queue_full`), and of the consumer, waiting because it is empty (`queue_empty`); `limit`: the stage that
           takes longest, or the consumer;
-        - with `step_s`: `wanted_images_per_s`, the most that the steps can take; `utilisation`: the share of the time
-          in which the consumer did not wait for data (accelerator utilisation as in MLPerf Storage: time of computation
-          by time in all); `enough_cores`: how many cores would provide that many images.
+        - with `step_s`, what `_compare_with_steps` returns.
     """
     folders = in_time(partial(find_data_sets, folder), folder, TIMEOUT_S)
     folder = next((path for path in folders if path.name == "train"), folders[0])
     cpu_began, began = _cpu_s(), time.perf_counter()
     size = _own_size(folder) if size is None else size
-    with open_loader(folder, batch_size, backend=backend, size=size, augment=Augment(crop), **settings) as loader:
+    augment = Augment(settings.pop("crop", "auto"))
+    with open_loader(folder, batch_size, backend=backend, size=size, augment=augment, **settings) as loader:
         rows, first_batch_at = _iterate(loader, epochs, step_s)
-        stages = loader.stages()
-        threads = loader.options.num_threads()
+        stages, threads = loader.stages(), loader.options.num_threads()
     cpu_s = _cpu_s() - cpu_began
     images, seconds = sum(row["images"] for row in rows), sum(row["seconds"] for row in rows)
     result = {
@@ -79,15 +68,23 @@ def bench(
         "limit": find_limit(stages, stages["queue_empty"] / seconds),
         "epochs": rows,
     }
-    if step_s:
-        most_per_s = batch_size / step_s
-        result |= {
-            "step_s": step_s,
-            "wanted_images_per_s": most_per_s,
-            "utilisation": sum(row["step_s"] for row in rows) / seconds,
-            "enough_cores": most_per_s * cpu_s / images,
-        }
-    return result
+    return result | (_compare_with_steps(rows, batch_size, step_s, cpu_s / images) if step_s else {})
+
+
+def _compare_with_steps(rows: list[dict[str, float]], batch_size: int, step_s: float, cpu_s: float) -> dict[str, float]:
+    """Return what a loader that takes `cpu_s` CPU seconds per image is to an accelerator.
+
+    `wanted_images_per_s`: the most that its steps can take; `utilisation`: the share of the time in which it did not
+    wait for data (accelerator utilisation as in MLPerf Storage: time of computation by time in all); `enough_cores`:
+    how many cores would provide that many images.
+    """
+    most_per_s, seconds = batch_size / step_s, sum(row["seconds"] for row in rows)
+    return {
+        "step_s": step_s,
+        "wanted_images_per_s": most_per_s,
+        "utilisation": sum(row["step_s"] for row in rows) / seconds,
+        "enough_cores": most_per_s * cpu_s,
+    }
 
 
 def _iterate(loader: Loader, epochs: int, step_s: float) -> tuple[list[dict[str, float]], float | None]:
@@ -119,7 +116,7 @@ def format_result(result: dict[str, Any]) -> list[str]:
     if not result["decoder_in_c"].endswith((" AVX2", " NEON")):
         lines.append(f"decoder in C: {result['decoder_in_c']}")
     stages = result["stages_s"]
-    known = {name: stages[name] for name in STAGES if stages.get(name)}
+    known = {name: stages[name] for name in _STAGES if stages.get(name)}
     if known:
         images = sum(row["images"] for row in result["epochs"])
         parts = ", ".join(f"{name} {1e6 * seconds / images:,.0f}" for name, seconds in known.items())
@@ -140,7 +137,7 @@ def format_result(result: dict[str, Any]) -> list[str]:
 
 def find_limit(stages: dict[str, float], waited: float) -> str:
     """Name the stage that takes longest, or the consumer if it `waited` for hardly any (share) of the time."""
-    known = [name for name in STAGES if name in stages]
+    known = [name for name in _STAGES if name in stages]
     if waited <= NOISE:
         return CONSUMER
     return max(known, key=stages.__getitem__, default="the loader, which measures no stages")

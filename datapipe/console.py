@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 NO_ROOM = errno.ENOSPC, errno.EDQUOT
 AGAIN_S = 0.05  # by then the callback has ended
 LOG_EVERY_S = 30.0  # a batch log gets one line of progress this often
-OURS = "datapipe", "trainer"  # whose log messages are a single line each
+_OURS = "datapipe", "trainer"  # whose log messages are a single line each
 
 
 def run(command: Callable[[], object], name: str = "", is_informing: bool = True) -> int:
@@ -149,11 +149,7 @@ def format_count(number: int, thing: str, things: str = "") -> str:
 
 
 def format_some(names: Sequence[str], most: int = 3) -> str:
-    """Return some of many names in words.
-
-    Args:
-        names: Texts to list.
-        most: Largest number of texts that are named.
+    """Return some of many names in words, at most `most` of them.
 
     >>> format_some(["a", "b", "c", "d"]), format_some(["a", "b"])
     ('a, b, c, …', 'a, b')
@@ -189,7 +185,7 @@ class _Formatter(logging.Formatter):
     """A log's lines, escaped: nothing in a file's name acts on a terminal, or begins a line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        escape = printable if record.name.partition(".")[0] in OURS else printable_lines
+        escape = printable if record.name.partition(".")[0] in _OURS else printable_lines
         record.message = escape(record.message)
         return super().formatMessage(record)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from .checks import checked_int
 from .dataset.shard_files import ALIGNMENT
 from .errors import DatapipeError, SettingError, WrongPathError, how_to_install
-from .fsio import NETWORK_FILESYSTEMS, mounted_as
+from .fsio import NETWORK_FILESYSTEMS, atomic_write, mounted_as
 
 SMALL_FILES = 200
 FILE_BYTES = 64 << 20  # written where DIR has no file that is large enough to read from
@@ -123,7 +123,7 @@ def advice(filesystem: dict, node: dict, decoders: dict) -> list[str]:
     return lines
 
 
-def describe(result: dict) -> list[str]:
+def format_report(result: dict) -> list[str]:
     """Return `doctor`'s result as lines for a reader."""
     filesystem, node, decoders = result["filesystem"], result["node"], result["decoders"]
     metadata = filesystem["metadata_per_s"]
@@ -205,17 +205,11 @@ def _rates(path: Path, flag: int = 0) -> tuple[float, float]:
 
 
 def _written(folder: Path) -> Path:
-    path = folder / f".doctor-{os.getpid()}"
+    path, block = folder / f".doctor-{os.getpid()}", random.Random(0).randbytes(1 << 20)
     try:
-        with open(path, "xb") as file:
-            try:
-                block = random.Random(0).randbytes(1 << 20)
-                for _ in range(FILE_BYTES >> 20):
-                    file.write(block)
-                os.fsync(file.fileno())
-            except BaseException:
-                path.unlink()
-                raise
+        with atomic_write(path) as file:
+            for _ in range(FILE_BYTES >> 20):
+                file.write(block)
     except OSError as error:
         message = f"cannot be written to, and holds no large file to read: {error.strerror}"
         raise DatapipeError(message, path=folder) from error
@@ -225,7 +219,7 @@ def _written(folder: Path) -> Path:
 def _large_file(folder: Path) -> Path | None:
     """Return the largest of the first files there and one level below, if it is large enough."""
     best, best_size = None, FILE_BYTES - 1
-    with suppress(OSError):
+    with suppress(OSError):  # it may not be looked into
         for path in islice(chain(folder.iterdir(), folder.glob("*/*")), MAX_LOOKED_AT):
             if path.is_file() and os.access(path, os.R_OK) and path.stat().st_size > best_size:
                 best, best_size = path, path.stat().st_size

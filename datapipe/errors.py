@@ -17,6 +17,7 @@ SettingError             a bad setting (also a ValueError): exit code 2
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,13 @@ class DatapipeError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep the keyword arguments when the error is sent to another process."""
-        return _rebuild, (type(self), self.message, self.path, self.shard, self.key)
+        return partial(type(self), path=self.path, shard=self.shard, key=self.key), (self.message,)
 
     def __str__(self) -> str:
         where = [str(self.path)] if self.path is not None else []
         where += [f"shard {self.shard}"] if self.shard is not None else []
         where += [f"key {self.key}"] if self.key is not None else []
         return ": ".join([", ".join(where), self.message] if where else [self.message])
-
-
-def _rebuild(
-    kind: type[DatapipeError], message: str, path: Path | str | None, shard: str | None, key: str | None
-) -> DatapipeError:
-    return kind(message, path=path, shard=shard, key=key)
 
 
 class SourceError(DatapipeError):

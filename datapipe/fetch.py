@@ -25,11 +25,11 @@ from .errors import FetchError, SettingError
 from .foreign import open_regular
 from .fsio import atomic_write, make_folder
 from .locks import locked
-from .public_data import DATASETS, DebianPackage, RemoteFile
+from .public_data import DATASETS, RemoteDataSet
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 18
 STALL_S = 30.0  # after which a silent connection is given up
 APT_S = 600.0  # for one call of apt-get or dpkg-deb: a slow mirror may need minutes for 31 MB
 MIRROR_VARIABLE = "DATAPIPE_MIRROR"
@@ -54,29 +54,22 @@ def fetch(name: str, folder: Path) -> list[Path]:
     if name not in DATASETS:
         raise SettingError(f"name={name!r}: must be one of {', '.join(sorted(DATASETS))}")
     dataset, folder = DATASETS[name], Path(folder)
-    mirror = _mirror()
+    mirror = os.environ.get(MIRROR_VARIABLE, "").rstrip("/")
+    if mirror and not mirror.startswith(MIRROR_SCHEMES):
+        raise SettingError(f"{MIRROR_VARIABLE}={mirror!r}: must start with {', '.join(MIRROR_SCHEMES)}")
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"DIR: {folder} is a file; allowed: a folder, or a new name")
     try:
         make_folder(folder)
         with locked(folder, wait=True):
-            missing = [file for file in dataset.files if not _is_there(folder / file.name, file.sha256)]
+            missing = {name: sha256 for name, sha256 in dataset.files.items() if not _is_there(folder / name, sha256)}
             if missing and dataset.package and not mirror:
-                missing = _from_debian(dataset.package, missing, folder)
-            address = mirror or dataset.address
-            for number, file in enumerate(missing):
-                _from_address(f"{address}/{file.name}", file, folder, still_missing=missing[number:])
+                missing = _from_debian(dataset, missing, folder)
+            _from_address(mirror or dataset.address, missing, folder)
     except OSError as error:
         where = error.filename or folder
         raise FetchError(f"cannot be read or written: {error.strerror or error}", path=where) from error
-    return [folder / file.name for file in dataset.files]
-
-
-def _mirror() -> str | None:
-    mirror = os.environ.get(MIRROR_VARIABLE, "").rstrip("/")
-    if mirror and not mirror.startswith(MIRROR_SCHEMES):
-        raise SettingError(f"{MIRROR_VARIABLE}={mirror!r}: must start with {', '.join(MIRROR_SCHEMES)}")
-    return mirror or None
+    return [folder / name for name in dataset.files]
 
 
 def _is_there(path: Path, sha256: str) -> bool:
@@ -91,35 +84,36 @@ def _is_there(path: Path, sha256: str) -> bool:
     return False
 
 
-def _place(chunks: Iterable[bytes], file: RemoteFile, folder: Path) -> None:
-    """Write `chunks` as `folder`/NAME; `FetchError`, and no change on disk, if their sum is wrong."""
+def _place(chunks: Iterable[bytes], path: Path, sha256: str) -> None:
+    """Write a file; `FetchError`, and no change on disk, if its sum is wrong."""
     digest = hashlib.sha256()
-    with atomic_write(folder / file.name) as out:
+    with atomic_write(path) as out:
         for chunk in chunks:
             digest.update(chunk)
             out.write(chunk)
-        if digest.hexdigest() != file.sha256:
-            raise FetchError(f"{file.name} has the sha256 sum {digest.hexdigest()}, not {file.sha256}")
+        if digest.hexdigest() != sha256:
+            raise FetchError(f"{path.name} has the sha256 sum {digest.hexdigest()}, not {sha256}")
 
 
 # ---- the public address, or a mirror of it
 
 
-def _from_address(url: str, file: RemoteFile, folder: Path, still_missing: list[RemoteFile]) -> None:
-    """Download one file. An error says how to bring it, and the rest of `still_missing`, by hand."""
-    logger.info("fetching %s", url)
-    try:
-        with contextlib.closing(_download(url, file.name)) as chunks:
-            _place(chunks, file, folder)
-    except FetchError as error:
-        address = url.rpartition("/")[0]
-        to_place = "".join(
-            f"\n  {folder / each.name}\n    sha256 {each.sha256}\n    from   {address}/{each.name}"
-            for each in still_missing
-        )
-        raise FetchError(
-            f"{printable(f'{error} (fetching {url}).')}\nWithout a network here, place by hand and run again:{to_place}"
-        ) from error
+def _from_address(address: str, files: dict[str, str], folder: Path) -> None:
+    """Download files, whose sums are given by name. An error says how to bring by hand those that are missing then."""
+    names = list(files)
+    for number, name in enumerate(names):
+        url = f"{address}/{name}"
+        logger.info("fetching %s", url)
+        try:
+            with contextlib.closing(_download(url, name)) as chunks:
+                _place(chunks, folder / name, files[name])
+        except FetchError as error:
+            to_place = "".join(
+                f"\n  {folder / missing}\n    sha256 {files[missing]}\n    from   {address}/{missing}"
+                for missing in names[number:]
+            )
+            message = printable(f"{error} (fetching {url}).")
+            raise FetchError(f"{message}\nWithout a network here, place by hand and run again:{to_place}") from error
 
 
 def _download(url: str, name: str) -> Generator[bytes, None, None]:
@@ -129,7 +123,7 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
             length = response.headers.get("Content-Length", "")
             total_bytes = int(length) if length.isdecimal() else 0
             with Progress(name, total_bytes, "bytes") as progress:
-                while chunk := response.read(CHUNK_BYTES):
+                while chunk := response.read(_CHUNK_BYTES):
                     progress.advance(len(chunk))
                     yield chunk
             if progress.done < total_bytes:
@@ -146,30 +140,27 @@ def _download(url: str, name: str) -> Generator[bytes, None, None]:
 # ---- Debian's package
 
 
-def _from_debian(package: DebianPackage, files: list[RemoteFile], folder: Path) -> list[RemoteFile]:
-    """Take the files from a Debian package, and return those that it does not hold with the right sum."""
+def _from_debian(dataset: RemoteDataSet, files: dict[str, str], folder: Path) -> dict[str, str]:
+    """Take files, whose sums are given by name, from a data set's package; return those that it does not hold."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return files
     with tempfile.TemporaryDirectory(prefix="datapipe-fetch-") as scratch:
         try:
-            _unpack(package.name, Path(scratch))
+            _unpack(dataset.package, Path(scratch))
         except FetchError as error:
-            logger.info("Debian's package %s cannot be downloaded (%s): using the public address", package.name, error)
+            why = f"{dataset.package} cannot be downloaded ({error})"
+            logger.info("Debian's package %s: using the public address", why)
             return files
-        unpacked = Path(scratch, package.folder)
-        return [file for file in files if not _copied(unpacked / file.name, file, folder)]
-
-
-def _copied(source: Path, file: RemoteFile, folder: Path) -> bool:
-    """Copy a file of the package into `folder`; return whether it was there, and the right one."""
-    if not source.is_file():
-        return False
-    try:
-        _place([source.read_bytes()], file, folder)
-    except FetchError as error:
-        logger.warning("Debian's package holds another file: %s", error)
-        return False
-    return True
+        missing = dict(files)
+        for name in files:
+            source = Path(scratch, dataset.package_folder, name)
+            try:
+                if source.is_file():
+                    _place([source.read_bytes()], folder / name, missing[name])
+                    del missing[name]
+            except FetchError as error:
+                logger.warning("Debian's package holds another file: %s", error)
+        return missing
 
 
 def _unpack(package: str, scratch: Path) -> None:

@@ -288,6 +288,8 @@ def _parameters(function: Callable[..., object]) -> Iterator[Parameter]:
     """Read the options and arguments of a command from its signature."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:
+            continue
         kind, info = get_args(hints[name])[:2]
         is_many = any(get_origin(part) is list for part in (kind, *get_args(kind)))
         kinds = [part for part in (get_args(kind) or (kind,)) if part is not type(None)]

@@ -46,6 +46,7 @@ COMMANDS = {
     "datapipe/cli/cache.py",
     "datapipe/cli/__init__.py",
     "datapipe/cli/measure.py",
+    "datapipe/cli/pack.py",
     "datapipe/cli/stage.py",
     "trainer/cli/__init__.py",
     "trainer/cli/results.py",

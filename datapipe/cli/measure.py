@@ -63,9 +63,9 @@ def doctor(
     Says what the loader's settings should be for a data set under DIR, and for a packed data set, how to stage it.
     """
     from ..cluster import num_nodes, placement
-    from ..doctor import describe, doctor
+    from ..doctor import doctor, format_report
 
     count = num_nodes(os.environ) if nodes is None else nodes
     master = placement(os.environ).master if count > 1 and network_mbps is None else ""
     result = doctor(folder, local, count, network_mbps, master)
-    print_lines(*([json.dumps(result)] if as_json else describe(result)))
+    print_lines(*([json.dumps(result)] if as_json else format_report(result)))

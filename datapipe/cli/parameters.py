@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from ..checks import did_you_mean
-from ..names import CONVERTED, FORMATS
 
 
 def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
@@ -25,16 +24,6 @@ def one_of(names: Iterable[str], metavar: str = "") -> dict[str, Any]:
         return [choice for choice in choices if choice.startswith(incomplete)]
 
     return {"parser": check, "metavar": metavar or f"<{'|'.join(choices)}>", "autocompletion": complete}
-
-
-MaxBad = Annotated[str, typer.Option(metavar="N|P%", help="Skip up to N (or P%) unreadable images; list them.")]
-Split = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=PATTERN",
-        help="Files, folders, values of a column or paths of split train or val, e.g. val='holdout-*.tar'; repeatable.",
-    ),
-]
 
 
 def folder_named(metavar: str, description: str) -> Any:
@@ -67,18 +56,3 @@ def name_as_typed(message: str, app: typer.Typer) -> str:
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DataSetFolder = Annotated[Path, folder_named("DIR", "A packed data set, or the folder of its splits.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of a single read or write.")]
-
-# What packing and converting share.
-Out = Annotated[Path, folder_named("OUT", "New folder, for one data set per split.")]
-Format = Annotated[str, typer.Option(help="Format of the shards.", **one_of(FORMATS))]
-NewFormat = Annotated[str, typer.Option("--format", help="Format of the shards.", **one_of(CONVERTED))]
-Workers = Annotated[int | None, typer.Option(metavar="N", help="Files read at once, at most (default: 32).")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new data set is whole.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Succeed if OUT is complete; what is unfinished is always continued.")
-]
-TaskOption = Annotated[
-    str | None,
-    typer.Option(metavar="I/N", help="Pack share I (from 0) of N (default: as Slurm, MPI or torchrun say)."),
-]
-Finish = Annotated[bool, typer.Option("--finish", help="Only write the manifests, once all tasks are done.")]

@@ -59,22 +59,19 @@ def format_details(row: dict[str, Any]) -> str:
     return f"{row['format']}, {row['image_bytes_mean']:,.0f} bytes per image, {row['pixels']}, from {row['kind']}"
 
 
-def format_packed(out: Path, manifests: Mapping[str, Manifest], seconds: float, is_recoded: bool) -> Iterator[str]:
+def format_packed(out: Path, manifests: Mapping[str, Manifest], seconds: float) -> Iterator[str]:
     """Yield the lines on a pack or a conversion that is complete.
 
     Args:
         out: Folder of the data sets.
         manifests: Their manifests by split.
         seconds: Time that it took, in seconds.
-        is_recoded: False for `convert`, which keeps the images' bytes: the options in its manifests are those of the
-            pack before.
     """
     for split, manifest in manifests.items():
         yield format_summary(summarise(out / split, manifest))
-        if is_recoded and manifest.recode and manifest.source_bytes and manifest.image_bytes:
-            share = manifest.image_bytes / manifest.source_bytes
-            before, after = _format_mib(manifest.source_bytes), _format_mib(manifest.image_bytes)
-            yield f"  images had {before}, have {after} ({share:.1%})"
+        before, after = manifest.source_bytes, manifest.image_bytes
+        if before and after and before != after:
+            yield f"  images had {_format_mib(before)}, have {_format_mib(after)} ({after / before:.1%})"
         if manifest.converted:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in manifest.converted.items())
             yield f"  of another kind, converted: {kinds}"

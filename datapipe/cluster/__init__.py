@@ -1,10 +1,8 @@
 """Which process of a job this is, and what its scheduler tells, from environment variables. Pure."""
 
-from .launchers import Task
-from .place import Placement, first_host, placement
-from .ranks import lonely, name_rank, rank_placement
+from .launchers import Task, detect, name_task
+from .place import Placement, first_host, lonely, name_rank, placement, rank_placement
 from .scheduler import ended_job, job_end, num_nodes, parse_time_limit
-from .tasks import detect, name_task
 
 __all__ = [
     "Placement",

@@ -1,7 +1,8 @@
 """Which process of a launcher's this is, from the environment variables that the launcher sets. Pure.
 
 Launchers nest, and a process inherits the variables of all of them: a process of torchrun under srun has torchrun's
-and Slurm's. The innermost launcher says how many processes there are.
+and Slurm's. The innermost launcher says how many processes there are. Of a pack, a job array is the outermost: each of
+its elements runs a whole command of its own, so the numbers multiply.
 """
 
 from __future__ import annotations
@@ -85,7 +86,6 @@ LAUNCHERS = (
     SLURM_STEP,
 )
 
-
 # Torque's pbsdsh tells both; that of PBS Pro and OpenPBS only the first. The number is the host's, not the process's.
 _PBSDSH = Launcher("pbsdsh", "PBS_NODENUM", "PBS_NUM_NODES")
 _SCRIPT_TASK = 1  # PBS_TASKNUM of a job's script, which has the others' variables as well
@@ -97,7 +97,7 @@ def innermost(environ: Mapping[str, str]) -> Task | None:
         task = launcher.task(environ)
         if task is not None:
             if launcher is SLURM_STEP:
-                check_step(environ, task)
+                _check_step(environ, task)
             return task
         launcher.check_unset(environ)
     return _PBSDSH.task(environ) if _is_one_per_host(environ) else None
@@ -131,16 +131,10 @@ def parse_task(value: str, option: str = "--task") -> Task:
     return Task(int(match[1]), int(match[2]), option)
 
 
-def check_step(environ: Mapping[str, str], step: Task, remedy: str = "unset SLURM_STEP_NUM_TASKS") -> None:
+def _check_step(environ: Mapping[str, str], step: Task, remedy: str = "unset SLURM_STEP_NUM_TASKS") -> None:
     """Refuse variables of another job: sbatch, called in a step, passes on that step's, and its script is in none.
 
-    Args:
-        environ: The environment variables.
-        step: Task of the step that they describe.
-        remedy: Words that say what to do if the process is not to be started by srun.
-
-    Raises:
-        SettingError: The step is not of this job.
+    `remedy`: what to do if the process is not to be started by srun. Raises SettingError.
     """
     tasks = environ.get("SLURM_NTASKS", str(step.count))
     if step.count > 1 and tasks != str(step.count):
@@ -155,3 +149,59 @@ def number_of(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", value):
         raise SettingError(f"{name}: {value!r} in the environment is not a number; allowed: 0 and more")
     return int(value)
+
+
+def detect(environ: Mapping[str, str], explicit: str | None = None) -> Task:
+    """Find out this process's task. `explicit`, "I/N" from the user, overrides the environment.
+
+    Raises SettingError when the numbers contradict each other, or do not say how many tasks there are.
+    """
+    if explicit is not None:
+        return parse_task(explicit)
+    inner = next(filter(None, (launcher.task(environ) for launcher in LAUNCHERS)), None)
+    if inner and inner.launcher == SLURM_STEP.name:
+        _check_step(environ, inner, "give --task I/N (0/1: everything)")
+    array = _array(environ)
+    if array is None:
+        return inner or Task(0, 1, "")
+    if inner is None or inner.count == 1:
+        return array
+    index, count = array.index * inner.count + inner.index, array.count * inner.count
+    return Task(index, count, f"{array.launcher}, {inner.launcher}")
+
+
+def name_task(environ: Mapping[str, str]) -> str:
+    """Return what this process is called in the log, where there are several; "" otherwise. It never raises.
+
+    Each task informs of its own share.
+
+    >>> name_task({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}), name_task({}), name_task({"PBS_ARRAYID": "3"})
+    ('task 3', '', '')
+    """
+    try:
+        task = detect(environ)
+    except SettingError:  # which the command itself says, if it needs it
+        return ""
+    return f"task {task.index}" if task.count > 1 else ""
+
+
+def _array(environ: Mapping[str, str]) -> Task | None:
+    for name in ("PBS_ARRAY_INDEX", "PBS_ARRAYID"):  # PBS Pro, Torque
+        if name in environ:
+            raise SettingError(
+                f"{name}: {environ[name]} is set, but PBS does not tell how many elements the array has; "
+                f"give --task ${name}/N, for an array of 0 to N - 1"
+            )
+    if "SLURM_ARRAY_TASK_ID" not in environ:
+        return None
+    number, first, last, step, count = (
+        number_of(environ, f"SLURM_ARRAY_TASK_{name}") for name in ("ID", "MIN", "MAX", "STEP", "COUNT")
+    )
+    # The environment does not list the numbers: a number's place is known only if they are a range with a fixed step.
+    numbers = range(first, last + 1, step or 1)
+    if len(numbers) != count or number not in numbers:
+        raise SettingError(
+            f"SLURM_ARRAY_TASK_ID: {number} is one of {count} between {first} and {last}, which are not a plain range, "
+            "so its place is not known; submit the job with --array=0-7, say, or give --task I/N"
+        )
+    return Task(numbers.index(number), count, "Slurm job array")

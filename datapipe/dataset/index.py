@@ -32,7 +32,7 @@ RECORD = np.dtype(
     ]
 )
 pack_record = struct.Struct("<Q4I4H").pack  # one sample's, as bytes, which the garbage collector skips
-PART = 1 << 14  # records checked at a time: half a megabyte stays in the processor's cache
+_PART = 1 << 14  # records checked at a time: half a megabyte stays in the processor's cache
 KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")  # a name in tar and zip, and never one that leaves a folder
 ENCODINGS = ("jpeg", "png", "pnm", "pnm+lz4", "pnm+zstd", "raw")  # raw: only pixels, in npy shards
 
@@ -99,8 +99,8 @@ def check_records(records: np.ndarray, manifest: Manifest, path: Path) -> None:
     bounds, records = _bounds(manifest), np.asarray(records)  # slices of a memmap cost more than these comparisons
     sizes = np.array([shard.size_bytes for shard in manifest.shards], np.uint64)
     counts = np.zeros(len(sizes), np.int64)
-    for first in range(0, len(records), PART):
-        part = records[first : first + PART]
+    for first in range(0, len(records), _PART):
+        part = records[first : first + _PART]
         problem = _first_out_of_bounds(part, bounds) or _first_out_of_shard(part, sizes)
         if problem:
             number, field, allowed = problem
@@ -163,17 +163,12 @@ def read_keys(folder: Path) -> list[str]:
         raise ManifestError(f"cannot be read: {error}", path=Path(folder) / KEYS) from error
 
 
-def check_keys(keys: list[str], manifest: Manifest, path: Path) -> None:
-    """Check that these are a data set's keys.
+def read_checked_keys(folder: Path, manifest: Manifest) -> list[str]:
+    """Read the keys of a data set, and check that there is one per sample, each as `pack` makes them (see KEY).
 
-    Args:
-        keys: Keys that should be one per sample, all different, each as `pack` makes them (see KEY).
-        manifest: Manifest of the data set.
-        path: Path of the file with the keys, for messages.
-
-    Raises:
-        ManifestError: These are not the keys of the data set.
+    Raises ManifestError when these are not the keys of the data set.
     """
+    keys, path = read_keys(folder), Path(folder) / KEYS
     if len(keys) != manifest.num_samples:
         raise ManifestError(f"holds {len(keys)} keys, expected {manifest.num_samples}", path=path)
     seen = set()
@@ -182,3 +177,4 @@ def check_keys(keys: list[str], manifest: Manifest, path: Path) -> None:
             problem = "has been there before" if key in seen else "is not a key: letters, digits, _ and -, between /"
             raise ManifestError(f"line {number + 1}, {key[:80]!r}, {problem}", path=path)
         seen.add(key)
+    return keys

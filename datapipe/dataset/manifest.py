@@ -132,10 +132,9 @@ class Manifest(_Record):
 
     def write(self, folder: Path) -> None:
         """Write `folder/manifest.json`: the last act of a pack, and what makes a folder a data set."""
-        fields = self.model_dump() | {"version": FORMAT_VERSION}
-        fields = {"version": fields.pop("version"), SEAL: NO_DIGITS, **fields}
+        fields = {"version": FORMAT_VERSION, SEAL: NO_DIGITS, **self.model_dump(exclude={"version"})}
         content = json.dumps(fields, indent=1) + "\n"
-        digits = compute_checksum(content.encode(), NO_DIGITS)
+        digits = _compute_checksum(content.encode(), NO_DIGITS)
         with atomic_write(folder / MANIFEST) as file:
             file.write(content.replace(NO_DIGITS, digits, 1).encode())
 
@@ -186,16 +185,8 @@ def read_content(folder: Path) -> bytes:
         raise ManifestError(f"cannot be read: {error}", path=path) from error
 
 
-def compute_checksum(content: bytes, digits: str) -> str:
-    """Compute a manifest's checksum of its own content.
-
-    Args:
-        content: Exact bytes of the file.
-        digits: Checksum that stands in the file, 32 characters.
-
-    Returns:
-        The xxh3-128, in hexadecimal, of `content` with `digits` replaced by zeros wherever they stand.
-    """
+def _compute_checksum(content: bytes, digits: str) -> str:
+    """Return the xxh3-128 of a manifest, in hexadecimal; the digits that stand in it for that count as zeros."""
     return xxhash.xxh3_128_hexdigest(content.replace(digits.encode(), NO_DIGITS.encode()))
 
 
@@ -206,7 +197,7 @@ def _check_seal(content: bytes, version: Any, digits: Any, path: Path) -> None:
         return
     if is_unsealed or not isinstance(digits, str) or not re.fullmatch("[0-9a-f]{32}", digits):
         problem = f"its version is {version!r}, and its checksum is {digits!r}"
-    elif (actual := compute_checksum(content, digits)) != digits:
+    elif (actual := _compute_checksum(content, digits)) != digits:
         problem = f"its checksum is {actual}, and it says {digits}"
     else:
         return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -20,12 +19,11 @@ from ..fsio import checksum
 from ..images.codec import check_image
 from ..streams import TIMEOUT_S, in_time, work_on_files
 from . import DataSet
-from .index import ENCODINGS, check_keys, read_keys
+from .index import ENCODINGS, read_checked_keys
 from .manifest import KEYS, FileInfo, ShardInfo
 
 GROUP = 256  # samples decoded per task
-Item = TypeVar("Item", bound=FileInfo | range)
-Result = TypeVar("Result")
+_CORES = os.cpu_count() or 1  # threads at work
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,8 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
     with data_set:
         files = list(data_set.manifest.all_files())
         problems: list[Problem] = []
-        in_files = _work_on(files, partial(_check_file, data_set), data_set, timeout_s)
+        check = partial(_check_file, data_set)
+        in_files = work_on_files(check, files, lambda file: data_set.folder / file.name, timeout_s, _CORES)
         with closing(in_files), Progress(f"verifying {folder}", data_set.manifest.size_bytes, "B") as progress:
             for file, in_file in zip(files, in_files, strict=True):
                 problems += in_file
@@ -87,23 +86,15 @@ def verify(folder: Path, deep: bool = False, timeout_s: float = TIMEOUT_S) -> li
     return problems
 
 
-def _work_on(
-    items: list[Item], work: Callable[[Item, Callable[[], None]], Result], data_set: DataSet, timeout_s: float
-) -> Generator[Result, None, None]:
-    """Work on files, or on groups of samples, in as many threads as there are cores."""
-
-    def path_of(item: FileInfo | range) -> Path:
-        if isinstance(item, FileInfo):
-            return data_set.folder / item.name
-        return data_set.folder / data_set.manifest.shards[int(data_set.index["shard"][item[0]])].name
-
-    return work_on_files(work, items, path_of, timeout_s, os.cpu_count() or 1)
-
-
 def _check_file(data_set: DataSet, file: FileInfo, moved: Callable[[], None]) -> list[Problem]:
     if reason := _wrong_bytes(data_set.folder / file.name, file, moved):
         return list(_damaged_samples(data_set, file, reason, moved))
-    return list(_wrong_keys(data_set)) if file.name == KEYS else []
+    try:
+        if file.name == KEYS:
+            read_checked_keys(data_set.folder, data_set.manifest)
+    except ManifestError as error:
+        return [Problem(KEYS, None, error.message)]
+    return []
 
 
 def _wrong_bytes(path: Path, file: FileInfo, moved: Callable[[], None]) -> str | None:
@@ -116,13 +107,6 @@ def _wrong_bytes(path: Path, file: FileInfo, moved: Callable[[], None]) -> str |
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None if actual == file.xxh3_128 else f"has checksum {actual}, expected {file.xxh3_128}"
-
-
-def _wrong_keys(data_set: DataSet) -> Iterator[Problem]:
-    try:
-        check_keys(read_keys(data_set.folder), data_set.manifest, data_set.folder / KEYS)
-    except ManifestError as error:
-        yield Problem(KEYS, None, error.message)
 
 
 def _damaged_samples(data_set: DataSet, file: FileInfo, reason: str, moved: Callable[[], None]) -> Iterator[Problem]:
@@ -161,7 +145,11 @@ def _why_not_opened(path: Path) -> str | None:
 
 def _decode_all(data_set: DataSet, lost: Set[str], timeout_s: float) -> Iterator[Problem]:
     groups = [range(i, min(i + GROUP, len(data_set))) for i in range(0, len(data_set), GROUP)]
-    results = _work_on(groups, partial(_decode, data_set, lost), data_set, timeout_s)
+
+    def path_of(group: range) -> Path:
+        return data_set.folder / data_set.manifest.shards[int(data_set.index["shard"][group[0]])].name
+
+    results = work_on_files(partial(_decode, data_set, lost), groups, path_of, timeout_s, _CORES)
     with closing(results), Progress(f"decoding {data_set.folder}", len(data_set)) as progress:
         for group, problems in zip(groups, results, strict=True):
             yield from problems

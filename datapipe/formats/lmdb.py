@@ -25,7 +25,7 @@ PAGE_BYTES = 4096
 OVERHEAD_BYTES = PAGE_BYTES // 2 + 128
 
 MAGIC, DATA_VERSION = 0xBEEFC0DE, 1
-MAX_NAME_BYTES = 511  # MDB_MAXKEYSIZE
+_MAX_NAME_BYTES = 511  # MDB_MAXKEYSIZE
 MAX_VALUE_BYTES = 0xFFFFFFFF  # MAXDATASIZE
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of a page
 BIG_DATA = 1  # flag of a node: its value is the number of the overflow page where the data begins
@@ -60,8 +60,8 @@ class Writer:
 
     def add(self, key: str, label: int, data: Buffer, header: ImageHeader) -> Sequence[Buffer]:
         name, size = f"{key}.{EXTENSIONS[header.encoding]}".encode(), len(data)
-        if len(name) > MAX_NAME_BYTES:
-            raise ValueError(f"the name {name.decode()!r} has {len(name)} bytes, LMDB holds {MAX_NAME_BYTES}")
+        if len(name) > _MAX_NAME_BYTES:
+            raise ValueError(f"the name {name.decode()!r} has {len(name)} bytes, LMDB holds {_MAX_NAME_BYTES}")
         if size > MAX_VALUE_BYTES:
             raise ValueError(f"{name.decode()!r} has {size} bytes, LMDB holds values up to {MAX_VALUE_BYTES}")
         label_name, text = f"{key}.cls".encode(), b"%d" % label

@@ -8,14 +8,14 @@ from shlex import quote
 HEAD_BYTES = 512  # that are looked at: a tar header
 TAR_AT, TAR = 257, b"ustar"
 # By the first bytes: the name of a compression, its suffix, and the command that takes away both.
-COMPRESSED = {
+_COMPRESSED = {
     b"\x1f\x8b": ("gzip", ".gz", "gunzip"),
     b"BZh": ("bzip2", ".bz2", "bunzip2"),
     b"\xfd7zXZ\0": ("xz", ".xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("Zstandard", ".zst", "unzstd --rm"),
     b"\x04\x22\x4d\x18": ("LZ4", ".lz4", "unlz4 --rm"),
 }
-SHORT = {".tgz": ".gz", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}
+_SHORT = {".tgz": ".gz", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}
 # Files of other kinds, and what to do about them.
 UNPACK = "unpack it, and give the folder that it becomes: "
 OTHERS = {
@@ -41,17 +41,12 @@ def is_tar(head: bytes) -> bool:
 def explain(head: bytes, path: str) -> str:
     """Say what a file is that is not a tar archive, though it is named so, and what to type.
 
-    Args:
-        head: Its first HEAD_BYTES.
-        path: Its path.
-
-    Returns:
-        The text; "" if its bytes do not say.
+    `head`: its first HEAD_BYTES. Returns "" if they do not say.
     """
     folder = folder_of(path)
-    for magic, (name, _, _) in COMPRESSED.items():
+    for magic, (name, _, _) in _COMPRESSED.items():
         if head.startswith(magic):
-            told_by_name = path.lower().endswith((*(compressed[1] for compressed in COMPRESSED.values()), *SHORT))
+            told_by_name = path.lower().endswith((*(compressed[1] for compressed in _COMPRESSED.values()), *_SHORT))
             what = name if told_by_name else f"{name}, which its name does not say"
             return f"is compressed, with {what}{advise_unpacking(path, magic)}"
     start = head.lstrip().lower()
@@ -67,9 +62,9 @@ def advise_unpacking(path: str, magic: bytes = b"") -> str:
     message += "holds folders of images"
     if not magic:
         return message
-    _, suffix, command = COMPRESSED[magic]
+    _, suffix, command = _COMPRESSED[magic]
     last = os.path.splitext(path)[1].lower()
-    if SHORT.get(last, last) == suffix:
+    if _SHORT.get(last, last) == suffix:
         to_tar = f"{command} {quote(path)}"
     else:
         to_tar = f"mv {quote(path)} {quote(path + suffix)} && {command} {quote(path + suffix)}"
@@ -81,6 +76,6 @@ def folder_of(path: str) -> str:
     """Return the path of the folder that an archive becomes when it is unpacked: its own, without .tar and the like."""
     folder, name = os.path.split(path)
     base = name
-    while os.path.splitext(base)[1].lower() in (".tar", *SHORT, *(kind[1] for kind in COMPRESSED.values()), ".zip"):
+    while os.path.splitext(base)[1].lower() in (".tar", *_SHORT, *(kind[1] for kind in _COMPRESSED.values()), ".zip"):
         base = os.path.splitext(base)[0]
     return os.path.join(folder, base if base != name else f"{name}.unpacked")

@@ -13,18 +13,12 @@ from collections.abc import Mapping
 from ..errors import SourceError
 
 # WebDataset takes what follows the key's first dot for the kind of content.
-EXTENSIONS = {
-    "jpeg": "jpg",
-    "png": "png",
-    "pnm": "pnm",
-    "pnm+lz4": "pnm.lz4",
-    "pnm+zstd": "pnm.zst",
-}
+EXTENSIONS = {"jpeg": "jpg", "png": "png", "pnm": "pnm", "pnm+lz4": "pnm.lz4", "pnm+zstd": "pnm.zst"}
 IMAGES = ("jpg", "jpeg", "png")
 LABELS = ("cls", "json")
 LABEL_FIELDS = ("label", "cls", "class", "class_id")
 WHOLE_WITH_POINT, FRACTION = re.compile(r"-?[0-9]+(\.0*)?"), re.compile(r"-?[0-9]*\.[0-9]*[1-9][0-9]*")
-WHOLE = re.compile("-?[0-9]{1,4000}")  # as many digits as int() takes
+_WHOLE = re.compile("-?[0-9]{1,4000}")  # as many digits as int() takes
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -35,23 +29,6 @@ def split_name(name: str) -> tuple[str, str]:
     folder, slash, file = name.removeprefix("./").rpartition("/")
     base, _, extension = file.partition(".")
     return (folder + slash + base, extension.lower()) if base else ("", "")
-
-
-def read_label(path: str, key: str, contents: Mapping[str, bytes]) -> str:
-    """Read a sample's label as it is written: a whole number, or a class name.
-
-    Args:
-        path: The archive, for messages.
-        key: The sample's key, for messages.
-        contents: Contents of the sample's label files, by extension (those of LABELS).
-
-    Returns:
-        The label as text; not empty. Of a number and a name the first, where `cls` comes first.
-
-    Raises:
-        SourceError: The label is missing or cannot be read, or two numbers or two names differ.
-    """
-    return read_fields(path, key, contents)[0]
 
 
 def read_fields(
@@ -66,10 +43,11 @@ def read_fields(
         label_column: The only one that counts: "cls" or a field of the JSON; None: as they are usually called.
 
     Returns:
-        The label, as `read_label` returns it, and all fields of the JSON.
+        The label as it is written, a whole number or a class name, not empty; and all fields of the JSON. Of a number
+        and a name the first counts, where `cls` comes first.
 
     Raises:
-        SourceError: As for `read_label`.
+        SourceError: The label is missing or cannot be read, or two numbers or two names differ.
     """
     fields: dict[str, object] = {}
     labels: dict[str, str] = {}  # by where they stand
@@ -110,7 +88,7 @@ def _check_same(path: str, key: str, labels: Mapping[str, str]) -> None:
     if len(labels) == 1:
         return
     for is_number in (True, False):
-        alike = {where: text for where, text in labels.items() if bool(WHOLE.fullmatch(text)) == is_number}
+        alike = {where: text for where, text in labels.items() if bool(_WHOLE.fullmatch(text)) == is_number}
         if len({int(text) if is_number else text for text in alike.values()}) > 1:
             said = " and ".join(f"{where} says {text!r}" for where, text in alike.items())
             raise SourceError(

@@ -19,13 +19,13 @@ from . import Finished
 SUFFIX = ".npy"
 OVERHEAD_BYTES = 0
 # Twice the 64 bytes that the format aligns the array to: room for any shape.
-HEAD_BYTES = 128
+_HEAD_BYTES = 128
 
 
 class Writer:
     """Lays out an npy shard, of images of the encoding "raw": height times width times channels bytes."""
 
-    head = bytes(HEAD_BYTES)  # replaced in `finish`, when the number of images is known
+    head = bytes(_HEAD_BYTES)  # replaced in `finish`, when the number of images is known
 
     def __init__(self) -> None:
         self._shape: tuple[int, int, int] | None = None
@@ -57,15 +57,15 @@ class Writer:
         labels = io.BytesIO()
         np.save(labels, np.array(self._labels, np.uint32))
         sidecars = {".labels.npy": labels.getvalue(), ".keys.txt": "".join(f"{key}\n" for key in self._keys).encode()}
-        offsets = [HEAD_BYTES + i * height * width * channels for i in range(count)]
+        offsets = [_HEAD_BYTES + i * height * width * channels for i in range(count)]
         return Finished(b"", {0: _head((count, height, width, channels))}, offsets, sidecars)
 
 
 def _head(shape: tuple[int, ...]) -> bytes:
     """Build the head: magic, version, length, and a dictionary literal, padded with spaces and ended by a line feed."""
-    start = b"\x93NUMPY\x01\x00" + (HEAD_BYTES - 10).to_bytes(2, "little")
+    start = b"\x93NUMPY\x01\x00" + (_HEAD_BYTES - 10).to_bytes(2, "little")
     text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}"
-    return start + text.encode().ljust(HEAD_BYTES - 11) + b"\n"
+    return start + text.encode().ljust(_HEAD_BYTES - 11) + b"\n"
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes, int]]:

@@ -25,7 +25,7 @@ END = bytes(BLOCK)
 # Read at a time: a page costs what a header costs, and holds the next headers where files are small (labels).
 WINDOW = 4096
 TAIL = 64 << 10  # read at a time behind an end mark
-MAX_LINKS = 40  # from one to the next, as the kernel allows
+_MAX_LINKS = 40  # from one to the next, as the kernel allows
 FILE, FOLDER, PAX = (b"0", b"\0", b"7"), b"5", b"x"
 HARD_LINK, SYMBOLIC_LINK = b"1", b"2"
 WITHOUT_BYTES = {b"3": "device", b"4": "device", b"6": "pipe"}
@@ -54,12 +54,12 @@ class _Unusual(Exception):
     """The archive has to be left to tarfile."""
 
 
-def _nothing(name: str) -> bool:
-    return False
-
-
 def list_members(
-    fd: int, path: str, begin: int = 0, end: int | None = None, keep_content: Callable[[str], bool] = _nothing
+    fd: int,
+    path: str,
+    begin: int = 0,
+    end: int | None = None,
+    keep_content: Callable[[str], bool] = lambda name: False,
 ) -> TarListing:
     """List an archive that is, or lies in, a file.
 
@@ -142,7 +142,7 @@ class _Archive:
 
     def add(self, name: str, offset: int, size: int) -> None:
         """Add a regular file."""
-        self._members.append(Member(name, offset, size, _content(self._window, name, offset, size, self._keep)))
+        self._members.append(self._make_member(name, offset, size))
 
     def add_link(self, name: str, target: str, is_symbolic: bool) -> None:
         """Add a link; a symbolic one is relative to its folder, a hard one to the archive."""
@@ -159,16 +159,19 @@ class _Archive:
                 members.append(item)
                 continue
             name, target = item
-            for _ in range(MAX_LINKS):
+            for _ in range(_MAX_LINKS):
                 if target in files or target not in links:
                     break
                 target = links[target]
             if target in files:
-                at = files[target]
-                members.append(Member(name, *at[1:3], _content(self._window, name, *at[1:3], self._keep)))
+                members.append(self._make_member(name, files[target].offset, files[target].size))
             else:
                 self.others.append(("link that leads to no file of the archive", name))
         return TarListing(members, self.others)
+
+    def _make_member(self, name: str, offset: int, size: int) -> Member:
+        is_kept = size <= MAX_CONTENT_BYTES and self._keep(name)
+        return Member(name, offset, size, self._window.at(offset, size) if is_kept else None)
 
 
 def _list_plain(window: _Window, keep_content: Callable[[str], bool]) -> TarListing:
@@ -214,10 +217,6 @@ def _behind_end(window: _Window, position: int) -> int | None:
             return position
         position += len(data)
     return None
-
-
-def _content(window: _Window, name: str, offset: int, size: int, keep_content: Callable[[str], bool]) -> bytes | None:
-    return window.at(offset, size) if size <= MAX_CONTENT_BYTES and keep_content(name) else None
 
 
 def _parse(header: bytes, position: int) -> tuple[str, bytes, int]:

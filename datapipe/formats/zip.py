@@ -26,7 +26,7 @@ MAX_16, MAX_32 = 0xFFFF, 0xFFFFFFFF
 LOCAL = struct.Struct("<4s 5H 3I 2H")
 CENTRAL = struct.Struct("<4s 6H 3I 5H 2I")
 OFFSET_EXTRA = struct.Struct("<2H Q")  # 4.5.3
-END = struct.Struct("<4s 4H 2I H")
+_END = struct.Struct("<4s 4H 2I H")
 END_64 = struct.Struct("<4s Q 2H 2I 4Q")
 LOCATOR_64 = struct.Struct("<4s I Q I")
 
@@ -76,7 +76,7 @@ class Writer:
                 b"PK\6\6", rest, MADE_BY, VERSION_64, 0, 0, count, count, len(directory), begin
             ) + LOCATOR_64.pack(b"PK\6\7", 0, begin + len(directory), 1)
         count, size = min(count, MAX_16), min(len(directory), MAX_32)
-        end += END.pack(b"PK\5\6", 0, 0, count, count, size, min(begin, MAX_32), 0)
+        end += _END.pack(b"PK\5\6", 0, 0, count, count, size, min(begin, MAX_32), 0)
         return Finished(directory + end, {}, self._offsets, {})
 
 

@@ -248,12 +248,10 @@ def _decode_plain_png(data: Buffer, channels: int) -> np.ndarray | None:
     size = height * (1 + width * channels)
     unpacker = zlib.decompressobj()
     try:
-        rows = np.frombuffer(
-            unpacker.decompress(data[41 : 41 + length], size + 1), np.uint8
-        )  # never more memory than that
+        unpacked = unpacker.decompress(data[41 : 41 + length], size + 1)  # never more memory than that
     except zlib.error as error:
         raise UndecodableError("cannot be decoded", error) from error
-    if rows.size != size or not unpacker.eof:
+    if len(unpacked) != size or not unpacker.eof:
         raise ValueError("cannot be decoded: the PNG holds too few or too many pixels")
-    rows = rows.reshape(height, -1)
+    rows = np.frombuffer(unpacked, np.uint8).reshape(height, -1)
     return None if rows[:, 0].any() else rows[:, 1:].reshape(height, width, channels)

@@ -9,20 +9,20 @@ import numpy as np
 
 from . import Buffer
 
-SOI, EOI, SOS, DRI, APP1, APP14 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1, 0xEE
+SOI, EOI, SOS, DRI, APP1 = 0xD8, 0xD9, 0xDA, 0xDD, 0xE1
 # Start of frame: C0 to CF without DHT (C4), JPG (C8) and DAC (CC).
 SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # What libjpeg-turbo decodes: baseline, extended and progressive, the last two also with arithmetic coding. Not lossless
 # (C3), and nothing differential.
-DECODED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
+_DECODED = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
 SEQUENTIAL, PROGRESSIVE, ARITHMETIC = {0xC0, 0xC1}, {0xC2, 0xC6, 0xCA, 0xCE}, frozenset(range(0xC9, 0xD0))
-NOTED = SOF | {SOI, EOI, SOS, DRI, APP1, APP14}  # the other segments are skipped
+NOTED = SOF | {SOI, EOI, SOS, DRI, APP1}  # the other segments are skipped
 RST0 = 0xD0
 # Markers that no length follows: stuffed zero, TEM, RST0 to RST7. A fill byte is not a marker.
 STANDALONE = frozenset([0x00, 0x01, *range(RST0, RST0 + 8)])
 NO_SEGMENT = STANDALONE | {0xFF}
 EXIF = b"Exif\0\0"
-END = bytes((0xFF, EOI))
+END_OF_IMAGE = bytes((0xFF, EOI))
 ORIENTATION = 0x0112  # EXIF 2.3, section 4.6.4
 TAIL_BYTES = 64  # of a file, searched first for the end of the image: some cameras pad their files
 
@@ -39,10 +39,8 @@ class JpegHeader(NamedTuple):
     components: int
     restart_interval: int  # MCUs, 0 for none
     frame: int  # the SOF marker: what kind of JPEG this is
-    bits: int  # per sample
     sampling: bytes  # each component's factors, horizontal * 16 + vertical
     interleaved: bool  # the first scan holds all components
-    adobe: int | None  # colour transform of the Adobe segment, None without one
     exif: int  # where the EXIF data begin (a TIFF header), 0 for none
     frame_at: int  # where the frame header's marker lies
     scan_at: int  # where the first scan's entropy-coded data begin
@@ -67,7 +65,7 @@ def read_header(data: Buffer) -> JpegHeader:
     are not looked at.
     """
     frame = frame_at = restart = bits = height = width = components = exif = 0
-    sampling, adobe, at = b"", None, 2
+    sampling, at = b"", 2
     try:
         while True:
             prefix, marker, length = _segment(data, at)
@@ -82,8 +80,6 @@ def read_header(data: Buffer) -> JpegHeader:
                     (restart,) = _short(data, at + 4)
                 elif marker == APP1:
                     exif = exif or (at + 10 if data[at + 4 : at + 10] == EXIF else 0)
-                elif marker == APP14:
-                    adobe = data[at + 15] if length >= 14 and data[at + 4 : at + 9] == b"Adobe" else adobe
                 elif frame or marker not in SOF:
                     raise ValueError(f"corrupt JPEG: a second marker {marker:02X}, or one before its first scan")
                 else:
@@ -97,7 +93,7 @@ def read_header(data: Buffer) -> JpegHeader:
         raise ValueError("truncated JPEG: it ends before its first scan") from None
     if not (width and height and len(sampling) == components > 0):
         raise ValueError("JPEG without a frame header, or with a height of 0")
-    if frame not in DECODED:
+    if frame not in _DECODED:
         raise ValueError(
             f"a JPEG of a kind that no decoder here reads: {'lossless' if frame & 3 == 3 else 'hierarchical'}"
         )
@@ -105,8 +101,7 @@ def read_header(data: Buffer) -> JpegHeader:
         raise ValueError(f"a JPEG of {bits} bits per sample, which no decoder here reads")
     if not _ends(data, at):
         raise ValueError("truncated JPEG: no end of image after its scan")
-    kind = components, restart, frame, bits, sampling, interleaved, adobe, exif
-    return JpegHeader(width, height, *kind, frame_at, scan_at)
+    return JpegHeader(width, height, components, restart, frame, sampling, interleaved, exif, frame_at, scan_at)
 
 
 def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None:
@@ -128,7 +123,7 @@ def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None
     following = ends[count - 1 : count]  # a marker of another image behind this one
     ends = ends[: count - 1]
     last = ends[-1] if ends else scan_at
-    end = last + bytes(data[last:]).find(END)
+    end = last + bytes(data[last:]).find(END_OF_IMAGE)
     if len(ends) < count - 1 or end < last or (following and following[0] < end):
         return None
     if ends and data[last + 1] & 7 != (count - 2) & 7:
@@ -139,9 +134,9 @@ def piece_ends(data: Buffer, header: JpegHeader, count: int) -> list[int] | None
 def _ends(data: Buffer, at: int) -> bool:
     """Return whether there is an end of image from `at` on. Usually it is the last two bytes."""
     return (
-        (data[-2:] == END and at <= len(data) - 2)
-        or END in bytes(data[max(at, len(data) - TAIL_BYTES) :])
-        or END in bytes(data[at:])
+        (data[-2:] == END_OF_IMAGE and at <= len(data) - 2)
+        or END_OF_IMAGE in bytes(data[max(at, len(data) - TAIL_BYTES) :])
+        or END_OF_IMAGE in bytes(data[at:])
     )
 
 

@@ -22,7 +22,6 @@ FIRST_BITS, SECOND_BITS, STEPS = 13, 11, 8
 # GEMM_MULTITHREAD_THRESHOLD). But all cores are busy with other images already.
 PRODUCT_LIMIT = 1 << 18
 MAX_BLOCK = 16  # outputs: larger blocks consist of zeros, mostly
-EXACT_SHARE = 2  # see `decoded_size`
 
 
 def decoded_size(width: int, height: int) -> tuple[int, int]:
@@ -32,7 +31,7 @@ def decoded_size(width: int, height: int) -> tuple[int, int]:
     what the filter does. From twice the size of the result on, the difference is far smaller than what JPEG coding
     with quality 90 changes.
     """
-    return EXACT_SHARE * width, EXACT_SHARE * height
+    return 2 * width, 2 * height
 
 
 def resize(pixels: np.ndarray, width: int, height: int, step: tuple[float, float] | None = None) -> np.ndarray:
@@ -116,7 +115,6 @@ def _taps(num_in: int, num_out: int, step: float, bits: int) -> tuple[np.ndarray
     x = (first[:, None] + np.arange(num_taps) - centre[:, None]) / stretch
     weights = np.sinc(x) * np.sinc(x / LOBES) * (np.abs(x) < LOBES)
     weights = np.rint(weights * ((1 << bits) / weights.sum(1, keepdims=True))).astype(int)
-    weights[np.arange(num_out), weights.argmax(1)] += (1 << bits) - weights.sum(
-        1
-    )  # each sum is exactly 1: flat areas do not change
+    missing = (1 << bits) - weights.sum(1)  # so that each sum is exactly 1: flat areas do not change
+    weights[np.arange(num_out), weights.argmax(1)] += missing
     return first, weights

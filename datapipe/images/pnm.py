@@ -14,7 +14,7 @@ from . import Buffer, UndecodableError
 
 MAGIC = {b"P5": "pnm", b"P6": "pnm", b"\x04\x22\x4d\x18": "pnm+lz4", b"\x28\xb5\x2f\xfd": "pnm+zstd"}
 HEAD = re.compile(rb"P([56])\s+(\d{1,5})\s+(\d{1,5})\s+255\s")
-HEAD_BYTES = 64  # longer than any head that `encode` writes
+_HEAD_BYTES = 64  # longer than any head that `encode` writes
 MODULES = {"lz4": "lz4.frame", "zstd": "zstandard"}
 # On photographs of 256×256 pixels, level 3 saves 1 % more than level 1 and takes 1.6 times as long.
 ZSTD_LEVEL = 1
@@ -37,10 +37,7 @@ def read_size(data: Buffer, max_bytes: int) -> tuple[int, int, int]:
     Raises ValueError when it is not a PNM of 8 bits, or larger than `max_bytes`; MissingBackendError.
     """
     encoding = encoding_of(data) or "pnm"
-    try:
-        head = data if encoding == "pnm" else _unpack(data, encoding, HEAD_BYTES)
-    except _errors(encoding) as error:
-        raise UndecodableError("cannot be unpacked", error) from error
+    head = data if encoding == "pnm" else _unpack(data, encoding, _HEAD_BYTES)
     width, height, channels, start = _parse(head)
     size = start + width * height * channels
     if encoding == "pnm" and len(data) != size:
@@ -58,11 +55,7 @@ def decode(data: Buffer, max_bytes: int) -> np.ndarray:
     width, height, channels = read_size(data, max_bytes)
     encoding = encoding_of(data) or "pnm"
     if encoding != "pnm":
-        expected = HEAD_BYTES + width * height * channels
-        try:
-            data = _unpack(data, encoding, expected)
-        except _errors(encoding) as error:
-            raise UndecodableError("cannot be unpacked", error) from error
+        data = _unpack(data, encoding, _HEAD_BYTES + width * height * channels)
     start = _parse(data)[3]
     if len(data) != start + width * height * channels:
         raise ValueError("cannot be unpacked: it holds too few or too many pixels")
@@ -89,17 +82,15 @@ def _parse(head: Buffer) -> tuple[int, int, int, int]:
 
 
 def _unpack(data: Buffer, encoding: str, max_bytes: int) -> bytes:
-    """Unpack the first bytes, at most `max_bytes`."""
-    if encoding == "pnm+lz4":
-        return _backend("lz4").LZ4FrameDecompressor().decompress(data, max_length=max_bytes)
-    return _backend("zstd").ZstdDecompressor().stream_reader(data).read(max_bytes)
-
-
-def _errors(encoding: str) -> tuple[type[Exception], ...]:
-    """Return the errors that the backend raises for damaged data."""
-    if encoding == "pnm+lz4":
-        return RuntimeError, EOFError
-    return (_backend("zstd").ZstdError,) if encoding == "pnm+zstd" else ()
+    """Unpack the first bytes, at most `max_bytes`. Raises UndecodableError for damaged data."""
+    errors: tuple[type[Exception], ...] = RuntimeError, EOFError
+    try:
+        if encoding == "pnm+lz4":
+            return _backend("lz4").LZ4FrameDecompressor().decompress(data, max_length=max_bytes)
+        errors = (_backend("zstd").ZstdError,)
+        return _backend("zstd").ZstdDecompressor().stream_reader(data).read(max_bytes)
+    except errors as error:
+        raise UndecodableError("cannot be unpacked", error) from error
 
 
 def _backend(name: str) -> ModuleType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,21 +53,23 @@ class RecodeOptions:
     channels: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("check", CHECKS), ("store", STORES), ("compress", (None, *COMPRESSIONS))):
-            if getattr(self, name) not in allowed:
-                raise _bad(self, name, "one of " + ", ".join(str(value) for value in allowed if value))
-        for name, high in (("quality", 100), ("restart", 0xFFFF), ("size", MAX_SIDE)):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= high:
-                raise _bad(self, name, f"1 to {high}")
-        if self.resize is not None and not RESIZE.fullmatch(self.resize):
-            raise _bad(self, "resize", "short=PIXELS or max=PIXELS, such as short=256")
-        if self.channels not in (None, 1, 3):
-            raise _bad(self, "channels", "1 or 3")
-        only = {"raw": ("size", "compress", "headerless"), "encoded": ("quality", "restart")}
-        for store in only.keys() - {self.store}:
-            for name in only[store]:
-                if getattr(self, name):
+        is_resize = self.resize is None or RESIZE.fullmatch(self.resize)
+        rules = (
+            ("check", self.check in CHECKS, f"one of {', '.join(CHECKS)}"),
+            ("store", self.store in STORES, f"one of {', '.join(STORES)}"),
+            ("compress", self.compress in (None, *COMPRESSIONS), f"one of {', '.join(COMPRESSIONS)}"),
+            ("quality", self.quality is None or 1 <= self.quality <= 100, "1 to 100"),
+            ("restart", self.restart is None or 1 <= self.restart <= 0xFFFF, f"1 to {0xFFFF}"),
+            ("size", self.size is None or 1 <= self.size <= MAX_SIDE, f"1 to {MAX_SIDE}"),
+            ("resize", is_resize, "short=PIXELS or max=PIXELS, such as short=256"),
+            ("channels", self.channels in (None, 1, 3), "1 or 3"),
+        )
+        for name, is_allowed, allowed in rules:
+            if not is_allowed:
+                raise SettingError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: {allowed}")
+        for store, names in (("raw", ("size", "compress", "headerless")), ("encoded", ("quality", "restart"))):
+            for name in names:
+                if getattr(self, name) and self.store != store:
                     value = getattr(self, name)
                     raise SettingError(f"{name}: {value!r} needs --store {store}, and is of no use without it")
         for name, other in (("size", "resize"), ("headerless", "compress")):
@@ -102,10 +104,6 @@ class RecodeOptions:
             min(max(1, (2 * n * new_side + side) // (2 * side)), MAX_SIDE) for n in (width, height)
         )
         return new_width, new_height
-
-
-def _bad(options: RecodeOptions, name: str, allowed: str) -> SettingError:
-    return SettingError(f"{name}: {getattr(options, name)!r} is not allowed; allowed: {allowed}")
 
 
 class Recoder:
@@ -153,7 +151,8 @@ class Recoder:
             raise ValueError(error.message) from error
         if self._as_it_is:
             return data, header, ()
-        return self._recode(_Image(data, header))
+        image = _Image(data, header)
+        return self._raw(image) if self.options.store == "raw" else self._encoded(image)
 
     def _memory_bytes(self, header: ImageHeader) -> int:
         width, height, channels = header.width, header.height, self.options.channels or header.channels
@@ -175,27 +174,21 @@ class Recoder:
         between = 4 * target[1] * width if resized else 0  # float32, scaled in height only
         return max(opening, channels * (2 * decoded + between + (5 if resized else 2) * made))
 
-    def _recode(self, image: _Image) -> Recoded:
-        if self.options.store == "raw":
-            return self._raw(image)
-        data, unusual = self._encoded(image)
+    def _encoded(self, image: _Image) -> Recoded:
+        options, size, unusual = self.options, self.options.target(*image.size), image.unusual
+        data: Buffer | None = None
+        if options.quality is None and size == image.size and image.is_plain_jpeg():
+            data = self._restarted(image)
+        if data is None:
+            quality = options.quality or DEFAULT_QUALITY
+            channels = min(image.header.channels, options.channels or 3)  # grey as RGB would only be larger
+            columns = -(-size[0] // (8 if channels == 1 else 16))
+            interval = jpeg.restart_interval(columns, options.restart) if options.restart is not None else 0
+            data = self._from_planes(image, size, channels, quality, interval)
+            if data is None:
+                pixels, unusual = image.resized(channels, size)
+                data = encode_jpeg(pixels, quality, interval)
         return data, read_header(data), unusual
-
-    def _encoded(self, image: _Image) -> tuple[Buffer, tuple[str, ...]]:
-        size = self.options.target(*image.size)
-        if self.options.quality is None and size == image.size and image.is_plain_jpeg():
-            kept = self._restarted(image)
-            if kept is not None:
-                return kept, image.unusual
-        quality = self.options.quality or DEFAULT_QUALITY
-        channels = min(image.header.channels, self.options.channels or 3)  # grey as RGB would only be larger
-        interval = self._interval(channels, size[0])
-        encoded = self._from_planes(image, size, channels, quality, interval)
-        unusual = image.unusual
-        if encoded is None:
-            pixels, unusual = image.pixels(channels, size)
-            encoded = encode_jpeg(resize(pixels, *size), quality, interval)
-        return encoded, unusual
 
     def _restarted(self, image: _Image) -> Buffer | None:
         """Return the image with the same coefficients and restart markers; None if that is not possible."""
@@ -213,11 +206,6 @@ class Recoder:
             return self._restart(image.data, interval, image.turn) if self._restart else None
         except ValueError:
             return None  # damaged
-
-    def _interval(self, channels: int, width: int) -> int:
-        if self.options.restart is None:
-            return 0
-        return jpeg.restart_interval(-(-width // (8 if channels == 1 else 16)), self.options.restart)
 
     def _from_planes(
         self, image: _Image, size: tuple[int, int], channels: int, quality: int, interval: int
@@ -245,10 +233,8 @@ class Recoder:
         return self._turbojpeg.compress(resized, width, height, quality, interval)
 
     def _raw(self, image: _Image) -> Recoded:
-        options = self.options
-        size = options.target(*image.size)
-        pixels, unusual = image.pixels(options.channels or image.header.channels, size)
-        pixels = resize(pixels, *size)
+        options, size = self.options, self.options.target(*image.size)
+        pixels, unusual = image.resized(options.channels or image.header.channels, size)
         if options.size is not None:
             left, top = (size[0] - options.size) // 2, (size[1] - options.size) // 2
             pixels = pixels[top : top + options.size, left : left + options.size]
@@ -269,36 +255,30 @@ class _Image:
         self.jpeg = jpeg.read_header(data) if header.encoding == "jpeg" else None
         self.turn = jpeg.orientation(data, self.jpeg) if self.jpeg else 1
         self.size = (header.height, header.width) if self.turn >= 5 else (header.width, header.height)
-        self.unusual = tuple(self._unusual())
+        self.unusual = tuple(name for name, is_so in self._signs() if is_so)
 
-    def _unusual(self) -> Iterator[str]:
+    def _signs(self) -> list[tuple[str, bool]]:
+        """Return whether the image is unusual, by the name of each way of being so."""
         header = self.jpeg
         if header is None:
-            if self.header.encoding == "png":
-                yield "png"
-                if png_bits(self.data) == 16:
-                    yield "16-bit"
-            return
-        if header.frame in jpeg.ARITHMETIC:
-            yield "arithmetic"
-        if header.frame in jpeg.PROGRESSIVE:
-            yield "progressive"
-        elif not header.interleaved:
-            yield "multi-scan"
-        if header.components == 4:
-            yield "cmyk"
-        if self.turn != 1:
-            yield "rotated"
+            is_png = self.header.encoding == "png"
+            return [("png", is_png), ("16-bit", is_png and png_bits(self.data) == 16)]
+        is_progressive = header.frame in jpeg.PROGRESSIVE
+        return [
+            ("arithmetic", header.frame in jpeg.ARITHMETIC),
+            ("progressive", is_progressive),
+            ("multi-scan", not is_progressive and not header.interleaved),
+            ("cmyk", header.components == 4),
+            ("rotated", self.turn != 1),
+        ]
 
     def is_plain_jpeg(self) -> bool:
         """Return whether it can become a baseline JPEG with the same coefficients, grey or in three colours."""
         header = self.jpeg
-        if header is None or header.frame not in (*jpeg.SEQUENTIAL, 0xC2):  # 0xC2: progressive, Huffman
-            return False
-        return header.bits == 8 and header.components in (1, 3)
+        return header is not None and header.frame not in jpeg.ARITHMETIC and header.components in (1, 3)
 
-    def pixels(self, channels: int, size: tuple[int, int]) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Decode the image, upright and large enough to be resized to `size`; return what is unusual, too."""
+    def resized(self, channels: int, size: tuple[int, int]) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Decode the image, upright, and resize it; return what is unusual, too."""
         smallest = decoded_size(*size)
         smallest = smallest[::-1] if self.turn >= 5 else smallest
         if 2 * smallest[0] > self.header.width or 2 * smallest[1] > self.header.height:
@@ -308,7 +288,7 @@ class _Image:
             pixels = decode(self.data, channels, smallest=smallest, strict=True)
         except ValueError:
             pixels, unusual = decode(self.data, channels, smallest=smallest), (*unusual, "damaged")
-        return upright(pixels, self.turn), unusual
+        return resize(upright(pixels, self.turn), *size), unusual
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -73,14 +73,7 @@ class _Handle:
             self.library.tj3Destroy(self.pointer)
 
 
-class _Handles(threading.local):
-    """Each thread's own instances, by kind."""
-
-    def __init__(self) -> None:
-        self.by_kind: dict[int, _Handle] = {}
-
-
-class TurboJpeg:
+class _TurboJpeg:
     """libturbojpeg. Thread-safe; its functions run without the interpreter's lock.
 
     Raises OSError or AttributeError when `path` is not a libturbojpeg with version 3 of the API.
@@ -106,40 +99,22 @@ class TurboJpeg:
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        self._handles = _Handles()
+        self._local = threading.local()  # each thread's own instances, by kind
 
     def restart(self, data: Buffer, interval: int, orientation: int) -> bytes:
-        """Give a JPEG restart markers without changing its pixels (see Restart).
-
-        Args:
-            data: The JPEG.
-            interval: MCUs between markers.
-            orientation: EXIF orientation to undo, 1 to 8.
-
-        Returns:
-            A baseline JPEG without metadata.
-
-        Raises:
-            ValueError: The JPEG is damaged, or cannot be rotated without losing its edges.
-        """
+        """Give a JPEG restart markers without changing its pixels (see Restart)."""
         handle, source = self._handle(TRANSFORM), np.frombuffer(data, np.uint8)
         handle("tj3Set", RESTART, interval)
         transform = _Transform(op=TURNS[orientation - 1], options=PERFECT | NO_METADATA)
-        return self._output(handle, "tj3Transform", source.ctypes.data, len(source), 1, last=ctypes.byref(transform))
+        given = source.ctypes.data, len(source), 1
+        return self._output(lambda *to: handle("tj3Transform", *given, *to, ctypes.byref(transform)))
 
     def planes(self, data: Buffer, smallest: tuple[int, int]) -> tuple[list[np.ndarray], int, tuple[int, int]]:
-        """Decode a JPEG's planes as they are stored, without interpolating chroma.
+        """Decode a JPEG's planes as they are stored, without interpolating chroma; `smallest` as in `codec.decode`.
 
-        Args:
-            data: The JPEG.
-            smallest: Width and height, as in `codec.decode`.
-
-        Returns:
-            Y, or Y, Cb and Cr, uint8[height, width] each, which may be a sample larger than the image; how often they
-            were halved; how many pixels a sample of chroma covers, across and down.
-
-        Raises:
-            ValueError: The JPEG is damaged, or neither YCbCr nor grey.
+        Returns Y, or Y, Cb and Cr, uint8[height, width] each, which may be a sample larger than the image; how often
+        they were halved; how many pixels a sample of chroma covers, across and down. Raises ValueError for a JPEG that
+        is damaged, or neither YCbCr nor grey.
         """
         handle, source = self._handle(DECOMPRESS), np.frombuffer(data, np.uint8)
         get, pointer = self._library.tj3Get, handle.pointer
@@ -160,42 +135,32 @@ class TurboJpeg:
         return planes, halved, CHROMA[sampling]
 
     def compress(self, planes: list[np.ndarray], width: int, height: int, quality: int, interval: int) -> bytes:
-        """Encode planes as a baseline JPEG.
+        """Encode planes as a baseline JPEG of an image of `width` and `height`, with `interval` MCUs between markers.
 
-        Args:
-            planes: Y, or Y, Cb and Cr subsampled 4:2:0, uint8[height, width] each. In colour, Y's sides are even.
-            width: Width of the image, in pixels.
-            height: Height of the image, in pixels.
-            quality: 1 to 100.
-            interval: MCUs between restart markers, 0 for none.
-
-        Returns:
-            The JPEG.
-
-        Raises:
-            ValueError: The image cannot be encoded by libturbojpeg, whose message this has.
+        The planes are Y, or Y, Cb and Cr subsampled 4:2:0, uint8[height, width] each. In colour, Y's sides are even.
+        Raises ValueError with libturbojpeg's message.
         """
         handle = self._handle(COMPRESS)
         handle("tj3Set", QUALITY, quality)
         handle("tj3Set", SUBSAMPLING, SAMP_GREY if len(planes) == 1 else SAMP_420)
         handle("tj3Set", RESTART, interval)
         planes = [np.ascontiguousarray(plane) for plane in planes]
-        return self._output(handle, "tj3CompressFromYUVPlanes8", _pointers(planes), width, None, height)
+        given = _pointers(planes), width, None, height
+        return self._output(lambda *to: handle("tj3CompressFromYUVPlanes8", *given, *to))
 
     def _handle(self, kind: int) -> _Handle:
-        handles = self._handles.by_kind
+        handles = vars(self._local).setdefault("handles", {})
         if kind not in handles:
             handles[kind] = _Handle(self._library, kind)
             if kind != COMPRESS:
                 handles[kind]("tj3Set", SCANS, MAX_SCANS)
         return handles[kind]
 
-    def _output(self, handle: _Handle, function: str, *arguments: object, last: object = None) -> bytes:
+    def _output(self, write: Callable[..., None]) -> bytes:
         """Call a function that writes a JPEG into memory which the library allocates."""
         memory, size = ctypes.c_void_p(), ctypes.c_size_t()
         try:
-            rest = () if last is None else (last,)
-            handle(function, *arguments, ctypes.byref(memory), ctypes.byref(size), *rest)
+            write(ctypes.byref(memory), ctypes.byref(size))
             return ctypes.string_at(memory, size.value)
         finally:
             self._library.tj3Free(memory)
@@ -231,12 +196,12 @@ def jpegtran(program: str) -> Restart:
 
 
 @lru_cache(1)
-def turbojpeg() -> TurboJpeg | None:
+def turbojpeg() -> _TurboJpeg | None:
     """Load the first libturbojpeg whose API has version 3 and writes restart markers: conda's, the system's, pip's."""
     bundled = Path(sysconfig.get_path("platlib")).glob("turbojpeg.libs/libturbojpeg-*.so*")
     for path in (Path(sys.prefix, "lib", "libturbojpeg.so.0"), "libturbojpeg.so.0", *bundled):
         try:
-            library = TurboJpeg(str(path))
+            library = _TurboJpeg(str(path))
             planes = [np.tile(np.arange(n, dtype=np.uint8) * 3, (n, 1)) for n in (32, 16, 16)]
             plain, marked = (library.compress(planes, 32, 32, 90, interval) for interval in (0, 1))
             if _same(plain, marked):

@@ -31,7 +31,7 @@ from ..errors import (
     ShardReadError,
     SourceError,
 )
-from ..formats.naming import IMAGES, LABELS, read_label, split_name
+from ..formats.naming import IMAGES, LABELS, read_fields, split_name
 from ..formats.tar_listing import list_members
 from .base import DataDescription, Place
 from .options import LoaderOptions
@@ -94,7 +94,7 @@ def _read_sample(shard: Shard, parts: dict) -> Sample:
     if image is None:
         names = ", ".join(name for name in parts if not name.startswith("__"))
         raise DecodeError(f"has no image ({', '.join(IMAGES)}), but {names}", **place)
-    label = read_label(str(shard), key, {name: parts[name] for name in LABELS if name in parts})
+    label, _ = read_fields(str(shard), key, {name: parts[name] for name in LABELS if name in parts})
     if not NUMBER.fullmatch(label):
         message = f"its label is not the number of a class, {label!r}: `datapipe pack` numbers names"
         raise DecodeError(message, **place)

@@ -152,10 +152,7 @@ class Native:
 
         Args:
             jobs: JOB[N], as for `decode`.
-            abandoned: Flag, uint8[1]: the rest is not done once it is not 0.
-            progress: Number of the job that is being read, from 1, and its begin in nanoseconds since the call began,
-                int64[PROGRESS].
-            spent_s: Seconds of each stage, float64[len(CUT_STAGES)], to which those of this call are added.
+            abandoned, progress, spent_s: Arrays as for `decode`; the stages are CUT_STAGES.
 
         Returns:
             Number of jobs that are not DONE.
@@ -182,9 +179,7 @@ class Native:
                 name.
             flags: Flags of open(2).
             memory: Memory for the files' content.
-            abandoned: Flag, uint8[1]: the rest is not read once it is not 0.
-            progress: Number of the file that is being read, from 1, and its begin in nanoseconds since the call began,
-                int64[PROGRESS].
+            abandoned, progress: Arrays as for `decode`, of files instead of jobs.
 
         Returns:
             For each file, the size in bytes, and the lower half of the xxh3-64; -1 and 0 for a file that was not read,

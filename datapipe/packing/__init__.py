@@ -51,7 +51,8 @@ def pack(source_path: Path, out: Path, options: PackOptions) -> PackResult:
     """
     if not (source_path.exists() or (out / STATE).exists() or options.resume or options.task.count > 1):
         raise WrongPathError("does not exist", path=source_path)
-    if source_path.is_dir() and (data_set := _find_packed(source_path)):
+    places = source_path, *(source_path / split for split in SPLITS)  # not every class folder is looked into
+    if data_set := next((place for place in places if (place / MANIFEST).exists()), None):
         raise SettingError(f"SOURCE: {data_set} is packed already; datapipe convert puts it into another format")
     if options.format == "npy" and (options.recode.store != "raw" or options.recode.compress):
         raise SettingError("format: npy holds nothing but pixels; allowed: with --store raw, not compressed")
@@ -122,10 +123,10 @@ def _pack_job(source_path: Path, out: Path, options: PackOptions) -> PackJob:
         "outside": options.outside,
         "check": options.recode.check,
     }
-    said = ("split", list(options.split)), ("labels", options.labels), ("label_column", options.label_column)
-    for name, value in (*said, ("path_column", options.path_column)):
-        if value not in ([], "auto", None):  # as in plans of earlier versions
-            source_settings[name] = value
+    for name in ("split", "labels", "label_column", "path_column"):
+        value = getattr(options, name)
+        if value not in ((), "auto", None):  # as in plans of earlier versions
+            source_settings[name] = list(value) if name == "split" else value
     if options.left_out is not None:
         place = options.left_out.resolve()
         if place.is_dir() or not place.parent.is_dir():
@@ -173,9 +174,3 @@ def _packed_settings(folder: Path) -> dict[str, Any]:
         "recode": manifest.recode,
         "shard_mib": manifest.shard_mib,
     }
-
-
-def _find_packed(folder: Path) -> Path | None:
-    """Find a data set that is, or lies in, `folder`, by its manifest. Not every class folder is looked into."""
-    folders = folder, *(folder / split for split in SPLITS)
-    return next((folder for folder in folders if (folder / MANIFEST).exists()), None)

@@ -41,16 +41,12 @@ class Budget:
         claimed for an image.
         """
         if size > self._largest:
-            raise MemoryError(
-                f"decoding it takes about {_mb(size)} of memory, and --memory ({_mb(self._total_bytes)}) allows "
-                f"{_mb(self._largest)} for an image"
-            )
+            needed, total, most = (f"{num / 1e6:,.0f} MB" for num in (size, self._total_bytes, self._largest))
+            message = f"decoding it takes about {needed} of memory, and --memory ({total}) allows {most} for an image"
+            raise MemoryError(message)
         with self._lock:
             if self._closed:
                 return False
-            if not self._waiting and self._fits(size, False):
-                self._start(size)
-                return True
             waiting = _Waiting(size, is_awaited)
             self._waiting.append(waiting)
             self._start_next()
@@ -95,10 +91,6 @@ class Budget:
         used = self._reserved_bytes + self._claimed_bytes + self._held_bytes
         return used + size <= self._total_bytes or (not self._decoding and (awaited or not self._held_bytes))
 
-    def _start(self, size: int) -> None:
-        self._claimed_bytes += size
-        self._decoding += 1
-
     def _start_next(self) -> None:
         while self._waiting and self._decoding < self._processors:
             awaited = next((waiting for waiting in self._waiting if waiting.is_awaited()), None)
@@ -106,7 +98,8 @@ class Budget:
             if not self._fits(chosen.size, awaited is not None):
                 return
             self._waiting.remove(chosen)
-            self._start(chosen.size)
+            self._claimed_bytes += chosen.size
+            self._decoding += 1
             chosen.turn.release()
 
 
@@ -117,7 +110,3 @@ class _Waiting:
         self.size, self.is_awaited = size, is_awaited
         self.turn = threading.Lock()
         self.turn.acquire()
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"

@@ -25,19 +25,17 @@ from ..sources import Pixels, Source
 from ..sources.packed import quarantined
 from .budget import Budget
 from .finishing import complete
-from .journal import Journal
 from .options import PackOptions, begin_again
 from .out_folder import OutFolder
 from .pipeline import PackPipeline
-from .plan import Plan, make_plan, source_changes
-from .plan_file import save_plan
-from .shard import ShardTask
+from .plan import PackPlan, make_plan, source_changes
+from .shard import ShardFile
+from .state import Journal, save_plan
 
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5  # between looks at what another task does
-PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
-READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
+_PROBED_SAMPLES = 32  # re-encoded to see what that does to their size
 
 
 class PackResult(dict[str, Manifest]):
@@ -135,7 +133,7 @@ class PackJob:
                 raise DatapipeError(message, path=out.folder)
             time.sleep(WAIT_S)
 
-    def _finish_if_last(self, plan: Plan) -> PackResult:
+    def _finish_if_last(self, plan: PackPlan) -> PackResult:
         """Finish if all shards are there. Wait for another task that is finishing, unless it dies or hangs."""
         out, patience_s, logged = self.out, self.options.timeout_s, ""
         if missing := out.missing_shards(plan):
@@ -177,10 +175,10 @@ class PackJob:
             self._check_source(plan)
             return self._complete(plan)
 
-    def _complete(self, plan: Plan) -> PackResult:
+    def _complete(self, plan: PackPlan) -> PackResult:
         return PackResult(complete(plan, self.out, self.options.bad_allowed(plan.num_samples)))
 
-    def _check_source(self, plan: Plan) -> None:
+    def _check_source(self, plan: PackPlan) -> None:
         """Raise SettingError when the source has changed since it was planned.
 
         Once all shards are finished the source may also be gone.
@@ -211,13 +209,13 @@ class PackJob:
         logger.info("%s is complete", out.folder)
         return manifests
 
-    def _load_or_make_plan(self) -> Plan | None:
+    def _load_or_make_plan(self) -> PackPlan | None:
         """Load the plan of an unfinished pack, or plan a new one; None when OUT is whole already, as asked for.
 
         Raises SettingError, before anything is removed, when OUT holds something else.
         """
         out, options = self.out, self.options
-        out.check_foreign()
+        out.check_foreign(*out.folder.iterdir())
         if not options.overwrite:
             plan = out.load_plan()
             if plan is not None:
@@ -241,10 +239,10 @@ class PackJob:
         save_plan(plan, out.state)
         return plan
 
-    def _write(self, plan: Plan) -> None:
+    def _write(self, plan: PackPlan) -> None:
         """Write the unfinished shards of this task's share: of N tasks, number i has the shards i, i + N, i + 2 N, …"""
         options, task = self.options, self.options.task
-        journals: dict[ShardTask, Journal] = {}
+        journals: dict[ShardFile, Journal] = {}
         first = num_bad = 0  # the number of the split's first shard, counted over all splits
         for split in plan.splits:
             folder, journal = self.out.new_folder(split), self.out.journal(split)
@@ -253,19 +251,10 @@ class PackJob:
             finished = journal.finished(mine, folder)
             num_bad += sum(finished.values())
             for i in (i for i in mine if i not in finished):
-                shard = ShardTask(folder, i, options.format, split.keys, split.samples, split.shards[i])
-                journals[shard] = journal
+                journals[ShardFile(split, i, folder, options.format)] = journal
         if not journals:
             return
-        pipeline = PackPipeline(
-            _make_recoder(plan, options),
-            workers=options.workers or READERS,
-            max_bad=options.bad_allowed(plan.num_samples),
-            timeout_s=options.timeout_s,
-            mean_bytes=max(split.mean_bytes for split in plan.splits),
-            memory_bytes=options.memory_bytes(),
-            num_bad=num_bad,
-        )
+        pipeline = PackPipeline(_make_recoder(plan, options), options, plan, num_bad)
         with Progress("packing", sum(len(shard.which) for shard in journals)) as progress:
             for shard, packed in pipeline.run(list(journals), progress.advance):
                 journals[shard].add(packed)
@@ -273,7 +262,7 @@ class PackJob:
             split.samples.close()
 
 
-def _make_recoder(plan: Plan, options: PackOptions) -> Recoder:
+def _make_recoder(plan: PackPlan, options: PackOptions) -> Recoder:
     if options.format != "npy":
         return Recoder(options.recode)
     # An npy shard is one array: it holds nothing but pixels, with the same number of channels in all images.
@@ -290,7 +279,7 @@ def _measure_stored_share(source: Source, options: PackOptions) -> float:
     samples = next(iter(source.splits.values()))  # a data set's splits are alike
     before = after = 0
     buffer = memoryview(bytearray(1 << 20))
-    for i in np.linspace(0, len(samples) - 1, min(len(samples), PROBED_SAMPLES), dtype=int).tolist():
+    for i in np.linspace(0, len(samples) - 1, min(len(samples), _PROBED_SAMPLES), dtype=int).tolist():
         budget = Budget(options.memory_bytes(), 1)
         with contextlib.suppress(ValueError, OSError, MemoryError):  # packing reports it
             data = samples.read(i, buffer)

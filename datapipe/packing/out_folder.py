@@ -30,10 +30,9 @@ from ..foreign import read_regular
 from ..fsio import atomic_write, make_folder, sync_folder
 from ..locks import locked
 from ..process_id import ProcessId
-from .journal import Journal
 from .options import begin_again
-from .plan import Plan, SplitPlan
-from .plan_file import PLAN, load_plan
+from .plan import PackPlan, SplitPlan
+from .state import PLAN, Journal, load_plan
 
 DONE = Path(MOVING_IN).parent.name
 NEW = Path(MOVING_IN).name  # in STATE, then in DONE
@@ -41,13 +40,13 @@ FINISHING = "finishing"  # in STATE: which task writes the manifests, as JSON
 SETTINGS = ("format", "seed", "shard_mib", "recode")  # in a plan's settings and in a manifest
 # What packing makes below OUT, and may remove. `.nfs…` is what NFS calls a file that is removed while it is open.
 SPLIT = rf"({'|'.join(SPLITS)})"
-OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # nested if an earlier one could not be removed
-OUR_FOLDERS = re.compile(rf"{SPLIT}|{OURS}(/({SPLIT}|(new|old)(/{SPLIT})?|manifest-\w+))?")
+_OURS = rf"{re.escape(STATE)}(-done)?(/old/{re.escape(DONE)})*"  # nested if an earlier one could not be removed
+OUR_FOLDERS = re.compile(rf"{SPLIT}|{_OURS}(/({SPLIT}|(new|old)(/{SPLIT})?|manifest-\w+))?")
 OUR_FILES = re.compile(
-    rf"({SPLIT}|{OURS}/((new|old)/{SPLIT}|manifest-\w+))/"
+    rf"({SPLIT}|{_OURS}/((new|old)/{SPLIT}|manifest-\w+))/"
     rf"\.?(shard-\d{{6}}[.\w]+|{MANIFEST}|{INDEX}|{KEYS}|{QUARANTINE})(\.partial)?"
-    rf"|{OURS}/\.?({SPLIT}/\.?\d+\.npz|{PLAN}|{FINISHING})(\.\w+\.partial)?"
-    rf"|({SPLIT}|{OURS})(/.+)?/\.nfs\w+"
+    rf"|{_OURS}/\.?({SPLIT}/\.?\d+\.npz|{PLAN}|{FINISHING})(\.\w+\.partial)?"
+    rf"|({SPLIT}|{_OURS})(/.+)?/\.nfs\w+"
 )
 
 
@@ -89,7 +88,7 @@ class OutFolder:
             message = f"OUT: another process is packing into {self.folder}; choose another, or wait for it"
             raise SettingError(message) from error
 
-    def load_plan(self) -> Plan | None:
+    def load_plan(self) -> PackPlan | None:
         """Load the plan of an unfinished pack; None if there is none.
 
         Raises ManifestError when the plan cannot be read, or is lost although shards are finished.
@@ -143,7 +142,7 @@ class OutFolder:
         has_ended = process.find_state() == "ended" or time.time() - began >= patience_s
         return "" if has_ended else f"process {process.pid} on {process.host}"
 
-    def missing_shards(self, plan: Plan) -> list[int]:
+    def missing_shards(self, plan: PackPlan) -> list[int]:
         """Return the numbers of the unfinished shards, counted over all splits."""
         missing, first = [], 0
         for split in plan.splits:
@@ -153,11 +152,7 @@ class OutFolder:
             first += len(split.shards)
         return missing
 
-    def check_foreign(self) -> None:
-        """Raise SettingError when packing did not make everything that is here."""
-        self._refuse_foreign(*self.folder.iterdir())
-
-    def _refuse_foreign(self, *paths: Path) -> None:
+    def check_foreign(self, *paths: Path) -> None:
         """Raise SettingError when packing did not make everything at and below these paths, which lie in OUT."""
         foreign = next(filter(None, map(self._find_foreign, paths)), None)
         if foreign:
@@ -176,7 +171,7 @@ class OutFolder:
             return next(filter(None, map(self._find_foreign, path.iterdir())), None)
         return None
 
-    def check_unfinished(self, plan: Plan, settings: dict[str, Any]) -> None:
+    def check_unfinished(self, plan: PackPlan, settings: dict[str, Any]) -> None:
         """Raise SettingError when an unfinished pack is of another source, or has other settings."""
         for name in {**settings, **plan.settings}:
             self._compare(name, plan.settings.get(name), settings.get(name), "holds an unfinished pack")
@@ -192,7 +187,7 @@ class OutFolder:
             way_out = "remove it, or replace it with --overwrite"
             raise SettingError(f"OUT: {self.folder} {what} with another {name}: {was}, not {asked}; {way_out}")
 
-    def begin(self, plan: Plan, alone: bool) -> None:
+    def begin(self, plan: PackPlan, alone: bool) -> None:
         """Make the folders of a new pack.
 
         `alone`: this process is the only task, so an unfinished pack is removed; else another task may have begun it.
@@ -224,11 +219,11 @@ class OutFolder:
         Raises FileNotFoundError when another task is doing the same, and SettingError when an old split has come to
         hold files that packing did not make.
         """
-        self._refuse_foreign(*filter(Path.exists, self.splits))
+        self.check_foreign(*filter(Path.exists, self.splits))
         for path in (self.state / NEW).glob("*/.*.partial"):  # of a task that was killed
             path.unlink(missing_ok=True)
         for folder in self.splits:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # there is no old one, or another task was faster
                 folder.rename(self.old / folder.name)
         if (self.folder / DONE).exists():  # an earlier pack's, with a file in use that could not be removed (NFS)
             (self.folder / DONE).rename(self.old / DONE)
@@ -245,7 +240,7 @@ class OutFolder:
         """
         done = self.folder / DONE
         if done.exists():
-            self._refuse_foreign(done)
+            self.check_foreign(done)
             _move_all(self.folder / MOVING_IN, self.folder)
             with contextlib.suppress(OSError):  # rmtree lets through fstat's ESTALE: another task has removed a folder
                 shutil.rmtree(done, ignore_errors=True)
@@ -253,10 +248,8 @@ class OutFolder:
 
 def _move_all(origin: Path, to: Path) -> None:
     """Move everything in a folder, if the folder exists; another task may be doing the same."""
-    names: list[str] = []
     with contextlib.suppress(FileNotFoundError):
-        names = os.listdir(origin)
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            (origin / name).rename(to / name)
+        for path in list(origin.iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # it was moved by another task
+                path.rename(to / path.name)
     sync_folder(to)

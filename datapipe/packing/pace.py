@@ -8,11 +8,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from ..sources import Samples
 
-# What a thread waits for: since when, the shard, and the sample that it reads, or None and -1 when it writes. A plain
-# tuple, as one is made for each sample.
-Access = tuple[float, Path, Samples | None, int]
+# What a thread waits for: since when, the shard, and the samples that it reads, or None when it writes. With several
+# samples, the progress of the decoder in C says which it is at. A plain tuple, as one is made for each sample.
+Access = tuple[float, Path, Samples | None, Sequence[int], np.ndarray | None]
 
 
 class Pace:

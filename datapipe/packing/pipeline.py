@@ -1,7 +1,7 @@
 """The hot path of packing: threads read samples at the same time, and shards come out in the planned order.
 
-A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk to its shard's
-queue. Then it places every chunk whose turn has come: the format's writer lays the chunk out behind the previous one,
+A thread takes the next few samples of the plan (a chunk), reads and checks them, and delivers the chunk to its shard.
+Then it places every chunk whose turn has come: the format's writer lays the chunk out behind the previous one,
 and the shard's checksum is continued. That takes microseconds. The chunk is written at its place while other threads
 read, place and write other chunks. So a read that hangs delays its shard, but no other readers; the bytes are copied
 once, from the page cache into memory and back; and a shard is the same for any number of threads.
@@ -30,14 +30,16 @@ from ..images import Buffer
 from ..images.codec import ImageHeader
 from ..sources.files import Files
 from .budget import Budget
-from .journal import BadSample, PackedShard
+from .options import PackOptions
 from .pace import Access, Pace
-from .shard import Good, Shard, ShardTask, Stopped
-from .shard_queue import Chunk, ShardQueue
+from .plan import PackPlan
+from .shard import Good, SampleChunk, ShardFile, Stopped
+from .state import BadSample, PackedShard
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that delivering it costs little
+_READERS = 32  # files read at once, where that helps: what hides the latency of a shared filesystem
+_CHUNK_BYTES = 512 << 10  # read by a thread at a time: large enough that delivering it costs little
 MAX_CHUNK = 64  # samples
 OPEN_SHARDS = 2  # written at the same time: a kernel lets only one thread write to a file
 # A chunk's memory is this much larger than twice its expected bytes. A file that does not fit gets memory of its own.
@@ -47,7 +49,7 @@ CHUNKS_PER_THREAD = 3  # one that it works on, and two that may wait for a slow 
 BAD_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
             errno.ENOTDIR}  # fmt: skip
 SLOW_WAIT_S = 0.25  # between looks at progress and for hangs
-GRACE_S = 2.0  # for threads to end, before they are left to themselves
+_GRACE_S = 2.0  # for threads to end, before they are left to themselves
 
 # Takes an image's bytes, and what to call with the memory that decoding takes, before it is taken. Returns the bytes to
 # store, their header, and what was converted. Raises ValueError for a bad image.
@@ -55,55 +57,43 @@ Prepare = Callable[[Buffer, Callable[[int], None]], tuple[Buffer, ImageHeader, S
 
 
 class PackPipeline:
-    """Writes shards with up to `workers` threads.
+    """Writes shards with several threads.
 
     Args:
         prepare: Function that checks an image's bytes, and returns what is stored.
-        workers: Threads, at most.
-        max_bad: Greatest number of samples that may be bad.
-        timeout_s: Longest time that a single read or write may take, in seconds; one that takes longer is an error.
-        mean_bytes: Approximate mean size of an image in the source, in bytes.
-        memory_bytes: Memory for images in all threads, in bytes.
+        options: Options of the pack: threads, bad samples, time and memory.
+        plan: Plan that the shards are of.
         num_bad: Number of bad samples that there are already, in finished shards.
     """
 
-    def __init__(
-        self,
-        prepare: Prepare,
-        workers: int,
-        max_bad: int,
-        timeout_s: float,
-        mean_bytes: float,
-        memory_bytes: int,
-        num_bad: int = 0,
-    ) -> None:
-        self._prepare, self._workers, self._max_bad, self._timeout_s = prepare, workers, max_bad, timeout_s
-        self._chunk = int(np.clip(CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
+    def __init__(self, prepare: Prepare, options: PackOptions, plan: PackPlan, num_bad: int) -> None:
+        self._prepare, self._workers, self._timeout_s = prepare, options.workers or _READERS, options.timeout_s
+        self._max_bad = options.bad_allowed(plan.num_samples)
+        mean_bytes = max(split.mean_bytes for split in plan.splits)
+        self._chunk = int(np.clip(_CHUNK_BYTES / max(1, mean_bytes), 1, MAX_CHUNK))
         self._memory_bytes = int(2 * self._chunk * mean_bytes) + SLACK_BYTES
-        self._budget = Budget(memory_bytes, len(os.sched_getaffinity(0)))
+        self._budget = Budget(options.memory_bytes(), len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
         self._num_bad, self._num_done = num_bad, 0
         self._stop = threading.Event()
-        self._events: queue.SimpleQueue[tuple[ShardTask, PackedShard] | BaseException] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[ShardFile, PackedShard] | BaseException] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._chunks: Iterator[tuple[ShardQueue, range]] = iter(())  # what is still to be read
+        self._chunks: Iterator[tuple[ShardFile, range]] = iter(())  # what is still to be read
         self._accesses: list[Access | None] = []  # of each thread
-        self._in_c: dict[int, tuple[float, Sequence[int], np.ndarray]] = {}  # by thread: what it reads there
         self._stopped = np.zeros(1, np.uint8)  # 1 with `_stop`
 
     def run(
-        self, tasks: Sequence[ShardTask], on_progress: Callable[[int], None]
-    ) -> Iterator[tuple[ShardTask, PackedShard]]:
-        """Write the shards; yield each task and its shard once the file is complete, synced and under its name.
+        self, shards: Sequence[ShardFile], on_progress: Callable[[int], None]
+    ) -> Iterator[tuple[ShardFile, PackedShard]]:
+        """Write the shards; yield each, and its record, once the file is complete, synced and under its name.
 
         `on_progress` is called with the number of samples written since the last call. Nothing stays under a temporary
         name, also when an exception is raised: SourceError, DatapipeError or OSError, which name the file, and the
         shard where there is one.
         """
-        shards = [Shard(task) for task in tasks]
-        self._chunks = self._divide([ShardQueue(shard) for shard in shards])
+        self._chunks = self._divide(shards)
         threads: list[threading.Thread] = []
-        pace, num_reported, pending = Pace(), 0, len(tasks)
+        pace, num_reported, pending = Pace(), 0, len(shards)
         try:
             self._add_threads(threads, min(pace.cores, self._workers))
             while pending:
@@ -122,27 +112,27 @@ class PackPipeline:
         finally:
             self._end(threads, shards)
 
-    def _end(self, threads: Sequence[threading.Thread], shards: Sequence[Shard]) -> None:
+    def _end(self, threads: Sequence[threading.Thread], shards: Sequence[ShardFile]) -> None:
         """Stop the threads, and remove what is not finished."""
         self._stop.set()
         self._stopped[0] = 1
         self._budget.close()
         for _ in threads:
             self._free.put(None)
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         hangs = any(thread.is_alive() for thread in threads)
         # In a thread: while a write to a file hangs, the kernel does not answer a request to remove it either.
         clean = threading.Thread(target=_abandon, args=(shards, not hangs), daemon=True)
         clean.start()
-        clean.join(GRACE_S if hangs else None)
+        clean.join(_GRACE_S if hangs else None)
 
-    def _divide(self, queues: Sequence[ShardQueue]) -> Iterator[tuple[ShardQueue, range]]:
+    def _divide(self, shards: Sequence[ShardFile]) -> Iterator[tuple[ShardFile, range]]:
         """Yield the chunks to be read, of several shards in turn."""
-        for first in range(0, len(queues), OPEN_SHARDS):
-            group = queues[first : first + OPEN_SHARDS]
-            totals = [shard.num_samples for shard in group]
+        for first in range(0, len(shards), OPEN_SHARDS):
+            group = shards[first : first + OPEN_SHARDS]
+            totals = [len(shard.which) for shard in group]
             for start in range(0, max(totals), self._chunk):
                 for shard, total in zip(group, totals, strict=True):
                     if start < total:
@@ -164,22 +154,17 @@ class PackPipeline:
 
     def _look_for_hangs(self) -> None:
         now = clock.now()
-        accesses = map(self._access, range(len(self._accesses)))
-        oldest = min((access for access in accesses if access), key=lambda access: access[0], default=None)
-        if oldest and now - oldest[0] > self._timeout_s:
-            since, shard, samples, sample = oldest
-            what, path = ("a read", samples.where(sample)) if samples else ("a write", shard)
-            message = f"{what} has not answered for {now - since:.0f} s (--timeout)"
-            raise DatapipeError(message, path=path, shard=shard.name)
-
-    def _access(self, thread: int) -> Access | None:
-        """Return what a thread waits for."""
-        access, in_c = self._accesses[thread], self._in_c.get(thread)
-        if access is None or in_c is None:
-            return access
-        since, numbers, progress = in_c
-        number, since_ns = progress.tolist()
-        return (since + 1e-9 * since_ns, access[1], access[2], numbers[number - 1]) if number else None
+        for since, shard, samples, numbers, progress in filter(None, self._accesses):
+            which = 0
+            if progress is not None:
+                number, since_ns = progress.tolist()
+                if not number:  # between two files
+                    continue
+                since, which = since + 1e-9 * since_ns, number - 1
+            if now - since > self._timeout_s:
+                what, path = ("a read", samples.where(numbers[which])) if samples else ("a write", shard)
+                message = f"{what} has not answered for {now - since:.0f} s (--timeout)"
+                raise DatapipeError(message, path=path, shard=shard.name)
 
     # --- in the threads ---
 
@@ -191,10 +176,10 @@ class PackPipeline:
                     work = next(self._chunks, None)
                 if work is None:
                     return
-                chunk = Chunk(self._budget, *work, memory)
+                chunk = SampleChunk(self._budget, *work, memory)
                 self._read(me, chunk)
-                chunk.queue.deliver(chunk)
-                self._write_ready(me, chunk.queue)
+                chunk.shard.deliver(chunk)
+                self._write_ready(me, chunk.shard)
         except Stopped:
             pass
         except BaseException as error:
@@ -202,11 +187,10 @@ class PackPipeline:
         finally:
             self._accesses[me] = None
 
-    def _read(self, me: int, chunk: Chunk) -> None:
+    def _read(self, me: int, chunk: SampleChunk) -> None:
         """Read all images, then check all: the caches still hold the code of a step that is repeated."""
-        task, memory, at = chunk.queue.shard.task, chunk.memory, 0
-        samples, shard = task.samples, task.path
-        numbers = task.which[chunk.which.start : chunk.which.stop].tolist()
+        shard, samples, memory = chunk.shard, chunk.shard.samples, chunk.memory
+        numbers = shard.which[chunk.which.start : chunk.which.stop].tolist()
         images: list[Buffer | Exception] = []
         known = self._read_files(me, chunk, numbers)
         at, start = sum(size for size, _ in known if size > 0), 0
@@ -217,7 +201,7 @@ class PackPipeline:
                 images.append(memory[start : start + size])
                 start += size
                 continue
-            self._accesses[me] = (clock.now(), shard, samples, sample)
+            self._accesses[me] = (clock.now(), shard.path, samples, (sample,), None)
             try:
                 data = samples.read(sample, memory[at:])
                 if isinstance(data, memoryview):
@@ -236,16 +220,12 @@ class PackPipeline:
                 stored, header, converted = self._prepare(image, chunk.claim)
             except MemoryError as error:
                 reason = f"cannot be packed: {error or 'there is not enough memory for it; allow less with --memory'}"
-                raise SourceError(reason, path=samples.where(sample), shard=shard.name) from error
-            except ValueError as error:
-                chunk.images.append(self._bad(task, i, sample, getattr(error, "reason", str(error)), error))
-            except OSError as error:
-                if error.errno not in BAD_FILE:
+                raise SourceError(reason, path=samples.where(sample), shard=shard.path.name) from error
+            except (ValueError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in BAD_FILE:
                     message = f"cannot be read: {error.strerror or error}"
-                    raise SourceError(message, path=samples.where(sample), shard=shard.name) from error
-                chunk.images.append(
-                    self._bad(task, i, sample, f"cannot be read ({errno.errorcode[error.errno]})", error)
-                )
+                    raise SourceError(message, path=samples.where(sample), shard=shard.path.name) from error
+                chunk.images.append(self._bad(shard, i, sample, error))
             else:
                 hold = 0 if stored is image else len(stored)
                 if stored is not image or not digest:
@@ -253,40 +233,37 @@ class PackPipeline:
                 chunk.images.append(Good(sample, stored, header, len(image), converted, digest))
             chunk.end_claim(hold)
 
-    def _read_files(self, me: int, chunk: Chunk, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    def _read_files(self, me: int, chunk: SampleChunk, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Read files into the chunk's memory without the interpreter's lock, as `Native.read_files` does."""
-        samples, library = chunk.queue.shard.task.samples, native.choose().native
+        samples, library = chunk.shard.samples, native.choose().native
         if library is None or not isinstance(samples, Files):
             return [(-1, 0)] * len(numbers)
         progress = np.zeros(native.PROGRESS, np.int64)
-        self._in_c[me] = clock.now(), numbers, progress
-        self._accesses[me] = (clock.now(), chunk.queue.shard.task.path, samples, numbers[0])
-        try:
-            places = list(map(samples.place, numbers))
-            return library.read_files(places, samples.flags, chunk.memory, self._stopped, progress)
-        finally:
-            del self._in_c[me]
+        self._accesses[me] = (clock.now(), chunk.shard.path, samples, numbers, progress)
+        places = list(map(samples.place, numbers))
+        return library.read_files(places, samples.flags, chunk.memory, self._stopped, progress)
 
-    def _bad(self, task: ShardTask, i: int, sample: int, reason: str, error: Exception) -> BadSample:
-        """Count and log a bad sample; `reason` is recorded, so in our own words. Raises SourceError for too many."""
-        path, details = task.samples.where(sample), getattr(error, "strerror", None) or error
+    def _bad(self, shard: ShardFile, i: int, sample: int, error: ValueError | OSError) -> BadSample:
+        """Count and log a bad sample, with its reason in our own words. Raises SourceError for too many."""
+        path, details = shard.samples.where(sample), getattr(error, "strerror", None) or error
         with self._lock:
             self._num_bad += 1
             number = self._num_bad
         if number > self._max_bad:
             allowed = f"; that is number {number}, and --max-bad allows {self._max_bad}" if self._max_bad else ""
-            raise SourceError(f"cannot be packed: {details}{allowed}", path=path, shard=task.path.name) from error
+            raise SourceError(f"cannot be packed: {details}{allowed}", path=path, shard=shard.path.name) from error
         logger.warning("%s is left out: %s", printable(path), details)
+        reason = getattr(error, "reason", str(error))
+        if isinstance(error, OSError) and error.errno:
+            reason = f"cannot be read ({errno.errorcode[error.errno]})"
         return BadSample(i, path, reason)
 
-    def _write_ready(self, me: int, queue: ShardQueue) -> None:
+    def _write_ready(self, me: int, shard: ShardFile) -> None:
         """Place and write the chunks whose turn has come, and finish the shard behind its last one."""
-        shard = queue.shard
-        while (chunk := queue.begin_placing()) is not None:
+        while (chunk := shard.begin_placing()) is not None:
             count = len(chunk.images)
             self._begin_write(me, shard)
-            position, pieces = shard.place(chunk.images)
-            queue.end_placing(chunk)
+            position, pieces = shard.place(chunk)
             self._budget.look_again()
             self._begin_write(me, shard)
             shard.write(position, pieces)
@@ -295,16 +272,16 @@ class PackPipeline:
             self._free.put(chunk.memory)
             with self._lock:
                 self._num_done += count
-            if queue.end_writing(count):
+            if shard.end_writing(count):
                 begin = partial(self._begin_write, me, shard)
                 begin()
-                self._events.put((shard.task, shard.finish(self._stop, begin)))
+                self._events.put((shard, shard.finish(self._stop, begin)))
             self._accesses[me] = None
 
-    def _begin_write(self, me: int, shard: Shard) -> None:
-        self._accesses[me] = (clock.now(), shard.task.path, None, -1)
+    def _begin_write(self, me: int, shard: ShardFile) -> None:
+        self._accesses[me] = (clock.now(), shard.path, None, (), None)
 
 
-def _abandon(shards: Sequence[Shard], close: bool) -> None:
+def _abandon(shards: Sequence[ShardFile], close: bool) -> None:
     for shard in shards:
         shard.abandon(close)

@@ -1,6 +1,6 @@
 """What a pack will write, decided before anything is written: every sample's key, and the samples of each shard.
 
-A plan depends only on the source, the seed and the options. It is saved in the pack's folder (see `plan_file`), so
+A plan depends only on the source, the seed and the options. It is saved in the pack's folder (see `state`), so
 that only the first task lists the source, and a resumed pack continues with the same plan.
 """
 
@@ -23,8 +23,8 @@ from ..sources import Samples, Source
 
 # Tar headers hold names of 100 bytes (POSIX ustar); an extension and a counter must fit too.
 MAX_KEY_BYTES = 80
-PROBED_SAMPLES = 96  # whose mean size stands for all when shards are planned: no stat per file
-NAMED = 3  # samples that a message names
+_PROBED_SAMPLES = 96  # whose mean size stands for all when shards are planned: no stat per file
+_NAMED = 3  # samples that a message names
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SplitPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackPlan:
     """The plan of a pack. `settings`: all that its bytes depend on, and where the source is (JSON values)."""
 
     settings: dict[str, Any]
@@ -58,7 +58,7 @@ class Plan:
         return sum(len(split.shards) for split in self.splits)
 
 
-def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share: float = 1.0) -> Plan:
+def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share: float = 1.0) -> PackPlan:
     """Plan to pack all splits of a source, each shuffled once; a source that is `ordered` keeps order and keys.
 
     Args:
@@ -75,11 +75,12 @@ def make_plan(source: Source, settings: dict[str, Any], overhead: int = 0, share
         mean = mean_bytes(samples, seed)
         keys = list(samples.names) if source.ordered else make_keys(samples.names)
         order = np.arange(len(samples)) if source.ordered else shuffle(len(samples), samples.blocks, seed)
-        splits.append(SplitPlan(split, samples, keys, divide(order, mean * share + overhead, shard_bytes), mean))
-    return Plan(settings, source.kind, source.classes, splits)
+        shards = divide_into_shards(order, mean * share + overhead, shard_bytes)
+        splits.append(SplitPlan(split, samples, keys, shards, mean))
+    return PackPlan(settings, source.kind, source.classes, splits)
 
 
-def source_changes(plan: Plan, source: Source) -> str:
+def source_changes(plan: PackPlan, source: Source) -> str:
     """Say which samples, by name and class, a source has gained and lost since it was planned; "" for none."""
     planned = {split.split: split.samples for split in plan.splits}
     if plan.classes == source.classes and planned.keys() == source.splits.keys():
@@ -90,9 +91,9 @@ def source_changes(plan: Plan, source: Source) -> str:
     changes = []
     for what, samples in (("gained", after - before), ("lost", before - after)):
         if samples:
-            names = [f"{name} of class {label}" for name, label in sorted(samples)[:NAMED]]
+            names = [f"{name} of class {label}" for name, label in sorted(samples)[:_NAMED]]
             changes.append(
-                f"{what} {format_count(samples.total(), 'image')} ({', '.join(names)}{', …' * (len(samples) > NAMED)})"
+                f"{what} {format_count(samples.total(), 'image')} ({', '.join(names)}{', …' * (len(samples) > _NAMED)})"
             )
     return " and ".join(changes) or "another order of its images, or other classes"
 
@@ -164,7 +165,7 @@ def shuffle(num_samples: int, blocks: np.ndarray | None, seed: int) -> np.ndarra
     return order[np.argsort(place[number[order]], kind="stable")]
 
 
-def divide(order: np.ndarray, mean_bytes: float, shard_bytes: float) -> list[np.ndarray]:
+def divide_into_shards(order: np.ndarray, mean_bytes: float, shard_bytes: float) -> list[np.ndarray]:
     """Divide samples into shards of equal counts, one more or less.
 
     Args:
@@ -181,5 +182,5 @@ def divide(order: np.ndarray, mean_bytes: float, shard_bytes: float) -> list[np.
 
 def mean_bytes(samples: Samples, seed: int) -> float:
     """Return the mean size in bytes of a few encoded images, chosen by the seed."""
-    probed = permutation(len(samples), seed, 1, PACK)[:PROBED_SAMPLES]
+    probed = permutation(len(samples), seed, 1, PACK)[:_PROBED_SAMPLES]
     return float(np.mean(side_by_side(samples.size_bytes, probed.tolist())))

@@ -10,8 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,33 +23,19 @@ from ..formats import shard_format
 from ..fsio import atomic_write, checksum, named, partial_path, sync_folder
 from ..images import Buffer
 from ..images.codec import ImageHeader
-from ..sources import Samples
-from .journal import BadSample, PackedShard
+from ..memory import return_free_bytes
+from .budget import Budget
+from .plan import SplitPlan
+from .state import BadSample, PackedShard
 
 logger = logging.getLogger(__name__)
 
 MAX_PIECES = 1024  # IOV_MAX of Linux (limits.h)
+LARGE_BYTES = 64 << 20  # decoded: worth a call that gives the memory back to the kernel
 
 
 class Stopped(Exception):
     """Raised in a thread when the main thread has ended the work."""
-
-
-@dataclass(frozen=True, eq=False)  # equal only to itself
-class ShardTask:
-    """A shard to be written."""
-
-    folder: Path
-    number: int
-    format: str
-    keys: Sequence[str]  # of all samples
-    samples: Samples
-    which: np.ndarray  # int64: the samples of this shard
-
-    @cached_property  # Path's arithmetic takes as long as writing an image
-    def path(self) -> Path:
-        """Where the finished shard is."""
-        return self.folder / f"shard-{self.number:06}{shard_format(self.format).SUFFIX}"
 
 
 class Good(NamedTuple):
@@ -65,12 +49,33 @@ class Good(NamedTuple):
     checksum: int
 
 
-class Shard:
-    """A shard being written. One thread at a time calls `place`, in the shard's order; any call `write`."""
+class ShardFile:
+    """A shard being written, in chunks: read in any order, placed in the shard's, written in any.
 
-    def __init__(self, task: ShardTask) -> None:
-        self.task = task
-        self._partial = partial_path(task.path)
+    Many threads `deliver` chunks, one at a time places the one whose turn it is, and many `write` what is placed.
+
+    Args:
+        split: Plan of the split.
+        number: Number of the shard in the split.
+        folder: Folder of the shard.
+        format: Format of the shard.
+
+    Attributes:
+        path: Path of the finished shard.
+        samples: All samples of the split.
+        which: Samples of this shard, int64.
+    """
+
+    def __init__(self, split: SplitPlan, number: int, folder: Path, format: str) -> None:
+        self.path = folder / f"shard-{number:06}{shard_format(format).SUFFIX}"
+        self.samples, self.which = split.samples, split.shards[number]
+        self._number, self._format, self._keys = number, format, split.keys
+        self._lock = threading.Lock()
+        self._ready: dict[int, SampleChunk] = {}  # by the first sample
+        self.next = 0  # the first sample of the chunk whose turn it is
+        self._is_placing = False
+        self._num_written = 0
+        self._partial = partial_path(self.path)
         self._fd = -1
         self._position = 0
         self._digest = xxhash.xxh3_128()
@@ -80,16 +85,28 @@ class Shard:
         self._converted: Counter[str] = Counter()
         self._bad: list[BadSample] = []
 
-    def place(self, images: Sequence[Good | BadSample]) -> tuple[int, list[Buffer]]:
-        """Lay out the next samples; return where in the file they go, and the pieces to write there."""
+    def deliver(self, chunk: SampleChunk) -> None:
+        """Take a chunk that has been read."""
+        with self._lock:
+            self._ready[chunk.which.start] = chunk
+
+    def begin_placing(self) -> SampleChunk | None:
+        """Return the chunk whose turn it is; None when it has not been read, or another thread is placing one."""
+        with self._lock:
+            chunk = None if self._is_placing else self._ready.pop(self.next, None)
+            self._is_placing = self._is_placing or chunk is not None
+            return chunk
+
+    def place(self, chunk: SampleChunk) -> tuple[int, list[Buffer]]:
+        """Lay out the chunk whose turn it is; return where in the file it goes, and the pieces to write there."""
         pieces: list[Buffer] = []
         if self._fd < 0:
-            self._writer = shard_format(self.task.format).Writer()
+            self._writer = shard_format(self._format).Writer()
             with named(self._partial):
                 self._fd, self._partial = _open_alone(self._partial)
             pieces.append(self._writer.head)
-        samples, keys = self.task.samples, self.task.keys
-        for image in images:
+        samples, keys = self.samples, self._keys
+        for image in chunk.images:
             if isinstance(image, BadSample):
                 self._bad.append(image)
                 continue
@@ -99,9 +116,9 @@ class Shard:
                 pieces += self._writer.add(keys[sample], label, data, header)
             except ValueError as error:
                 path = samples.where(sample)
-                raise SourceError(f"cannot be packed into {self.task.format}: {error}", path=path) from error
+                raise SourceError(f"cannot be packed into {self._format}: {error}", path=path) from error
             self._records += pack_record(
-                0, len(data), self.task.number, label, checksum,
+                0, len(data), self._number, label, checksum,
                 header.width, header.height, header.restart_interval, ENCODINGS.index(header.encoding)
             )  # fmt: skip
             self._channels |= header.channels  # 1 | 3 == 3
@@ -113,30 +130,39 @@ class Shard:
         update = self._digest.update
         for piece in pieces:
             update(piece)
+        with self._lock:
+            self._is_placing = False
+            self.next = chunk.which.stop
         return position, pieces
 
     def write(self, position: int, pieces: Sequence[Buffer]) -> None:
         """Write what `place` has returned, and have the disk begin with it: `finish` then waits for little."""
         with named(self._partial):
-            size = write_at(self._fd, position, pieces)
+            size = _write_at(self._fd, position, pieces)
             with suppress(OSError):  # a filesystem may not take advice
                 os.posix_fadvise(self._fd, position, size, os.POSIX_FADV_DONTNEED)
 
-    def finish(self, stop: threading.Event, begin: Callable[[], None] = lambda: None) -> PackedShard:
+    def end_writing(self, count: int) -> bool:
+        """Count samples that are written; return whether the shard has no others."""
+        with self._lock:
+            self._num_written += count
+            return self._num_written == len(self.which)
+
+    def finish(self, stop: threading.Event, begin: Callable[[], None]) -> PackedShard:
         """Complete the file and give it its name. Called once, when everything is written.
 
         `begin` is called before each step that is a wait for the disk, so that one that hangs is noticed.
         """
-        path, sidecars, info = self.task.path, [], None
+        path, sidecars, info = self.path, [], None
         records = np.frombuffer(bytearray(self._records), RECORD)
         if len(records):
             finished = self._writer.finish()
             records["offset"] = finished.offsets
             size = self._position + len(finished.tail)
             with named(self._partial):
-                write_at(self._fd, self._position, [finished.tail])
+                _write_at(self._fd, self._position, [finished.tail])
                 for position, content in finished.patches.items():
-                    write_at(self._fd, position, [content])
+                    _write_at(self._fd, position, [content])
                 begin()
                 os.fsync(self._fd)
                 begin()
@@ -161,7 +187,7 @@ class Shard:
         self._bad.sort(key=lambda bad: bad.number)
         converted = dict(sorted(self._converted.items()))
         return PackedShard(
-            self.task.number, info, sidecars, records, self._channels, self._source_bytes, converted, self._bad
+            self._number, info, sidecars, records, self._channels, self._source_bytes, converted, self._bad
         )
 
     def abandon(self, close: bool) -> None:
@@ -179,17 +205,47 @@ class Shard:
                 os.close(self._fd)
 
 
-def write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> int:
-    """Write pieces to a file, one behind another.
+class SampleChunk:
+    """Consecutive samples of a shard, with the memory that they are read into."""
 
-    Args:
-        fd: The file's descriptor.
-        position: Position of the first piece in the file, in bytes.
-        pieces: Pieces to write, one behind another.
+    def __init__(self, budget: Budget, shard: ShardFile, which: range, memory: memoryview) -> None:
+        self.shard, self.which, self.memory = shard, which, memory  # which of the shard's samples
+        self.images: list[Good | BadSample] = []
+        self._budget = budget
+        self._claimed_bytes = self._held_bytes = 0
 
-    Returns:
-        Their size in bytes.
-    """
+    def is_awaited(self) -> bool:
+        """Whether the shard cannot continue without this chunk."""
+        return self.which.start == self.shard.next
+
+    def claim(self, size: int) -> None:
+        """Wait until an image may be decoded. Raises MemoryError, Stopped."""
+        if not self._budget.claim(size, self.is_awaited):
+            raise Stopped
+        self._claimed_bytes = size
+
+    def end_claim(self, hold: int) -> None:
+        """Release what was claimed, if anything was; `hold` bytes of it remain in use until the image is written."""
+        if self._claimed_bytes:
+            if self._claimed_bytes >= LARGE_BYTES:
+                return_free_bytes()
+            self._budget.release(self._claimed_bytes, hold)
+            self._claimed_bytes, self._held_bytes = 0, self._held_bytes + hold
+
+    def hold(self, size: int) -> None:
+        """Count memory beside the chunk's own."""
+        self._budget.hold(size)
+        self._held_bytes += size
+
+    def let_go(self) -> None:
+        """Release everything: the chunk is written."""
+        self.images.clear()
+        if self._held_bytes:
+            self._budget.let_go(self._held_bytes)
+
+
+def _write_at(fd: int, position: int, pieces: Sequence[Buffer]) -> int:
+    """Write pieces to a file from a position on, one behind another; return their size in bytes."""
     begin = position
     for first in range(0, len(pieces), MAX_PIECES):
         group = pieces[first : first + MAX_PIECES]

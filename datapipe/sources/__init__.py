@@ -50,7 +50,7 @@ MAX_DEPTH = 3  # of folders in which a data set of another kind is looked for
 
 
 class Samples(Protocol):
-    """The samples of one split: a dataclass with fields of `str`, `list[str]`, arrays and None (see `plan_file`).
+    """The samples of one split: a dataclass with fields of `str`, `list[str]`, arrays and None (see `packing.state`).
 
     Many threads read at the same time.
     """

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ..dataset import DataSet
-from ..dataset.index import check_keys, read_keys
-from ..dataset.manifest import KEYS, QUARANTINE, Manifest, find_data_sets
+from ..dataset.index import read_checked_keys
+from ..dataset.manifest import QUARANTINE, Manifest, find_data_sets
 from ..errors import ManifestError, SettingError
 from ..foreign import read_regular
 from ..fsio import checksum
@@ -71,8 +71,7 @@ def load(path: Path) -> Source:
             manifest, labels = data_set.manifest, data_set.index["label"].copy()
         if manifest.split in splits:
             raise SettingError(f"DIR: {path} holds two data sets of split {manifest.split!r}; convert each by itself")
-        keys = read_keys(folder)
-        check_keys(keys, manifest, folder / KEYS)
+        keys = read_checked_keys(folder, manifest)
         manifests.append(manifest)
         splits[manifest.split] = PackedSamples(str(folder.resolve()), keys, labels, _read_quarantine(folder, manifest))
     first = manifests[0]

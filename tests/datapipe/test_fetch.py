@@ -26,7 +26,7 @@ import pytest
 from datapipe import fetch as fetching
 from datapipe.errors import FetchError, SettingError
 from datapipe.fetch import fetch
-from datapipe.public_data import DATASETS, DebianPackage, RemoteDataSet, RemoteFile
+from datapipe.public_data import DATASETS, RemoteDataSet
 from tests.processes import clean_environment
 from tests.waiting import limit_s, wait_until
 
@@ -37,7 +37,7 @@ ARCHIVE = "cifar-10-python.tar.gz"
 with io.BytesIO() as _buffer:
     with tarfile.open(fileobj=_buffer, mode="w:gz") as _tar:
         _member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
-        _member.size = 3 * fetching.CHUNK_BYTES
+        _member.size = 3 * fetching._CHUNK_BYTES
         _tar.addfile(_member, io.BytesIO(os.urandom(_member.size)))
     BODY = _buffer.getvalue()
 
@@ -101,7 +101,7 @@ def server():
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch, server):
     """Make "cifar10" the small archive on the local server, and keep the machine's settings out."""
-    dataset = RemoteDataSet(server.address, (RemoteFile(ARCHIVE, sha256(BODY)),))
+    dataset = RemoteDataSet(server.address, {ARCHIVE: sha256(BODY)})
     monkeypatch.setitem(DATASETS, "cifar10", dataset)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("DATAPIPE_MIRROR", raising=False)
@@ -143,7 +143,7 @@ def test_a_wrong_file_is_reported_and_replaced(tmp_path, caplog):
 
 
 def test_only_the_missing_files_are_asked_for(tmp_path, server, monkeypatch):
-    files = tuple(RemoteFile(name, sha256(name.encode())) for name in ("a", "b", "c"))
+    files = {name: sha256(name.encode()) for name in ("a", "b", "c")}
     server.bodies = {"/a": b"a", "/b": b"b", "/c": b"c"}
     monkeypatch.setitem(DATASETS, "cifar10", RemoteDataSet(server.address, files))
     (tmp_path / "b").write_bytes(b"b")
@@ -222,7 +222,7 @@ def test_a_failed_download_says_what_to_place_where_and_changes_nothing(tmp_path
 
 
 def test_the_message_lists_every_file_still_missing_and_no_other(tmp_path, server, monkeypatch):
-    files = tuple(RemoteFile(name, sha256(name[:1].encode())) for name in ("a.gz", "b.gz", "c.gz"))
+    files = {name: sha256(name[:1].encode()) for name in ("a.gz", "b.gz", "c.gz")}
     server.bodies = {"/a.gz": b"a", "/c.gz": b"c"}
     monkeypatch.setitem(DATASETS, "cifar10", RemoteDataSet(server.address, files))
     with pytest.raises(FetchError) as caught:
@@ -301,8 +301,8 @@ def test_an_interrupted_download_leaves_nothing(tmp_path, server, number):
 def package(tmp_path, monkeypatch, server):
     """Make "fashion-mnist" a data set of two small files, also in a package; return a function that
     writes the stand-ins."""
-    files = tuple(RemoteFile(name, sha256(name.encode())) for name in ("images", "labels"))
-    dataset = RemoteDataSet(server.address, files, DebianPackage("the-package", "usr/share/it"))
+    files = {name: sha256(name.encode()) for name in ("images", "labels")}
+    dataset = RemoteDataSet(server.address, files, "the-package", "usr/share/it")
     monkeypatch.setitem(DATASETS, "fashion-mnist", dataset)
     server.bodies = {"/images": b"images", "/labels": b"labels"}
     tools = tmp_path / "bin"
@@ -401,7 +401,7 @@ def _idx(path: Path) -> bytes:
 
 
 def test_the_sample_is_small_balanced_and_reproducible(sample_dir):
-    files = [sample_dir / file.name for file in DATASETS["fashion-mnist"].files]
+    files = [sample_dir / name for name in DATASETS["fashion-mnist"].files]
     assert sum(path.stat().st_size for path in files) <= 1_500_000
     assert all(path.read_bytes()[3:8] == bytes(5) for path in files)  # gzip: no name, no time
     for split, per_class in (("train", 240), ("t10k", 60)):
@@ -420,21 +420,19 @@ def test_real_fashion_mnist_by_apt_and_the_sample_out_of_it(tmp_path, sample_dir
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         pytest.skip("no apt-get and dpkg-deb here")
     package = DATASETS["fashion-mnist"].package
-    tried = subprocess.run(
-        ["apt-get", "download", package.name], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    tried = subprocess.run(["apt-get", "download", package], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     if tried.returncode:
-        pytest.skip(f"apt cannot download {package.name} here: {tried.stderr.strip()}")
+        pytest.skip(f"apt cannot download {package} here: {tried.stderr.strip()}")
     whole = DATASETS["fashion-mnist"]
-    only_apt = RemoteDataSet(closed_port(), whole.files, whole.package)
+    only_apt = RemoteDataSet(closed_port(), whole.files, whole.package, whole.package_folder)
     monkeypatch.setitem(DATASETS, "fashion-mnist", only_apt)
     paths = fetch("fashion-mnist", tmp_path / "raw")
-    assert [path.name for path in paths] == [file.name for file in whole.files]
-    assert [sha256(path.read_bytes()) for path in paths] == [file.sha256 for file in whole.files]
+    assert [path.name for path in paths] == list(whole.files)
+    assert [sha256(path.read_bytes()) for path in paths] == list(whole.files.values())
 
     spec = importlib.util.spec_from_file_location("make_sample", ROOT / "tools" / "make_sample.py")
     make_sample = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_sample)
     assert make_sample.main([str(tmp_path / "raw"), str(tmp_path / "sample")]) == 0
-    for file in whole.files:  # not the compressed bytes: they depend on zlib's version
-        assert _idx(tmp_path / "sample" / file.name) == _idx(sample_dir / file.name)
+    for name in whole.files:  # not the compressed bytes: they depend on zlib's version
+        assert _idx(tmp_path / "sample" / name) == _idx(sample_dir / name)

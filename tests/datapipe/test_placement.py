@@ -14,6 +14,7 @@ from datapipe.cluster import (
     placement,
     rank_placement,
 )
+from datapipe.cluster.launchers import LAUNCHERS
 from datapipe.errors import SettingError
 
 SLURM = {
@@ -230,3 +231,11 @@ def test_when_a_job_ends(environ, expected):
 def test_which_job_has_ended():
     assert ended_job(SLURM) == ended_job({"SLURM_SCRIPT_CONTEXT": "prolog_slurmd"} | SLURM) == ended_job({}) == ""
     assert ended_job(SLURM | {"SLURM_SCRIPT_CONTEXT": "epilog_slurmd"}) == "17"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_an_empty_variable_counts_as_unset(launcher):
+    """As in `RANK= trainer train`."""
+    alone = placement({})
+    for names in ({launcher.index}, {launcher.count}, {launcher.index, launcher.count}):
+        assert placement(dict.fromkeys((*names, *launcher.beside), "")) == alone, names

@@ -11,6 +11,5 @@ from datapipe import console, fetch, public_data
 if __name__ == "__main__":
     address, name, digest, folder = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
-    files = (public_data.RemoteFile(name, digest),)
-    public_data.DATASETS["cifar10"] = public_data.RemoteDataSet(address, files)
+    public_data.DATASETS["cifar10"] = public_data.RemoteDataSet(address, {name: digest})
     sys.exit(console.run(lambda: fetch.fetch("cifar10", Path(folder))))

@@ -11,7 +11,7 @@ import pytest
 
 from datapipe.cli import info
 from datapipe.dataset import DataSet
-from datapipe.dataset.index import INDEX, PART, RECORD, check_records, sample_checksum, write_index
+from datapipe.dataset.index import _PART, INDEX, RECORD, check_records, sample_checksum, write_index
 from datapipe.dataset.manifest import KEYS, MANIFEST, FileInfo, Manifest, ShardInfo
 from datapipe.dataset.verify import verify
 from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingError
@@ -217,10 +217,10 @@ def large(count: int) -> tuple[np.ndarray, Manifest]:
     return records, manifest
 
 
-@pytest.mark.parametrize("number", [0, PART - 1, PART, 3 * PART - 1])
+@pytest.mark.parametrize("number", [0, _PART - 1, _PART, 3 * _PART - 1])
 @pytest.mark.parametrize("field", ["label", "shard", "size", "offset", "width", "height", "encoding"])
 def test_the_first_bad_sample_of_any_part_is_named(field, number):
-    records, manifest = large(3 * PART)
+    records, manifest = large(3 * _PART)
     check_records(records, manifest, Path(INDEX))
     records[field][[number, -1]] = {"size": 0, "width": 0, "height": 0, "offset": 10**9}.get(field, 999)
     with pytest.raises(ManifestError, match=rf"{INDEX}: sample {number}: {field} is "):

@@ -91,9 +91,9 @@ def synthetic(draw):
     numbers = np.arange(count - 1) % 8
     if fault in ("number", "last number") and count > 1:
         numbers[-1 if fault == "last number" else random.integers(count - 1)] += 1
-    marked = [bytes((0xFF, jpeg.RST0 | number & 7)) for number in numbers.tolist()] + [jpeg.END]
+    marked = [bytes((0xFF, jpeg.RST0 | number & 7)) for number in numbers.tolist()] + [jpeg.END_OF_IMAGE]
     if fault == "early end":
-        pieces[random.integers(len(pieces))] += jpeg.END
+        pieces[random.integers(len(pieces))] += jpeg.END_OF_IMAGE
     scan = b"".join(part for pair in zip(pieces, marked, strict=True) for part in pair)
     dri = b"\xff\xdd\0\x04" + interval.to_bytes(2, "big")
     data = whole[:2] + dri + whole[2 : header.scan_at] + scan
@@ -137,7 +137,7 @@ def change(data, changes, is_ended):
             damaged.insert(at, value)
         else:
             del damaged[at : at + 1 + value % 4 if kind == "remove" else None]
-    return bytes(damaged + (jpeg.END if is_ended else b""))
+    return bytes(damaged + (jpeg.END_OF_IMAGE if is_ended else b""))
 
 
 @settings(max_examples=400)
@@ -159,7 +159,7 @@ def test_truncated_anywhere(library_of_session):
     """To each length, and each with an end of image behind."""
     data = encoded(CASE._replace(interval=1, detail=0))
     for length in range(len(data)):
-        for end in (b"", jpeg.END):
+        for end in (b"", jpeg.END_OF_IMAGE):
             check(library_of_session, data[:length] + end, CASE.box, (CASE.width, CASE.height))
 
 

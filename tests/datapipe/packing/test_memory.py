@@ -162,7 +162,7 @@ def test_more_threads_help_when_those_there_are_wait_for_the_filesystem(monkeypa
     monkeypatch.setattr(pace, "time", fake)
     monkeypatch.setattr(pace, "_sleeps", states.__getitem__)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    reads, writes = (0.0, Path("shard"), mock.Mock(), 1), (0.0, Path("shard"), None, -1)
+    reads, writes = (0.0, Path("shard"), mock.Mock(), (1,), None), (0.0, Path("shard"), None, (), None)
 
     def looks(busy: float, *threads: tuple[tuple | None, bool]) -> list[bool]:
         """What three looks say, of threads that access a file or None, and sleep or not."""

@@ -24,7 +24,7 @@ from datapipe.images.recode import RecodeOptions
 from datapipe.locks import locked
 from datapipe.packing import PackOptions, convert, finish, pack
 from datapipe.packing.out_folder import DONE, FINISHING, NEW, STATE, OutFolder
-from datapipe.packing.plan_file import PLAN
+from datapipe.packing.state import PLAN
 from tests.waiting import limit_s, wait_until
 
 CHILDREN = Path(__file__).with_name("children")

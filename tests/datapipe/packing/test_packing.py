@@ -38,7 +38,7 @@ def bytes_of(folder):
 
 def one_at_a_time():
     """Make threads read one image at a time, as they do with large images, so that several share a shard."""
-    return mock.patch("datapipe.packing.pipeline.CHUNK_BYTES", 1)
+    return mock.patch("datapipe.packing.pipeline._CHUNK_BYTES", 1)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -200,7 +200,7 @@ def test_foreign_files_are_never_touched(image_folder, tmp_path):
 
 def stop_after(shards):
     """Fail when so many shards are finished, as if the process were killed there."""
-    from datapipe.packing.journal import Journal
+    from datapipe.packing.state import Journal
 
     add, count = Journal.add, [0]
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapipe.errors import ManifestError
-from datapipe.packing.journal import Journal
-from datapipe.packing.plan import MAX_KEY_BYTES, divide, make_keys, make_plan, shuffle, source_changes
-from datapipe.packing.plan_file import PLAN, load_plan, save_plan
+from datapipe.packing.plan import MAX_KEY_BYTES, divide_into_shards, make_keys, make_plan, shuffle, source_changes
+from datapipe.packing.state import PLAN, Journal, load_plan, save_plan
 from datapipe.sources import SAMPLES, Pixels, Source, open_source, samples_class
 from datapipe.sources.packed import load as open_packed
 
@@ -51,7 +50,7 @@ def test_keys(names, keys):
 
 @given(st.integers(1, 400), st.floats(1, 1e6), st.integers(1, 1 << 28), st.integers(0, 99))
 def test_every_sample_is_once_in_shards_of_even_counts(num_samples, mean, shard_bytes, seed):
-    shards = divide(shuffle(num_samples, None, seed), mean, shard_bytes)
+    shards = divide_into_shards(shuffle(num_samples, None, seed), mean, shard_bytes)
     assert sorted(np.concatenate(shards)) == list(range(num_samples))
     counts = [len(shard) for shard in shards]
     assert max(counts) - min(counts) <= 1 and min(counts) >= 1
@@ -71,8 +70,8 @@ def test_shuffle_within_blocks_is_no_order():
 
 
 def test_shards_meet_the_size():
-    assert len(divide(shuffle(1_281_167, None, 0), 110_000, 256 << 20)) == 525
-    assert len(divide(shuffle(10, None, 0), 1.0, 1 << 30)) == 1
+    assert len(divide_into_shards(shuffle(1_281_167, None, 0), 110_000, 256 << 20)) == 525
+    assert len(divide_into_shards(shuffle(10, None, 0), 1.0, 1 << 30)) == 1
 
 
 def plan_of(source):

@@ -30,5 +30,5 @@ def leave_to_python(files: Files, i: int) -> tuple[int, str]:
 
 if __name__ == "__main__":
     Files.read, Files.place = hang, leave_to_python
-    pipeline.CHUNK_BYTES = 1  # images are written one by one, so that some of the shard is there
+    pipeline._CHUNK_BYTES = 1  # images are written one by one, so that some of the shard is there
     sys.exit(main())
