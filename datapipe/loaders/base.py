@@ -84,7 +84,7 @@ class Loader(ABC):
         self.classes = data.classes
         self.size = options.size
         self._checksum = data.checksum
-        self._augment = options.augment.resolve(data.width, data.height, options.size)
+        self._augment = options.augment_for(data.width, data.height)
         if options.train and data.smallest is not None:
             self._augment.check(*data.smallest, options.size)
         self.wait_s = 0.0

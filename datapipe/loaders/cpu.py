@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from ..dataset import DataSet
 from . import gpu_pixels
@@ -21,38 +20,28 @@ from .options import LoaderOptions
 from .painter import Painter
 
 
-def make_loader(
-    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
-) -> Loader:
-    """Open the data set at `path`, of which a copy arrives at `local`, and make a loader that delivers to `device`."""
-    place = resolve_device(device)
+def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
+    """Open the data set at `path`, of which a copy arrives at `local`, and make its loader."""
 
     def make(data_set: DataSet) -> Loader:
-        if place.type != "cpu" and gpu_pixels.fits(data_set):
-            return gpu_pixels.make_pixels_loader(data_set, make_source(data_set, options), options, place)
-        return make_cpu_loader(data_set, options, place)
+        device = resolve_device(options.device)
+        if device.type != "cpu" and gpu_pixels.fits(data_set):
+            return gpu_pixels.make_pixels_loader(data_set, make_source(data_set, options), options, device)
+        return make_cpu_loader(data_set, options)
 
     return open_on(path, options, make, local)
 
 
-def make_cpu_loader(data_set: DataSet, options: LoaderOptions, device: torch.device) -> Engine[Images]:
-    """Make a loader that decodes on the processor.
-
-    Args:
-        data_set: Data set, open; the loader closes it.
-        options: Options of the loader.
-        device: Device to which batches are delivered.
-
-    Returns:
-        The loader.
-    """
+def make_cpu_loader(data_set: DataSet, options: LoaderOptions) -> Engine[Images]:
+    """Make a loader of an open data set, which it closes, that decodes on the processor."""
 
     def decode_whole(image: PendingImage) -> np.ndarray:
         return data_set.pixels(image.sample, image.data)
 
     channels = data_set.manifest.channels
     painter = Painter[Images](channels, decode_whole, only_pixels=data_set.raw_shape is not None)
-    delivery = HostDelivery(Images, (options.batch_size, options.size, options.size, channels), device)
+    shape = (options.batch_size, options.size, options.size, channels)
+    delivery = HostDelivery(Images, shape, resolve_device(options.device))
     return Engine(DataDescription.from_data_set(data_set), options, make_source(data_set, options), painter, delivery)
 
 

@@ -38,13 +38,11 @@ DEPTH = 2  # batches that DALI works on
 DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
-def make_loader(
-    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
-) -> Loader:
-    """Open the data set at `path`, of which a copy arrives at `local`, and make a loader that delivers to `device`."""
+def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
+    """Open the data set at `path`, of which a copy arrives at `local`, and make its loader."""
 
     def make(data_set: DataSet) -> Engine[EncodedImages]:
-        delivery = DaliDelivery(data_set, options, resolve_device(device))
+        delivery = DaliDelivery(data_set, options)
         source, data = make_source(data_set, options), DataDescription.from_data_set(data_set)
         return Engine(data, options, source, WindowCutter(options), delivery)
 
@@ -57,7 +55,6 @@ class DaliDelivery(Delivery[EncodedImages]):
     Args:
         data_set: The data set.
         options: Options of the loader.
-        device: Device to which batches are delivered.
 
     Raises:
         SettingError: DALI does not decode what the data set holds.
@@ -66,7 +63,7 @@ class DaliDelivery(Delivery[EncodedImages]):
 
     num_on_device = DEPTH - 1
 
-    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
+    def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
         self._data_set, self._options = data_set, options
         self._size, self._channels = options.size, data_set.manifest.channels
         kinds = {ENCODINGS[number] for number in np.unique(data_set.index["encoding"])}
@@ -75,12 +72,12 @@ class DaliDelivery(Delivery[EncodedImages]):
                 f"backend: 'dali' decodes images, and this data set holds {', '.join(sorted(kinds - DECODED))}; "
                 "allowed: cpu"
             )
-        self._device = device
+        self._device = resolve_device(options.device)
         nothing = np.zeros((1, 1) if self._channels == 1 else (1, 1, 3), np.uint8)
         self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
         # Crops are as large as the output, and may reach beyond the image.
-        data = DataDescription.from_data_set(data_set)
-        self._pads = options.train and options.augment.resolve(data.width, data.height, options.size).crop == "pad"
+        manifest = data_set.manifest
+        self._pads = options.train and options.augment_for(manifest.width, manifest.height).crop == "pad"
         self._scheduled: deque[EncodedImages] = deque()
         self._pipelines: list[Pipeline] = []
         self._prepare()

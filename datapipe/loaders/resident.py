@@ -29,17 +29,14 @@ from .options import LoaderOptions
 FILL_BATCH = 1024  # images that are decoded at a time
 
 
-def make_loader(
-    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
-) -> Loader:
-    """Decode the data set at `path`, of which a copy arrives at `local`, into the memory of `device`."""
+def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
+    """Decode the data set at `path`, of which a copy arrives at `local`, into the memory of a device."""
     options.refuse_other_than("images that are decoded once", order="full", io="cached")
-    whole = replace(options, batch_size=FILL_BATCH, train=False, rank=0, world_size=1, last="pad")
-    cpu = torch.device("cpu")
+    whole = replace(options, batch_size=FILL_BATCH, train=False, rank=0, world_size=1, last="pad", device="cpu")
 
     def make(data_set: DataSet) -> ResidentLoader:
-        with closing(make_cpu_loader(data_set, whole, cpu)) as source:
-            return ResidentLoader(DataDescription.from_data_set(data_set), source, options, resolve_device(device))
+        with closing(make_cpu_loader(data_set, whole)) as source:
+            return ResidentLoader(DataDescription.from_data_set(data_set), source, options)
 
     return open_on(path, whole, make, local)
 
@@ -51,14 +48,13 @@ class ResidentLoader(Loader):
         data: The data set.
         source: Loader that gives all images once, in order.
         options: Options of the loader.
-        device: Device on which the images stay.
 
     Raises:
         SettingError: The images have not all the output's size, or the crop would scale them.
         DatapipeError: They cannot be read.
     """
 
-    def __init__(self, data: DataDescription, source: Loader, options: LoaderOptions, device: torch.device) -> None:
+    def __init__(self, data: DataDescription, source: Loader, options: LoaderOptions) -> None:
         super().__init__(data, options)
         if (data.width, data.height) != (self.size, self.size):
             sides = f"of {data.width}×{data.height}" if data.width and data.height else "of different sizes"
@@ -68,7 +64,7 @@ class ResidentLoader(Loader):
             )
         if options.train and self._augment.crop == "random_resized":
             raise SettingError("crop: 'random_resized' scales images, and backend 'resident' none; allowed: pad, none")
-        self._device = device
+        self._device = device = resolve_device(options.device)
         # A crop may reach so far beyond an image.
         self._pad = self._augment.pad if options.train and self._augment.crop == "pad" else 0
         side = self.size + 2 * self._pad

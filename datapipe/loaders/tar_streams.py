@@ -125,13 +125,12 @@ def _descendants(process: int) -> list[int]:
     return [process, *(each for child in children for each in _descendants(int(child)))]
 
 
-def describe(path: str, split: str | None, options: LoaderOptions) -> tuple[list[Shard], list[int], DataDescription]:
+def describe(path: str, options: LoaderOptions) -> tuple[list[Shard], list[int], DataDescription]:
     """List the shards at a path, count their samples, and describe their images as far as that is known.
 
     Args:
         path: A folder, or URLs.
-        split: Split of the shards to take, if a folder has those of several splits.
-        options: Options of the loader.
+        options: Options of the loader, with the split if a folder has shards of several.
 
     Returns:
         The shards, the number of samples of each, and what is known of all.
@@ -141,7 +140,7 @@ def describe(path: str, split: str | None, options: LoaderOptions) -> tuple[list
         SettingError: It is not clear which shards are meant, or they are not tar files.
     """
     _import_webdataset()
-    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, split)
+    shards, manifest = call_in_time(options.timeout_s, path, "opening the data set", _list_shards, path, options.split)
     if manifest is not None:
         counts = [shard.num_samples for shard in manifest.shards]
         width, height = manifest.width, manifest.height

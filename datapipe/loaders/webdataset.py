@@ -14,10 +14,10 @@ import time
 from collections.abc import Generator, Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import torch
 
 from ..errors import DatapipeError, ShardReadError
 from ..images.codec import decode, read_header
@@ -46,19 +46,16 @@ class ShardPart(NamedTuple):
     take: int  # samples, behind those
 
 
-def make_loader(
-    path: str, options: LoaderOptions, device: torch.device | str | int | None, split: str | None = None
-) -> Loader:
-    """Open the shards at `path`, those of a split if there are several, and make a loader that delivers to `device`."""
+def make_loader(path: Path | str, options: LoaderOptions) -> Loader:
+    """Open the shards at `path`, those of a split if there are several, and make their loader."""
     options.refuse_other_than("backend: 'webdataset'", order="full", io="cached")
-    shards, counts, data = describe(str(path), split, options)
+    shards, counts, data = describe(str(path), options)
 
     def decode_whole(image: PendingImage) -> np.ndarray:
         return decode(image.data, data.channels)
 
-    delivery = HostDelivery(
-        Images, (options.batch_size, options.size, options.size, data.channels), resolve_device(device)
-    )
+    shape = (options.batch_size, options.size, options.size, data.channels)
+    delivery = HostDelivery(Images, shape, resolve_device(options.device))
     return Engine(
         data, options, TarStreams(shards, counts, options), Painter[Images](data.channels, decode_whole), delivery
     )
