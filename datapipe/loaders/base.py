@@ -20,7 +20,7 @@ from ..dataset import DataSet
 from ..errors import SettingError
 from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
-from ..sampling.order import num_steps
+from ..sampling.order import KeyedPermutation, epoch_order, num_steps, slice_positions
 from .batch import Batch
 from .options import LoaderOptions
 from .tuples import NOT_PICKLED, TupleLoader
@@ -259,6 +259,16 @@ class Loader(ABC):
     def _take_size(self, size: int) -> None:
         """Give images another size; nothing is under way. A backend also replaces what depends on it."""
         self.size = size
+
+    def positions(self, step: int) -> np.ndarray:
+        """Return the positions of this rank's slice of a global batch, int64[batch_size]."""
+        return slice_positions(step, self.options.batch_size, self.options.rank, self.options.world_size)
+
+    def full_order(self, epoch: int) -> np.ndarray | KeyedPermutation:
+        """Return the sample at each position of an epoch: shuffled in training, else one behind the other."""
+        if not self.options.train:
+            return np.arange(self.num_samples)
+        return epoch_order(self.num_samples, self.options.seed, epoch)
 
     def crops(
         self, epoch: int, positions: np.ndarray, samples: np.ndarray, widths: np.ndarray, heights: np.ndarray

@@ -24,7 +24,7 @@ class BatchSlots:
         self.samples = np.full(len(positions), -1, np.int64)
         self.labels = np.zeros(len(positions), np.int64)
         self.tasks: list[Future[ChunkReport | None]] = []  # that fill it; a task may add others before it is done
-        self.known: list[Any] = []  # what a stream's source knows of the samples, when it has read them
+        self.known: Any = None  # what the source knows of the samples
         self.stop = np.zeros(1, np.uint8)  # not 0 once abandoned: the decoder in C looks at it, too
 
     @property

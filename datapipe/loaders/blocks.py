@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from concurrent.futures import Future
-from functools import partial
 
 import numpy as np
 
@@ -15,12 +13,11 @@ from ..dataset.shard_reader import SLACK
 from ..sampling.block_order import BlockOrder, grid, longest
 from ..sampling.cached_blocks import HORIZON, NextUses
 from .batch_memory import BatchMemory
-from .block_reads import BlockRead, PiecewiseRead, RankReads, ReadFrom
+from .block_reads import RankReads, ReadFrom
 from .engine import Engine, SlotsT
 from .image_chunk import BlockedImages, ImageChunk
-from .indexed import IndexedSource, Plan
+from .indexed import IndexedSource
 from .options import LoaderOptions
-from .threads import Threads
 
 READERS = 4  # threads that read blocks ahead: the others continue while the filesystem answers one
 
@@ -39,28 +36,30 @@ class BlockSource(IndexedSource):
         room = room_for(longest(data_set.index, self._grid) + more)
         self._memory = BatchMemory((room,), pinned=False)
 
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
+    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
         options, data_set = self.options, self.data_set
         order = self._order(epoch, engine.lanes)
         needs = order.needs(options.rank, options.world_size, steps)
         kept = data_set.slots
         cache = (kept, self._next_uses(kept.num_slots, epoch, engine.lanes)) if kept else None
         source = ReadFrom(data_set.reader, data_set.index, self._block_bytes, self._memory)
-        reads = RankReads(source, order, needs, threads.read, cache)
+        reads = RankReads(source, order, needs, engine.threads.read, cache)
         try:
             for step in steps:
                 positions = engine.positions(step)
                 samples, numbers = order.at(positions[positions < len(order)])
-                slots, plan = self.plan_slots(engine, epoch, positions, samples, threads)
-                engine.fill(slots, partial(self._images_of, plan, reads.begin(step, numbers.tolist())), threads)
+                slots = self.start(engine, epoch, positions, samples)
+                slots.known = slots.known, reads.begin(step, numbers.tolist())
+                engine.fill(slots)
                 yield slots
         finally:
             reads.end()
 
-    def _images_of(self, plan: Future[Plan], reads: list[BlockRead | PiecewiseRead], chunk: slice) -> ImageChunk:
+    def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
+        plan, reads = slots.known
         samples, shards, jobs = plan.result()
-        slots = range(chunk.start, chunk.stop)
-        return BlockedImages(slots, samples[chunk], jobs[chunk], self.data_set, shards[chunk], reads[chunk])
+        numbers = range(chunk.start, chunk.stop)
+        return BlockedImages(numbers, samples[chunk], jobs[chunk], self.data_set, shards[chunk], reads[chunk])
 
     def _order(self, epoch: int, lanes: int) -> BlockOrder:
         options = self.options

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from .batch_memory import BatchMemory
 from .cpu import make_source
 from .device import dali_extra, read_driver, resolve_device, to_device
 from .engine import Delivery, Engine
-from .indexed import open_on
+from .indexed import open_for_loader
 from .options import LoaderOptions
 from .window_cutter import EncodedImages, WindowCutter
 
@@ -41,12 +40,10 @@ DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder take
 def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
     """Open the data set at `path`, of which a copy arrives at `local`, and make its loader."""
 
-    def make(data_set: DataSet) -> Engine[EncodedImages]:
+    with open_for_loader(path, options, local) as data_set:
         delivery = DaliDelivery(data_set, options)
         source, data = make_source(data_set, options), DataDescription.from_data_set(data_set)
         return Engine(data, options, source, WindowCutter(options), delivery)
-
-    return open_on(path, options, make, local)
 
 
 class DaliDelivery(Delivery[EncodedImages]):
@@ -203,7 +200,7 @@ class DaliDelivery(Delivery[EncodedImages]):
         self._pipelines[:] = [self._build()]
         scheduled = list(self._scheduled)
         self._scheduled.clear()
-        if not engine.wait_for(partial(self._take_undecodable, slots, engine)):
+        if not engine.wait_for(engine.threads.fill.submit(self._take_undecodable, slots, engine)):
             raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self._data_set.folder) from error
         for batch in scheduled:
             self.begin(batch)

@@ -18,7 +18,7 @@ from .batch import Batch
 from .batch_slots import Images
 from .delivery import HostDelivery
 from .device import to_device
-from .engine import Decoder, Engine, TakeBad
+from .engine import Decoder, Engine
 from .image_chunk import ImageChunk
 from .indexed import IndexedSource
 from .options import LoaderOptions
@@ -55,24 +55,21 @@ def make_pixels_loader(
         The loader.
     """
     delivery = CutOnDevice(data_set, options, device)
-    return Engine(DataDescription.from_data_set(data_set), options, source, PixelCopier(data_set), delivery)
+    return Engine(DataDescription.from_data_set(data_set), options, source, PixelCopier(), delivery)
 
 
 class PixelCopier(Decoder[Pixels]):
     """Copies pixels as they are stored."""
 
-    def __init__(self, data_set: DataSet) -> None:
-        self._data_set = data_set
-
-    def put(self, slots: Pixels, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
+    def put(self, slots: Pixels, chunk: ImageChunk) -> dict[str, float]:
         began = time.perf_counter()
-        for image in chunk.pending(range(len(chunk.slots)), slots, take_bad):
+        for image in chunk.pending(range(len(chunk.slots)), slots):
             try:
-                pixels = self._data_set.pixels(image.sample, image.data)
+                pixels = chunk.decode(image, slots.images.shape[3])
                 check_size(pixels.shape[1], pixels.shape[0], image.size)  # numpy would repeat a single row
                 slots.images[image.slot] = pixels
             except (ValueError, DecodeError) as error:
-                take_bad(image.slot, error)
+                chunk.bad[image.slot] = error
                 continue
             slots.boxes[image.slot] = image.box
             slots.flips[image.slot] = image.flip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from ..dataset import DataSet
 from ..dataset.shard_files import NOWHERE, Data, File
 from ..errors import ShardCorruptError, ShardReadError
+from ..images.codec import decode
 from ..images.window import Box
 from ..native import PROGRESS
 from .batch_slots import BatchSlots
@@ -38,11 +39,16 @@ class ImageChunk(ABC):
         samples: Number of each image in the data set.
         jobs: One JOB per image, JOB[N]: what is known of it beforehand.
         data: Bytes of the images that have been read.
+        bad: Errors of images that cannot be put into their slots, by slot.
+        only_pixels: Whether the images are nothing but pixels, which may look like the first bytes of a JPEG.
     """
+
+    only_pixels = False
 
     def __init__(self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray) -> None:
         self.slots, self.samples, self.jobs = slots, samples, jobs
         self.data: dict[int, Data] = {}
+        self.bad: dict[int, Exception] = {}
 
     @abstractmethod
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
@@ -56,19 +62,12 @@ class ImageChunk(ABC):
     def read(self, i: int) -> Data:
         """Return the bytes of an image. Raises ShardReadError, and ShardCorruptError for bytes that are wrong."""
 
-    def pending(
-        self, numbers: Sequence[int], slots: BatchSlots, take_bad: Callable[[int, Exception], None]
-    ) -> Iterator[PendingImage]:
-        """Read some of the images, until the batch is abandoned.
+    def decode(self, image: PendingImage, channels: int) -> np.ndarray:
+        """Decode a whole image: uint8[H, W, channels]. Raises ValueError or DecodeError."""
+        return decode(image.data, channels)
 
-        Args:
-            numbers: Numbers of the images in the chunk, in order.
-            slots: The batch.
-            take_bad: Function called with the slot of an image whose bytes are wrong, and the error.
-
-        Yields:
-            Those that can be read.
-        """
+    def pending(self, numbers: Sequence[int], slots: BatchSlots) -> Iterator[PendingImage]:
+        """Read some of the images, until the batch is abandoned, and yield those whose bytes are right."""
         jobs = self.jobs
         columns = (jobs[name].tolist() for name in ("width", "height", "box", "scale", "flip"))
         widths, heights, boxes, scales, flips = columns
@@ -78,7 +77,7 @@ class ImageChunk(ABC):
             try:
                 data = self.data[i] if i in self.data else self.read(i)
             except ShardCorruptError as error:
-                take_bad(self.slots[i], error)
+                self.bad[self.slots[i]] = error
                 continue
             size = widths[i], heights[i]
             yield PendingImage(self.slots[i], int(self.samples[i]), data, size, boxes[i], scales[i], bool(flips[i]))
@@ -112,6 +111,7 @@ class IndexedImages(ImageChunk):
     ) -> None:
         super().__init__(slots, samples, jobs)
         self._data_set, self._shards = data_set, shards
+        self.only_pixels = data_set.raw_shape is not None
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
         jobs, reader = self.jobs, self._data_set.reader
@@ -134,6 +134,9 @@ class IndexedImages(ImageChunk):
     def read(self, i: int) -> Data:
         sample, shard, offset, size, checksum = self._extent(i)
         return self._data_set.read_at(sample, shard, offset, size, checksum)
+
+    def decode(self, image: PendingImage, channels: int) -> np.ndarray:
+        return self._data_set.pixels(image.sample, image.data)
 
     def _extent(self, i: int) -> tuple[int, int, int, int, int]:
         job = self.jobs[i]

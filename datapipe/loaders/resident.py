@@ -16,14 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..dataset import DataSet
 from ..errors import SettingError
-from ..sampling.order import epoch_order, slice_positions
 from .base import DataDescription, Loader
 from .batch import Batch
 from .cpu import make_cpu_loader
 from .device import resolve_device, to_device
-from .indexed import open_on
+from .indexed import open_for_loader
 from .options import LoaderOptions
 
 FILL_BATCH = 1024  # images that are decoded at a time
@@ -33,12 +31,8 @@ def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = N
     """Decode the data set at `path`, of which a copy arrives at `local`, into the memory of a device."""
     options.refuse_other_than("images that are decoded once", order="full", io="cached")
     whole = replace(options, batch_size=FILL_BATCH, train=False, rank=0, world_size=1, last="pad", device="cpu")
-
-    def make(data_set: DataSet) -> ResidentLoader:
-        with closing(make_cpu_loader(data_set, whole)) as source:
-            return ResidentLoader(DataDescription.from_data_set(data_set), source, options)
-
-    return open_on(path, whole, make, local)
+    with open_for_loader(path, whole, local) as data_set, closing(make_cpu_loader(data_set, whole)) as source:
+        return ResidentLoader(DataDescription.from_data_set(data_set), source, options)
 
 
 class ResidentLoader(Loader):
@@ -83,10 +77,9 @@ class ResidentLoader(Loader):
         self._crops_of = images_NHWC.unfold(1, self.size, 1).unfold(2, self.size, 1)
 
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
-        options = self.options
-        order = epoch_order(self.num_samples, options.seed, epoch) if options.train else np.arange(self.num_samples)
+        order = self.full_order(epoch)
         for step in steps:
-            positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
+            positions = self.positions(step)
             positions = positions[positions < self.num_samples]
             yield self._batch(epoch, positions, order[positions])
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -20,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from ..errors import DatapipeError, ShardReadError
-from ..images.codec import decode, read_header
+from ..images.codec import read_header
 from ..native import JOB
 from ..sampling.augment import scales
 from ..sampling.order import BUFFER, permutation, uniform
@@ -29,13 +28,19 @@ from .batch_slots import BatchSlots, ChunkReport, Images
 from .delivery import HostDelivery
 from .device import resolve_device
 from .engine import Engine, SlotsT, Source
-from .image_chunk import ImageChunk, ImagesInMemory, PendingImage
+from .image_chunk import ImageChunk, ImagesInMemory
 from .options import LoaderOptions
 from .painter import Painter
 from .tar_streams import Sample, Shard, describe, end_commands, locate, read_samples
-from .threads import Threads
 
 SHUFFLED = 1000  # samples that the next one is drawn from, as in WebDataset's examples
+
+
+class StreamedBatch(NamedTuple):
+    """What is known of a batch."""
+
+    epoch: int
+    samples: list[Sample]  # of the first slots
 
 
 class ShardPart(NamedTuple):
@@ -50,15 +55,9 @@ def make_loader(path: Path | str, options: LoaderOptions) -> Loader:
     """Open the shards at `path`, those of a split if there are several, and make their loader."""
     options.refuse_other_than("backend: 'webdataset'", order="full", io="cached")
     shards, counts, data = describe(str(path), options)
-
-    def decode_whole(image: PendingImage) -> np.ndarray:
-        return decode(image.data, data.channels)
-
     shape = (options.batch_size, options.size, options.size, data.channels)
     delivery = HostDelivery(Images, shape, resolve_device(options.device))
-    return Engine(
-        data, options, TarStreams(shards, counts, options), Painter[Images](data.channels, decode_whole), delivery
-    )
+    return Engine(data, options, TarStreams(shards, counts, options), Painter(), delivery)
 
 
 class TarStreams(Source):
@@ -80,7 +79,7 @@ class TarStreams(Source):
         return {"world_size": self.options.world_size}
 
     def place(self, slots: BatchSlots, slot: int) -> Place:
-        sample: Sample = slots.known[slot]
+        sample: Sample = slots.known.samples[slot]
         return {**locate(sample.shard), "key": sample.key}
 
     def explain_wait(self) -> tuple[Place, str]:
@@ -97,7 +96,7 @@ class TarStreams(Source):
 
     # --- in the consumer ---
 
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
+    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
         batch_size = self.options.batch_size
         parts = rank_parts(self._counts, self.options, epoch)
         total = sum(part.take for part in parts)
@@ -107,10 +106,10 @@ class TarStreams(Source):
             for step in steps:
                 count = max(0, min(batch_size, total - step * batch_size))
                 slots = engine.delivery.new_slots(engine.positions(step), count)
-                slots.tasks.append(threads.read.submit(self._read, engine, epoch, slots, stream, threads))
+                slots.tasks.append(engine.threads.read.submit(self._read, engine, epoch, slots, stream))
                 yield slots
         finally:
-            threads.read.submit(samples.close)  # behind what it is reading
+            engine.threads.read.submit(samples.close)  # behind what it is reading
 
     # --- in the reading thread ---
 
@@ -141,24 +140,24 @@ class TarStreams(Source):
             buffer[at], buffer[-1] = buffer[-1], buffer[at]
             yield buffer.pop()
 
-    def _read(
-        self, engine: Engine[SlotsT], epoch: int, slots: SlotsT, stream: Iterator[Sample], threads: Threads
-    ) -> ChunkReport | None:
+    def _read(self, engine: Engine[SlotsT], epoch: int, slots: SlotsT, stream: Iterator[Sample]) -> ChunkReport | None:
         """Read a batch's samples, and have them decoded."""
         if slots.abandoned:
             return None
         began = time.perf_counter()
-        slots.known = list(islice(stream, slots.count))
-        engine.fill(slots, partial(self._images, engine, epoch, slots), threads)
+        slots.known = StreamedBatch(epoch, list(islice(stream, slots.count)))
+        engine.fill(slots)
         return ChunkReport({"read": time.perf_counter() - began}, 0)
 
     # --- in the decoding threads ---
 
-    def _images(self, engine: Engine[SlotsT], epoch: int, slots: SlotsT, chunk: slice) -> ImageChunk:
+    def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
+        known: StreamedBatch = slots.known
         readable: list[int] = []  # slots
+        bad: dict[int, Exception] = {}
         sizes: list[tuple[int, int]] = []
         for slot in range(chunk.start, chunk.stop):
-            sample: Sample = slots.known[slot]
+            sample = known.samples[slot]
             slots.samples[slot], slots.labels[slot] = sample.number, sample.label
             try:
                 if sample.error is not None:
@@ -167,14 +166,17 @@ class TarStreams(Source):
                 readable.append(slot)
                 sizes.append((header.width, header.height))
             except (ValueError, DatapipeError) as error:
-                engine.take_bad(slots, slot, error)
+                bad[slot] = error
         jobs = np.zeros(len(readable), JOB)
         jobs["width"], jobs["height"] = widths, heights = np.array(sizes, np.int32).reshape(-1, 2).T
         if readable:
-            crops = engine.crops(epoch, slots.positions[readable], slots.samples[readable], widths, heights)
+            crops = engine.crops(known.epoch, slots.positions[readable], slots.samples[readable], widths, heights)
             jobs["box"], jobs["flip"], jobs["scale"] = crops.boxes, crops.flips, scales(crops.boxes, engine.size)
-        encoded = [slots.known[slot].data for slot in readable]
-        return ImagesInMemory(readable, slots.samples[readable], jobs, encoded)
+        images = ImagesInMemory(
+            readable, slots.samples[readable], jobs, [known.samples[slot].data for slot in readable]
+        )
+        images.bad = bad
+        return images
 
 
 def rank_parts(counts: list[int], options: LoaderOptions, epoch: int) -> list[ShardPart]:
