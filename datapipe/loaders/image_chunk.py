@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from ..images.codec import decode
 from ..images.window import Box
 from ..native import PROGRESS
 from .batch_slots import BatchSlots
-from .block_reads import BlockRead, PiecewiseRead
 
 
 class PendingImage(NamedTuple):
@@ -147,7 +146,7 @@ class BlockedImages(IndexedImages):
     """Images of a packed data set, each a part of the block that was read with it.
 
     Args:
-        reads: BlockRead or PiecewiseRead of the block of each image.
+        takers: Function for each image that takes the bytes at an offset in the shard, and of a size, from the block.
     """
 
     def __init__(
@@ -157,10 +156,10 @@ class BlockedImages(IndexedImages):
         jobs: np.ndarray,
         data_set: DataSet,
         shards: Sequence[int],
-        reads: Sequence[BlockRead | PiecewiseRead],
+        takers: Sequence[Callable[[int, int], Data]],
     ) -> None:
         super().__init__(slots, samples, jobs, data_set, shards)
-        self._reads = reads
+        self._takers = takers
         self._parts: dict[int, Data] = {}  # not compared with the checksums
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
@@ -176,7 +175,7 @@ class BlockedImages(IndexedImages):
         if i not in self._parts:
             offset, size = int(self.jobs[i]["offset"]), int(self.jobs[i]["size"])
             try:
-                part: Data = self._reads[i].take(offset, size)
+                part: Data = self._takers[i](offset, size)
                 if len(part) != size:  # an index may have it end in the next sample, which is in another piece
                     part = self._data_set.reader.read(self._shards[i], offset, size)
                 self._parts[i] = part
