@@ -288,21 +288,16 @@ def crops(name: str) -> Prepare:
         boxes, flips = train_crops(Augment("random_resized"), widths, heights, CROP, 0, 0, numbers, numbers)
         jobs["width"], jobs["height"], jobs["box"], jobs["flip"] = widths, heights, boxes, flips
         jobs["scale"] = scales(boxes, CROP)
-        painter, slots = (
-            Painter(3, lambda image: codec.decode(image.data, 3)),
-            Images(numbers, NUM_JPEGS, np.zeros((NUM_JPEGS, CROP, CROP, 3), np.uint8)),
-        )
+        painter, slots = Painter(), Images(numbers, NUM_JPEGS, np.zeros((NUM_JPEGS, CROP, CROP, 3), np.uint8))
 
         def work() -> None:
-            painter.put(slots, ImagesInMemory(numbers.tolist(), numbers, jobs, data), take_bad)
+            images = ImagesInMemory(numbers.tolist(), numbers, jobs, data)
+            painter.put(slots, images)
+            assert not images.bad
 
         return work
 
     return prepare
-
-
-def take_bad(slot: int, error: Exception) -> None:
-    raise error
 
 
 def digits() -> list[np.ndarray]:

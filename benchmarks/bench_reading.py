@@ -67,9 +67,6 @@ class NoDelivery(Delivery[EncodedImages]):
     def put_nothing(self, slots, slot) -> None:
         pass
 
-    def begin(self, slots) -> None:
-        pass
-
     def finish(self, slots, engine) -> EncodedImages:
         return slots
 
@@ -77,9 +74,6 @@ class NoDelivery(Delivery[EncodedImages]):
         pass
 
     def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 

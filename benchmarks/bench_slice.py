@@ -24,7 +24,8 @@ import numpy as np
 
 from benchmarks.corpus import photographs
 from benchmarks.measure import command_line, compare, environment, out_folder, process, shown, table, write_record
-from datapipe.loaders import block_reads
+from datapipe.dataset.block_slots import BlockSlots
+from datapipe.loaders import blocks
 from datapipe.packing import PackOptions, pack
 from datapipe.sampling.block_order import NEVER, BlockOrder, Grid, num_lanes
 from datapipe.sampling.cached_blocks import FREE, NextUses, choose_slot
@@ -84,14 +85,14 @@ class Policy:
 
 def install(name: str) -> None:
     """Have this process's loaders evict by a policy."""
-    policy, read = Policy(name, 0), block_reads.CachedBlock.read
+    policy, read = Policy(name, 0), BlockSlots.read
 
-    def noted(cached: block_reads.CachedBlock, size: int, into: memoryview) -> memoryview | None:
-        policy.use(cached.block)
-        return read(cached, size, into)
+    def noted(slots: BlockSlots, block: int, size: int, into: memoryview) -> memoryview | None:
+        policy.use(block)
+        return read(slots, block, size, into)
 
-    block_reads.CachedBlock.read = noted  # type: ignore[method-assign]
-    block_reads.choose_slot = policy  # type: ignore[assignment]
+    BlockSlots.read = noted  # type: ignore[method-assign]
+    blocks.choose_slot = policy  # type: ignore[assignment]
 
 
 def count_reads(turns: list[np.ndarray], num_slots: int, name: str) -> list[int]:

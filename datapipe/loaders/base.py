@@ -17,13 +17,13 @@ import numpy as np
 
 from ..checks import checked_int
 from ..dataset import DataSet
+from ..dataset.manifest import Manifest
 from ..errors import SettingError
 from ..sampling.augment import Crops, eval_crops, train_crops
 from ..sampling.block_order import num_lanes
-from ..sampling.order import num_steps
-from .batch import Batch
+from ..sampling.order import KeyedPermutation, epoch_order, num_steps, slice_positions
+from .batch import NOT_PICKLED, Batch, TupleLoader
 from .options import LoaderOptions
-from .tuples import NOT_PICKLED, TupleLoader
 
 
 class Place(TypedDict, total=False):
@@ -49,17 +49,22 @@ class DataDescription(NamedTuple):
     @classmethod
     def from_data_set(cls, data_set: DataSet) -> DataDescription:
         """Describe a packed data set."""
-        manifest, index = data_set.manifest, data_set.index
-        return cls(
-            num_samples=len(data_set),
-            num_classes=manifest.num_classes,
-            channels=manifest.channels,
-            width=manifest.width,
-            height=manifest.height,
-            smallest=(int(index["width"].min()), int(index["height"].min())),
-            checksum=manifest.index_checksum,
-            classes=tuple(manifest.classes),
-        )
+        index = data_set.index
+        smallest = int(index["width"].min()), int(index["height"].min())
+        return cls.from_manifest(data_set.manifest, smallest, data_set.manifest.index_checksum)
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest, smallest: tuple[int, int] | None, checksum: str) -> DataDescription:
+        """Return the description of a packed data set.
+
+        Args:
+            manifest: Manifest of the data set.
+            smallest: A width and a height, see above.
+            checksum: Checksum that tells it from other data sets.
+        """
+        width, height, classes = manifest.width, manifest.height, tuple(manifest.classes)
+        num_classes, channels = manifest.num_classes, manifest.channels
+        return cls(manifest.num_samples, num_classes, channels, width, height, smallest, checksum, classes)
 
 
 class Loader(ABC):
@@ -84,7 +89,7 @@ class Loader(ABC):
         self.classes = data.classes
         self.size = options.size
         self._checksum = data.checksum
-        self._augment = options.augment.resolve(data.width, data.height, options.size)
+        self._augment = options.augment_for(data.width, data.height)
         if options.train and data.smallest is not None:
             self._augment.check(*data.smallest, options.size)
         self.wait_s = 0.0
@@ -259,6 +264,16 @@ class Loader(ABC):
     def _take_size(self, size: int) -> None:
         """Give images another size; nothing is under way. A backend also replaces what depends on it."""
         self.size = size
+
+    def positions(self, step: int) -> np.ndarray:
+        """Return the positions of this rank's slice of a global batch, int64[batch_size]."""
+        return slice_positions(step, self.options.batch_size, self.options.rank, self.options.world_size)
+
+    def full_order(self, epoch: int) -> np.ndarray | KeyedPermutation:
+        """Return the sample at each position of an epoch: shuffled in training, else one behind the other."""
+        if not self.options.train:
+            return np.arange(self.num_samples)
+        return epoch_order(self.num_samples, self.options.seed, epoch)
 
     def crops(
         self, epoch: int, positions: np.ndarray, samples: np.ndarray, widths: np.ndarray, heights: np.ndarray

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,67 +22,57 @@ from ..errors import DatapipeError, DecodeError, MissingBackendError, SettingErr
 from ..images.codec import encode_png
 from .base import DataDescription, Loader
 from .batch import Batch
-from .batch_memory import BatchMemory
 from .cpu import make_source
 from .device import dali_extra, read_driver, resolve_device, to_device
 from .engine import Delivery, Engine
-from .indexed import open_on
+from .indexed import open_for_loader
 from .options import LoaderOptions
 from .window_cutter import EncodedImages, WindowCutter
 
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
 
-DEPTH = 2  # batches that DALI works on
-DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
+_DEPTH = 2  # batches that DALI works on
+_DECODED = {"jpeg", "png", "pnm"}  # of index.ENCODINGS: what DALI's decoder takes
 
 
-def make_loader(
-    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
-) -> Loader:
-    """Open the data set at `path`, of which a copy arrives at `local`, and make a loader that delivers to `device`."""
+def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
+    """Open the data set at `path`, of which a copy arrives at `local`, and make its loader."""
 
-    def make(data_set: DataSet) -> Engine[EncodedImages]:
-        delivery = DaliDelivery(data_set, options, resolve_device(device))
+    with open_for_loader(path, options, local) as data_set:
+        delivery = DaliDelivery(data_set, options)
         source, data = make_source(data_set, options), DataDescription.from_data_set(data_set)
         return Engine(data, options, source, WindowCutter(options), delivery)
-
-    return open_on(path, options, make, local)
 
 
 class DaliDelivery(Delivery[EncodedImages]):
     """Batches that a pipeline of DALI decodes, resizes and mirrors.
-
-    Args:
-        data_set: The data set.
-        options: Options of the loader.
-        device: Device to which batches are delivered.
 
     Raises:
         SettingError: DALI does not decode what the data set holds.
         MissingBackendError: DALI is not installed.
     """
 
-    num_on_device = DEPTH - 1
+    num_on_device = _DEPTH - 1
 
-    def __init__(self, data_set: DataSet, options: LoaderOptions, device: torch.device) -> None:
+    def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
         self._data_set, self._options = data_set, options
         self._size, self._channels = options.size, data_set.manifest.channels
         kinds = {ENCODINGS[number] for number in np.unique(data_set.index["encoding"])}
-        if not kinds <= DECODED:
+        if not kinds <= _DECODED:
             raise SettingError(
-                f"backend: 'dali' decodes images, and this data set holds {', '.join(sorted(kinds - DECODED))}; "
+                f"backend: 'dali' decodes images, and this data set holds {', '.join(sorted(kinds - _DECODED))}; "
                 "allowed: cpu"
             )
-        self._device = device
+        self._device = resolve_device(options.device)
         nothing = np.zeros((1, 1) if self._channels == 1 else (1, 1, 3), np.uint8)
         self._nothing = np.frombuffer(encode_png(nothing), np.uint8)
         # Crops are as large as the output, and may reach beyond the image.
-        data = DataDescription.from_data_set(data_set)
-        self._pads = options.train and options.augment.resolve(data.width, data.height, options.size).crop == "pad"
+        manifest = data_set.manifest
+        self._pads = options.train and options.augment_for(manifest.width, manifest.height).crop == "pad"
         self._scheduled: deque[EncodedImages] = deque()
         self._pipelines: list[Pipeline] = []
-        self._prepare()
+        self._rebuild()
         # A pipeline that is still there when the interpreter shuts down aborts the process.
         weakref.finalize(self, self._pipelines.clear)
 
@@ -96,11 +85,9 @@ class DaliDelivery(Delivery[EncodedImages]):
 
     def set_size(self, size: int) -> None:
         self._size = size
-        self._prepare()
+        self._rebuild()
 
-    def _prepare(self) -> None:
-        shape = (self._options.batch_size, self._size, self._size, self._channels)
-        self._memory = BatchMemory(shape, pinned=False)
+    def _rebuild(self) -> None:
         self._pipelines[:] = [self._build()]
 
     def _build(self) -> Pipeline:
@@ -153,9 +140,6 @@ class DaliDelivery(Delivery[EncodedImages]):
 
     def begin(self, slots: EncodedImages) -> None:
         self._scheduled.append(slots)
-        self._feed(slots)
-
-    def _feed(self, slots: EncodedImages) -> None:
         for name, values in (("data", slots.data), ("start", slots.starts), ("shape", slots.shapes)):
             self._pipeline.feed_input(name, values)
         self._pipeline.feed_input("flip", slots.flips)
@@ -178,9 +162,7 @@ class DaliDelivery(Delivery[EncodedImages]):
             images_BHWC = torch.empty(shape, dtype=torch.uint8, device=self._device)
             feed_ndarray(images, images_BHWC, cuda_stream=torch.cuda.current_stream(self._device))
         else:
-            memory = self._memory.take()
-            memory[:] = np.asarray(images)
-            images_BHWC = torch.from_numpy(memory)
+            images_BHWC = torch.from_numpy(np.array(images))  # a copy: DALI uses its memory again
         self._pipeline.release_outputs()
         if not slots.valid.all():
             images_BHWC[to_device(~slots.valid, self._device)] = 0
@@ -194,7 +176,7 @@ class DaliDelivery(Delivery[EncodedImages]):
                 self._pipeline.share_outputs()
                 self._pipeline.release_outputs()
         except (RuntimeError, StopIteration):
-            self._pipelines[:] = [self._build()]
+            self._rebuild()
         finally:
             self._scheduled.clear()
 
@@ -203,10 +185,10 @@ class DaliDelivery(Delivery[EncodedImages]):
 
         DALI refuses the batch as a whole, and takes no others: our own decoder finds the images.
         """
-        self._pipelines[:] = [self._build()]
+        self._rebuild()
         scheduled = list(self._scheduled)
         self._scheduled.clear()
-        if not engine.wait_for(partial(self._take_undecodable, slots, engine)):
+        if not engine.wait_for(engine.threads.fill.submit(self._take_undecodable, slots, engine)):
             raise DatapipeError(f"DALI cannot decode a batch: {error}", path=self._data_set.folder) from error
         for batch in scheduled:
             self.begin(batch)

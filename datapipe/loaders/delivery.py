@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from .batch import Batch
-from .batch_memory import BatchMemory
-from .batch_slots import Images
+from .batch_slots import BatchMemory, Images
 from .engine import Delivery, Engine
 
 ImagesT = TypeVar("ImagesT", bound=Images)
@@ -45,9 +44,6 @@ class HostDelivery(Delivery[ImagesT]):
     def put_nothing(self, slots: ImagesT, slot: int | slice) -> None:
         slots.images[slot] = 0
 
-    def begin(self, slots: ImagesT) -> None:
-        pass
-
     def finish(self, slots: ImagesT, engine: Engine[ImagesT]) -> Batch:
         """Make a batch of slots that are full, on the device."""
         images, *rest = (torch.from_numpy(a) for a in (slots.images, slots.labels, slots.samples, slots.valid))
@@ -67,9 +63,6 @@ class HostDelivery(Delivery[ImagesT]):
         while self._on_device[0][0].query() and len(self._on_device) > 1:
             self._on_device.popleft()
         return delivered
-
-    def close(self) -> None:
-        pass
 
     def drain(self) -> None:
         """Wait until nothing is being copied: memory may be used again."""

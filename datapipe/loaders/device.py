@@ -17,8 +17,8 @@ from ..errors import SettingError
 # For each major version of CUDA, newest first: the oldest driver that runs it
 # (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1), and a build of torch,
 # of those that there are for 2.13 and 2.14 (https://github.com/pytorch/pytorch/issues/190355).
-BUILDS = {13: (580, "cu130"), 12: (525, "cu126")}
-WHEELS = "https://download.pytorch.org/whl"
+_BUILDS = {13: (580, "cu130"), 12: (525, "cu126")}
+_WHEELS = "https://download.pytorch.org/whl"
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -70,13 +70,7 @@ def normalise(
 
 
 class Normaliser:
-    """Computes (images / 255 - mean) / std. torch.compile can have it in a network's graph.
-
-    Args:
-        mean: Mean of each channel, one number per channel, of pixels from 0 to 1.
-        std: Standard deviation of each channel, one number per channel, of pixels from 0 to 1.
-        device: Device on which the images will be.
-    """
+    """What `normalise` does, for images on one device. torch.compile can have it in a network's graph."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
         self._counts = len(mean), len(std)
@@ -84,16 +78,9 @@ class Normaliser:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=False)], device=device).view(1, -1, 1, 1)
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute it.
+        """Normalise images from 0 to 255, uint8 or float32 [B, C, H, W]: float32, in the same memory format.
 
-        Args:
-            images: Images, uint8 or float32 [B, C, H, W], from 0 to 255.
-
-        Returns:
-            Normalised images, float32[B, C, H, W], in the same memory format.
-
-        Raises:
-            SettingError: When the images have another number of channels.
+        Raises SettingError for another number of channels.
         """
         if self._counts != (images.shape[1],) * 2:
             mean, std = self._counts
@@ -132,7 +119,7 @@ def read_driver(root: Path = Path("/")) -> Driver | None:
 def dali_extra(driver: Driver | None) -> str:
     """Return the extra of pyproject.toml whose DALI runs with a driver: that of CUDA 12 with old ones."""
     major = int(driver.version.partition(".")[0] or 0) if driver else 0
-    return "dali12" if 0 < major < BUILDS[13][0] else "dali"
+    return "dali12" if 0 < major < _BUILDS[13][0] else "dali"
 
 
 def explain_unseen_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
@@ -165,7 +152,7 @@ def _reason(driver: Driver, version: str, cuda: str | None) -> str:
     if cuda is None:
         return f"torch {version} is a build without CUDA; {_build_for(major, version)}"
     built = f"torch {version} is built for CUDA {cuda}"
-    oldest, _ = BUILDS.get(int(cuda.partition(".")[0]), (0, ""))
+    oldest, _ = _BUILDS.get(int(cuda.partition(".")[0]), (0, ""))
     if major and major < oldest:
         return f"{built}, which needs driver {oldest} or newer; {_build_for(major, version)}"
     return (
@@ -176,14 +163,14 @@ def _reason(driver: Driver, version: str, cuda: str | None) -> str:
 
 def _build_for(major: int, version: str) -> str:
     """Say which wheel to install. `major`: of the driver's version, 0 where it is not known."""
-    builds = [build for oldest, build in BUILDS.values() if not major or major >= oldest]
+    builds = [build for oldest, build in _BUILDS.values() if not major or major >= oldest]
     if not builds:
-        oldest = min(oldest for oldest, _ in BUILDS.values())
+        oldest = min(oldest for oldest, _ in _BUILDS.values())
         return f"no build works with a driver as old as this one; have it updated to {oldest} or newer"
     # For an unknown driver the build for old ones: newer drivers run it as well.
     build = builds[0] if major else builds[-1]
     wheel = f"torch=={version.partition('+')[0]}+{build}"  # without the build, pip keeps a torch of the same version
-    return f"install one for this driver: pip install {wheel} --index-url {WHEELS}/{build}"
+    return f"install one for this driver: pip install {wheel} --index-url {_WHEELS}/{build}"
 
 
 def _error() -> str:

@@ -1,27 +1,25 @@
 """The engine of loaders: threads fill the next few batches while the consumer has one.
 
-It is put together from three parts. A `Source` says which samples a batch has, and where their bytes are; a `Decoder`
-puts a chunk of images into their slots; a `Delivery` gives memory for slots, and makes a `Batch` of those that are
-full. How many batches are under way, waiting with a time limit, bad samples, and what a fork leaves behind are the same
-for all.
+It is put together from three parts. A source says which samples a batch has, and where their bytes are; a decoder puts
+a chunk of images into their slots; a delivery gives memory for slots, and makes a `Batch` of those that are full. How
+many batches are under way, waiting with a time limit, bad samples, and what a fork leaves behind are the same for all.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator
-from functools import partial
+from collections.abc import Generator
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from ..errors import DatapipeError, DecodeError
-from ..sampling.order import slice_positions
-from .bad_budget import BadBudget
 from .base import DataDescription, Loader, Place
 from .batch import Batch
 from .batch_slots import BatchSlots, ChunkReport
@@ -33,13 +31,11 @@ logger = logging.getLogger(__name__)
 
 AHEAD = 3  # batches under way while the consumer has one: enough to ride out a slow read
 
-
-R = TypeVar("R")
+_R = TypeVar("_R")
 SlotsT = TypeVar("SlotsT", bound=BatchSlots)
-TakeBad = Callable[[int, Exception], None]  # called with a slot and the error
 
 
-class Source(ABC):
+class SampleSource(ABC):
     """Where the bytes of an epoch's samples come from.
 
     Attributes:
@@ -49,17 +45,26 @@ class Source(ABC):
     num_readers = 1
 
     @abstractmethod
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
+    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
         """Start work on a batch whenever the generator is asked for the next.
 
         Args:
             engine: Engine that fills slots.
             epoch: Number of the epoch, from 0.
             steps: Steps of the epoch, in order.
-            threads: Threads of the loader.
 
         Yields:
-            Slots from `engine.new_slots`, for which `engine.fill` was called, or is called by one of their tasks.
+            Slots of the delivery, for which `engine.fill` was called, or is called by one of their tasks.
+        """
+
+    @abstractmethod
+    def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
+        """In a thread: return the images of a chunk of slots, all of which have a sample.
+
+        Args:
+            engine: Engine that fills the slots.
+            slots: The batch.
+            chunk: Slots of the chunk.
         """
 
     @abstractmethod
@@ -78,8 +83,7 @@ class Source(ABC):
     def forget_files(self) -> None:
         """In a forked process: files are better not shared with the parent."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most streams end by themselves
         """Release all files. Nothing reads any more, except a thread that hangs."""
 
     def identity(self) -> dict[str, int | str]:
@@ -93,17 +97,9 @@ class Decoder(ABC, Generic[SlotsT]):
     chunk = 32  # images at a time: few enough to share a batch among threads, many enough for numpy's overhead
 
     @abstractmethod
-    def put(self, slots: SlotsT, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
-        """In a thread: put images into their slots, until the batch is abandoned.
-
-        Args:
-            slots: The batch.
-            chunk: The images.
-            take_bad: Function called with the slot and the error for each that is damaged.
-
-        Returns:
-            The seconds of each stage.
-        """
+    def put(self, slots: SlotsT, chunk: ImageChunk) -> dict[str, float]:
+        """In a thread: put images into their slots, until the batch is abandoned, and the errors of others into
+        `chunk.bad`. Returns the seconds of each stage."""
 
 
 class Delivery(ABC, Generic[SlotsT]):
@@ -123,7 +119,6 @@ class Delivery(ABC, Generic[SlotsT]):
     def put_nothing(self, slots: SlotsT, slot: int | slice) -> None:
         """In a thread: these slots stay empty."""
 
-    @abstractmethod
     def begin(self, slots: SlotsT) -> None:
         """In the consumer: all slots are full, and work on a device may begin."""
 
@@ -139,7 +134,6 @@ class Delivery(ABC, Generic[SlotsT]):
     def drain(self) -> None:
         """Wait for what a device does with batches that were begun: the iteration has ended, without them."""
 
-    @abstractmethod
     def close(self) -> None:
         """Release what a device holds."""
 
@@ -162,7 +156,7 @@ class Engine(Loader, Generic[SlotsT]):
         self,
         data: DataDescription,
         options: LoaderOptions,
-        source: Source,
+        source: SampleSource,
         decoder: Decoder[SlotsT],
         delivery: Delivery[SlotsT],
     ) -> None:
@@ -170,7 +164,8 @@ class Engine(Loader, Generic[SlotsT]):
         self.source, self.decoder, self.delivery = source, decoder, delivery
         self.stage_s: defaultdict[str, float] = defaultdict(float)
         self.read_bytes = 0
-        self._budget = BadBudget(options.max_bad, options.rank)
+        self._bad: set[int] = set()  # samples
+        self._lock = threading.Lock()
         self._threads: Threads | None = None
         self._process = os.getpid()
 
@@ -192,9 +187,7 @@ class Engine(Loader, Generic[SlotsT]):
 
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
         self._leave_parent()
-        if self._threads is None:
-            self._threads = Threads(Pool(self.options.num_threads()), Pool(self.source.num_readers), Pool(1))
-        started = self.source.batches(self, epoch, steps, self._threads)
+        started = self.source.batches(self, epoch, steps)
         delivery = self.delivery
         being_filled: deque[SlotsT] = deque()
         begun: deque[SlotsT] = deque()
@@ -215,36 +208,29 @@ class Engine(Loader, Generic[SlotsT]):
             started.close()
             delivery.drain()
 
-    def positions(self, step: int) -> np.ndarray:
-        """Return the positions of this rank's slice of a global batch, int64[batch_size]."""
-        return slice_positions(step, self.options.batch_size, self.options.rank, self.options.world_size)
+    @property
+    def threads(self) -> Threads:
+        """The threads of this loader, which are begun when they are first needed."""
+        if self._threads is None:
+            self._threads = Threads(Pool(self.options.num_threads()), Pool(self.source.num_readers), Pool(1))
+        return self._threads
 
-    def fill(self, slots: SlotsT, make: Callable[[slice], ImageChunk], threads: Threads) -> None:
-        """Have threads fill a batch's slots.
-
-        Args:
-            slots: The batch, which has a sample for each of its first `count` slots.
-            make: Function that returns the images of a chunk of those slots; called in a thread, for each chunk.
-            threads: Threads of the loader.
-        """
+    def fill(self, slots: SlotsT) -> None:
+        """Have threads fill a batch's slots, a chunk at a time, with the source's images."""
         for first in range(0, len(slots.positions), self.decoder.chunk):
             chunk = slice(first, min(first + self.decoder.chunk, len(slots.positions)))
-            slots.tasks.append(threads.fill.submit(self._fill, slots, chunk, make))
+            slots.tasks.append(self.threads.fill.submit(self._fill, slots, chunk))
 
     def identity(self) -> dict[str, int | str]:
         return {**super().identity(), **self.source.identity()}
 
-    def wait_for(self, function: Callable[[], R]) -> R:
-        """Call a function that reads, in a thread of its own, with the time limit of a batch; return its result."""
-        pool = Pool(1)
-        try:
-            return wait_for(pool.submit(function), self.options.timeout_s, self._report_wait)
-        finally:
-            pool.close()
+    def wait_for(self, task: Future[_R]) -> _R:
+        """Wait for a task of the threads with the time limit of a batch, and return its result."""
+        return wait_for(task, self.options.timeout_s, self._report_wait)
 
     def _wait_until_full(self, slots: SlotsT) -> None:
         for task in slots.tasks:
-            report = wait_for(task, self.options.timeout_s, self._report_wait)
+            report = self.wait_for(task)
             if report is not None:
                 self.read_bytes += report.read_bytes
                 for stage, seconds in report.stage_s.items():
@@ -269,7 +255,7 @@ class Engine(Loader, Generic[SlotsT]):
 
     # --- in the threads ---
 
-    def _fill(self, slots: SlotsT, chunk: slice, make: Callable[[slice], ImageChunk]) -> ChunkReport | None:
+    def _fill(self, slots: SlotsT, chunk: slice) -> ChunkReport | None:
         if slots.abandoned:
             return None
         clock, began = time.perf_counter, time.perf_counter()
@@ -278,13 +264,15 @@ class Engine(Loader, Generic[SlotsT]):
             self.delivery.put_nothing(slots, slice(stop, chunk.stop))
         if stop == chunk.start:
             return None
-        images = make(slice(chunk.start, stop))
-        stage_s = self.decoder.put(slots, images, partial(self.take_bad, slots))
+        images = self.source.images(self, slots, slice(chunk.start, stop))
+        stage_s = self.decoder.put(slots, images)
+        for slot, error in images.bad.items():
+            self.take_bad(slots, slot, error)
         stage_s["other"] = clock() - began - sum(stage_s.values())
         return ChunkReport(stage_s, int(images.jobs["size"].sum()))
 
     def take_bad(self, slots: SlotsT, slot: int, error: Exception) -> None:
-        """Leave a slot empty; or, when the budget of bad samples is spent, raise the error.
+        """Leave a slot empty, and log why, once per sample; or raise the error: it is one more than `max_bad`.
 
         Args:
             slots: The batch.
@@ -293,6 +281,15 @@ class Engine(Loader, Generic[SlotsT]):
         """
         if not isinstance(error, DatapipeError):
             error = DecodeError(str(error), **self.source.place(slots, slot))
-        self._budget.spend(int(slots.samples[slot]), error)
+        sample, max_bad = int(slots.samples[slot]), self.options.max_bad
+        with self._lock:
+            is_new = sample not in self._bad
+            if is_new and len(self._bad) >= max_bad:
+                raise error
+            self._bad.add(sample)
+            count = len(self._bad)
+        if is_new:
+            message = "rank %d: bad sample, %d of max_bad=%d; its slot is black and not valid: %s"
+            logger.warning(message, self.options.rank, count, max_bad, error)
         self.delivery.put_nothing(slots, slot)
         slots.valid[slot] = False

@@ -12,10 +12,18 @@ import numpy as np
 from ..dataset import DataSet
 from ..dataset.shard_files import NOWHERE, Data, File
 from ..errors import ShardCorruptError, ShardReadError
+from ..images.codec import decode
 from ..images.window import Box
 from ..native import PROGRESS
 from .batch_slots import BatchSlots
-from .block_reads import BlockRead, PiecewiseRead
+
+
+class BatchPlan(NamedTuple):
+    """What belongs into each slot of a batch that is not padding, in order."""
+
+    samples: np.ndarray  # int64[N]
+    shards: list[int]
+    jobs: np.ndarray  # JOB[N]
 
 
 class PendingImage(NamedTuple):
@@ -38,11 +46,16 @@ class ImageChunk(ABC):
         samples: Number of each image in the data set.
         jobs: One JOB per image, JOB[N]: what is known of it beforehand.
         data: Bytes of the images that have been read.
+        bad: Errors of images that cannot be put into their slots, by slot.
+        only_pixels: Whether the images are nothing but pixels, which may look like the first bytes of a JPEG.
     """
+
+    only_pixels = False
 
     def __init__(self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray) -> None:
         self.slots, self.samples, self.jobs = slots, samples, jobs
         self.data: dict[int, Data] = {}
+        self.bad: dict[int, Exception] = {}
 
     @abstractmethod
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
@@ -56,19 +69,12 @@ class ImageChunk(ABC):
     def read(self, i: int) -> Data:
         """Return the bytes of an image. Raises ShardReadError, and ShardCorruptError for bytes that are wrong."""
 
-    def pending(
-        self, numbers: Sequence[int], slots: BatchSlots, take_bad: Callable[[int, Exception], None]
-    ) -> Iterator[PendingImage]:
-        """Read some of the images, until the batch is abandoned.
+    def decode(self, image: PendingImage, channels: int) -> np.ndarray:
+        """Decode a whole image: uint8[H, W, channels]. Raises ValueError or DecodeError."""
+        return decode(image.data, channels)
 
-        Args:
-            numbers: Numbers of the images in the chunk, in order.
-            slots: The batch.
-            take_bad: Function called with the slot of an image whose bytes are wrong, and the error.
-
-        Yields:
-            Those that can be read.
-        """
+    def pending(self, numbers: Sequence[int], slots: BatchSlots) -> Iterator[PendingImage]:
+        """Read some of the images, until the batch is abandoned, and yield those whose bytes are right."""
         jobs = self.jobs
         columns = (jobs[name].tolist() for name in ("width", "height", "box", "scale", "flip"))
         widths, heights, boxes, scales, flips = columns
@@ -78,7 +84,7 @@ class ImageChunk(ABC):
             try:
                 data = self.data[i] if i in self.data else self.read(i)
             except ShardCorruptError as error:
-                take_bad(self.slots[i], error)
+                self.bad[self.slots[i]] = error
                 continue
             size = widths[i], heights[i]
             yield PendingImage(self.slots[i], int(self.samples[i]), data, size, boxes[i], scales[i], bool(flips[i]))
@@ -100,18 +106,12 @@ class ImagesInMemory(ImageChunk):
 
 
 class IndexedImages(ImageChunk):
-    """Images of a packed data set.
+    """Images of a packed data set, those of some slots of a batch."""
 
-    Args:
-        data_set: The data set.
-        shards: Number of the shard of each image.
-    """
-
-    def __init__(
-        self, slots: Sequence[int], samples: np.ndarray, jobs: np.ndarray, data_set: DataSet, shards: Sequence[int]
-    ) -> None:
-        super().__init__(slots, samples, jobs)
-        self._data_set, self._shards = data_set, shards
+    def __init__(self, plan: BatchPlan, slots: slice, data_set: DataSet) -> None:
+        super().__init__(range(slots.start, slots.stop), plan.samples[slots], plan.jobs[slots])
+        self._data_set, self._shards = data_set, plan.shards[slots]
+        self.only_pixels = data_set.raw_shape is not None
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
         jobs, reader = self.jobs, self._data_set.reader
@@ -132,8 +132,10 @@ class IndexedImages(ImageChunk):
         return reader.watch_chunk(files, offsets, progress := np.zeros(PROGRESS, np.int64)), progress
 
     def read(self, i: int) -> Data:
-        sample, shard, offset, size, checksum = self._extent(i)
-        return self._data_set.read_at(sample, shard, offset, size, checksum)
+        return self._data_set.read_at(*self._extent(i))
+
+    def decode(self, image: PendingImage, channels: int) -> np.ndarray:
+        return self._data_set.pixels(image.sample, image.data)
 
     def _extent(self, i: int) -> tuple[int, int, int, int, int]:
         job = self.jobs[i]
@@ -143,21 +145,15 @@ class IndexedImages(ImageChunk):
 class BlockedImages(IndexedImages):
     """Images of a packed data set, each a part of the block that was read with it.
 
-    Args:
-        reads: BlockRead or PiecewiseRead of the block of each image.
+    `takers` are functions, one for each image of the batch, that take bytes of the block: those at an offset in the
+    shard, so many.
     """
 
     def __init__(
-        self,
-        slots: Sequence[int],
-        samples: np.ndarray,
-        jobs: np.ndarray,
-        data_set: DataSet,
-        shards: Sequence[int],
-        reads: Sequence[BlockRead | PiecewiseRead],
+        self, plan: BatchPlan, slots: slice, data_set: DataSet, takers: Sequence[Callable[[int, int], Data]]
     ) -> None:
-        super().__init__(slots, samples, jobs, data_set, shards)
-        self._reads = reads
+        super().__init__(plan, slots, data_set)
+        self._takers = takers[slots]
         self._parts: dict[int, Data] = {}  # not compared with the checksums
 
     def locate(self) -> tuple[AbstractContextManager[object], np.ndarray]:
@@ -173,7 +169,7 @@ class BlockedImages(IndexedImages):
         if i not in self._parts:
             offset, size = int(self.jobs[i]["offset"]), int(self.jobs[i]["size"])
             try:
-                part: Data = self._reads[i].take(offset, size)
+                part: Data = self._takers[i](offset, size)
                 if len(part) != size:  # an index may have it end in the next sample, which is in another piece
                     part = self._data_set.reader.read(self._shards[i], offset, size)
                 self._parts[i] = part

@@ -6,11 +6,10 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,64 +18,48 @@ from ..dataset import DataSet
 from ..errors import SettingError
 from ..native import JOB
 from ..sampling.augment import scales
-from ..sampling.order import KeyedPermutation, epoch_order
-from .base import Loader, Place
+from .base import Place
 from .batch_slots import BatchSlots
-from .engine import AHEAD, Engine, SlotsT, Source
-from .image_chunk import ImageChunk, IndexedImages
+from .engine import AHEAD, Engine, SampleSource, SlotsT
+from .image_chunk import BatchPlan, ImageChunk, IndexedImages
 from .options import LoaderOptions
-from .threads import Threads, call_in_time
+from .threads import call_in_time
 
 # Reads are slow that take this share of the threads' time, and are slower than from the page cache.
 SLOW_SHARE, SLOW_BYTES_PER_S = 0.25, 1e9
 
-LoaderT = TypeVar("LoaderT", bound=Loader)
 
+@contextmanager
+def open_for_loader(path: Path | str, options: LoaderOptions, local: Path | None) -> Iterator[DataSet]:
+    """Open a data set within the time limit, for a loader to be made of it, which closes it.
 
-def open_on(
-    path: Path | str, options: LoaderOptions, make: Callable[[DataSet], LoaderT], local: Path | None = None
-) -> LoaderT:
-    """Open a data set within the time limit, and make a loader of it, which closes it.
+    It is closed here if the block fails, which makes the loader.
 
     Args:
         path: The data set's folder.
         options: Options of the loader.
-        make: Function that makes the loader. The data set is closed if that fails.
         local: The folder to which the data set is being copied.
 
-    Returns:
-        The loader that `make` returns.
+    Yields:
+        The data set.
 
     Raises:
-        DatapipeError: The data set cannot be opened, or not within `timeout_s`. And whatever `make` raises.
+        DatapipeError: The data set cannot be opened, or not within `timeout_s`.
     """
     data_set = call_in_time(
         options.timeout_s, path, "opening the data set", lambda: DataSet(path, options.io, options.retries, local)
     )
     try:
-        return make(data_set)
+        yield data_set
     except BaseException:
         data_set.close()
         raise
 
 
-class Plan(NamedTuple):
-    """What belongs into each slot that is not padding, in order."""
-
-    samples: np.ndarray  # int64[N]
-    shards: list[int]
-    jobs: np.ndarray  # JOB[N]
-
-
-class IndexedSource(Source):
+class IndexedSource(SampleSource):
     """The samples of a packed data set in the order "full", or one behind the other. It closes the data set.
 
-    Args:
-        data_set: The data set.
-        options: Options of the loader.
-
-    Raises:
-        SettingError: They do not fit the data set's copy.
+    Raises SettingError for options that do not fit the data set's copy.
     """
 
     def __init__(self, data_set: DataSet, options: LoaderOptions) -> None:
@@ -115,25 +98,19 @@ class IndexedSource(Source):
 
     # --- in the consumer ---
 
-    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range, threads: Threads) -> Generator[SlotsT]:
-        order: np.ndarray | KeyedPermutation
-        if self.options.train:
-            order = epoch_order(engine.num_samples, self.options.seed, epoch)
-        else:
-            order = np.arange(engine.num_samples)
+    def batches(self, engine: Engine[SlotsT], epoch: int, steps: range) -> Generator[SlotsT]:
+        order = engine.full_order(epoch)
         for step in steps:
             positions = engine.positions(step)
-            slots, plan = self.plan_slots(engine, epoch, positions, order[positions[positions < len(order)]], threads)
+            slots = self.start(engine, epoch, positions, order[positions[positions < len(order)]])
             if _reads_slowly(engine):
                 self._hints = [hint for hint in self._hints if not hint.done()]
                 if len(self._hints) < AHEAD:  # a hint that comes too late is useless, and would keep a batch's memory
-                    self._hints.append(threads.read.submit(self._hint, slots, plan))
-            engine.fill(slots, partial(self._images, plan), threads)
+                    self._hints.append(engine.threads.read.submit(self._hint, slots))
+            engine.fill(slots)
             yield slots
 
-    def plan_slots(
-        self, engine: Engine[SlotsT], epoch: int, positions: np.ndarray, samples: np.ndarray, threads: Threads
-    ) -> tuple[SlotsT, Future[Plan]]:
+    def start(self, engine: Engine[SlotsT], epoch: int, positions: np.ndarray, samples: np.ndarray) -> SlotsT:
         """Make slots for a batch, and have it worked out what belongs into them.
 
         Args:
@@ -141,38 +118,36 @@ class IndexedSource(Source):
             epoch: Number of the epoch, from 0.
             positions: Positions in the epoch, int64[batch_size].
             samples: The numbers of the samples at the first of the positions; the others have none.
-            threads: Threads of the loader.
 
         Returns:
-            The slots, and what belongs into those with a sample.
+            The slots. What is `known` of them is the BatchPlan, once it is made.
         """
         slots = engine.delivery.new_slots(positions, len(samples))
         slots.samples[: len(samples)] = samples
-        return slots, threads.plan.submit(self._plan, engine, epoch, slots)
+        slots.known = engine.threads.plan.submit(self._plan, engine, epoch, slots)
+        return slots
 
     # --- in the threads ---
 
-    def _images(self, plan: Future[Plan], chunk: slice) -> ImageChunk:
-        samples, shards, jobs = plan.result()
-        slots = range(chunk.start, chunk.stop)
-        return IndexedImages(slots, samples[chunk], jobs[chunk], self.data_set, shards[chunk])
+    def images(self, engine: Engine[SlotsT], slots: SlotsT, chunk: slice) -> ImageChunk:
+        return IndexedImages(slots.known.result(), chunk, self.data_set)
 
-    def _hint(self, slots: BatchSlots, plan: Future[Plan]) -> None:
+    def _hint(self, slots: BatchSlots) -> None:
         """Tell the kernel what will be read.
 
         It may ask the filesystem's server first, and so must not be asked by the consumer.
         """
-        _, shards, jobs = plan.result()
+        _, shards, jobs = slots.known.result()
         for shard, offset, size in zip(shards, jobs["offset"].tolist(), jobs["size"].tolist(), strict=True):
             if slots.abandoned:
                 return
             self.data_set.reader.will_read(shard, offset, size)
 
-    def _plan(self, engine: Engine[SlotsT], epoch: int, slots: BatchSlots) -> Plan:
+    def _plan(self, engine: Engine[SlotsT], epoch: int, slots: BatchSlots) -> BatchPlan:
         samples, positions = slots.samples[: slots.count], slots.positions[: slots.count]
         jobs = np.zeros(len(samples), JOB)
         if not len(samples):
-            return Plan(samples, [], jobs)
+            return BatchPlan(samples, [], jobs)
         records = self.data_set.index[samples]
         slots.labels[: len(samples)] = records["label"]
         crops = engine.crops(epoch, positions, samples, records["width"], records["height"])
@@ -180,7 +155,7 @@ class IndexedSource(Source):
             jobs[name] = records[name]
         jobs["has_checksum"] = True
         jobs["box"], jobs["flip"], jobs["scale"] = crops.boxes, crops.flips, scales(crops.boxes, engine.size)
-        return Plan(samples, records["shard"].tolist(), jobs)
+        return BatchPlan(samples, records["shard"].tolist(), jobs)
 
 
 def _reads_slowly(engine: Engine[SlotsT]) -> bool:

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -19,28 +19,22 @@ from .resize import crop_resize_flip
 logger = logging.getLogger(__name__)
 
 
-class NativePixels:
-    """Decodes images into slots.
+def decode_in_c(library: native.Native, slots: Images, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
+    """Put images into their slots, as far as the library takes them.
 
     Args:
         library: The decoder.
-        channels: Channels of the images, 1 or 3.
-        only_pixels: Whether the images are nothing but pixels.
+        slots: The batch.
+        chunk: The images.
+
+    Returns:
+        The images that are left to other decoders, and the seconds of each stage.
     """
-
-    def __init__(self, library: native.Native, channels: int, only_pixels: bool) -> None:
-        self._library, self._channels, self._only_pixels = library, channels, only_pixels
-
-    def put(self, slots: Images, chunk: ImageChunk) -> tuple[list[int], dict[str, float]]:
-        """Put images into their slots; return which are left to other decoders, and the seconds of each stage."""
-        jobs, size = chunk.jobs, slots.images.shape[1]
-        jobs["is_pixels"] = self._only_pixels
-        jobs["out"] = slots.images.ctypes.data + np.array(chunk.slots) * slots.images[0].nbytes
-
-        def decode(progress: np.ndarray, spent_s: np.ndarray) -> int:
-            return self._library.decode(jobs, self._channels, size, slots.stop, progress, spent_s)
-
-        return do_jobs(chunk, decode, native.STAGES)
+    jobs, images = chunk.jobs, slots.images
+    jobs["is_pixels"] = chunk.only_pixels
+    jobs["out"] = images.ctypes.data + np.array(chunk.slots) * images[0].nbytes
+    size, channels = images.shape[2:]
+    return do_jobs(chunk, partial(library.decode, jobs, channels, size, slots.stop), native.STAGES)
 
 
 def do_jobs(
@@ -103,7 +97,8 @@ def _find_difference(library: native.Native) -> str:
             jobs = np.zeros(1, native.JOB)
             jobs["width"], jobs["height"], jobs["box"], jobs["scale"], jobs["flip"] = 38, 50, box, 1, True
             chunk = ImagesInMemory([0], np.arange(1), jobs, [data])
-            left, _ = NativePixels(library, 3, name == "resize").put(slots, chunk)
+            chunk.only_pixels = name == "resize"
+            left, _ = decode_in_c(library, slots, chunk)
             if left or not np.array_equal(slots.images[0], expected):
                 other = "torch" if name == "resize" else "libjpeg-turbo"
                 return f"it does not {name} as the installed {other} does"

@@ -10,38 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..dataset import DataSet
 from ..errors import SettingError
-from ..sampling.order import epoch_order, slice_positions
 from .base import DataDescription, Loader
 from .batch import Batch
 from .cpu import make_cpu_loader
 from .device import resolve_device, to_device
-from .indexed import open_on
+from .indexed import open_for_loader
 from .options import LoaderOptions
 
-FILL_BATCH = 1024  # images that are decoded at a time
+_FILL_BATCH = 1024  # images that are decoded at a time
 
 
-def make_loader(
-    path: Path | str, options: LoaderOptions, device: torch.device | str | int | None, local: Path | None = None
-) -> Loader:
-    """Decode the data set at `path`, of which a copy arrives at `local`, into the memory of `device`."""
+def make_loader(path: Path | str, options: LoaderOptions, local: Path | None = None) -> Loader:
+    """Decode the data set at `path`, of which a copy arrives at `local`, into the memory of a device."""
     options.refuse_other_than("images that are decoded once", order="full", io="cached")
-    whole = replace(options, batch_size=FILL_BATCH, train=False, rank=0, world_size=1, last="pad")
-    cpu = torch.device("cpu")
-
-    def make(data_set: DataSet) -> ResidentLoader:
-        with closing(make_cpu_loader(data_set, whole, cpu)) as source:
-            return ResidentLoader(DataDescription.from_data_set(data_set), source, options, resolve_device(device))
-
-    return open_on(path, whole, make, local)
+    whole = replace(options, batch_size=_FILL_BATCH, train=False, rank=0, world_size=1, last="pad", device="cpu")
+    with open_for_loader(path, whole, local) as data_set, closing(make_cpu_loader(data_set, whole)) as source:
+        return ResidentLoader(DataDescription.from_data_set(data_set), source, options)
 
 
 class ResidentLoader(Loader):
@@ -51,14 +42,13 @@ class ResidentLoader(Loader):
         data: The data set.
         source: Loader that gives all images once, in order.
         options: Options of the loader.
-        device: Device on which the images stay.
 
     Raises:
         SettingError: The images have not all the output's size, or the crop would scale them.
         DatapipeError: They cannot be read.
     """
 
-    def __init__(self, data: DataDescription, source: Loader, options: LoaderOptions, device: torch.device) -> None:
+    def __init__(self, data: DataDescription, source: Loader, options: LoaderOptions) -> None:
         super().__init__(data, options)
         if (data.width, data.height) != (self.size, self.size):
             sides = f"of {data.width}×{data.height}" if data.width and data.height else "of different sizes"
@@ -68,7 +58,7 @@ class ResidentLoader(Loader):
             )
         if options.train and self._augment.crop == "random_resized":
             raise SettingError("crop: 'random_resized' scales images, and backend 'resident' none; allowed: pad, none")
-        self._device = device
+        self._device = device = resolve_device(options.device)
         # A crop may reach so far beyond an image.
         self._pad = self._augment.pad if options.train and self._augment.crop == "pad" else 0
         side = self.size + 2 * self._pad
@@ -78,7 +68,7 @@ class ResidentLoader(Loader):
         self._valid = torch.empty(self.num_samples, dtype=torch.bool, device=device)
         inside = slice(self._pad, self._pad + self.size)
         for number, batch in enumerate(source):
-            first, count = number * FILL_BATCH, min(FILL_BATCH, self.num_samples - number * FILL_BATCH)
+            first, count = number * _FILL_BATCH, min(_FILL_BATCH, self.num_samples - number * _FILL_BATCH)
             rows = slice(first, first + count)
             images_NHWC[rows, inside, inside] = batch.images[:count].permute(0, 2, 3, 1).to(device)
             self._labels[rows], self._valid[rows] = batch.labels[:count].to(device), batch.valid[:count].to(device)
@@ -87,44 +77,32 @@ class ResidentLoader(Loader):
         self._crops_of = images_NHWC.unfold(1, self.size, 1).unfold(2, self.size, 1)
 
     def _batches(self, epoch: int, steps: range) -> Generator[Batch]:
-        options = self.options
-        order = epoch_order(self.num_samples, options.seed, epoch) if options.train else np.arange(self.num_samples)
+        order = self.full_order(epoch)
         for step in steps:
-            positions = slice_positions(step, options.batch_size, options.rank, options.world_size)
+            positions = self.positions(step)
             positions = positions[positions < self.num_samples]
             yield self._batch(epoch, positions, order[positions])
 
     def _batch(self, epoch: int, positions: np.ndarray, samples: np.ndarray) -> Batch:
         """Cut out the samples at some positions of an epoch; what is missing of a batch is padding."""
-        missing = self.options.batch_size - len(samples)
-        if not len(samples):
-            return self._padding(missing)
-        side = np.full(len(samples), self.size)
-        boxes, flips = self.crops(epoch, positions, samples, side, side)
-        columns = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
+        count = len(samples)
+        columns = np.zeros((self.options.batch_size, 4), np.int64)
+        if count:
+            side = np.full(count, self.size)
+            boxes, flips = self.crops(epoch, positions, samples, side, side)
+            columns[:count] = np.column_stack([samples, boxes[:, 1] + self._pad, boxes[:, 0] + self._pad, flips])
         rows, tops, lefts, mirrored = to_device(columns, self._device).unbind(1)  # one copy
         if self._pad:
             images_BCSS = self._crops_of[rows, tops, lefts]
         else:  # whole images, which are copied in one piece each
             images_BCSS = self._images_NHWC.index_select(0, rows).permute(0, 3, 1, 2)
-        if flips.any():
+        if columns[:, 3].any():
             images_BCSS = torch.where(mirrored.bool()[:, None, None, None], images_BCSS.flip(-1), images_BCSS)
         batch = Batch(images_BCSS, self._labels[rows], rows, self._valid[rows])
-        if not missing:
-            return batch
-        parts = batch, self._padding(missing)
-        images_BSSC = torch.cat([part.images.permute(0, 2, 3, 1) for part in parts])  # the channels stay last in memory
-        others = (torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Batch) if f.name != "images")
-        return Batch(images_BSSC.permute(0, 3, 1, 2), *others)
-
-    def _padding(self, count: int) -> Batch:
-        shape = (count, self.size, self.size, self.channels)
-        return Batch(
-            torch.zeros(shape, dtype=torch.uint8, device=self._device).permute(0, 3, 1, 2),
-            torch.zeros(count, dtype=torch.int64, device=self._device),
-            torch.full((count,), -1, device=self._device),
-            torch.zeros(count, dtype=torch.bool, device=self._device),
-        )
+        if count < len(columns):
+            for tensor, nothing in ((batch.images, 0), (batch.labels, 0), (batch.samples, -1), (batch.valid, False)):
+                tensor[count:] = nothing
+        return batch
 
     def _take_size(self, size: int) -> None:
         raise SettingError(f"size: {size} is not that of the images, and backend 'resident' scales none")

@@ -12,9 +12,8 @@ from ..images import Buffer
 from ..images.codec import read_header
 from ..images.jpeg import is_jpeg
 from ..images.window import Box, check_size, cut
-from .batch_memory import WindowMemory
-from .batch_slots import BatchSlots
-from .engine import Decoder, TakeBad
+from .batch_slots import BatchSlots, WindowMemory
+from .engine import Decoder
 from .image_chunk import ImageChunk, PendingImage
 from .native_pixels import choose_native, do_jobs
 from .options import LoaderOptions
@@ -40,30 +39,26 @@ class EncodedImages(BatchSlots):
 
 
 class WindowCutter(Decoder[EncodedImages]):
-    """Cuts out what has to be decoded of each image.
-
-    Args:
-        options: Options of the loader.
-    """
+    """Cuts out what has to be decoded of each image."""
 
     def __init__(self, options: LoaderOptions) -> None:
         self.chunk = max(self.chunk, options.batch_size // options.num_threads())  # as cutting takes little time
         self._library = choose_native().native
         self._memory = WindowMemory()
 
-    def put(self, slots: EncodedImages, chunk: ImageChunk, take_bad: TakeBad) -> dict[str, float]:
+    def put(self, slots: EncodedImages, chunk: ImageChunk) -> dict[str, float]:
         left, stage_s = list(range(len(chunk.slots))), {"read": 0.0, "window": 0.0}
         if self._library is not None:
             left, stage_s = _cut_in_c(self._library, slots, chunk, self._memory)
         began = time.perf_counter()
-        images = list(chunk.pending(left, slots, take_bad))
+        images = list(chunk.pending(left, slots))
         read = time.perf_counter()
         for image in images:
             slot = image.slot
             try:
                 data, box = _cut_window(image)
             except ValueError as error:
-                take_bad(slot, error)
+                chunk.bad[slot] = error
                 continue
             slots.data[slot] = np.frombuffer(data, np.uint8)
             slots.starts[slot] = box[1], box[0]

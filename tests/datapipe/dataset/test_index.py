@@ -18,7 +18,7 @@ from datapipe.errors import DatapipeError, DecodeError, ManifestError, SettingEr
 from datapipe.fsio import checksum
 from datapipe.images.codec import encode_png
 from datapipe.images.recode import RecodeOptions
-from datapipe.loaders import block_reads, open_loader
+from datapipe.loaders import blocks, open_loader
 from datapipe.packing import PackOptions, convert, pack
 from datapipe.sampling.augment import Augment
 
@@ -188,7 +188,7 @@ def test_what_a_shard_holds_is_counted(packed_folders, tmp_path):
 
 def test_a_sample_that_ends_in_the_next_has_all_of_its_bytes(same_size, tmp_path, monkeypatch):
     """Though that one is in another piece of a block: the decoder in C reads as many as the index says."""
-    monkeypatch.setattr(block_reads, "PIECE_BYTES", 1)
+    monkeypatch.setattr(blocks, "PIECE_BYTES", 1)
     whole = same_size / "tar" / "train"
     records = np.load(whole / INDEX)
     end, start = int(records["offset"][6] + records["size"][6]), int(records["offset"][5])

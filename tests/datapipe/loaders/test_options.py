@@ -1,7 +1,7 @@
 """A loader's settings have the same names and defaults wherever a user gives them."""
 
 import inspect
-from dataclasses import MISSING, fields
+from typing import get_type_hints
 
 import pytest
 from typer.main import get_command
@@ -12,25 +12,23 @@ from datapipe.sampling.augment import Augment
 from trainer.config.recipe import Data
 
 PARAMETERS = inspect.signature(open_loader).parameters
-OPTIONS = {field.name: field for field in fields(LoaderOptions)}
 
 
-def test_open_loader_has_the_options():
-    assert PARAMETERS.keys() - OPTIONS.keys() == {
-        "path", "backend", "split", "cache", "device"  # which decide what is opened, and where
-    }  # fmt: skip
-    assert OPTIONS.keys() <= PARAMETERS.keys()
-    assert PARAMETERS["augment"].default is None and OPTIONS["augment"].default_factory is Augment
-    for name in OPTIONS.keys() - {"augment"}:
-        default = PARAMETERS[name].default
-        assert (MISSING if default is inspect.Parameter.empty else default) == OPTIONS[name].default, name
-        assert PARAMETERS[name].annotation == OPTIONS[name].type, name
+def test_open_loader_takes_the_options():
+    options = inspect.signature(LoaderOptions, eval_str=True).parameters
+    assert [*PARAMETERS.items()][1:] == [*options.items()]
+    assert [name for name, parameter in PARAMETERS.items() if parameter.kind is not parameter.KEYWORD_ONLY] == [
+        "path", "batch_size"
+    ]  # fmt: skip
+    assert get_type_hints(open_loader).keys() == {*PARAMETERS, "return"}
 
 
-def test_a_docstring_describes_each_setting():
-    documented = inspect.getdoc(open_loader).partition("Args:")[2].partition("Returns:")[0]
-    for name in PARAMETERS:
-        assert f"\n    {name}: " in documented, name
+def test_help_describes_each_setting():
+    for described in (open_loader, LoaderOptions):
+        documented = inspect.getdoc(described).partition("Args:")[2].partition("Returns:")[0]
+        for name in inspect.signature(described).parameters:
+            assert f"\n    {name}: " in documented, name
+    assert "options" not in PARAMETERS and "\n    options: " not in inspect.getdoc(open_loader)
 
 
 def test_a_recipe_has_the_settings_and_their_defaults():

@@ -10,7 +10,7 @@ from datapipe import native
 from datapipe.dataset import DataSet
 from datapipe.loaders import native_pixels, window_cutter
 from datapipe.loaders.base import DataDescription
-from datapipe.loaders.batch_memory import WindowMemory
+from datapipe.loaders.batch_slots import WindowMemory
 from datapipe.loaders.cpu import make_source
 from datapipe.loaders.engine import Delivery, Engine
 from datapipe.loaders.image_chunk import ImagesInMemory
@@ -72,10 +72,8 @@ class Kept(Delivery[EncodedImages]):
     def finish(self, slots, engine):
         return slots
 
-    def begin(self, slots): ...
     def set_size(self, size): ...
     def drain(self): ...
-    def close(self): ...
 
 
 def batches(folder, **settings):
@@ -154,8 +152,8 @@ def test_an_abandoned_batch_is_left_alone(cut_in_c, photo, tmp_path):
     slots = EncodedImages(np.arange(1), 1, NOTHING)
     slots.abandon()
     chunk = ImagesInMemory([0], np.arange(1), jobs, [(tmp_path / "image.jpg").read_bytes()])
-    WindowCutter(LoaderOptions(1, size=8, threads=1)).put(slots, chunk, pytest.fail)
-    assert slots.data == [NOTHING] and jobs["box"].tolist() == [[0, 0, 8, 8]]
+    WindowCutter(LoaderOptions(1, size=8, threads=1)).put(slots, chunk)
+    assert not chunk.bad and slots.data == [NOTHING] and jobs["box"].tolist() == [[0, 0, 8, 8]]
 
 
 def test_a_batch_keeps_its_windows(mixed, cut_in_c):

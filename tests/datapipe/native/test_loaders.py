@@ -27,15 +27,14 @@ def without(monkeypatch):
 def counted(monkeypatch):
     """How many images the decoder in C took, and how many it left."""
     counts = {"taken": 0, "left": 0}
-    put = native_pixels.NativePixels.put
 
-    def counting(self, slots, chunk):
-        left, stage_s = put(self, slots, chunk)
+    def counting(library, slots, chunk):
+        left, stage_s = native_pixels.decode_in_c(library, slots, chunk)
         counts["left"] += len(left)
         counts["taken"] += len(chunk.slots) - len(left)
         return left, stage_s
 
-    monkeypatch.setattr(native_pixels.NativePixels, "put", counting)
+    monkeypatch.setattr(painter, "decode_in_c", counting)
     return counts
 
 
@@ -107,7 +106,7 @@ def test_bytes_that_are_left_are_copied_while_they_are_there(library):
 
     chunk = Fleeting([0], np.arange(1), np.zeros(1, native.JOB), [b"no image"])
     slots = Images(np.arange(1), 1, np.zeros((1, 8, 8, 3), np.uint8))
-    assert native_pixels.NativePixels(library, 3, False).put(slots, chunk)[0] == [0]
+    assert native_pixels.decode_in_c(library, slots, chunk)[0] == [0]
     assert chunk.data[0] == b"no image"
 
 

@@ -20,7 +20,7 @@ from datapipe.images.codec import decode
 from datapipe.images.window import cut, decode_window
 from datapipe.loaders.batch_slots import Images
 from datapipe.loaders.image_chunk import ImagesInMemory
-from datapipe.loaders.native_pixels import NativePixels
+from datapipe.loaders.native_pixels import decode_in_c
 from datapipe.loaders.resize import crop_resize_flip
 
 SUBSAMPLINGS = ("444", "422", "440", "420", "411", "Gray")
@@ -91,7 +91,8 @@ def drawn(library, data, case, scale=1, only_pixels=False):
     jobs["width"], jobs["height"], jobs["box"] = case.width, case.height, case.box
     jobs["scale"], jobs["flip"] = scale, case.flip
     chunk = ImagesInMemory([0], np.arange(1), jobs, [data])
-    left, stage_s = NativePixels(library, case.channels, only_pixels).put(slots, chunk)
+    chunk.only_pixels = only_pixels
+    left, stage_s = decode_in_c(library, slots, chunk)
     assert stage_s.keys() == {"read", "decode", "resize"} and min(stage_s.values()) >= 0
     return None if left else images[0]
 

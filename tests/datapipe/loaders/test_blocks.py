@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from datapipe.dataset.index import RECORD
 from datapipe.dataset.shard_reader import ShardReader
-from datapipe.loaders import block_reads
-from datapipe.loaders.batch_memory import BatchMemory
-from datapipe.loaders.block_reads import PiecewiseRead, ReadFrom
+from datapipe.loaders import blocks
+from datapipe.loaders.blocks import PiecewiseRead
 
 BLOCK_BYTES = 20_000
 
@@ -49,12 +48,11 @@ def test_pieces(tmp_path_factory, samples, more, piece_bytes, random):
     start, stop = int(records[0]["offset"]), at
     cell = more and (start - more[0], stop + more[1])
     reader = RecordingReader(path, cell)
-    source = ReadFrom(reader, records, BLOCK_BYTES, BatchMemory((1,), pinned=False))
-    before, block_reads.PIECE_BYTES = block_reads.PIECE_BYTES, piece_bytes
+    before, blocks.PIECE_BYTES = blocks.PIECE_BYTES, piece_bytes
     try:
-        read = PiecewiseRead(source, np.arange(len(samples)))
+        read = PiecewiseRead(reader, records, BLOCK_BYTES)
     finally:
-        block_reads.PIECE_BYTES = before
+        blocks.PIECE_BYTES = before
     turns = list(range(len(samples)))
     random.shuffle(turns)
     for i in turns:
