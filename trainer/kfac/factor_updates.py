@@ -8,7 +8,7 @@ from typing import Any
 
 from .communication import Communicator
 from .curvature_block import CurvatureBlock, layer_cost
-from .schedule import StaggeredSchedule, UpdateCost
+from .schedule import StaggeredSchedule
 from .settings import KL_CLIP_PER_SAMPLE, Auto, KFACSettings
 from .usage_checks import UsageChecks
 
@@ -41,15 +41,12 @@ class FactorUpdates:
     def reschedule(self) -> None:
         """Make a new schedule, as more is known about what the layers cost."""
         by_owner = self._settings.local_factors and self._communicator.world_size > 1
-        costs = {
-            name: UpdateCost(
-                factors=block.factor_cost(),
-                inverse=layer_cost(block.layer).inverse,
-                group=block.assignment.owner if by_owner and not block.is_norm else -1,
-            )
-            for name, block in self._blocks.items()
-        }
-        self.schedule = StaggeredSchedule(costs, self._settings.stagger)
+        groups, factor_costs, inverse_costs = {}, {}, {}
+        for name, block in self._blocks.items():
+            groups[name] = block.assignment.owner if by_owner and not block.is_norm else -1
+            factor_costs[name], inverse_costs[name] = block.factor_cost(), layer_cost(block.layer).inverse
+        self.factor_schedule = StaggeredSchedule(factor_costs, groups, self._settings.stagger)
+        self._inverse_schedule = StaggeredSchedule(inverse_costs, groups, self._settings.stagger)
 
     def state_dict(self) -> dict[str, int]:
         """Return what the next steps depend on, the same on all ranks."""
@@ -70,7 +67,7 @@ class FactorUpdates:
         self.every = every
         for name, block in self._blocks.items():
             is_here = block.is_owner or not (self._settings.local_factors and block.has_factors)
-            block.hook.begin_step(is_here and self.schedule.updates_factors(name, step, every))
+            block.hook.begin_step(is_here and self.factor_schedule.is_turn(name, step, every))
         self._unsent = [name for name in reversed(self._blocks) if self._blocks[name].hook.is_active]
         self._complete.clear()
 
