@@ -33,7 +33,6 @@ from .curvature_block import CurvatureBlock
 from .factors import accumulating
 from .layers import Convolution, Layer, Linear, RowLayer, Sums
 from .preconditioner import KFAC
-from .registration import Skip
 from .solvers import Eigen, Solution
 
 CHUNK_BYTES = 64 << 20  # of the samples' rows or gradients at a time
@@ -59,8 +58,8 @@ class EKFAC(KFAC):
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
             )
 
-    def _find_layers(self, skip: Skip) -> dict[str, Layer]:
-        layers = super()._find_layers(skip)
+    def _find_layers(self) -> dict[str, Layer]:
+        layers = super()._find_layers()
         return {
             name: DiagonalLayer(layer) if isinstance(layer, Linear | Convolution) else layer
             for name, layer in layers.items()
