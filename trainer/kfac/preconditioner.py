@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .assignment import Assignment, Grid, assign_layers, make_grid
 from .communication import Communicator, Message, num_ranks, raise_on_all_ranks, require_same
 from .curvature_block import CurvatureBlock, layer_cost
-from .factor_updates import FactorUpdates
 from .gradients import precondition_gradients, send_raw_gradients
 from .hooks import StatisticsHook
 from .layers import Layer, Norm
@@ -25,6 +24,7 @@ from .registration import register_layers, unwrap
 from .settings import Auto, Changeable, KFACSettings, takes_settings
 from .solvers import SOLVERS, Solver
 from .state_dict import merge_state_dicts
+from .updates import Updates
 from .usage_checks import UsageChecks, require_connected
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class KFAC:
         self._solver: Solver = SOLVERS[self.settings.solver]()
         self.communicator = Communicator(grid)
         self.blocks = self._make_blocks(layers)
-        self._updates = FactorUpdates(self.blocks, self.communicator, self.settings, self._checks)
+        self._updates = Updates(self.blocks, self.communicator, self.settings, self._checks)
         self.gradients_at_owners = False
         self.reduced: set[int] = set()
         self._is_removed = False

@@ -13,7 +13,7 @@ from .settings import KL_CLIP_PER_SAMPLE, Auto, KFACSettings
 from .usage_checks import UsageChecks
 
 
-class FactorUpdates:
+class Updates:
     """Switches the hooks on by the schedule, and has what they sum sent to the owners and averaged.
 
     Attributes:
