@@ -33,6 +33,7 @@ from .curvature_block import CurvatureBlock
 from .factors import accumulating
 from .layers import Convolution, Layer, Linear, RowLayer, Sums
 from .preconditioner import KFAC
+from .settings import KFACSettings
 from .solvers import Eigen, Solution
 
 CHUNK_BYTES = 64 << 20  # of the samples' rows or gradients at a time
@@ -65,35 +66,8 @@ class EKFAC(KFAC):
             for name, layer in layers.items()
         }
 
-    def _update_inverse(self, block: CurvatureBlock) -> None:
-        failed = self._solver.fallbacks
-        super()._update_inverse(block)
-        layer = block.layer
-        if not (isinstance(layer, DiagonalLayer) and block.is_owner and block.has_finite_factors()):
-            return
-        if self._solver.fallbacks > failed:
-            return
-        before, diagonal = layer.basis, block.averages["scale"]
-        layer.basis = block.solution
-        if before:  # step 4
-            diagonal.value.copy_(change_basis(diagonal.value, before, layer.basis))
-        else:  # step 3
-            values = layer.basis["g_values"][:, :, None], layer.basis["a_values"][:, None]
-            torch.mul(*values, out=diagonal.value)
-            diagonal.weight.fill_(1 - self.settings.factor_decay)
-
-    def _solve(self, block: CurvatureBlock, gradient: Tensor) -> Tensor:
-        if not (isinstance(block.layer, DiagonalLayer) and block.layer.basis):
-            return super()._solve(block, gradient)
-        rotated = Eigen.rotate(block.solution, gradient)  # step 5
-        rotated /= block.averages["scale"].value + self.settings.damping
-        return Eigen.rotate_back(block.solution, rotated).to(gradient.dtype)
-
-    def load_state_dict(self, *states: dict[str, Any]) -> None:
-        super().load_state_dict(*states)
-        for block in self.blocks.values():
-            if isinstance(block.layer, DiagonalLayer) and block.is_owner:
-                block.layer.basis = block.solution if block.averages["scale"].weight > 0 else {}
+    def _block_type(self, layer: Layer) -> type[CurvatureBlock]:
+        return DiagonalBlock if isinstance(layer, DiagonalLayer) else super()._block_type(layer)
 
 
 class DiagonalLayer(Layer):
@@ -137,6 +111,37 @@ class DiagonalLayer(Layer):
 
     def set_gradient(self, gradient: Tensor) -> None:
         self._layer.set_gradient(gradient)
+
+
+class DiagonalBlock(CurvatureBlock):
+    """The block of a `DiagonalLayer`, whose diagonal is the running average "scale"."""
+
+    layer: DiagonalLayer
+
+    def update_inverse(self, settings: KFACSettings) -> None:
+        failed = self.solver.fallbacks
+        super().update_inverse(settings)
+        if not (self.is_owner and self.has_finite_factors()) or self.solver.fallbacks > failed:
+            return
+        before, basis, diagonal = self.layer.basis, self.solution, self.averages["scale"]
+        self.layer.basis = basis
+        if before:  # step 4
+            diagonal.value.copy_(change_basis(diagonal.value, before, basis))
+        else:  # step 3
+            torch.mul(basis["g_values"][:, :, None], basis["a_values"][:, None], out=diagonal.value)
+            diagonal.weight.fill_(1 - settings.factor_decay)
+
+    def precondition(self, gradient: Tensor, damping: float) -> Tensor:
+        if not self.layer.basis:
+            return super().precondition(gradient, damping)
+        rotated = Eigen.rotate(self.solution, gradient)  # step 5
+        rotated /= self.averages["scale"].value + damping
+        return Eigen.rotate_back(self.solution, rotated).to(gradient.dtype)
+
+    def load_state_dict(self, state: dict[str, Any], is_in_column: bool) -> None:
+        super().load_state_dict(state, is_in_column)
+        if self.is_owner:
+            self.layer.basis = self.solution if self.averages["scale"].weight > 0 else {}
 
 
 def change_basis(diagonal_Gmn: Tensor, before: Solution, now: Solution) -> Tensor:

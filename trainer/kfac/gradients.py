@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from .curvature_block import CurvatureBlock
 def precondition_gradients(
     blocks: Mapping[str, CurvatureBlock],
     communicator: Communicator,
-    solve: Callable[[CurvatureBlock, Tensor], Tensor],
+    damping: float,
     kl_clip: float | None,
     lr: float,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -23,8 +23,7 @@ def precondition_gradients(
     Args:
         blocks: The layers that have a gradient and a solution (or are norms), by name.
         communicator: The ranks.
-        solve: Function that returns the preconditioned gradient of a layer, from its block and its raw gradient as a
-            matrix.
+        damping: Damping λ, above 0.
         kl_clip: The bound of the step, see `clip`.
         lr: The learning rate.
 
@@ -38,7 +37,7 @@ def precondition_gradients(
     for name, block in blocks.items():
         raw = block.layer.gradient().to(block.dtype)
         if block.is_norm or block.assignment.column == communicator.column:
-            gradients[name] = solve(block, raw)
+            gradients[name] = block.precondition(raw, damping)
             product = torch.dot(raw.flatten(), gradients[name].flatten())
             numbers[name] = torch.stack([product, product / (raw.norm() * gradients[name].norm())])
         else:

@@ -132,11 +132,10 @@ class KFAC:
         self._checks.warn_of_unused(
             [name for name, block in with_gradient.items() if block.hook.is_active and not block.has_factors]
         )
-        self._update_inverses()
+        self._updates.solve(self.steps, self.settings)
         ready = {name: block for name, block in with_gradient.items() if block.is_ready()}
-        self._cosines, factor = precondition_gradients(
-            ready, self.communicator, self._solve, self._updates.kl_clip(self.settings.kl_clip), self.settings.lr
-        )
+        kl_clip = self._updates.kl_clip(self.settings.kl_clip)
+        self._cosines, factor = precondition_gradients(ready, self.communicator, self.damping, kl_clip, self.lr)
         if factor is not None:
             self._clipped, self._clip_steps = self._clipped + (factor < 1), self._clip_steps + 1
         if self.gradients_at_owners:
@@ -301,8 +300,11 @@ class KFAC:
         for name, layer in layers.items():
             hook = StatisticsHook(layer, self._gradient_scale, self.settings.factor_fraction)
             assignment = assignments.get(name, Assignment(0, 0))
-            blocks[name] = CurvatureBlock(hook, assignment, rank, self.settings.inv_dtype)
+            blocks[name] = self._block_type(layer)(hook, assignment, rank, self._solver, self.settings)
         return blocks
+
+    def _block_type(self, layer: Layer) -> type[CurvatureBlock]:
+        return CurvatureBlock
 
     def _gradient_scale(self) -> float | Tensor:
         scaler = self.settings.grad_scaler
@@ -316,23 +318,3 @@ class KFAC:
     def _begin_step(self, factor_update_steps: int) -> None:
         self._updates.begin_step(self.steps, factor_update_steps)
         self.reduced.clear()
-
-    def _update_inverses(self) -> None:
-        by_owner: dict[int, list[Message]] = {}
-        schedule = self._updates.schedule
-        for name, block in self.blocks.items():
-            if block.is_norm or not block.has_factors:
-                continue
-            if block.has_solution and not schedule.updates_inverse(name, self.steps, self.settings.inv_update_steps):
-                continue
-            block.has_solution = True
-            if block.assignment.column == self.communicator.column:
-                self._update_inverse(block)
-                by_owner.setdefault(block.assignment.owner, []).extend(block.solution_messages(self._solver))
-        self.communicator.send_solutions(by_owner)
-
-    def _update_inverse(self, block: CurvatureBlock) -> None:
-        block.update_inverse(self._solver, self.settings.damping)
-
-    def _solve(self, block: CurvatureBlock, gradient: Tensor) -> Tensor:
-        return block.precondition(self._solver, gradient, self.settings.damping)

@@ -1,4 +1,4 @@
-"""The factors of a step, from the hooks of the backward pass into the running averages."""
+"""What a step updates: factors, from the hooks of the backward pass into the running averages, and solutions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from .communication import Communicator
+from .communication import Communicator, Message
 from .curvature_block import CurvatureBlock, layer_cost
 from .schedule import StaggeredSchedule
 from .settings import KL_CLIP_PER_SAMPLE, Auto, KFACSettings
@@ -14,12 +14,12 @@ from .usage_checks import UsageChecks
 
 
 class Updates:
-    """Switches the hooks on by the schedule, and has what they sum sent to the owners and averaged.
+    """Switches the hooks on by the schedule, and has what they sum sent to the owners and averaged, and solved.
 
     Attributes:
         every: The `factor_update_steps` by which the layers of this step were chosen.
         batch_size: Samples of a step, over all ranks and micro-batches; 0 while that is not known.
-        schedule: Schedule of which layers update their factors and inverses in a step.
+        factor_schedule: Schedule of which layers update their factors in a step.
     """
 
     def __init__(
@@ -117,6 +117,20 @@ class Updates:
             block.end_update(factor_decay)
         if active:
             self._checks.warn_of_new_parameters()
+
+    def solve(self, step: int, settings: KFACSettings) -> None:
+        """Compute the solutions that are due in a step, and send them down the columns."""
+        by_owner: dict[int, list[Message]] = {}
+        for name, block in self._blocks.items():
+            if block.is_norm or not block.has_factors:
+                continue
+            if block.has_solution and not self._inverse_schedule.is_turn(name, step, settings.inv_update_steps):
+                continue
+            block.has_solution = True
+            if block.assignment.column == self._communicator.column:
+                block.update_inverse(settings)
+                by_owner.setdefault(block.assignment.owner, []).extend(block.solution_messages())
+        self._communicator.send_solutions(by_owner)
 
     def kl_clip(self, setting: float | Auto | None) -> float | None:
         """Return the bound that a setting means, see `KFAC`."""
