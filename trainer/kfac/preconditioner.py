@@ -25,7 +25,7 @@ from .settings import Auto, Changeable, KFACSettings, takes_settings
 from .solvers import SOLVERS, Solver
 from .state_dict import merge_state_dicts
 from .updates import Updates
-from .usage_checks import UsageChecks, require_connected
+from .usage_checks import INCOMPLETE, UNUSED, UsageChecks, require_connected
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +125,12 @@ class KFAC:
             raise RuntimeError("the preconditioner has been taken away with remove()")
         present = self._checks.drop_removed({name: block.layer.module for name, block in self.blocks.items()})
         with_gradient = {name: self.blocks[name] for name in present if self.blocks[name].has_gradient()}
-        self._checks.warn_of_incomplete([name for name in present if self.blocks[name].has_partial_gradient()])
+        self._checks.warn(INCOMPLETE, [name for name in present if self.blocks[name].has_partial_gradient()])
         parameters = {name: block.layer.parameters() for name, block in with_gradient.items()}
         self._checks.require_new_gradients(parameters)
         self._updates.average(self.settings.factor_decay)
-        self._checks.warn_of_unused(
-            [name for name, block in with_gradient.items() if block.hook.is_active and not block.has_factors]
-        )
+        unused = [name for name, block in with_gradient.items() if block.hook.is_active and not block.has_factors]
+        self._checks.warn(UNUSED, unused)
         self._updates.solve(self.steps, self.settings)
         ready = {name: block for name, block in with_gradient.items() if block.is_ready()}
         kl_clip = self._updates.kl_clip(self.settings.kl_clip)

@@ -10,7 +10,7 @@ from .communication import Communicator, Message
 from .curvature_block import CurvatureBlock, layer_cost
 from .schedule import StaggeredSchedule
 from .settings import KL_CLIP_PER_SAMPLE, Auto, KFACSettings
-from .usage_checks import UsageChecks
+from .usage_checks import MORE_MICRO_BATCHES, UsageChecks
 
 
 class Updates:
@@ -78,7 +78,7 @@ class Updates:
         """
         block = self._blocks[name]
         if name in self._complete:
-            self._checks.warn_of_more_micro_batches(self._settings.accumulation_steps)
+            self._checks.warn(MORE_MICRO_BATCHES, [str(self._settings.accumulation_steps)])
             block.hook.clear()
         elif num_micro_batches == self._settings.accumulation_steps:
             block.begin_update()
