@@ -1,4 +1,4 @@
-"""A layer's block of the curvature: the running averages of its factors and its solution, as far as this rank has them."""
+"""A layer's block of the curvature: averages of its factors, and its solution, as far as this rank has them."""
 
 from __future__ import annotations
 
