@@ -22,6 +22,7 @@ Letters: N samples, T positions, G groups, n inputs and m outputs of a group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -109,8 +110,8 @@ class DiagonalLayer(Layer):
     def matrix(self, *tensors: Tensor) -> Tensor:
         return self._layer.matrix(*tensors)
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        self._layer.set_gradient(gradient)
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        return self._layer.parts(matrix)
 
 
 class DiagonalBlock(CurvatureBlock):
