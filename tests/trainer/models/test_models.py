@@ -7,7 +7,7 @@ import torch
 
 from datapipe.errors import SettingError
 from trainer import models
-from trainer.models.blur import Blur, MaxBlurPool
+from trainer.models.resnet import Blur, MaxBlurPool
 from trainer.models.whitened import patch_moments
 from trainer.optim.groups import parameter_groups
 
