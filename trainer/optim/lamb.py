@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .fields import BelowOne, Positive
-from .groups import parameter_groups
 from .settings import OptimizerSettings
 
 
@@ -33,7 +32,7 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     from pytorch_optimizer import Lamb
 
     return Lamb(
-        parameter_groups(model, settings.weight_decay),
+        settings.parameter_groups(model),
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .fields import Positive
-from .groups import parameter_groups
 from .settings import MomentumSettings
 
 
@@ -30,7 +29,7 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     from pytorch_optimizer import LARS
 
     return LARS(
-        parameter_groups(model, settings.weight_decay, settings.vector_lr_factor),
+        settings.parameter_groups(model, settings.vector_lr_factor),
         lr=settings.lr,
         momentum=settings.momentum,
         nesterov=settings.nesterov,
