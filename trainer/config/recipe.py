@@ -69,43 +69,33 @@ class Recipe(Section):
 
     @field_validator("kfac")
     @classmethod
-    def _has_preconditioner(cls, section: KfacSettings, info: ValidationInfo) -> KfacSettings:
+    def _fits_the_optimizer(cls, section: KfacSettings, info: ValidationInfo) -> KfacSettings:
         optimizer = info.data.get("optimizer")
-        if optimizer is not None and optimizer.preconditioner == "none" and section != KfacSettings():
-            raise ValueError('without optimizer.preconditioner = "kfac" or "ekfac" nothing uses these settings')
-        return section
-
-    @field_validator("kfac")
-    @classmethod
-    def _clips_what_the_optimizer_keeps(cls, section: KfacSettings, info: ValidationInfo) -> KfacSettings:
-        optimizer = info.data.get("optimizer")
-        if optimizer is None or optimizer.preconditioner == "none" or section.kl_clip is None:
+        if optimizer is None:
             return section
-        if optimizer.ignores_length:
+        if optimizer.preconditioner == "none":
+            if section != KfacSettings():
+                raise ValueError('without optimizer.preconditioner = "kfac" or "ekfac" nothing uses these settings')
+        elif optimizer.ignores_length and section.kl_clip is not None:
             name = f'optimizer.name = "{optimizer.name}"'
             raise ValueError(f'kl_clip must be "none" with {name}, whose steps do not depend on how long gradients are')
         return section
 
     @field_validator("train")
     @classmethod
-    def _ends_after_schedule(cls, section: Train, info: ValidationInfo) -> Train:
-        schedule = info.data.get("schedule")
-        name, epoch = last_change(schedule) if schedule is not None else ("", 0.0)
-        if epoch >= section.epochs:
-            text = f"epochs = {section.epochs}: must be more than schedule.{name} = {epoch:g}"
-            raise ValueError(text + _how_to_scale(epoch, info))
-        return section
-
-    @field_validator("train")
-    @classmethod
-    def _ends_after_kfacs_schedules(cls, section: Train, info: ValidationInfo) -> Train:
-        for name in SCHEDULED if (kfac := info.data.get("kfac")) is not None else ():
+    def _ends_after_schedules(cls, section: Train, info: ValidationInfo) -> Train:
+        schedule, kfac = info.data.get("schedule"), info.data.get("kfac")
+        changes = {}  # the last epoch of each schedule, by what the message says of it
+        if schedule is not None:
+            name, epoch = last_change(schedule)
+            changes[f"schedule.{name} = {epoch:g}"] = epoch
+        for name in SCHEDULED if kfac is not None else ():
             epoch = getattr(kfac, name)[-1][0]
+            changes[f"{epoch:g}, from which kfac.{name} has its last value"] = epoch
+        for text, epoch in changes.items():
             if epoch >= section.epochs:
-                text = (
-                    f"epochs = {section.epochs}: must be more than {epoch:g}, from which kfac.{name} has its last value"
-                )
-                raise ValueError(text + _how_to_scale(epoch, info))
+                how = _how_to_scale(epoch, info)
+                raise ValueError(f"epochs = {section.epochs}: must be more than {text}{how}")
         return section
 
     @field_validator("train")
@@ -194,40 +184,17 @@ def _apply(table: dict[str, Any], change: str) -> str:
     return ".".join([*sections, last])
 
 
-# What a resumed run may change: when to stop, evaluate or save, how fast to be and which faults to tolerate, but not
-# what is learnt.
-MAY_CHANGE = {
-    "name",
-    "source",
-    "published",
-    "schedule.for_epochs",
-    "data.threads",
-    "data.cache",
-    "data.io",
-    "data.max_bad",
-    "data.retries",
-    "data.timeout_s",
-    "train.target_accuracy",
-    "train.evaluate_every",
-    "train.evaluate_mirrored",
-    "data.eval_size",
-    "train.checkpoint_every_steps",
-    "train.checkpoint_every_minutes",
-    "train.keep_checkpoints",
-    "train.failed_checkpoints",
-    "train.check_replicas_every_steps",
-    "train.when_diverged",
-    "train.spike_factor",
-    "train.max_recoveries",
-    "train.roll_back_lr_factor",
-    "train.log_every",
-    "train.bucket_mib",
-    "train.static_graph",
-    "train.compile",
-    "train.compile_mode",
-    "train.channels_last",
-    "train.deterministic",
+# What a resumed run may change, by section: when to stop, evaluate or save, how fast to be and which faults to tolerate,
+# but not what is learnt.
+_MAY_CHANGE = {
+    "": "name source published",
+    "schedule.": "for_epochs",
+    "data.": "threads cache io max_bad retries timeout_s eval_size",
+    "train.": "target_accuracy evaluate_every evaluate_mirrored checkpoint_every_steps checkpoint_every_minutes "
+    "keep_checkpoints failed_checkpoints check_replicas_every_steps when_diverged spike_factor max_recoveries "
+    "roll_back_lr_factor log_every bucket_mib static_graph compile compile_mode channels_last deterministic",
 }
+MAY_CHANGE = {section + name for section, names in _MAY_CHANGE.items() for name in names.split()}
 
 
 def check_resumable(old: Recipe, new: Recipe) -> None:

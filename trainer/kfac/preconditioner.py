@@ -285,11 +285,6 @@ class KFAC:
         layers, self.unsupported = register_layers(
             self.model, self.settings.skip, self.settings.spatially_uncorrelated
         )
-        if not layers:
-            raise ValueError("model: it has no layer that K-FAC can precondition")
-        devices = sorted({str(parameter.device) for layer in layers.values() for parameter in layer.parameters()})
-        if len(devices) > 1:
-            raise ValueError(f"model: its layers are on several devices: {', '.join(devices)}; allowed: one")
         return layers
 
     def _make_blocks(self, layers: dict[str, Layer]) -> dict[str, CurvatureBlock]:
