@@ -21,7 +21,7 @@ from ..optim.fields import Section
 from ..optim.kfac import SCHEDULED
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
-from ..step.ema import Settings as EmaSettings
+from ..step.ema import EmaSettings
 from . import built_in as built_in
 from . import find_recipe
 from .explain import explain
@@ -184,8 +184,8 @@ def _apply(table: dict[str, Any], change: str) -> str:
     return ".".join([*sections, last])
 
 
-# What a resumed run may change, by section: when to stop, evaluate or save, how fast to be and which faults to tolerate,
-# but not what is learnt.
+# What a resumed run may change, by section: when to stop, evaluate or save, how fast to be and which faults to
+# tolerate, but not what is learnt.
 _MAY_CHANGE = {
     "": "name source published",
     "schedule.": "for_epochs",

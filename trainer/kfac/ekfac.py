@@ -37,7 +37,7 @@ from .preconditioner import KFAC
 from .settings import KFACSettings
 from .solvers import Eigen, Solution
 
-CHUNK_BYTES = 64 << 20  # of the samples' rows or gradients at a time
+_CHUNK_BYTES = 64 << 20  # of the samples' rows or gradients at a time
 
 
 class EKFAC(KFAC):
@@ -91,7 +91,7 @@ class DiagonalLayer(Layer):
         if self.basis:
             dtype = self.basis["a_values"].dtype
             a_vectors, g_vectors = (self.basis[name].to(dtype) for name in ("a_vectors", "g_vectors"))
-            chunk = max(1, CHUNK_BYTES // self._sample_bytes(grad_output, a_vectors.element_size()))
+            chunk = max(1, _CHUNK_BYTES // self._sample_bytes(grad_output, a_vectors.element_size()))
             parts = zip(torch.split(x, chunk), torch.split(grad_output, chunk), strict=True)
             squares = (sum_squares(*self._layer.rows(*part), a_vectors, g_vectors) for part in parts)
             sums.by_factor["scale"] = reduce(torch.add, squares)

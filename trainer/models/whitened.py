@@ -26,7 +26,7 @@ def patch_moments(images_BCHW: Tensor) -> Tensor:
     return vectors.T @ vectors / len(vectors)
 
 
-class Group(nn.Module):
+class PooledGroup(nn.Module):
     """Two 3x3 convolutions, with a pooling after the first; [B, in, H, W] -> [B, out, H/2, W/2]."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -55,7 +55,7 @@ class WhitenedNet(nn.Module):
             nn.init.zeros_(self.patches.bias)
         channels = (2 * patch_size, *widths)
         self.activation = nn.GELU()
-        self.groups = nn.Sequential(*map(Group, channels[:-1], channels[1:]))
+        self.groups = nn.Sequential(*map(PooledGroup, channels[:-1], channels[1:]))
         self.pool = nn.AdaptiveMaxPool2d(1)
         self.fc = nn.Linear(widths[-1], num_classes)
         nn.init.normal_(self.fc.weight, std=1 / widths[-1])
