@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from .communication import Communicator, Message
 from .curvature_block import CurvatureBlock
+from .settings import KFACSettings
 
 
 def precondition_gradients(
     blocks: Mapping[str, CurvatureBlock],
     communicator: Communicator,
-    damping: float,
+    settings: KFACSettings,
     kl_clip: float | None,
-    lr: float,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Replace the gradients of layers by preconditioned ones, on all ranks.
 
     Args:
         blocks: The layers that have a gradient and a solution (or are norms), by name.
         communicator: The ranks.
-        damping: Damping λ, above 0.
-        kl_clip: The bound of the step, see `clip`.
-        lr: The learning rate.
+        settings: Settings with the damping and the learning rate.
+        kl_clip: The bound of the step, above 0; None for no bound.
 
     Returns:
         (cosines, factor): the cosine between the raw and the preconditioned gradient of each layer, and what the clip
@@ -37,7 +36,7 @@ def precondition_gradients(
     for name, block in blocks.items():
         raw = block.layer.gradient().to(block.dtype)
         if block.is_norm or block.assignment.column == communicator.column:
-            gradients[name] = block.precondition(raw, damping)
+            gradients[name] = block.precondition(raw, settings.damping)
             product = torch.dot(raw.flatten(), gradients[name].flatten())
             numbers[name] = torch.stack([product, product / (raw.norm() * gradients[name].norm())])
         else:
@@ -46,31 +45,23 @@ def precondition_gradients(
             messages = by_column.setdefault(block.assignment.column, [])
             messages.extend((Message(gradients[name]), Message(numbers[name])))
     communicator.send_gradients(by_column)
-    factor = clip(list(gradients.values()), [product for product, _ in numbers.values()], kl_clip, lr)
+    factor = _clip(list(gradients.values()), [product for product, _ in numbers.values()], kl_clip, settings.lr)
     for name, block in blocks.items():
         block.layer.set_gradient(gradients[name])
     return {name: cosine for name, (_, cosine) in numbers.items()}, factor
 
 
-def clip(gradients: Sequence[Tensor], products: Sequence[Tensor], kl_clip: float | None, lr: float) -> Tensor | None:
-    """Scale gradients, in place, such that a step is not longer than allowed in the metric of the Fisher matrix.
+def _clip(gradients: list[Tensor], products: list[Tensor], kl_clip: float | None, lr: float) -> Tensor | None:
+    """Multiply preconditioned gradients D', in place, by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))).
 
-    All are multiplied by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))).
-
-    Args:
-        gradients: The preconditioned gradients D'.
-        products: ⟨D', D⟩ of each, with its raw gradient D.
-        kl_clip: The bound, above 0; None for no bound.
-        lr: The learning rate.
-
-    Returns:
-        The factor, a scalar on the device; None where there is no bound.
+    So a step is not longer than allowed in the metric of the Fisher matrix. `products` are ⟨D', D⟩ of each with its raw
+    gradient D. Return the factor, a scalar on the device; None where there is no bound.
     """
     if kl_clip is None or lr == 0 or not gradients:
         return None
-    divergence = (torch.stack(list(products)).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
+    divergence = (torch.stack(products).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
     factor = (kl_clip / divergence).sqrt().clamp(max=1)
-    torch._foreach_mul_(list(gradients), factor)
+    torch._foreach_mul_(gradients, factor)
     return factor
 
 

@@ -134,7 +134,7 @@ class KFAC:
         self._updates.solve(self.steps, self.settings)
         ready = {name: block for name, block in with_gradient.items() if block.is_ready()}
         kl_clip = self._updates.kl_clip(self.settings.kl_clip)
-        self._cosines, factor = precondition_gradients(ready, self.communicator, self.damping, kl_clip, self.lr)
+        self._cosines, factor = precondition_gradients(ready, self.communicator, self.settings, kl_clip)
         if factor is not None:
             self._clipped, self._clip_steps = self._clipped + (factor < 1), self._clip_steps + 1
         if self.gradients_at_owners:
@@ -267,7 +267,7 @@ class KFAC:
             ValueError: The states have other layers, shapes or another solver, or are of several steps. Nothing is
                 changed then.
         """
-        layers = merge_state_dicts(states, {*self.state_dict()}, self.settings.solver, self.blocks)
+        layers = merge_state_dicts(states, self.state_dict(), self.blocks)
         self.steps = self._first_step = states[0]["steps"]
         self.communicator.bytes_sent.clear()
         self._solver.fallbacks = sum(state["fallbacks"] for state in states) if self.communicator.rank == 0 else 0

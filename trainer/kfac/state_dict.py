@@ -9,14 +9,13 @@ from .curvature_block import CurvatureBlock
 
 
 def merge_state_dicts(
-    states: Sequence[dict[str, Any]], keys: set[str], solver: str, blocks: Mapping[str, CurvatureBlock]
+    states: Sequence[dict[str, Any]], own: dict[str, Any], blocks: Mapping[str, CurvatureBlock]
 ) -> dict[str, dict[str, Any]]:
     """Return the states of all layers, by name.
 
     Args:
         states: The states of all ranks that there were.
-        keys: The keys that each must have.
-        solver: The solver that each must have.
+        own: A state of the preconditioner that is to have them: each must have its keys and its solver.
         blocks: The layers that they must have together, by name.
 
     Raises:
@@ -24,7 +23,7 @@ def merge_state_dicts(
     """
     if not all(isinstance(state, dict) for state in states):
         raise ValueError("states: not dictionaries; call load_state_dict(*states)")
-    lacking = {key for state in states for key in keys - state.keys()}
+    lacking = {key for state in states for key in own.keys() - state.keys()}
     if lacking or not states:
         raise ValueError(f"states: none, or not those of a preconditioner (lacking: {', '.join(sorted(lacking))})")
     for name in ("steps", "factor_update_steps"):
@@ -32,8 +31,8 @@ def merge_state_dicts(
         if len(values) > 1:
             raise ValueError(f"states: of different runs or steps, with {name} = {', '.join(map(str, values))}")
     solvers = {state["solver"] for state in states}
-    if solvers != {solver}:
-        raise ValueError(f"solver: the state is of {', '.join(sorted(solvers))}, not {solver}")
+    if solvers != {own["solver"]}:
+        raise ValueError(f"solver: the state is of {', '.join(sorted(solvers))}, not {own['solver']}")
     layers = {name: layer for state in states for name, layer in state["layers"].items()}
     missing, unknown = sorted(blocks.keys() - layers.keys()), sorted(layers.keys() - blocks.keys())
     if missing or unknown:
