@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from .assignment import Assignment, Grid, assign_layers, make_grid
-from .communication import Communicator, Message, num_ranks, raise_on_all_ranks, require_same
-from .curvature_block import CurvatureBlock, layer_cost
+from .communication import Communicator, num_ranks, raise_on_all_ranks, require_same
+from .curvature_block import CurvatureBlock, layer_cost, merge_state_dicts
 from .gradients import precondition_gradients, send_raw_gradients
 from .hooks import StatisticsHook
 from .layers import Layer, Norm
 from .registration import register_layers, unwrap
 from .settings import Auto, Changeable, KFACSettings, takes_settings
 from .solvers import SOLVERS, Solver
-from .state_dict import merge_state_dicts
 from .updates import Updates
 from .usage_checks import INCOMPLETE, UNUSED, UsageChecks, require_connected
 
@@ -282,9 +281,7 @@ class KFAC:
         """Raise ValueError for settings that are in range, and impossible for this kind of preconditioner."""
 
     def _find_layers(self) -> dict[str, Layer]:
-        layers, self.unsupported = register_layers(
-            self.model, self.settings.skip, self.settings.spatially_uncorrelated
-        )
+        layers, self.unsupported = register_layers(self.model, self.settings.skip, self.settings.spatially_uncorrelated)
         return layers
 
     def _make_blocks(self, layers: dict[str, Layer]) -> dict[str, CurvatureBlock]:
