@@ -70,19 +70,18 @@ class CurvatureBlock:
         has_solution: Whether a solution has been due, on any rank.
     """
 
-    def __init__(
-        self, hook: StatisticsHook, assignment: Assignment, rank: int, solver: Solver, settings: KFACSettings
-    ) -> None:
+    def __init__(self, layer: Layer, assignment: Assignment, rank: int, solver: Solver, settings: KFACSettings) -> None:
         """Make the block of a layer that has not been used yet.
 
         Args:
-            hook: Hook that sums the layer's statistics.
+            layer: The layer, whose module gets a hook that sums statistics.
             assignment: The layer's owner and column; any, for a norm.
             rank: This process's rank.
             solver: Solver of the solution.
             settings: Settings as they are now; those that may change come with each call.
         """
-        self.hook, self.layer, self.assignment, self.solver = hook, hook.layer, assignment, solver
+        self.layer, self.assignment, self.solver = layer, assignment, solver
+        self.hook = StatisticsHook(layer, settings)
         weight = self.layer.weight
         self.device, self.dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
         self._matrix_dtype: torch.dtype = getattr(torch, settings.inv_dtype) if settings.inv_dtype else self.dtype

@@ -18,7 +18,6 @@ from .assignment import Assignment, Grid, assign_layers, make_grid
 from .communication import Communicator, num_ranks, raise_on_all_ranks, require_same
 from .curvature_block import CurvatureBlock, layer_cost, merge_state_dicts
 from .gradients import precondition_gradients, send_raw_gradients
-from .hooks import StatisticsHook
 from .layers import Layer, Norm
 from .registration import register_layers, unwrap
 from .settings import Auto, Changeable, KFACSettings, takes_settings
@@ -289,22 +288,12 @@ class KFAC:
         assignments = assign_layers(costs, self.communicator.grid, self.settings.inv_update_steps)
         rank, blocks = self.communicator.rank, {}
         for name, layer in layers.items():
-            hook = StatisticsHook(layer, self._gradient_scale, self.settings.factor_fraction)
             assignment = assignments.get(name, Assignment(0, 0))
-            blocks[name] = self._block_type(layer)(hook, assignment, rank, self._solver, self.settings)
+            blocks[name] = self._block_type(layer)(layer, assignment, rank, self._solver, self.settings)
         return blocks
 
     def _block_type(self, layer: Layer) -> type[CurvatureBlock]:
         return CurvatureBlock
-
-    def _gradient_scale(self) -> float | Tensor:
-        scaler = self.settings.grad_scaler
-        if scaler is None or not self.scales_gradients():
-            return float(self.settings.accumulation_steps)
-        scale = scaler._scale  # on the device; get_scale() would wait for it
-        return self.settings.accumulation_steps / (scaler.get_scale() if scale is None else scale)
-
-    # --- a step ---
 
     def _begin_step(self, factor_update_steps: int) -> None:
         self._updates.begin_step(self.steps, factor_update_steps)

@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .registration import Skip
 
@@ -126,6 +126,14 @@ class KFACSettings:
     def with_range(self) -> dict[str, Any]:
         """Return the settings that have a range, by name: all ranks must have the same."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata}
+
+    def gradient_scale(self) -> float | Tensor:
+        """Return the factor that makes a sample's gradient, of a mean over one sample, that of its own loss."""
+        scaler = self.grad_scaler
+        if scaler is None or not scaler.is_enabled():
+            return float(self.accumulation_steps)
+        scale = scaler._scale  # on the device; get_scale() would wait for it
+        return self.accumulation_steps / (scaler.get_scale() if scale is None else scale)
 
 
 _ENTRIES = (inspect.getdoc(KFACSettings) or "").partition("Args:\n")[2].partition("\n\n")[0]  # "" with python -OO
