@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .assignment import Assignment, Grid, assign_layers, make_grid
 from .communication import Communicator, num_ranks, raise_on_all_ranks, require_same
 from .curvature_block import CurvatureBlock, layer_cost, merge_state_dicts
-from .gradients import precondition_gradients, send_raw_gradients
 from .layers import Layer, Norm
 from .registration import register_layers, unwrap
 from .settings import Auto, Changeable, KFACSettings, takes_settings
@@ -131,13 +130,11 @@ class KFAC:
         self._checks.warn(UNUSED, unused)
         self._updates.solve(self.steps, self.settings)
         ready = {name: block for name, block in with_gradient.items() if block.is_ready()}
-        kl_clip = self._updates.kl_clip(self.settings.kl_clip)
-        self._cosines, factor = precondition_gradients(ready, self.communicator, self.settings, kl_clip)
+        self._cosines, factor = self._updates.precondition(ready, self.settings)
         if factor is not None:
             self._clipped, self._clip_steps = self._clipped + (factor < 1), self._clip_steps + 1
         if self.gradients_at_owners:
-            others = [block for name, block in self.blocks.items() if not (block.is_norm or name in ready)]
-            send_raw_gradients(others, self.communicator)
+            self._updates.send_raw_gradients(ready.keys())
         self._checks.remember_gradients(parameters)
         self.steps += 1
         self._begin_step(self.settings.factor_update_steps)

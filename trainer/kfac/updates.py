@@ -1,20 +1,26 @@
-"""What a step updates: factors, from the hooks of the backward pass into the running averages, and solutions."""
+"""What a step updates: factors, from the hooks of the backward pass into the running averages; solutions; gradients.
+
+Gradients are preconditioned by the ranks that have the solutions, sent to the others, and clipped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .communication import Communicator, Message
 from .curvature_block import CurvatureBlock, layer_cost
 from .schedule import StaggeredSchedule
-from .settings import KL_CLIP_PER_SAMPLE, Auto, KFACSettings
+from .settings import KL_CLIP_PER_SAMPLE, KFACSettings
 from .usage_checks import MORE_MICRO_BATCHES, UsageChecks
 
 
 class Updates:
-    """Switches the hooks on by the schedule, and has what they sum sent to the owners and averaged, and solved.
+    """Switches the hooks on by the schedule, and has what they sum sent to the owners, averaged, solved and applied.
 
     Attributes:
         every: The `factor_update_steps` by which the layers of this step were chosen.
@@ -132,6 +138,59 @@ class Updates:
                 by_owner.setdefault(block.assignment.owner, []).extend(block.solution_messages())
         self._communicator.send_solutions(by_owner)
 
-    def kl_clip(self, setting: float | Auto | None) -> float | None:
-        """Return the bound that a setting means, see `KFAC`."""
-        return KL_CLIP_PER_SAMPLE * self.batch_size if setting == "auto" else setting
+    def precondition(
+        self, blocks: Mapping[str, CurvatureBlock], settings: KFACSettings
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Replace the gradients of layers by preconditioned ones, on all ranks.
+
+        Args:
+            blocks: The layers that have a gradient and a solution (or are norms), by name.
+            settings: Settings as they are now.
+
+        Returns:
+            (cosines, factor): the cosine between the raw and the preconditioned gradient of each layer, and what the
+            clip has multiplied them by: scalars on the device, the latter None where there is no clip.
+        """
+        gradients: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor] = {}  # of each layer ⟨D', D⟩ and the cosine
+        by_column: dict[int, list[Message]] = {}
+        for name, block in blocks.items():
+            raw = block.layer.gradient().to(block.dtype)
+            if block.is_norm or block.assignment.column == self._communicator.column:
+                gradients[name] = block.precondition(raw, settings.damping)
+                product = torch.dot(raw.flatten(), gradients[name].flatten())
+                numbers[name] = torch.stack([product, product / (raw.norm() * gradients[name].norm())])
+            else:
+                gradients[name], numbers[name] = torch.empty_like(raw), raw.new_empty(2)
+            if not block.is_norm:
+                messages = by_column.setdefault(block.assignment.column, [])
+                messages.extend((Message(gradients[name]), Message(numbers[name])))
+        self._communicator.send_gradients(by_column)
+        kl_clip = KL_CLIP_PER_SAMPLE * self.batch_size if settings.kl_clip == "auto" else settings.kl_clip
+        factor = _clip(list(gradients.values()), [product for product, _ in numbers.values()], kl_clip, settings.lr)
+        for name, block in blocks.items():
+            block.layer.set_gradient(gradients[name])
+        return {name: cosine for name, (_, cosine) in numbers.items()}, factor
+
+    def send_raw_gradients(self, preconditioned: Collection[str]) -> None:
+        """Send the gradients of all other layers, as they are, from the owners to all ranks."""
+        by_column: dict[int, list[Message]] = {}
+        for name, block in self._blocks.items():
+            gradients = [parameter.grad for parameter in block.layer.parameters() if parameter.grad is not None]
+            if gradients and not (block.is_norm or name in preconditioned):
+                by_column.setdefault(block.assignment.column, []).extend(map(Message, gradients))
+        self._communicator.send_gradients(by_column)
+
+
+def _clip(gradients: list[Tensor], products: list[Tensor], kl_clip: float | None, lr: float) -> Tensor | None:
+    """Multiply preconditioned gradients D', in place, by min(1, √(kl_clip / (lr² |Σ ⟨D', D⟩|))).
+
+    So a step is not longer than allowed in the metric of the Fisher matrix. `products` are ⟨D', D⟩ of each with its raw
+    gradient D. Return the factor, a scalar on the device; None where there is no bound.
+    """
+    if kl_clip is None or lr == 0 or not gradients:
+        return None
+    divergence = (torch.stack(products).sum() * lr**2).abs().clamp(min=torch.finfo(torch.float32).tiny)
+    factor = (kl_clip / divergence).sqrt().clamp(max=1)
+    torch._foreach_mul_(gradients, factor)
+    return factor
