@@ -19,10 +19,10 @@ from datapipe.errors import SettingError
 
 from ..models import SMALLEST_INPUT, WITHOUT_STRIDES
 from ..optim import Optimizer
-from ..optim.fields import Section
 from ..optim.kfac import SCHEDULED
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
+from ..optim.settings import Section
 from ..step.ema import EmaSettings
 from . import built_in as built_in
 from . import find_recipe

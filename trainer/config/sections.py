@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from datapipe.names import BACKENDS, ORDERS, Crop, Flip, Io
 
 from .. import models
-from ..optim.fields import BelowOne, Count, Fraction, FromZero, Positive, Section, one_of, or_none
+from ..optim.settings import BelowOne, Count, Fraction, FromZero, Positive, Section, one_of, or_none
 from ..step.losses import LOSSES
 
 POLICIES = "stop", "skip", "roll_back"

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
 from ..kfac.settings import DESCRIPTIONS, Auto, InverseDtype, KFACSettings, SolverName
-from .fields import BelowOne, Count, Fraction, Positive, Section, or_none
+from .settings import BelowOne, Count, Fraction, Positive, Section, or_none
 
 KINDS = {"kfac": KFAC, "ekfac": EKFAC}
 SCHEDULED = "damping", "factor_update_steps", "inv_update_steps"

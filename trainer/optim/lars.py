@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from .fields import Positive
-from .settings import MomentumSettings
+from .settings import MomentumSettings, Positive
 
 
 class Settings(MomentumSettings):

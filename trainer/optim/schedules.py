@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .fields import Count, Fraction, FromZero, Positive, Section, or_none
+from .settings import Count, Fraction, FromZero, Positive, Section, or_none
 
 
 class _AnySchedule(Section):

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from .fields import BelowOne, Count
-from .settings import OptimizerSettings
+from .settings import BelowOne, Count, OptimizerSettings
 
 
 class Settings(OptimizerSettings):

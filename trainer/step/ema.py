@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from ..optim.fields import Count, Positive, Section, or_none
+from ..optim.settings import Count, Positive, Section, or_none
 
 
 class EmaSettings(Section):
