@@ -387,7 +387,8 @@ def _table(kind: Kind, section: str, keys: list[str]) -> Iterator[str]:
         if not description:
             raise ValueError(f"{kind.__name__}.{key} has no description: write it as a text under the field")
         default = "the file's name" if name == "name" else default
-        yield f"| `{name}` | {' '.join(description.split())} | {form} | {default} |"
+        text = " ".join(description.split()).replace("|", r"\|")
+        yield f"| `{name}` | {text} | {form} | {default} |"
     yield ""
 
 

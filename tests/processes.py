@@ -31,7 +31,7 @@ from typing import NoReturn
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = "trainer.run.run", "trainer.reporting.page", "trainer.models.resnet_cifar", "pytorch_optimizer"
+PACKAGES = "trainer.run.run", "trainer.reporting.page", "trainer.models.resnet", "pytorch_optimizer"
 PACKAGES += tuple(f"matplotlib.backends.backend_{kind}" for kind in ("agg", "pdf", "svg"))
 PACKAGES += (
     "datapipe.packing",

@@ -5,12 +5,12 @@ from pathlib import Path
 from datapipe.checks import did_you_mean
 from datapipe.errors import SettingError
 
-FOLDER = Path(__file__).parents[1] / "recipes"
+_FOLDER = Path(__file__).parents[1] / "recipes"
 
 
 def built_in() -> dict[str, Path]:
     """Return the recipes that come with the package, ordered by name: name -> TOML file."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"), key=lambda path: path.stem)}
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def find_recipe(name: str) -> Path:

@@ -7,8 +7,10 @@ part of it, so that the same recipe can be run elsewhere.
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -17,16 +19,19 @@ from datapipe.errors import SettingError
 
 from ..models import SMALLEST_INPUT, WITHOUT_STRIDES
 from ..optim import Optimizer
-from ..optim.fields import Section
 from ..optim.kfac import SCHEDULED
 from ..optim.kfac import Settings as KfacSettings
 from ..optim.schedules import Schedule, last_change
-from ..step.ema import Settings as EmaSettings
+from ..optim.settings import Section
+from ..step.ema import EmaSettings
 from . import built_in as built_in
 from . import find_recipe
 from .explain import explain
-from .scaling import EPOCHS, scale_schedules
 from .sections import Data, Model, Train
+
+logger = logging.getLogger(__name__)
+
+_EPOCHS = {"schedule": ("warmup_epochs", "milestones"), "kfac": SCHEDULED}  # settings that are, or hold, epochs
 
 
 class Recipe(Section):
@@ -69,43 +74,33 @@ class Recipe(Section):
 
     @field_validator("kfac")
     @classmethod
-    def _has_preconditioner(cls, section: KfacSettings, info: ValidationInfo) -> KfacSettings:
+    def _fits_the_optimizer(cls, section: KfacSettings, info: ValidationInfo) -> KfacSettings:
         optimizer = info.data.get("optimizer")
-        if optimizer is not None and optimizer.preconditioner == "none" and section != KfacSettings():
-            raise ValueError('without optimizer.preconditioner = "kfac" or "ekfac" nothing uses these settings')
-        return section
-
-    @field_validator("kfac")
-    @classmethod
-    def _clips_what_the_optimizer_keeps(cls, section: KfacSettings, info: ValidationInfo) -> KfacSettings:
-        optimizer = info.data.get("optimizer")
-        if optimizer is None or optimizer.preconditioner == "none" or section.kl_clip is None:
+        if optimizer is None:
             return section
-        if optimizer.ignores_length:
+        if optimizer.preconditioner == "none":
+            if section != KfacSettings():
+                raise ValueError('without optimizer.preconditioner = "kfac" or "ekfac" nothing uses these settings')
+        elif optimizer.ignores_length and section.kl_clip is not None:
             name = f'optimizer.name = "{optimizer.name}"'
             raise ValueError(f'kl_clip must be "none" with {name}, whose steps do not depend on how long gradients are')
         return section
 
     @field_validator("train")
     @classmethod
-    def _ends_after_schedule(cls, section: Train, info: ValidationInfo) -> Train:
-        schedule = info.data.get("schedule")
-        name, epoch = last_change(schedule) if schedule is not None else ("", 0.0)
-        if epoch >= section.epochs:
-            text = f"epochs = {section.epochs}: must be more than schedule.{name} = {epoch:g}"
-            raise ValueError(text + _how_to_scale(epoch, info))
-        return section
-
-    @field_validator("train")
-    @classmethod
-    def _ends_after_kfacs_schedules(cls, section: Train, info: ValidationInfo) -> Train:
-        for name in SCHEDULED if (kfac := info.data.get("kfac")) is not None else ():
+    def _ends_after_schedules(cls, section: Train, info: ValidationInfo) -> Train:
+        schedule, kfac = info.data.get("schedule"), info.data.get("kfac")
+        changes = {}  # the last epoch of each schedule, by what the message says of it
+        if schedule is not None:
+            name, epoch = last_change(schedule)
+            changes[f"schedule.{name} = {epoch:g}"] = epoch
+        for name in SCHEDULED if kfac is not None else ():
             epoch = getattr(kfac, name)[-1][0]
+            changes[f"{epoch:g}, from which kfac.{name} has its last value"] = epoch
+        for text, epoch in changes.items():
             if epoch >= section.epochs:
-                text = (
-                    f"epochs = {section.epochs}: must be more than {epoch:g}, from which kfac.{name} has its last value"
-                )
-                raise ValueError(text + _how_to_scale(epoch, info))
+                how = _how_to_scale(epoch, info)
+                raise ValueError(f"epochs = {section.epochs}: must be more than {text}{how}")
         return section
 
     @field_validator("train")
@@ -176,6 +171,57 @@ def parse(table: dict[str, Any], own_epochs: object = None, given: Collection[st
         raise problem from error
 
 
+def scale_schedules(table: dict[str, Any], given: Collection[str] = ()) -> None:
+    """Scale a recipe's epochs, in place, if `schedule.for_epochs` says that they are meant for a run of another length.
+
+    `schedule.for_epochs` is the run's own length then. What is not as a recipe must be stays as it is, for the check.
+
+    Args:
+        table: The recipe, as TOML has it.
+        given: Settings that are meant for this run, such as "schedule.milestones": they do not scale.
+
+    >>> table = {"train": {"epochs": 30}, "schedule": {"for_epochs": 90, "warmup_epochs": 6, "milestones": [30, 60]}}
+    >>> scale_schedules(table, given=["schedule.warmup_epochs"])
+    >>> table["schedule"]
+    {'for_epochs': 30, 'warmup_epochs': 6, 'milestones': [10.0, 20.0]}
+    """
+    if not isinstance(table, dict):  # but what a checkpoint holds in its place
+        return
+    sections = {name: value for name in ("train", *_EPOCHS) if isinstance(value := table.get(name), dict)}
+    meant, epochs = sections.get("schedule", {}).get("for_epochs"), sections.get("train", {}).get("epochs")
+    if not (isinstance(meant, int) and isinstance(epochs, int) and min(meant, epochs) > 0) or meant == epochs:
+        return
+    changed = []
+    for section, names in _EPOCHS.items():
+        for name in names:
+            value = sections.get(section, {}).get(name)
+            scaled = _scale_pairs(value, epochs, meant) if section == "kfac" else _scale(value, epochs, meant)
+            if scaled != value and f"{section}.{name}" not in given:
+                sections[section][name] = scaled
+                changed.append(f"{section}.{name} = {scaled}, not {value}")
+    sections["schedule"]["for_epochs"] = epochs
+    if changed:
+        logger.info("%d epochs, not %d: %s", epochs, meant, "; ".join(changed))
+
+
+def _scale(value: Any, epochs: int, meant: int) -> Any:
+    """Scale an epoch, or each of a list."""
+    if isinstance(value, list):
+        return [_scale(item, epochs, meant) for item in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    with suppress(OverflowError):  # more than any run has
+        return value * epochs / meant
+    return value
+
+
+def _scale_pairs(value: Any, epochs: int, meant: int) -> Any:
+    """Scale the epochs of pairs of an epoch and a value; a value alone holds throughout."""
+    if not isinstance(value, list):
+        return value
+    return [[_scale(item[0], epochs, meant), *item[1:]] if isinstance(item, list) and item else item for item in value]
+
+
 def _apply(table: dict[str, Any], change: str) -> str:
     """Put one `section.key=value`, or `section={...}` for a whole section, into the table; return what is left of =."""
     key, equals, text = change.partition("=")
@@ -194,39 +240,19 @@ def _apply(table: dict[str, Any], change: str) -> str:
     return ".".join([*sections, last])
 
 
-# What a resumed run may change: when to stop, evaluate or save, how fast to be and which faults to tolerate, but not
-# what is learnt.
-MAY_CHANGE = {
-    "name",
-    "source",
-    "published",
-    "schedule.for_epochs",
-    "data.threads",
-    "data.cache",
-    "data.io",
-    "data.max_bad",
-    "data.retries",
-    "data.timeout_s",
-    "train.target_accuracy",
-    "train.evaluate_every",
-    "train.evaluate_mirrored",
-    "data.eval_size",
-    "train.checkpoint_every_steps",
-    "train.checkpoint_every_minutes",
-    "train.keep_checkpoints",
-    "train.failed_checkpoints",
-    "train.check_replicas_every_steps",
-    "train.when_diverged",
-    "train.spike_factor",
-    "train.max_recoveries",
-    "train.roll_back_lr_factor",
-    "train.log_every",
-    "train.bucket_mib",
-    "train.static_graph",
-    "train.compile",
-    "train.compile_mode",
-    "train.channels_last",
-    "train.deterministic",
+# What a resumed run may change, by section: when to stop, evaluate or save, how fast to be and which faults to
+# tolerate, but not what is learnt.
+_MAY_CHANGE = {
+    f"{section}{name}"
+    for section, names in {
+        "": "name source published",
+        "schedule.": "for_epochs",
+        "data.": "threads cache io max_bad retries timeout_s eval_size",
+        "train.": "target_accuracy evaluate_every evaluate_mirrored checkpoint_every_steps checkpoint_every_minutes "
+        "keep_checkpoints failed_checkpoints check_replicas_every_steps when_diverged spike_factor max_recoveries "
+        "roll_back_lr_factor log_every bucket_mib static_graph compile compile_mode channels_last deterministic",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -238,7 +264,7 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
     Raises:
         SettingError: Names the settings that differ.
     """
-    allowed = set(MAY_CHANGE)
+    allowed = set(_MAY_CHANGE)
     if old.schedule.name in ("constant", "step") and old.data.start_size is None:
         allowed.add("train.epochs")
     before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
@@ -258,7 +284,7 @@ def check_resumable(old: Recipe, new: Recipe) -> None:
 def _how_to_keep_schedules(old: Recipe, new: Recipe) -> str:
     """Say what to type for a run to continue with the schedules that it began with, if these would scale."""
     before, after = (_flatten(recipe.model_dump(mode="json")) for recipe in (old, new))
-    keys = [f"{section}.{name}" for section, names in EPOCHS.items() for name in names]
+    keys = [f"{section}.{name}" for section, names in _EPOCHS.items() for name in names]
     options = [f"--set {key}={json.dumps(before[key])}" for key in keys if before.get(key) != after.get(key)]
     return f"To keep its schedule: {' '.join(options)}. " if options else ""
 

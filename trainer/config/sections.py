@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from datapipe.names import BACKENDS, ORDERS, Crop, Flip, Io
 
 from .. import models
-from ..optim.fields import BelowOne, Count, Fraction, FromZero, Positive, Section, one_of, or_none
+from ..optim.settings import BelowOne, Count, Fraction, FromZero, Positive, Section, one_of, or_none
 from ..step.losses import LOSSES
 
 POLICIES = "stop", "skip", "roll_back"
@@ -99,20 +99,12 @@ class Data(Section):
         return self.start_size if not grown else max(self.start_size, int(between // self.size_step) * self.size_step)
 
     @model_validator(mode="after")
-    def _grows(self) -> Data:
+    def _fits_together(self) -> Data:
         if self.start_size is not None and self.start_size > self.size:
             raise ValueError(f"start_size = {self.start_size}: must be at most size = {self.size}")
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_resident_images(self) -> Data:
         for name in ("start_size", "eval_size") if self.backend == "resident" else ():
             if getattr(self, name) not in (None, self.size):
                 raise ValueError(f'{name} must be "none" with backend = "resident", which scales no images')
-        return self
-
-    @model_validator(mode="after")
-    def _same_channels(self) -> Data:
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} numbers and std {len(self.std)}; one per channel")
         return self

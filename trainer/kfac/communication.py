@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
@@ -32,14 +31,6 @@ class Message(NamedTuple):
     symmetric: bool = False
 
 
-@dataclass
-class _Bucket:
-    """Factors of several layers for one owner. Each layer's are followed by a 1, or by a 0 if it was not used."""
-
-    flats: list[Tensor] = field(default_factory=list)
-    layers: list[Sequence[Message]] = field(default_factory=list)
-
-
 class Communicator:
     """The collectives of K-FAC, over all ranks of the default process group.
 
@@ -56,7 +47,7 @@ class Communicator:
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.column = self.rank % grid.num_columns
         self.bytes_sent: Counter[str] = Counter()
-        self._buckets: dict[int | None, _Bucket] = {}
+        self._buckets: dict[int | None, list[tuple[Tensor, Sequence[Message]]]] = {}  # to send, by owner
         self._reducing: list[tuple[dist.Work, Tensor, list[Sequence[Message]]]] = []
         self._all: dist.ProcessGroup | None = None
         self._row: dist.ProcessGroup | None = None
@@ -80,22 +71,22 @@ class Communicator:
             owner: The rank that gets the averages; None for all ranks.
             is_used: Whether this rank has used the layer. If not, its factors do not count.
         """
-        bucket = self._buckets.setdefault(owner, _Bucket())
-        flat = flatten_messages(messages)
-        bucket.flats += [flat, flat.new_full((1,), float(is_used))]
-        bucket.layers.append(messages)
-        if sum(flat.nbytes for flat in bucket.flats) >= BUCKET_BYTES:
+        # They are followed by a 1, or by a 0 if they do not count.
+        number = Message(messages[0].tensor.new_full((1,), float(is_used)))
+        bucket = self._buckets.setdefault(owner, [])
+        bucket.append((flatten_messages([*messages, number]), messages))
+        if sum(flat.nbytes for flat, _ in bucket) >= BUCKET_BYTES:
             self._reduce(owner)
 
     def _reduce(self, owner: int | None) -> None:
         bucket = self._buckets.pop(owner)
-        flat = torch.cat(bucket.flats)
+        flat, layers = torch.cat([flat for flat, _ in bucket]), [messages for _, messages in bucket]
         self.bytes_sent["factors"] += flat.nbytes
         if owner is None:
             work = dist.all_reduce(flat, group=self._all, async_op=True)
         else:
             work = dist.reduce(flat, owner, group=self._all, async_op=True)
-        self._reducing.append((work, flat, bucket.layers if owner in (None, self.rank) else []))
+        self._reducing.append((work, flat, layers if owner in (None, self.rank) else []))
 
     def finish_reducing(self) -> None:
         """Wait for the averages, which are then in the tensors of the messages, on the ranks that they are for.

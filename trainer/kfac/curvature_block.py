@@ -1,7 +1,8 @@
-"""A layer's block of the curvature: its factors and its solution, as far as this rank has them."""
+"""A layer's block of the curvature: averages of its factors, and its solution, as far as this rank has them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,12 +13,46 @@ from .assignment import Assignment, Cost
 from .communication import Message
 from .hooks import StatisticsHook
 from .layers import Layer, Norm
-from .running_average import RunningAverage
-from .settings import InverseDtype
+from .settings import KFACSettings
 from .solvers import Solution, Solver, precondition_units
 from .symmetric import pack_triangle, packed_shape, unpack_triangle
 
 SYMMETRIC = "a", "g", "unit"  # factors; EKFAC's "scale" is not
+
+
+class RunningAverage:
+    """f ← (decay · w · f + (1 - decay) · new) / w' with the weight w' = decay · w + 1 - decay.
+
+    The division corrects the bias: the average begins with the first value, and not with zero or the identity. All
+    work is done on the device, without waiting for it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.value = torch.zeros(shape, dtype=dtype, device=device)
+        self.weight = torch.zeros((), dtype=torch.float64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, new: Tensor, decay: float, finite: Tensor) -> None:
+        """Average a new value in, or count it as skipped.
+
+        Args:
+            new: The value, with the shape of the average.
+            decay: The weight of what was before, from 0 to below 1.
+            finite: Whether `new` is finite: a scalar of bool, on the same device.
+        """
+        self.weight.copy_(torch.where(finite, decay * self.weight + 1 - decay, self.weight))
+        share = torch.where(finite, (1 - decay) / self.weight, 0.0)
+        self.value.lerp_(torch.where(finite, new, self.value).to(self.value), share.to(self.value.dtype))
+        self.skipped += ~finite
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors themselves, not copies."""
+        return {"value": self.value, "weight": self.weight, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy the values of another average into this one's tensors."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
 
 
 class CurvatureBlock:
@@ -35,21 +70,21 @@ class CurvatureBlock:
         has_solution: Whether a solution has been due, on any rank.
     """
 
-    def __init__(
-        self, hook: StatisticsHook, assignment: Assignment, rank: int, inv_dtype: InverseDtype | None = None
-    ) -> None:
+    def __init__(self, layer: Layer, assignment: Assignment, rank: int, solver: Solver, settings: KFACSettings) -> None:
         """Make the block of a layer that has not been used yet.
 
         Args:
-            hook: Hook that sums the layer's statistics.
+            layer: The layer, whose module gets a hook that sums statistics.
             assignment: The layer's owner and column; any, for a norm.
             rank: This process's rank.
-            inv_dtype: The type of a solution's matrices, if it is not that of the factors.
+            solver: Solver of the solution.
+            settings: Settings as they are now; those that may change come with each call.
         """
-        self.hook, self.layer, self.assignment = hook, hook.layer, assignment
+        self.layer, self.assignment, self.solver = layer, assignment, solver
+        self.hook = StatisticsHook(layer, settings)
         weight = self.layer.weight
         self.device, self.dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
-        self._matrix_dtype: torch.dtype = getattr(torch, inv_dtype) if inv_dtype else self.dtype
+        self._matrix_dtype: torch.dtype = getattr(torch, settings.inv_dtype) if settings.inv_dtype else self.dtype
         self.is_norm = isinstance(self.layer, Norm)
         self.is_owner = self.is_norm or assignment.owner == rank
         shapes = self.shapes() if self.is_owner else {}
@@ -120,14 +155,15 @@ class CurvatureBlock:
 
     # --- solution ---
 
-    def update_inverse(self, solver: Solver, damping: float) -> None:
+    def update_inverse(self, settings: KFACSettings) -> None:
         """Compute the solution, on the owner; on another rank of the column, make room for it."""
         if not self.solution:
             a, g = (self.layer.shapes()[name] for name in ("a", "g"))
             like_a, like_g = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in (a, g))
-            self.solution = self._as_received(solver.identity(like_a, like_g))
+            self.solution = self._as_received(self.solver.identity(like_a, like_g))
         if self.is_owner and self.has_finite_factors():
-            solution = solver.update_inverse(self.factor("a"), self.factor("g"), damping, self.solution)
+            a_factor, g_factor = self.factor("a"), self.factor("g")
+            solution = self.solver.update_inverse(a_factor, g_factor, settings.damping, self.solution)
             self.solution = self._as_received(solution)
             self.num_updates["solution"] += 1
 
@@ -141,29 +177,20 @@ class CurvatureBlock:
             for name, tensor in solution.items()
         }
 
-    def solution_messages(self, solver: Solver) -> list[Message]:
+    def solution_messages(self) -> list[Message]:
         """Return the solution, to be sent or received."""
-        return [Message(tensor, solver.symmetric and tensor.dim() == 3) for tensor in self.solution.values()]
+        return [Message(tensor, self.solver.symmetric and tensor.dim() == 3) for tensor in self.solution.values()]
 
     def is_ready(self) -> bool:
         """Return whether gradients can be preconditioned; the same on all ranks."""
         return self.has_factors if self.is_norm else self.has_solution
 
-    def precondition(self, solver: Solver, gradient: Tensor, damping: float) -> Tensor:
-        """Return the preconditioned gradient.
-
-        Args:
-            solver: The solver of the solution.
-            gradient: The gradient as a matrix, see `Layer.matrix`.
-            damping: Damping λ, above 0.
-
-        Returns:
-            A matrix with the shape and type of `gradient`.
-        """
+    def precondition(self, gradient: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradient, with the shape and type of `gradient`: see `Layer.matrix`."""
         if self.is_norm:
             unit = self.averages["unit"]
             return torch.where(unit.weight > 0, precondition_units(unit.value, gradient, damping), gradient)
-        return solver.precondition(self.solution, gradient, damping)
+        return self.solver.precondition(self.solution, gradient, damping)
 
     def curvature(self, direction: Tensor) -> Tensor:
         """Return dᵀ F d of a direction d, with F of the factors. On the owner only."""
@@ -219,3 +246,41 @@ def layer_cost(layer: Layer) -> Cost:
     sizes = [(shape[0], shape[1]) for name, shape in shapes.items() if name in ("a", "g") and len(shape) == 3]
     inverse = sum(groups * n**3 for groups, n in sizes)
     return Cost(float(inverse), 2.0 * layer.num_elements() * sum(n for _, n in sizes))
+
+
+def merge_state_dicts(
+    states: Sequence[dict[str, Any]], own: dict[str, Any], blocks: Mapping[str, CurvatureBlock]
+) -> dict[str, dict[str, Any]]:
+    """Return the states of all layers, by name.
+
+    Args:
+        states: The states of all ranks that there were.
+        own: A state of the preconditioner that is to have them: each must have its keys and its solver.
+        blocks: The layers that they must have together, by name.
+
+    Raises:
+        ValueError: The states have other layers, shapes or another solver, or are not all of one step.
+    """
+    if not all(isinstance(state, dict) for state in states):
+        raise ValueError("states: not dictionaries; call load_state_dict(*states)")
+    lacking = {key for state in states for key in own.keys() - state.keys()}
+    if lacking or not states:
+        raise ValueError(f"states: none, or not those of a preconditioner (lacking: {', '.join(sorted(lacking))})")
+    for name in ("steps", "factor_update_steps"):
+        values = sorted({state[name] for state in states})
+        if len(values) > 1:
+            raise ValueError(f"states: of different runs or steps, with {name} = {', '.join(map(str, values))}")
+    solvers = {state["solver"] for state in states}
+    if solvers != {own["solver"]}:
+        raise ValueError(f"solver: the state is of {', '.join(sorted(solvers))}, not {own['solver']}")
+    layers = {name: layer for state in states for name, layer in state["layers"].items()}
+    missing, unknown = sorted(blocks.keys() - layers.keys()), sorted(layers.keys() - blocks.keys())
+    if missing or unknown:
+        raise ValueError(f"layers: the states (of all ranks?) lack {missing}, and have {unknown} besides")
+    for name, block in blocks.items():
+        shapes = layers[name].get("shapes")
+        if shapes != block.layer.shapes():
+            raise ValueError(f"layer {name}: the state's factors are {shapes}, not {block.layer.shapes()}")
+        if lacking := block.state_dict().keys() - layers[name].keys():
+            raise ValueError(f"layer {name}: the state lacks {', '.join(sorted(lacking))}")
+    return layers

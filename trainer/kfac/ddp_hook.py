@@ -60,39 +60,27 @@ def _reduce(
 ) -> torch.futures.Future[Tensor]:
     """Reduce a bucket's gradients to their owners, and those without an owner to all ranks.
 
-    Args:
-        bucket: DDP's bucket.
-        owners: The owner of each parameter of a layer.
-        preconditioner: Preconditioner of the model. If its `gradients_at_owners` is False, it has been removed, and no
-            parameter has an owner.
-        group: DDP's process group.
-
-    Returns:
-        A future of the bucket's buffer.
+    If the preconditioner's `gradients_at_owners` is False, it has been removed, and no parameter has an owner. The
+    future is that of the bucket's buffer.
     """
     communicator = preconditioner.communicator
     if preconditioner.gradients_at_owners:
-        if bucket.index() in preconditioner.reduced:
-            raise RuntimeError(
-                "reduce_to_owners: gradients are reduced a second time since step(), to which ranks had added parts "
-                "of sums: of several micro-batches all but the last are under no_sync(), and discard() comes after a "
-                "backward pass that no step() follows"
-            )
-        preconditioner.reduced.add(bucket.index())
+        _note_first_reduction(bucket, preconditioner)
+    else:
+        owners = {}
     buffer = bucket.buffer().div_(communicator.world_size)
     communicator.bytes_sent["reduced"] += buffer.nbytes
-    by_owner: dict[int, list[Tensor]] = {}
+    by_owner: dict[int | None, list[Tensor]] = {}
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        owner = owners.get(parameter, -1) if preconditioner.gradients_at_owners else -1
-        by_owner.setdefault(owner, []).append(gradient)
+        by_owner.setdefault(owners.get(parameter), []).append(gradient)
     reducing = []
     for owner, gradients in by_owner.items():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        if owner < 0:
+        if owner is None:
             work = dist.all_reduce(flat, group=group, async_op=True)
         else:
             work = dist.reduce(flat, owner, group=group, async_op=True)
-        reducing.append((work, flat, gradients if owner in (-1, communicator.rank) else []))
+        reducing.append((work, flat, gradients if owner in (None, communicator.rank) else []))
 
     def finish(last: torch.futures.Future[Tensor]) -> Tensor:
         last.value()  # raises the error, if there was one
@@ -107,3 +95,13 @@ def _reduce(
     # Not torch.futures.collect_all: what follows that waits for no stream, and NCCL's works end when they are queued.
     future: torch.futures.Future[Tensor] = reducing[-1][0].get_future().then(finish)
     return future
+
+
+def _note_first_reduction(bucket: dist.GradBucket, preconditioner: KFAC) -> None:
+    if bucket.index() in preconditioner.reduced:
+        raise RuntimeError(
+            "reduce_to_owners: gradients are reduced a second time since step(), to which ranks had added parts of "
+            "sums: of several micro-batches all but the last are under no_sync(), and discard() comes after a backward "
+            "pass that no step() follows"
+        )
+    preconditioner.reduced.add(bucket.index())

@@ -22,6 +22,7 @@ Letters: N samples, T positions, G groups, n inputs and m outputs of a group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -33,10 +34,10 @@ from .curvature_block import CurvatureBlock
 from .factors import accumulating
 from .layers import Convolution, Layer, Linear, RowLayer, Sums
 from .preconditioner import KFAC
-from .registration import Skip
+from .settings import KFACSettings
 from .solvers import Eigen, Solution
 
-CHUNK_BYTES = 64 << 20  # of the samples' rows or gradients at a time
+_CHUNK_BYTES = 64 << 20  # of the samples' rows or gradients at a time
 
 
 class EKFAC(KFAC):
@@ -59,42 +60,15 @@ class EKFAC(KFAC):
                 f"local_factors: EKFAC over {world_size} ranks needs it, and grad_worker_fraction = 1/{world_size}"
             )
 
-    def _find_layers(self, skip: Skip) -> dict[str, Layer]:
-        layers = super()._find_layers(skip)
+    def _find_layers(self) -> dict[str, Layer]:
+        layers = super()._find_layers()
         return {
             name: DiagonalLayer(layer) if isinstance(layer, Linear | Convolution) else layer
             for name, layer in layers.items()
         }
 
-    def _update_inverse(self, block: CurvatureBlock) -> None:
-        failed = self._solver.fallbacks
-        super()._update_inverse(block)
-        layer = block.layer
-        if not (isinstance(layer, DiagonalLayer) and block.is_owner and block.has_finite_factors()):
-            return
-        if self._solver.fallbacks > failed:
-            return
-        before, diagonal = layer.basis, block.averages["scale"]
-        layer.basis = block.solution
-        if before:  # step 4
-            diagonal.value.copy_(change_basis(diagonal.value, before, layer.basis))
-        else:  # step 3
-            values = layer.basis["g_values"][:, :, None], layer.basis["a_values"][:, None]
-            torch.mul(*values, out=diagonal.value)
-            diagonal.weight.fill_(1 - self.settings.factor_decay)
-
-    def _solve(self, block: CurvatureBlock, gradient: Tensor) -> Tensor:
-        if not (isinstance(block.layer, DiagonalLayer) and block.layer.basis):
-            return super()._solve(block, gradient)
-        rotated = Eigen.rotate(block.solution, gradient)  # step 5
-        rotated /= block.averages["scale"].value + self.settings.damping
-        return Eigen.rotate_back(block.solution, rotated).to(gradient.dtype)
-
-    def load_state_dict(self, *states: dict[str, Any]) -> None:
-        super().load_state_dict(*states)
-        for block in self.blocks.values():
-            if isinstance(block.layer, DiagonalLayer) and block.is_owner:
-                block.layer.basis = block.solution if block.averages["scale"].weight > 0 else {}
+    def _block_type(self, layer: Layer) -> type[CurvatureBlock]:
+        return DiagonalBlock if isinstance(layer, DiagonalLayer) else super()._block_type(layer)
 
 
 class DiagonalLayer(Layer):
@@ -117,7 +91,7 @@ class DiagonalLayer(Layer):
         if self.basis:
             dtype = self.basis["a_values"].dtype
             a_vectors, g_vectors = (self.basis[name].to(dtype) for name in ("a_vectors", "g_vectors"))
-            chunk = max(1, CHUNK_BYTES // self._sample_bytes(grad_output, a_vectors.element_size()))
+            chunk = max(1, _CHUNK_BYTES // self._sample_bytes(grad_output, a_vectors.element_size()))
             parts = zip(torch.split(x, chunk), torch.split(grad_output, chunk), strict=True)
             squares = (sum_squares(*self._layer.rows(*part), a_vectors, g_vectors) for part in parts)
             sums.by_factor["scale"] = reduce(torch.add, squares)
@@ -136,8 +110,39 @@ class DiagonalLayer(Layer):
     def matrix(self, *tensors: Tensor) -> Tensor:
         return self._layer.matrix(*tensors)
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        self._layer.set_gradient(gradient)
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        return self._layer.parts(matrix)
+
+
+class DiagonalBlock(CurvatureBlock):
+    """The block of a `DiagonalLayer`, whose diagonal is the running average "scale"."""
+
+    layer: DiagonalLayer
+
+    def update_inverse(self, settings: KFACSettings) -> None:
+        failed = self.solver.fallbacks
+        super().update_inverse(settings)
+        if not (self.is_owner and self.has_finite_factors()) or self.solver.fallbacks > failed:
+            return
+        before, basis, diagonal = self.layer.basis, self.solution, self.averages["scale"]
+        self.layer.basis = basis
+        if before:  # step 4
+            diagonal.value.copy_(change_basis(diagonal.value, before, basis))
+        else:  # step 3
+            torch.mul(basis["g_values"][:, :, None], basis["a_values"][:, None], out=diagonal.value)
+            diagonal.weight.fill_(1 - settings.factor_decay)
+
+    def precondition(self, gradient: Tensor, damping: float) -> Tensor:
+        if not self.layer.basis:
+            return super().precondition(gradient, damping)
+        rotated = Eigen.rotate(self.solution, gradient)  # step 5
+        rotated /= self.averages["scale"].value + damping
+        return Eigen.rotate_back(self.solution, rotated).to(gradient.dtype)
+
+    def load_state_dict(self, state: dict[str, Any], is_in_column: bool) -> None:
+        super().load_state_dict(state, is_in_column)
+        if self.is_owner:
+            self.layer.basis = self.solution if self.averages["scale"].weight > 0 else {}
 
 
 def change_basis(diagonal_Gmn: Tensor, before: Solution, now: Solution) -> Tensor:

@@ -4,11 +4,38 @@ They are exact, and do without the row matrix of a convolution (im2col) where th
 
 Letters in the names of tensors are their dimensions: N samples, T positions of an output, R = N T rows, G groups,
 C channels, H and W pixels, k (twice) the rows and columns of a kernel, n inputs and m outputs of a group.
+
+The factor of a 3×3 kernel with stride 1 and one pixel of zeros around the image, without patches (`conv3x3_factor`).
+The element (row, column) of the kernel, each from 0 to 2, reads for the output position p the pixel
+p + (row - 1, column - 1), or a zero beyond the image. The factor's block for two elements s and t, [C, C], is
+
+    B(s, t) = Σ_p x[p + s - 1] x[p + t - 1]ᵀ   over all positions p, which are as many as pixels.
+
+1. With u = p + s - 1, that is Σ_u x[u] x[u + d]ᵀ with the offset d = t - s, over those pixels u that the element s
+   reads. If it were over all pixels, the block would depend on the offset alone. The 81 pairs of elements have 25
+   offsets, from (-2, -2) to (2, 2). As B(t, s) = B(s, t)ᵀ, those without a component upwards are enough:
+
+       offset    -2  -1   0   1   2   along
+           0      w   w   w   w   w
+           1      w   w   w   w   w       `whole`: the 15 sums over all pixels
+           2      w   w   w   w   w
+         down
+
+2. These 15 sums are what libraries compute as the weight gradient of a convolution with a kernel of 3×5.
+3. An element in an outer row of the kernel does not read one row of the image: row 0 of the kernel never reads the
+   last row, row 2 never the first. The products of these pixels are subtracted: minus `row_sums`.
+4. The same for columns: column 0 never reads the last column, column 2 never the first: minus `column_sums`.
+5. For the kernel's corners, the pixel in both lines has been subtracted twice: plus its outer product.
+
+Steps 3 and 4 subtract offsets along the line alone. An offset across it leads out of the image, and its product is
+zero: row 0 of the kernel has other rows below it only, and below the image's last row there is none. So it is for
+the three other sides.
 """
 
 from __future__ import annotations
 
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,39 +83,27 @@ def sum_rows(rows_RGn: Tensor) -> Tensor:
     return rows_RGn.sum(0, dtype=torch.float64 if rows_RGn.dtype == torch.float64 else torch.float32)
 
 
-def pad_image(x_NCHW: Tensor, padding: tuple[int, int, int, int], mode: str) -> Tensor:
-    """Return the image as a convolution sees it.
+class Kernel(NamedTuple):
+    """A convolution's kernel: how many elements it has, and how many pixels it moves and skips, down and along."""
 
-    Args:
-        x_NCHW: The image.
-        padding: Pixels to the left, to the right, at the top and at the bottom.
-        mode: The convolution's `padding_mode`.
-
-    Returns:
-        [N, C, H', W'], with the padding; the image itself where there is none.
-    """
-    if not any(padding):
-        return x_NCHW
-    return F.pad(x_NCHW, padding, "constant" if mode == "zeros" else mode)
+    size: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
 
 
-def extract_patches(
-    x_NCHW: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int], groups: int
-) -> Tensor:
+def extract_patches(x_NCHW: Tensor, kernel: Kernel, groups: int = 1) -> Tensor:
     """Return the patches that a convolution without padding multiplies with its kernel.
 
     Args:
         x_NCHW: The image, padded.
-        kernel: Rows and columns of the kernel.
-        stride: Pixels from one position to the next, down and along.
-        dilation: Pixels from one element of the kernel to the next, down and along.
+        kernel: The kernel.
         groups: The number of groups of channels.
 
     Returns:
         A view of the image: [N, H', W', G, k, k, C / G], for an output of H' times W' positions.
     """
     N, C, H, W = x_NCHW.shape
-    (kh, kw), (sh, sw), (dh, dw) = kernel, stride, dilation
+    (kh, kw), (sh, sw), (dh, dw) = kernel
     across_N, across_C, down, along = x_NCHW.stride()
     size = N, (H - dh * (kh - 1) - 1) // sh + 1, (W - dw * (kw - 1) - 1) // sw + 1, groups, kh, kw, C // groups
     strides = across_N, down * sh, along * sw, across_C * (C // groups), down * dh, along * dw, across_C
@@ -122,38 +137,9 @@ def patch_factor(patches_NHWGkkC: Tensor, ones: bool) -> Tensor:
 
 
 def conv3x3_factor(x_NCHW: Tensor) -> Tensor:
-    """Return `patch_factor` for a 3×3 kernel with stride 1 and one pixel of zeros around the image, without patches.
+    """Return `patch_factor` for a 3×3 kernel with stride 1 and one pixel of zeros around the image, [1, 9 C, 9 C].
 
-    The element (row, column) of the kernel, each from 0 to 2, reads for the output position p the pixel
-    p + (row - 1, column - 1), or a zero beyond the image. The factor's block for two elements s and t, [C, C], is
-
-        B(s, t) = Σ_p x[p + s - 1] x[p + t - 1]ᵀ   over all positions p, which are as many as pixels.
-
-    1. With u = p + s - 1, that is Σ_u x[u] x[u + d]ᵀ with the offset d = t - s, over those pixels u that the element s
-       reads. If it were over all pixels, the block would depend on the offset alone. The 81 pairs of elements have 25
-       offsets, from (-2, -2) to (2, 2). As B(t, s) = B(s, t)ᵀ, those without a component upwards are enough:
-
-           offset    -2  -1   0   1   2   along
-               0      w   w   w   w   w
-               1      w   w   w   w   w       `whole`: the 15 sums over all pixels
-               2      w   w   w   w   w
-             down
-
-    2. These 15 sums are what libraries compute as the weight gradient of a convolution with a kernel of 3×5.
-    3. An element in an outer row of the kernel does not read one row of the image: row 0 of the kernel never reads the
-       last row, row 2 never the first. The products of these pixels are subtracted: minus `row_sums`.
-    4. The same for columns: column 0 never reads the last column, column 2 never the first: minus `column_sums`.
-    5. For the kernel's corners, the pixel in both lines has been subtracted twice: plus its outer product.
-
-    Steps 3 and 4 subtract offsets along the line alone. An offset across it leads out of the image, and its product is
-    zero: row 0 of the kernel has other rows below it only, and below the image's last row there is none. So it is for
-    the three other sides.
-
-    Args:
-        x_NCHW: The image, without padding.
-
-    Returns:
-        [1, 9 C, 9 C], in float32 or float64.
+    The image comes without padding. The steps are those at the top of this file.
     """
     x_NCHW = accumulating(x_NCHW)
     N, C, H, W = x_NCHW.shape
@@ -186,41 +172,32 @@ def conv3x3_factor(x_NCHW: Tensor) -> Tensor:
     return factor.reshape(1, 9 * C, 9 * C)
 
 
-def _line_sums(line_NCHW: Tensor, kernel: tuple[int, int], padding: tuple[int, int, int, int]) -> Tensor:
-    """Return Σ_u x[u] x[u + d]ᵀ over a line's pixels u, for each offset d in a kernel: [C, *kernel, C].
+def _line_sums(line_NCHW: Tensor, offsets: tuple[int, int], padding: tuple[int, int, int, int]) -> Tensor:
+    """Return Σ_u x[u] x[u + d]ᵀ over a line's pixels u, for each offset d: [C, *offsets, C].
 
     Args:
         line_NCHW: One row or one column of an image.
-        kernel: The number of offsets down and along.
+        offsets: The number of offsets down and along.
         padding: Zeros to the left, to the right, at the top and at the bottom, such that each pixel has all offsets.
     """
     C = line_NCHW.shape[1]
     pixels_RC = line_NCHW.permute(0, 2, 3, 1).reshape(-1, C)
-    others_Rn = extract_patches(F.pad(line_NCHW, padding), kernel, (1, 1), (1, 1), 1).reshape(len(pixels_RC), -1)
-    return (pixels_RC.T @ others_Rn).reshape(C, *kernel, C)
+    others_Rn = extract_patches(F.pad(line_NCHW, padding), Kernel(offsets)).reshape(len(pixels_RC), -1)
+    return (pixels_RC.T @ others_Rn).reshape(C, *offsets, C)
 
 
-def sua_factor(x_NCHW: Tensor, kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int]) -> Tensor:
-    """Return the factor of spatially uncorrelated pixels (SUA).
+def sua_factor(x_NCHW: Tensor, kernel: Kernel) -> Tensor:
+    """Return the factor of spatially uncorrelated pixels (SUA) of a padded image: [1, C, C], in float32 or float64.
 
     It is the sum of the outer products of the pixels that one element of the kernel reads, in the mean over the
     elements.
-
-    Args:
-        x_NCHW: The image, padded.
-        kernel: Rows and columns of the kernel.
-        stride: Pixels from one position to the next, down and along.
-        dilation: Pixels from one element of the kernel to the next, down and along.
-
-    Returns:
-        [1, C, C], in float32 or float64.
     """
     C, H, W = x_NCHW.shape[1:]
     x_NCHW = accumulating(x_NCHW)
     # How many of the kernel's elements read a pixel, divided by the number of elements: it is a product of two such
     # counts, one for rows and one for columns, so each pixel is taken once, with the root of that weight.
     counts = [x_NCHW.new_zeros(size) for size in (H, W)]
-    for count, k, s, d in zip(counts, kernel, stride, dilation, strict=True):
+    for count, k, s, d in zip(counts, *kernel, strict=True):
         end = len(count) - d * (k - 1)  # the first element's positions are below this
         for element in range(k):
             count[element * d : element * d + end : s] += 1 / k

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers import Layer, Sums
+from .settings import KFACSettings
 
 
 @dataclass
@@ -38,18 +39,9 @@ class StatisticsHook:
         num_rows: Rows that have been summed in this step.
     """
 
-    def __init__(self, layer: Layer, gradient_scale: Callable[[], float | Tensor], fraction: float = 1.0) -> None:
-        """Register the hook.
-
-        Args:
-            layer: The layer, whose module gets the hook.
-            gradient_scale: Function that returns the factor that makes the gradient of a mean over one sample the
-                gradient of that sample's own loss.
-            fraction: The share of the samples that is summed, above 0 to 1: the first ones, at least one.
-        """
-        self.layer, self.is_active = layer, False
-        self._fraction = fraction
-        self._gradient_scale = gradient_scale
+    def __init__(self, layer: Layer, settings: KFACSettings) -> None:
+        """Register the hook with the layer's module."""
+        self.layer, self.is_active, self._settings = layer, False, settings
         self.on_complete: Callable[[int], None] = lambda _: None
         self._num_pending = 0  # calls of this forward pass whose gradients are not there yet
         self._is_counted = False  # Have the samples of this forward pass been counted?
@@ -111,11 +103,11 @@ class StatisticsHook:
     def _add(self, call: ForwardCall, gradient: Tensor) -> None:
         x = self._checked_input(call)
         num_samples = len(x)
-        some = slice(math.ceil(self._fraction * num_samples))
+        some = slice(math.ceil(self._settings.factor_fraction * num_samples))
         with torch.autocast(gradient.device.type, enabled=False):
             sums = self.layer.sums(x[some], gradient[some]) if num_samples else Sums({}, 0, 0)
         call.x = None  # the hook lives as long as the loss
-        square = (num_samples * self._gradient_scale()) ** 2
+        square = (num_samples * self._settings.gradient_scale()) ** 2
         for name, total in sums.by_factor.items():
             if name != "a":  # a sum of gradients, and cheaper to scale now
                 total = total * square

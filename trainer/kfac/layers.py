@@ -15,6 +15,7 @@ a kernel, C channels, U units of a norm, k parameters of a unit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -51,11 +52,6 @@ class Layer(ABC):
         """The module's weight, as it is now."""
         return self.module.weight  # type: ignore[return-value]  # registration takes no module without one
 
-    @property
-    def bias(self) -> nn.Parameter:
-        """The module's bias, as it is now; only if `has_bias`."""
-        return self.module.bias  # type: ignore[return-value]  # see has_bias
-
     @abstractmethod
     def sums(self, x: Tensor, grad_output: Tensor) -> Sums:
         """Return the sums of one forward pass.
@@ -90,16 +86,21 @@ class Layer(ABC):
         The result may share their memory.
         """
 
+    @abstractmethod
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        """Return the parts of a matrix, as `matrix` makes it, of which each has the elements of a parameter."""
+
     def gradient(self) -> Tensor:
         """Return the parameters' gradients as a matrix."""
-        return self.matrix(*map(require_gradient, self.parameters()))
+        return self.matrix(*map(_gradient_of, self.parameters()))
 
-    @abstractmethod
     def set_gradient(self, gradient: Tensor) -> None:
         """Write a matrix, as `gradient` returns it, into the parameters' gradients."""
+        for parameter, part in zip(self.parameters(), self.parts(gradient), strict=True):
+            _gradient_of(parameter).copy_(part.reshape(parameter.shape))
 
 
-def require_gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
     """Return the gradient of a parameter that has one."""
     gradient = parameter.grad
     assert gradient is not None
@@ -116,12 +117,10 @@ class _Matrix(Layer):
         matrix = weight.movedim(1, -1).reshape(self.groups, len(weight) // self.groups, -1)
         return torch.cat([matrix, bias[0].reshape(self.groups, -1, 1)], 2) if bias else matrix
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        if self.has_bias:
-            require_gradient(self.bias).copy_(gradient[:, :, -1].reshape(-1))
-            gradient = gradient[:, :, :-1]
-        weight = require_gradient(self.weight).movedim(1, -1)
-        weight.copy_(gradient.reshape(weight.shape))
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        bias = [matrix[:, :, -1]] if self.has_bias else []
+        rows = matrix[:, :, :-1] if self.has_bias else matrix
+        return [rows.reshape(self.weight.movedim(1, -1).shape).movedim(-1, 1), *bias]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         weight = self.weight
@@ -165,18 +164,17 @@ class Convolution(RowLayer):
     def __init__(self, module: nn.Conv1d | nn.Conv2d) -> None:
         super().__init__(module)
         self.groups, self.min_dims, self._padding_mode = module.groups, 2 + len(module.kernel_size), module.padding_mode
-        self.kernel = _two_dimensions(module.kernel_size, 1)
-        self._stride = _two_dimensions(module.stride, 1)
-        self._dilation = _two_dimensions(module.dilation, 1)
+        sizes = module.kernel_size, module.stride, module.dilation
+        self.kernel = factors.Kernel(*(_two_dimensions(size, 1) for size in sizes))
         if module.padding == "same":  # an odd pixel goes to the end, as in torch
-            total = [d * (k - 1) for d, k in zip(self._dilation, self.kernel, strict=True)]
+            total = [d * (k - 1) for k, d in zip(self.kernel.size, self.kernel.dilation, strict=True)]
             down, along = ((t // 2, t - t // 2) for t in total)
         else:
             sides = (0, 0) if isinstance(module.padding, str) else _two_dimensions(module.padding, 0)
             down, along = ((side, side) for side in sides)
         self._padding = *along, *down
         self._is_plain_3x3 = (
-            (self.kernel, self._stride, self._dilation) == ((3, 3), (1, 1), (1, 1))
+            self.kernel == factors.Kernel((3, 3))
             and (self._padding, self.groups, module.padding_mode) == ((1, 1, 1, 1), 1, "zeros")
             and not self.has_bias
         )
@@ -200,10 +198,13 @@ class Convolution(RowLayer):
         return (x[:, :, None], grad_output[:, :, None]) if grad_output.dim() == 3 else (x, grad_output)
 
     def _padded(self, x: Tensor) -> Tensor:
-        return factors.pad_image(x, self._padding, self._padding_mode)
+        """Return the image as the convolution sees it."""
+        if not any(self._padding):
+            return x
+        return F.pad(x, self._padding, "constant" if self._padding_mode == "zeros" else self._padding_mode)
 
     def _patches(self, x: Tensor) -> Tensor:
-        return factors.extract_patches(self._padded(x), self.kernel, self._stride, self._dilation, self.groups)
+        return factors.extract_patches(self._padded(x), self.kernel, self.groups)
 
     def _gradient_rows(self, grad_output: Tensor) -> Tensor:
         """Return the gradient at the output as [R, G, m]."""
@@ -226,10 +227,10 @@ class UncorrelatedConvolution(Convolution):
     @staticmethod
     def fits(layer: Layer) -> bool:
         """Return whether a layer is a convolution that this class may replace, with a gain."""
-        return type(layer) is Convolution and prod(layer.kernel) > 1 and layer.groups == 1 and not layer.has_bias
+        return type(layer) is Convolution and prod(layer.kernel.size) > 1 and layer.groups == 1 and not layer.has_bias
 
     def _a_sum(self, x: Tensor) -> Tensor:
-        return factors.sua_factor(self._padded(x), self.kernel, self._stride, self._dilation)
+        return factors.sua_factor(self._padded(x), self.kernel)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         m, n = self.weight.shape[:2]
@@ -240,9 +241,8 @@ class UncorrelatedConvolution(Convolution):
         (weight,) = tensors
         return weight.flatten(2).movedim(2, 0)
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        weight = require_gradient(self.weight)
-        weight.copy_(gradient.movedim(0, 2).reshape(weight.shape))
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        return [matrix.movedim(0, 2)]
 
 
 class Embedding(_Matrix):
@@ -278,8 +278,8 @@ class Embedding(_Matrix):
         (weight,) = tensors
         return weight.T[None]
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        require_gradient(self.weight).copy_(gradient[0].T)
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        return [matrix[0].T]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         vocabulary, m = self.weight.shape
@@ -330,9 +330,8 @@ class Norm(Layer):
     def matrix(self, *tensors: Tensor) -> Tensor:
         return torch.stack([tensor.reshape(-1) for tensor in tensors], -1)
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        for i, parameter in enumerate(self.parameters()):
-            require_gradient(parameter).copy_(gradient[:, i].reshape(parameter.shape))
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        return matrix.unbind(-1)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         k = len(self.parameters())

@@ -61,7 +61,8 @@ def register_layers(
         The layers by name, and the names of all other modules and parameters that learn.
 
     Raises:
-        ValueError: Parameters have no shape yet or are sharded, or `skip` is not a valid pattern.
+        ValueError: There is no layer, layers are on several devices, parameters have no shape yet or are sharded, or
+            `skip` is not a valid pattern.
     """
     layers: dict[str, Layer] = {}
     unsupported: list[str] = []
@@ -85,6 +86,11 @@ def register_layers(
         layers[module_name] = layer
         preconditioned = set(layer.parameters())
         unsupported += [name for name, parameter in parameters.items() if parameter not in preconditioned]
+    if not layers:
+        raise ValueError("model: it has no layer that K-FAC can precondition")
+    devices = sorted({str(parameter.device) for layer in layers.values() for parameter in layer.parameters()})
+    if len(devices) > 1:
+        raise ValueError(f"model: its layers are on several devices: {', '.join(devices)}; allowed: one")
     return layers, unsupported
 
 

@@ -9,18 +9,6 @@ from typing import NamedTuple
 from .assignment import spread
 
 
-class UpdateCost(NamedTuple):
-    """What a layer's updates cost, in any unit.
-
-    Layers of one `group` take turns with each other: the ranks wait for each other in a step, so what the owners do for
-    themselves may as well fall into the same step.
-    """
-
-    factors: float
-    inverse: float
-    group: int = -1
-
-
 class Period(NamedTuple):
     """Steps `begin` to `begin + length - 1`, in which each layer is updated once."""
 
@@ -56,52 +44,36 @@ class StaggeredSchedule:
     for any number of ranks, and so is what is learnt.
     """
 
-    def __init__(self, costs: Mapping[str, UpdateCost], stagger: bool = True) -> None:
-        """Make a schedule for the layers of `costs`. Without `stagger`, all are updated in a period's first step."""
-        self._stagger = stagger
-        groups = {name: cost.group for name, cost in costs.items()}
-        self._factors = _Turns({name: cost.factors for name, cost in costs.items()}, groups)
-        self._inverses = _Turns({name: cost.inverse for name, cost in costs.items()}, groups)
+    def __init__(self, costs: Mapping[str, float], groups: Mapping[str, int], stagger: bool = True) -> None:
+        """Make a schedule for one kind of update.
 
-    def updates_factors(self, name: str, step: int, every: int) -> bool:
-        """Return whether a layer averages its factors in a step.
+        Args:
+            costs: The cost of each layer's update, in any unit.
+            groups: The group of each layer. Layers of one group take turns with each other: the ranks wait for each
+                other in a step, so what the owners do for themselves may as well fall into the same step.
+            stagger: Without, all layers are updated in a period's first step.
+        """
+        self._costs, self._groups, self._stagger = costs, groups, stagger
+        self._turns: dict[int, dict[str, int]] = {}  # by the length of the period
+
+    def is_turn(self, name: str, step: int, every: int) -> bool:
+        """Return whether a layer is updated in a step.
 
         Args:
             name: The layer.
             step: The number of the step, from 0.
-            every: It averages them once in so many steps.
+            every: It is updated once in so many steps.
         """
-        return self._is_turn(self._factors, name, step, every)
-
-    def updates_inverse(self, name: str, step: int, every: int) -> bool:
-        """Return whether a layer computes its solution in a step.
-
-        Args:
-            name: The layer.
-            step: The number of the step, from 0.
-            every: It computes one once in so many steps.
-        """
-        return self._is_turn(self._inverses, name, step, every)
-
-    def _is_turn(self, turns: _Turns, name: str, step: int, every: int) -> bool:
         period = period_of_step(step, every)
         if not self._stagger:
             return step == period.begin
-        return step - period.begin == (turns.in_period(period.length)[name] + period.number) % period.length
+        return step - period.begin == (self._turns_of(period.length)[name] + period.number) % period.length
 
-
-class _Turns:
-    """Spreads one kind of work over the steps of a period."""
-
-    def __init__(self, costs: Mapping[str, float], groups: Mapping[str, int]) -> None:
-        self._costs, self._groups = costs, groups
-        self._by_length: dict[int, dict[str, int]] = {}
-
-    def in_period(self, length: int) -> dict[str, int]:
+    def _turns_of(self, length: int) -> dict[str, int]:
         """Return each layer's step, from 0, in a period of `length` steps."""
-        if length not in self._by_length:
+        if length not in self._turns:
             turns: dict[str, int] = {}
             for group in set(self._groups.values()):
                 turns |= spread({n: cost for n, cost in self._costs.items() if self._groups[n] == group}, length)
-            self._by_length[length] = turns
-        return self._by_length[length]
+            self._turns[length] = turns
+        return self._turns[length]

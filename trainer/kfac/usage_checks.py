@@ -16,6 +16,25 @@ from .registration import require_whole
 
 logger = logging.getLogger(__name__)
 
+REMOVED = "K-FAC leaves these alone, which are not in the model any more: %s"
+INCOMPLETE = "K-FAC leaves the gradients of these as they are, some of whose parameters are frozen or have none: %s"
+UNUSED = (
+    "K-FAC leaves the gradients of these as they are, whose modules it has not seen called in training mode (nor does "
+    "it see calls in a model that torch.compile has compiled and run before K-FAC was built): %s"
+)
+STALE = (
+    "K-FAC preconditions gradients again that no backward pass has changed since the last step(): clear the gradients "
+    "of all parameters of the model, including those that the optimizer does not have; here: %s"
+)
+NEW_PARAMETERS = (
+    "K-FAC: the model's trainable parameters have changed since the preconditioner was built; these keep their raw "
+    "gradients (remove() the preconditioner and build a new one): %s"
+)
+MORE_MICRO_BATCHES = (
+    "K-FAC: more micro-batches than accumulation_steps = %s before step(); the first ones count (call discard() after "
+    "a backward pass that no step() follows, and remove() a preconditioner that is not used any more)"
+)
+
 
 class UsageChecks:
     """Checks how a model is used, step after step. Each warning is logged once."""
@@ -30,9 +49,7 @@ class UsageChecks:
         """Return the names of the layers that are still in the model, and warn of those that are not."""
         modules = set(self._model.modules())
         present = [name for name, module in layers.items() if module in modules]
-        self._warn(
-            "K-FAC leaves these alone, which are not in the model any more: %s", sorted(layers.keys() - set(present))
-        )
+        self.warn(REMOVED, sorted(layers.keys() - set(present)))
         return present
 
     def require_new_gradients(self, layers: Mapping[str, Sequence[nn.Parameter]]) -> None:
@@ -57,11 +74,7 @@ class UsageChecks:
                 "all gradients are those that the last step() left (or were written to through `data`, which leaves no "
                 "trace): call loss.backward() before step()"
             )
-        self._warn(
-            "K-FAC preconditions gradients again that no backward pass has changed since the last step(): clear the "
-            "gradients of all parameters of the model, including those that the optimizer does not have; here: %s",
-            stale,
-        )
+        self.warn(STALE, stale)
 
     def remember_gradients(self, layers: Mapping[str, Sequence[nn.Parameter]]) -> None:
         """At the end of a step, remember which gradients it leaves, for `require_new_gradients`."""
@@ -81,38 +94,10 @@ class UsageChecks:
 
     def warn_of_new_parameters(self) -> None:
         """Warn of parameters that are trainable, and were not when K-FAC was built."""
-        self._warn(
-            "K-FAC: the model's trainable parameters have changed since the preconditioner was built; these keep their "
-            "raw gradients (remove() the preconditioner and build a new one): %s",
-            sorted(_trainable_parameters(self._model) - self._known),
-        )
+        self.warn(NEW_PARAMETERS, sorted(_trainable_parameters(self._model) - self._known))
 
-    def warn_of_incomplete(self, names: Sequence[str]) -> None:
-        """Warn of layers of which only some parameters have a gradient."""
-        self._warn(
-            "K-FAC leaves the gradients of these as they are, some of whose parameters are frozen or have none: %s",
-            names,
-        )
-
-    def warn_of_unused(self, names: Sequence[str]) -> None:
-        """Warn of layers that have a gradient and were not called."""
-        self._warn(
-            "K-FAC leaves the gradients of these as they are, whose modules it has not seen called in training mode "
-            "(nor does it see calls in a model that torch.compile has compiled and run before K-FAC was built): %s",
-            names,
-        )
-
-    def warn_of_more_micro_batches(self, accumulation_steps: int) -> None:
-        """Warn of a backward pass after the last one of a step."""
-        self._warn(
-            "K-FAC: more micro-batches than accumulation_steps = %s before step(); the first ones count (call "
-            "discard() after a backward pass that no step() follows, and remove() a preconditioner that is not used "
-            "any more)",
-            [str(accumulation_steps)],
-        )
-
-    def _warn(self, message: str, names: Sequence[str]) -> None:
-        """Log a message about these names, if there are any, and not a second time."""
+    def warn(self, message: str, names: Sequence[str]) -> None:
+        """Log one of the messages above about these names, if there are any, and not a second time."""
         if names and message not in self._warned:
             self._warned.add(message)
             logger.warning(message, ", ".join(names))
@@ -122,7 +107,7 @@ def _trainable_parameters(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-class Launcher(NamedTuple):
+class _Launcher(NamedTuple):
     """A program that starts processes, and the environment variables by which it numbers them.
 
     Where others may set variables of the same names, one of the variables `marks` must be there as well.
@@ -136,12 +121,12 @@ class Launcher(NamedTuple):
 
 # The innermost first, as each passes on the variables of those around it. Slurm's are those of a job step: a batch
 # script, which runs once, has SLURM_NTASKS and SLURM_PROCID=0 as well.
-LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
-    Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE"),
-    Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+_LAUNCHERS = (
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")),
+    _Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE"),
+    _Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 
 
@@ -176,7 +161,7 @@ def num_processes(environ: Mapping[str, str]) -> tuple[str, int]:
     horovod = sys.modules.get("horovod.torch")  # MPI itself may have given it the number
     if horovod is not None and horovod.is_initialized():
         return "Horovod", horovod.size()
-    for launcher in LAUNCHERS:
+    for launcher in _LAUNCHERS:
         number, count = environ.get(launcher.number, ""), environ.get(launcher.size, "")
         if not (number.isdigit() and count.isdigit()):
             continue

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["REGISTRY", "build"]
 
 REGISTRY = {
-    "resnet8": "resnet_cifar:resnet8",
-    "resnet20": "resnet_cifar:resnet20",
-    "resnet32": "resnet_cifar:resnet32",
+    "resnet8": "resnet:resnet8",
+    "resnet20": "resnet:resnet20",
+    "resnet32": "resnet:resnet32",
     "whitened_small": "whitened:whitened_small",
     "whitened": "whitened:whitened",
     "resnet18": "resnet:resnet18",
@@ -32,7 +32,7 @@ def build(name: str, *, num_classes: int, in_channels: int = 3, blur_pool: bool 
         name: Name of the network, of those in REGISTRY.
         num_classes: Number of outputs.
         in_channels: Channels of the images.
-        blur_pool: Whether to blur before pixels are dropped (Zhang 2019), as models/blur.py has it.
+        blur_pool: Whether to blur before pixels are dropped (Zhang 2019).
 
     Raises:
         KeyError: `name` is not in REGISTRY; recipes are checked before.

@@ -8,6 +8,8 @@ B batch, C channels, H height, W width
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ def patch_moments(images_BCHW: Tensor) -> Tensor:
     return vectors.T @ vectors / len(vectors)
 
 
-class Group(nn.Module):
+class PooledGroup(nn.Module):
     """Two 3x3 convolutions, with a pooling after the first; [B, in, H, W] -> [B, out, H/2, W/2]."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -46,7 +48,7 @@ class Group(nn.Module):
 class WhitenedNet(nn.Module):
     """Whitened patches, three groups, and a linear layer over the maximum of each channel."""
 
-    def __init__(self, widths: tuple[int, int, int], num_classes: int, in_channels: int) -> None:
+    def __init__(self, widths: tuple[int, int, int], num_classes: int, in_channels: int = 3) -> None:
         super().__init__()
         patch_size = in_channels * PATCH**2
         self.patches = nn.Conv2d(in_channels, 2 * patch_size, PATCH)
@@ -55,7 +57,7 @@ class WhitenedNet(nn.Module):
             nn.init.zeros_(self.patches.bias)
         channels = (2 * patch_size, *widths)
         self.activation = nn.GELU()
-        self.groups = nn.Sequential(*map(Group, channels[:-1], channels[1:]))
+        self.groups = nn.Sequential(*map(PooledGroup, channels[:-1], channels[1:]))
         self.pool = nn.AdaptiveMaxPool2d(1)
         self.fc = nn.Linear(widths[-1], num_classes)
         nn.init.normal_(self.fc.weight, std=1 / widths[-1])
@@ -93,11 +95,5 @@ def _norm(channels: int) -> nn.BatchNorm2d:
     return norm
 
 
-def whitened(num_classes: int, in_channels: int = 3) -> WhitenedNet:
-    """Build the network of CIFAR-10's speedrun."""
-    return WhitenedNet((64, 256, 256), num_classes, in_channels)
-
-
-def whitened_small(num_classes: int, in_channels: int = 3) -> WhitenedNet:
-    """Build a network for grey images on a CPU."""
-    return WhitenedNet((16, 48, 64), num_classes, in_channels)
+whitened = partial(WhitenedNet, (64, 256, 256))  # of CIFAR-10's speedrun
+whitened_small = partial(WhitenedNet, (16, 48, 64))  # for grey images on a CPU

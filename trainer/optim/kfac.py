@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kfac import EKFAC, KFAC, AdaptiveDamping, reduce_to_owners
-from ..kfac.settings import Auto, InverseDtype, KFACSettings, SolverName
-from .fields import BelowOne, Count, Fraction, Positive, Section, or_none
+from ..kfac.settings import DESCRIPTIONS, Auto, InverseDtype, KFACSettings, SolverName
+from .settings import BelowOne, Count, Fraction, Positive, Section, or_none
 
 KINDS = {"kfac": KFAC, "ekfac": EKFAC}
 SCHEDULED = "damping", "factor_update_steps", "inv_update_steps"
-FROM_THE_RUN = "lr", "accumulation_steps"  # settings of KFAC that are no part of the section
+FROM_THE_RUN = "lr", "accumulation_steps", "grad_scaler", "independent"  # settings of KFAC that the section has not
 
 
 def _pairs(value: object) -> object:
@@ -37,40 +37,34 @@ _Positives = Annotated[tuple[tuple[_Epoch, Positive], ...], *_Pairs]
 _Counts = Annotated[tuple[tuple[_Epoch, Count], ...], *_Pairs]
 
 
+def _of_kfac(name: str, more: str = "") -> Any:
+    """Return the field of a setting, with the default and the description that `KFAC` has for it."""
+    default = getattr(KFACSettings, name)
+    default = ((0, default),) if name in SCHEDULED else default
+    return Field(default=default, description=DESCRIPTIONS.get(name, name) + more)
+
+
 class Settings(Section):
     """For the preconditioners "kfac" and "ekfac": the settings of `trainer.kfac.KFAC`, with its defaults.
 
     Damping and the two intervals may change with the epoch: [[0, 0.03], [10, 0.003]].
     """
 
-    damping: _Positives = ((0, KFACSettings.damping),)
-    """λ, which is added to the curvature."""
-    factor_update_steps: _Counts = ((0, KFACSettings.factor_update_steps),)
-    """Steps between updates of a layer's factors."""
-    inv_update_steps: _Counts = ((0, KFACSettings.inv_update_steps),)
-    """Steps between updates of a layer's solution, the inverse or eigendecomposition of its factors."""
+    damping: _Positives = _of_kfac("damping")
+    factor_update_steps: _Counts = _of_kfac("factor_update_steps")
+    inv_update_steps: _Counts = _of_kfac("inv_update_steps")
     damping_update_steps: Annotated[Count | None, or_none()] = None
     """Steps between adaptations of the damping (Levenberg–Marquardt); "none": it does not adapt."""
-    factor_decay: BelowOne = KFACSettings.factor_decay
-    """Decay of the factors' running averages."""
-    kl_clip: Annotated[Positive | Auto | None, or_none()] = KFACSettings.kl_clip
-    """Bound of a step in the Fisher metric, the trust region; "auto": 3e-7 times the images of a step; "none": none."""
-    factor_fraction: Annotated[Positive, Field(le=1)] = KFACSettings.factor_fraction
-    """Fraction of a batch's samples that enters the factors."""
-    spatially_uncorrelated: bool = KFACSettings.spatially_uncorrelated
-    """Assume neighbouring pixels to be uncorrelated (SUA): one factor for all positions of a kernel."""
-    inv_dtype: Annotated[InverseDtype | None, or_none()] = KFACSettings.inv_dtype
-    """Type in which solutions are kept; "none": that of the factors."""
-    solver: SolverName = KFACSettings.solver
-    """"eigen" damps the product of the factors, exactly; "cholesky" damps each factor, at a lower cost."""
-    stagger: bool = KFACSettings.stagger
-    """Let layers take turns, so that steps take equally long."""
-    grad_worker_fraction: Fraction = KFACSettings.grad_worker_fraction
-    """Fraction of the ranks that precondition a layer; 0: one rank for each layer."""
-    local_factors: bool = KFACSettings.local_factors
-    """Take factors from the owner's part of the batch alone, and send none."""
-    skip: tuple[str, ...] = ()
-    """Regular expressions: layers whose name or class one of them matches are left out."""
+    factor_decay: BelowOne = _of_kfac("factor_decay")
+    kl_clip: Annotated[Positive | Auto | None, or_none()] = _of_kfac("kl_clip")
+    factor_fraction: Annotated[Positive, Field(le=1)] = _of_kfac("factor_fraction")
+    spatially_uncorrelated: bool = _of_kfac("spatially_uncorrelated")
+    inv_dtype: Annotated[InverseDtype | None, or_none()] = _of_kfac("inv_dtype")
+    solver: SolverName = _of_kfac("solver")
+    stagger: bool = _of_kfac("stagger")
+    grad_worker_fraction: Fraction = _of_kfac("grad_worker_fraction", " 0: one rank for each layer.")
+    local_factors: bool = _of_kfac("local_factors")
+    skip: tuple[str, ...] = _of_kfac("skip")
 
     @model_validator(mode="after")
     def _one_rule_for_damping(self) -> Settings:
@@ -108,11 +102,10 @@ def build(
     Raises:
         ValueError: A setting does not fit the model or the ranks.
     """
-    names = KFACSettings.__dataclass_fields__.keys() - {*FROM_THE_RUN}
-    arguments: dict[str, Any] = {field: getattr(settings, field) for field in names}
+    arguments = {name: getattr(settings, name) for name in KFACSettings.__dataclass_fields__.keys() - {*FROM_THE_RUN}}
     arguments["grad_worker_fraction"] = settings.grad_worker_fraction or 1 / world_size
-    arguments |= settings.at_epoch(0.0) | {"accumulation_steps": accumulation_steps}
-    preconditioner = KINDS[name](model, skip=settings.skip, grad_scaler=scaler, **arguments)
+    arguments |= settings.at_epoch(0.0) | {"accumulation_steps": accumulation_steps, "grad_scaler": scaler}
+    preconditioner = KINDS[name](model, **arguments)
     at_owners = settings.grad_worker_fraction == 0 and not preconditioner.scales_gradients()
     if at_owners and isinstance(model, DistributedDataParallel):
         reduce_to_owners(model, preconditioner)

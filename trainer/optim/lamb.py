@@ -7,9 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from .fields import BelowOne, Positive
-from .groups import parameter_groups
-from .settings import OptimizerSettings
+from .settings import BelowOne, OptimizerSettings, Positive
 
 
 class Settings(OptimizerSettings):
@@ -33,7 +31,7 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     from pytorch_optimizer import Lamb
 
     return Lamb(
-        parameter_groups(model, settings.weight_decay),
+        settings.parameter_groups(model),
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,

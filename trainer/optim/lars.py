@@ -7,9 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from .fields import Positive
-from .groups import parameter_groups
-from .settings import MomentumSettings
+from .settings import MomentumSettings, Positive
 
 
 class Settings(MomentumSettings):
@@ -30,7 +28,7 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     from pytorch_optimizer import LARS
 
     return LARS(
-        parameter_groups(model, settings.weight_decay, settings.vector_lr_factor),
+        settings.parameter_groups(model, settings.vector_lr_factor),
         lr=settings.lr,
         momentum=settings.momentum,
         nesterov=settings.nesterov,

@@ -8,13 +8,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .fields import Count, Fraction, FromZero, Positive, Section, or_none
+from .settings import Count, Fraction, FromZero, Positive, Section, or_none
 
 
 class _AnySchedule(Section):
     for_epochs: Annotated[Count | None, or_none()] = None
     """Length of the run, in epochs, for which the epochs of this section and of `kfac` are meant: with another
     `train.epochs` they scale, except those that --set gives. "none": they stay as they are."""
+
+    def factor(self, share: float, epoch: float) -> float:
+        """Return the factor of the peak rate, once a share of the steps after the warm-up is over, at an epoch."""
+        return 1.0
 
 
 class _Schedule(_AnySchedule):
@@ -47,6 +51,9 @@ class StepSchedule(_Schedule):
             raise ValueError(f"milestones = {list(self.milestones)}: must rise")
         return self
 
+    def factor(self, share: float, epoch: float) -> float:
+        return self.gamma ** bisect_right(self.milestones, epoch)
+
 
 class CosineSchedule(_Schedule):
     """Half a cosine, from the peak rate after the warm-up to `final` at the end of the run."""
@@ -55,6 +62,9 @@ class CosineSchedule(_Schedule):
     """Kind of schedule."""
     final: Fraction = 0.0
     """Rate at the end of the run, as a fraction of the peak rate."""
+
+    def factor(self, share: float, epoch: float) -> float:
+        return _between(self.final, 1.0, (1.0 + math.cos(math.pi * share)) / 2.0)
 
 
 class OneCycleSchedule(_AnySchedule):
@@ -69,6 +79,11 @@ class OneCycleSchedule(_AnySchedule):
     final: Fraction = 0.0
     """Rate at the end of the run, as a fraction of the peak rate."""
 
+    def factor(self, share: float, epoch: float) -> float:
+        if share < self.peak_at:
+            return _between(self.start, 1.0, share / self.peak_at)
+        return _between(1.0, self.final, (share - self.peak_at) / (1.0 - self.peak_at))
+
 
 class PolynomialSchedule(_Schedule):
     """A power of the fraction of the run that is left after the warm-up, from the peak rate to `final` at the end."""
@@ -79,6 +94,9 @@ class PolynomialSchedule(_Schedule):
     """The exponent; 1: a straight line."""
     final: Fraction = 0.0
     """Rate at the end of the run, as a fraction of the peak rate."""
+
+    def factor(self, share: float, epoch: float) -> float:
+        return _between(self.final, 1.0, (1.0 - share) ** self.power)
 
 
 Schedule = Annotated[
@@ -125,18 +143,13 @@ def multiplier(settings: Schedule, step: int, steps_per_epoch: int, epochs: int)
     Returns:
         The factor, from 0 to 1.
     """
-    if isinstance(settings, OneCycleSchedule):
-        return _one_cycle(settings, step, steps_per_epoch * epochs)
-    warmup_steps = math.ceil(settings.warmup_epochs * steps_per_epoch)
-    if step < warmup_steps:
-        return _between(settings.warmup_start, 1.0, step / warmup_steps)
-    if isinstance(settings, StepSchedule):
-        return settings.gamma ** bisect_right(settings.milestones, step / steps_per_epoch)
-    if isinstance(settings, CosineSchedule):
-        return _cosine(settings, step - warmup_steps, steps_per_epoch * epochs - warmup_steps)
-    if isinstance(settings, PolynomialSchedule):
-        return _polynomial(settings, step - warmup_steps, steps_per_epoch * epochs - warmup_steps)
-    return 1.0
+    warmup_steps = 0
+    if not isinstance(settings, OneCycleSchedule):
+        warmup_steps = math.ceil(settings.warmup_epochs * steps_per_epoch)
+        if step < warmup_steps:
+            return _between(settings.warmup_start, 1.0, step / warmup_steps)
+    share = min((step - warmup_steps) / max(1, steps_per_epoch * epochs - warmup_steps), 1.0)
+    return settings.factor(share, step / steps_per_epoch)
 
 
 def last_change(settings: Schedule) -> tuple[str, float]:
@@ -146,23 +159,6 @@ def last_change(settings: Schedule) -> tuple[str, float]:
     if isinstance(settings, StepSchedule) and settings.milestones[-1] > settings.warmup_epochs:
         return "milestones", settings.milestones[-1]
     return "warmup_epochs", settings.warmup_epochs
-
-
-def _polynomial(settings: PolynomialSchedule, step: int, total_steps: int) -> float:
-    return _between(settings.final, 1.0, (1.0 - min(step / total_steps, 1.0)) ** settings.power)
-
-
-def _cosine(settings: CosineSchedule, step: int, total_steps: int) -> float:
-    fraction = min(step / total_steps, 1.0)
-    return _between(settings.final, 1.0, (1.0 + math.cos(math.pi * fraction)) / 2.0)
-
-
-def _one_cycle(settings: OneCycleSchedule, step: int, total_steps: int) -> float:
-    """Follow the triangle of Smith and Topin 2017, arXiv:1708.07120."""
-    fraction = min(step / total_steps, 1.0)
-    if fraction < settings.peak_at:
-        return _between(settings.start, 1.0, fraction / settings.peak_at)
-    return _between(1.0, settings.final, (fraction - settings.peak_at) / (1.0 - settings.peak_at))
 
 
 def _between(start: float, end: float, fraction: float) -> float:

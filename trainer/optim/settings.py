@@ -1,14 +1,56 @@
-"""The settings that several optimizers share in a recipe."""
+"""What the sections of a recipe share: their strictness, and ranges. What several optimizers share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from torch import nn
 
-from .fields import BelowOne, Count, FromZero, Positive, Section, one_of, or_none
+from datapipe.checks import did_you_mean
 
 PRECONDITIONERS = ("none", "kfac", "ekfac")
+
+
+class Section(BaseModel):
+    """A frozen part of a recipe; an unknown key, or a value of another type, is an error.
+
+    The text under a field is its description, which the reference page of recipes shows.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def or_none() -> BeforeValidator:
+    """Read the word "none" as None: TOML has no null, and --set must be able to say it."""
+    return BeforeValidator(lambda value: None if value == "none" else value)
+
+
+def _in_toml(value: object) -> str:
+    """Return a value as a recipe has it, strings without their quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def one_of(kind: str, names: Sequence[object]) -> BeforeValidator:
+    """Allow only `names`, of which each names a `kind`."""
+
+    def check(value: object) -> object:
+        if value not in names:
+            known = [_in_toml(name) for name in names]
+            raise ValueError(f"unknown {kind}; allowed: {', '.join(known)}{did_you_mean(str(value), known)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FromZero = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]  # decay of a running average, and the like
 
 
 class OptimizerSettings(Section):
@@ -35,6 +77,20 @@ class OptimizerSettings(Section):
         if self.lr_scaling != "none" and self.lr_batch_size is None:
             raise ValueError(f'lr_scaling = "{self.lr_scaling}" needs lr_batch_size, the batch that lr is for')
         return self
+
+    def parameter_groups(self, model: nn.Module, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
+        """Return two groups for an optimizer: matrices and filters decay, vectors (norms and biases) do not.
+
+        Decay of norms' scales and of biases costs accuracy with large batches (Goyal et al. 2017, section 5.1;
+        Jia et al. 2018, arXiv:1807.11205, section 3.2). A group without parameters is left out. `set_lr` gives vectors
+        `vector_lr_factor` times the others' learning rate.
+        """
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "lr_factor": vector_lr_factor},
+        ]
+        return [group for group in groups if group["params"]]
 
 
 class MomentumSettings(OptimizerSettings):

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .groups import parameter_groups
 from .settings import MomentumSettings
 
 # torch's at::internal::GRAIN_SIZE: a smaller tensor is the work of one thread. The fused kernel wakes all threads for
@@ -28,7 +27,7 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.SGD:
     Its kernel is the fused one, which reads and writes each number once, on a GPU, and on a processor where the
     network's tensors are large enough to be shared among threads.
     """
-    groups = parameter_groups(model, settings.weight_decay, settings.vector_lr_factor)
+    groups = settings.parameter_groups(model, settings.vector_lr_factor)
     optimizer = torch.optim.SGD(
         groups,
         lr=settings.lr,

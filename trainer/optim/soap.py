@@ -7,9 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from .fields import BelowOne, Count
-from .groups import parameter_groups
-from .settings import OptimizerSettings
+from .settings import BelowOne, Count, OptimizerSettings
 
 
 class Settings(OptimizerSettings):
@@ -31,7 +29,7 @@ def build(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     from pytorch_optimizer import SOAP
 
     return SOAP(
-        parameter_groups(model, settings.weight_decay),
+        settings.parameter_groups(model),
         lr=settings.lr,
         betas=settings.betas,
         precondition_frequency=settings.inv_update_steps,

@@ -9,10 +9,10 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from ..optim.fields import Count, Positive, Section, or_none
+from ..optim.settings import Count, Positive, Section, or_none
 
 
-class Settings(Section):
+class EmaSettings(Section):
     """An average of the weights and running statistics of the last steps (Polyak and Juditsky 1992).
 
     It is evaluated in the network's place, and stands in checkpoints as "average".
@@ -32,7 +32,7 @@ class Average:
         settings: Settings of the average, such as its half-life.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings) -> None:
+    def __init__(self, module: nn.Module, settings: EmaSettings) -> None:
         self._every, self._half_life_steps = settings.update_every_steps, settings.half_life_steps
         self._module = module
         self._average: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ from trainer.kfac.registration import make_layer
 @pytest.mark.parametrize("name", [name for name in MATRICES if name != "embedding"])
 def test_ekfac_against_the_gradients_of_samples(name, chunk_bytes, monkeypatch):
     """In step 5 the eigenvectors are those of step 4, and the diagonal is that of the batch."""
-    monkeypatch.setattr("trainer.kfac.ekfac.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("trainer.kfac.ekfac._CHUNK_BYTES", chunk_bytes)
     module = randomised(MATRICES[name])
     x = input_of(module)
     model = nn.Sequential(module)

@@ -11,7 +11,7 @@ from torch import nn
 from tests.trainer.kfac.networks import run
 from trainer.kfac import KFAC
 from trainer.kfac.curvature_block import layer_cost
-from trainer.kfac.schedule import StaggeredSchedule, UpdateCost, period_of_step
+from trainer.kfac.schedule import StaggeredSchedule, period_of_step
 from trainer.models import build
 
 
@@ -43,8 +43,8 @@ def test_layers_take_turns():
             most = max(sum(costs[name] for name in of_step) for of_step in of_period)
             assert most <= sum(costs.values()) / len(of_period) + max(costs.values())
     together = KFAC(build("resnet8", num_classes=5, in_channels=3), stagger=False)
-    schedule = together._updates.schedule
-    of_steps = [{schedule.updates_factors(name, step, 10) for name in together.layers()} for step in range(21)]
+    schedule = together._updates.factor_schedule
+    of_steps = [{schedule.is_turn(name, step, 10) for name in together.layers()} for step in range(21)]
     assert [step for step, found in enumerate(of_steps) if found == {True}] == [0, 1, 2, 4, 8, 10, 20]
     assert all(len(found) == 1 for found in of_steps)
 
@@ -107,7 +107,9 @@ def test_periods(every, begins):
 
 
 # A layer for each step of a period, with costs that rise: the first by name costs least, and has the last turn.
-COSTS = {"a": UpdateCost(1.0, 3.0), "b": UpdateCost(2.0, 2.0), "c": UpdateCost(3.0, 1.0)}
+COSTS = {"a": 1.0, "b": 2.0, "c": 3.0}
+FALLING = {"a": 3.0, "b": 2.0, "c": 1.0}
+ONE_GROUP = dict.fromkeys(COSTS, -1)
 
 
 @pytest.mark.parametrize(
@@ -128,16 +130,15 @@ COSTS = {"a": UpdateCost(1.0, 3.0), "b": UpdateCost(2.0, 2.0), "c": UpdateCost(3
     ],
 )
 def test_a_schedule(step, factors, inverses):
-    schedule = StaggeredSchedule(COSTS)
-    assert "".join(name for name in COSTS if schedule.updates_factors(name, step, 3)) == factors
-    assert "".join(name for name in COSTS if schedule.updates_inverse(name, step, 3)) == inverses
+    for costs, names in ((COSTS, factors), (FALLING, inverses)):
+        schedule = StaggeredSchedule(costs, ONE_GROUP)
+        assert "".join(name for name in costs if schedule.is_turn(name, step, 3)) == names
 
 
 @pytest.mark.parametrize("step", range(30))
 def test_without_stagger_all_are_updated_together(step):
-    schedule = StaggeredSchedule(COSTS, stagger=False)
-    for updates in (schedule.updates_factors, schedule.updates_inverse):
-        assert {updates(name, step, 10) for name in COSTS} == {step in (0, 1, 2, 4, 8, 10, 20)}
+    schedule = StaggeredSchedule(COSTS, ONE_GROUP, stagger=False)
+    assert {schedule.is_turn(name, step, 10) for name in COSTS} == {step in (0, 1, 2, 4, 8, 10, 20)}
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,7 @@ def test_without_stagger_all_are_updated_together(step):
 )
 def test_layers_take_turns_within_their_group(groups, turns):
     """Layers belong to two owners in turns."""
-    costs = {str(number): UpdateCost(1.0, 1.0, group) for number, group in enumerate(groups)}
-    schedule = StaggeredSchedule(costs)
-    for updates in (schedule.updates_factors, schedule.updates_inverse):
-        period = [[int(name) % 2 for name in costs if updates(name, step, 6)] for step in range(36, 42)]
-        assert period == turns
+    names = [str(number) for number in range(len(groups))]
+    schedule = StaggeredSchedule(dict.fromkeys(names, 1.0), dict(zip(names, groups, strict=True)))
+    period = [[int(name) % 2 for name in names if schedule.is_turn(name, step, 6)] for step in range(36, 42)]
+    assert period == turns

@@ -7,9 +7,9 @@ import torch
 
 from datapipe.errors import SettingError
 from trainer import models
-from trainer.models.blur import Blur, MaxBlurPool
+from trainer.models.resnet import Blur, MaxBlurPool
 from trainer.models.whitened import patch_moments
-from trainer.optim.groups import parameter_groups
+from trainer.optim.sgd import Settings
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_shortcut_is_option_a():
 @pytest.mark.parametrize("name", ["resnet8", "resnet18"])
 def test_only_filters_and_matrices_decay(name):
     model = models.build(name, num_classes=10)
-    decayed, plain = parameter_groups(model, 0.1)
+    decayed, plain = Settings(lr=0.1, weight_decay=0.1).parameter_groups(model)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert sum(len(group["params"]) for group in (decayed, plain)) == len(names)

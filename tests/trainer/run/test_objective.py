@@ -16,8 +16,7 @@ from trainer.config.recipe import load_recipe
 from trainer.ranks.world import World
 from trainer.run import loop, objective
 from trainer.run.job import build_network
-from trainer.step.ema import Average
-from trainer.step.ema import Settings as EmaSettings
+from trainer.step.ema import Average, EmaSettings
 from trainer.step.losses import LOSSES, begin_bias, per_sample_loss
 from trainer.step.mixing import MixedBatch, mix
 from trainer.step.precise_bn import estimate_statistics

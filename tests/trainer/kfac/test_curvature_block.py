@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.kfac.running_average import RunningAverage
+from trainer.kfac.curvature_block import RunningAverage
 
 DECAY = 0.8
 
