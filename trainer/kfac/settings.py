@@ -25,8 +25,8 @@ Auto = Literal["auto"]
 # The gradient's noise falls with the number of samples in a step, and so grows the step that it allows: measured on
 # Fashion-MNIST with ResNet-8 and ResNet-20, in steps of 512 and 4,096 images.
 KL_CLIP_PER_SAMPLE = 3e-7
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Allowed(NamedTuple):
@@ -38,20 +38,20 @@ class Allowed(NamedTuple):
     optional: bool = False
 
 
-COUNT = Allowed(Integral, lambda value: value >= 1, "whole numbers from 1")
-POSITIVE = Allowed(Real, lambda value: 0 < value < math.inf, "above 0")
-CLIP = Allowed(
+_COUNT = Allowed(Integral, lambda value: value >= 1, "whole numbers from 1")
+_POSITIVE = Allowed(Real, lambda value: 0 < value < math.inf, "above 0")
+_CLIP = Allowed(
     (Real, str),
     lambda value: value == "auto" if isinstance(value, str) else 0 < value < math.inf,
     'above 0, "auto", or None',
     optional=True,
 )
-FROM_ZERO = Allowed(Real, lambda value: 0 <= value < math.inf, "from 0")
-BELOW_ONE = Allowed(Real, lambda value: 0 <= value < 1, "from 0 to below 1")
-FRACTION = Allowed(Real, lambda value: 0 < value <= 1, "above 0 to 1")
-BOOLEAN = Allowed(bool, lambda value: True, "True or False")
-SOLVER = Allowed(str, lambda value: value in get_args(SolverName), ", ".join(get_args(SolverName)))
-INVERSE_DTYPE = Allowed(str, lambda value: value in get_args(InverseDtype), "bfloat16, or None", optional=True)
+_FROM_ZERO = Allowed(Real, lambda value: 0 <= value < math.inf, "from 0")
+_BELOW_ONE = Allowed(Real, lambda value: 0 <= value < 1, "from 0 to below 1")
+_FRACTION = Allowed(Real, lambda value: 0 < value <= 1, "above 0 to 1")
+_BOOLEAN = Allowed(bool, lambda value: True, "True or False")
+_SOLVER = Allowed(str, lambda value: value in get_args(SolverName), ", ".join(get_args(SolverName)))
+_INVERSE_DTYPE = Allowed(str, lambda value: value in get_args(InverseDtype), "bfloat16, or None", optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +97,20 @@ class KFACSettings:
         ValueError: A value is out of range. The message names the setting, the value and what is allowed.
     """
 
-    damping: float = field(default=1.5e-4, metadata={"allowed": POSITIVE})
-    factor_update_steps: int = field(default=10, metadata={"allowed": COUNT})
-    inv_update_steps: int = field(default=100, metadata={"allowed": COUNT})
-    factor_decay: float = field(default=0.8, metadata={"allowed": BELOW_ONE})
-    kl_clip: float | Auto | None = field(default="auto", metadata={"allowed": CLIP})
-    lr: float = field(default=0.1, metadata={"allowed": FROM_ZERO})
-    accumulation_steps: int = field(default=1, metadata={"allowed": COUNT})
-    factor_fraction: float = field(default=1.0, metadata={"allowed": FRACTION})
-    solver: SolverName = field(default="eigen", metadata={"allowed": SOLVER})
-    stagger: bool = field(default=True, metadata={"allowed": BOOLEAN})
-    spatially_uncorrelated: bool = field(default=False, metadata={"allowed": BOOLEAN})
-    inv_dtype: InverseDtype | None = field(default=None, metadata={"allowed": INVERSE_DTYPE})
-    grad_worker_fraction: float = field(default=1.0, metadata={"allowed": FRACTION})
-    local_factors: bool = field(default=False, metadata={"allowed": BOOLEAN})
+    damping: float = field(default=1.5e-4, metadata={"allowed": _POSITIVE})
+    factor_update_steps: int = field(default=10, metadata={"allowed": _COUNT})
+    inv_update_steps: int = field(default=100, metadata={"allowed": _COUNT})
+    factor_decay: float = field(default=0.8, metadata={"allowed": _BELOW_ONE})
+    kl_clip: float | Auto | None = field(default="auto", metadata={"allowed": _CLIP})
+    lr: float = field(default=0.1, metadata={"allowed": _FROM_ZERO})
+    accumulation_steps: int = field(default=1, metadata={"allowed": _COUNT})
+    factor_fraction: float = field(default=1.0, metadata={"allowed": _FRACTION})
+    solver: SolverName = field(default="eigen", metadata={"allowed": _SOLVER})
+    stagger: bool = field(default=True, metadata={"allowed": _BOOLEAN})
+    spatially_uncorrelated: bool = field(default=False, metadata={"allowed": _BOOLEAN})
+    inv_dtype: InverseDtype | None = field(default=None, metadata={"allowed": _INVERSE_DTYPE})
+    grad_worker_fraction: float = field(default=1.0, metadata={"allowed": _FRACTION})
+    local_factors: bool = field(default=False, metadata={"allowed": _BOOLEAN})
     # Without a range: they are checked where they are used, and ranks may differ in them.
     skip: Skip = ()
     grad_scaler: torch.amp.GradScaler | None = None
@@ -142,26 +142,26 @@ DESCRIPTIONS = {
 }
 
 
-class Changeable(Generic[T]):
+class Changeable(Generic[_T]):
     """An attribute of `KFAC`: a setting that may be changed between steps."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         first_sentence = re.split("[.:] ", DESCRIPTIONS.get(name, ""))[0]
         self._name, self.__doc__ = name, f"{first_sentence.removesuffix('.')}."
 
-    def __get__(self, instance: Any, owner: type | None = None) -> T:
+    def __get__(self, instance: Any, owner: type | None = None) -> _T:
         return self if instance is None else getattr(instance.settings, self._name)  # type: ignore[return-value]
 
-    def __set__(self, instance: Any, value: T) -> None:
+    def __set__(self, instance: Any, value: _T) -> None:
         instance._settings = replace(instance.settings, **{self._name: value})
 
 
 def takes_settings(
-    settings: Callable[P, KFACSettings],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, nn.Module, P], None]]:
+    settings: Callable[_P, KFACSettings],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, nn.Module, _P], None]]:
     """Give a constructor of a model and `**settings` the signature of KFACSettings, and its description of each."""
 
-    def describe(init: Callable[..., None]) -> Callable[Concatenate[Any, nn.Module, P], None]:
+    def describe(init: Callable[..., None]) -> Callable[Concatenate[Any, nn.Module, _P], None]:
         own = [*inspect.signature(init).parameters.values()][:-1]
         names = inspect.signature(settings, eval_str=True).parameters.values()
         init.__signature__ = inspect.Signature([*own, *names])  # type: ignore[attr-defined]
