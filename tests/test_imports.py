@@ -117,7 +117,6 @@ LONGEST = 300
 LONG_FILES = {
     "datapipe/images/recode.py": 320,
     "datapipe/packing/pipeline.py": 310,
-    "datapipe/sources/pickled.py": 320,
     "trainer/kfac/layers.py": 340,
     "trainer/kfac/preconditioner.py": 453,
 }
