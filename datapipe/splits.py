@@ -15,15 +15,26 @@ from pathlib import Path
 
 from .console import format_count
 from .errors import SettingError, SourceError
-from .split_names import GLUED, SPLIT_OF, TEST, TRAIN, VAL, naming_folder, own_splits, split_words
-from .split_patterns import NAMED, matches, split_options
+from .split_names import (
+    GLUED,
+    NAMED,
+    SPLIT_OF,
+    TEST,
+    TRAIN,
+    VAL,
+    matches,
+    naming_folder,
+    own_splits,
+    split_options,
+    split_words,
+)
 from .split_variants import Variants, find_variants, folds_in
 
 logger = logging.getLogger(__name__)
 
 VAL_OR_TRAIN = "type --split val=. if its images are for validation, or --split train=. if they are for training"
 CHOOSE = "say with --split train=PATTERN and --split val=PATTERN what to take; the rest is left out"
-REST = "(patterns, any number of them); what no --split names is left out"
+_REST = "(patterns, any number of them); what no --split names is left out"
 
 Typed = Callable[[str], Sequence[str]]  # gives what `--split` names a part by
 
@@ -233,10 +244,10 @@ def _advise(known: Mapping[str, str], silent: Sequence[str]) -> str:
     groups[VAL] = [name for name in known if known[name] == as_val]
     if groups[TRAIN] and groups[VAL]:
         options = split_options(groups, [*silent, *(name for name in known if known[name] not in (TRAIN, as_val))])
-        return f"type {options} {REST}" if options else CHOOSE
+        return f"type {options} {_REST}" if options else CHOOSE
     other = VAL if groups[TRAIN] else TRAIN
     options = split_options({split: its or list(silent) for split, its in groups.items()}, [])
-    return f"if they are {other} type {options} {REST}" if options else CHOOSE
+    return f"if they are {other} type {options} {_REST}" if options else CHOOSE
 
 
 def _list(names: Sequence[str]) -> str:

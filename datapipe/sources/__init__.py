@@ -26,27 +26,27 @@ from ..checks import did_you_mean
 from ..console import format_count, format_some
 from ..errors import DatapipeError, SettingError, SourceError, WrongPathError
 from ..images import Buffer
-from ..images.codec import encode_png
 from ..names import KINDS
 from ..splits import SplitRule
 from .file_names import advise
 from .large_files import advise_kind
 from .listing import Listing
 from .roots import LOOKED_AT, class_folder, folders_below
+from .samples import Pixels
 
 logger = logging.getLogger(__name__)
 
 MODULES = tuple(dict.fromkeys(KINDS.values()))  # in the order in which `auto` asks them
 # The classes of samples, module and name, by what saved plans call them: nothing is imported by a name from a file.
 SAMPLES = {
-    "files": ("files", "Files"),
-    "slices": ("archive_members", "ArchiveMembers"),
-    "rows": ("parquet_rows", "ParquetRows"),
-    "pixels": ("", "Pixels"),
+    "files": ("samples", "Files"),
+    "slices": ("samples", "ArchiveMembers"),
+    "rows": ("parquet", "ParquetRows"),
+    "pixels": ("samples", "Pixels"),
     "packed": ("packed", "PackedSamples"),
 }
-NAMED = 5  # classes that a message names
-MAX_DEPTH = 3  # of folders in which a data set of another kind is looked for
+_NAMED = 5  # classes that a message names
+_MAX_DEPTH = 3  # of folders in which a data set of another kind is looked for
 
 
 class Samples(Protocol):
@@ -96,46 +96,6 @@ class Source:
     classes: list[str]
     splits: Mapping[str, Samples]
     ordered: bool = False
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """Samples held in memory as uint8[N, H, W] or [N, H, W, 3], to be packed as PNG."""
-
-    origin: str
-    names: list[str]
-    labels: np.ndarray
-    pixels: np.ndarray
-    blocks: None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def where(self, i: int) -> str:
-        return f"{self.origin}, image {self.names[i]}"
-
-    def size_bytes(self, i: int) -> int:
-        return len(encode_png(self.pixels[i]))
-
-    def read(self, i: int, buffer: memoryview) -> bytes:
-        return encode_png(self.pixels[i])
-
-    def close(self) -> None:
-        pass
-
-
-def numbered(origin: str, labels: np.ndarray, pixels: np.ndarray) -> Pixels:
-    """Name images by their place in the source.
-
-    Args:
-        origin: The source, for messages.
-        labels: Integers[N], the class of each image.
-        pixels: Pixels of the images, uint8[N, H, W] or [N, H, W, 3].
-
-    Returns:
-        The samples.
-    """
-    return Pixels(origin, [f"{i:05d}" for i in range(len(labels))], labels.astype(np.uint32), pixels)
 
 
 def open_source(
@@ -205,7 +165,7 @@ def _advise_below(path: Path) -> str:
     """Say which folder below one without images holds a data set of another kind, such as MNIST/raw; "": none."""
     folders = [path]
     places: list[str] = []
-    for _ in range(MAX_DEPTH):
+    for _ in range(_MAX_DEPTH):
         folders = [inner for folder in folders for inner in folders_below(folder)][:LOOKED_AT]
         for folder in folders:
             with suppress(OSError, DatapipeError):
@@ -215,7 +175,7 @@ def _advise_below(path: Path) -> str:
         if places:
             break
     if len(places) > 1:
-        return f"; data sets of several kinds or places: {', '.join(places[:NAMED])}: give one of them"
+        return f"; data sets of several kinds or places: {', '.join(places[:_NAMED])}: give one of them"
     return f"; a data set of the kind {places[0]}: give that" if places else ""
 
 
@@ -255,7 +215,7 @@ def _check_classes(path: Path, source: Source) -> None:
 
 
 def _named(source: Source, labels: list[int]) -> str:
-    return format_some([source.classes[label] for label in labels], NAMED)
+    return format_some([source.classes[label] for label in labels], _NAMED)
 
 
 def place_in_source(samples: Samples, where: str) -> str:

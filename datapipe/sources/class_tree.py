@@ -16,16 +16,16 @@ from ..errors import SourceError
 from ..fsio import side_by_side
 from .class_folders import Doubt, doubt_root
 from .file_names import EXTENSIONS, advise, is_harmless, is_hidden, is_image, may_have_labels
-from .files import Files
 from .labels import SAME_LOOK, alike
 from .listing import HIDDEN, LeftOut, is_folder
 from .paths import follow, is_inside, opened, real_path, real_path_of, refused
+from .samples import Files
 
 logger = logging.getLogger(__name__)
 
 LAYOUT = "expected class/image.jpg, or train/class/image.jpg and val/class/image.jpg"
-MAX_DEPTH = 100  # of folders in a class folder
-LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_DEPTH = 100  # of folders in a class folder
+_LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RootError(SourceError):
@@ -183,12 +183,12 @@ def _list_class(name: str, root_fd: int, root: Path, bounds: str | None) -> _Cla
         real_bounds = bounds and real_path(bounds)
         content = _Class()
         try:
-            fd = os.open(name, LIST_FLAGS, dir_fd=root_fd)
+            fd = os.open(name, _LIST_FLAGS, dir_fd=root_fd)
         except NotADirectoryError:  # a file, or a link
             if not os.path.isdir(real_path(name, root_fd)):
                 return None
             content.links[name] = follow(name, real_bounds, root_fd)
-            fd = os.open(content.links[name], LIST_FLAGS)
+            fd = os.open(content.links[name], _LIST_FLAGS)
         _list_folder([fd], name, real_bounds, content)
     return content
 
@@ -211,8 +211,8 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
     fd = fds[-1]
     images, folders, links = list[str](), list[str](), list[str]()
     try:
-        if len(fds) > MAX_DEPTH:
-            raise ValueError(f"holds folders more than {MAX_DEPTH} deep")
+        if len(fds) > _MAX_DEPTH:
+            raise ValueError(f"holds folders more than {_MAX_DEPTH} deep")
         with os.scandir(fd) as entries:
             for entry in entries:
                 name = entry.name
@@ -237,9 +237,9 @@ def _list_folder(fds: list[int], folder: str, real_bounds: str | None, content: 
                     content.circles.append(path)
                     continue
                 content.links[path] = real
-                inside = os.open(real, LIST_FLAGS)
+                inside = os.open(real, _LIST_FLAGS)
             else:
-                inside = os.open(name, LIST_FLAGS, dir_fd=fd)
+                inside = os.open(name, _LIST_FLAGS, dir_fd=fd)
             _list_folder([*fds, inside], path, real_bounds, content)
     finally:
         os.close(fd)

@@ -23,22 +23,20 @@ from ..split_names import SPLIT_OF, TRAIN, own_splits, split_words
 from ..splits import AmbiguousSplitError
 from . import Source
 from .file_names import TEXT_TABLES, is_hidden, is_submission
-from .files import Files
 from .labels import check_same_classes, number_labels
 from .listing import Listing
+from .named_images import NamedImages, describe_doubt, lists_of_rows
 from .parts import Listed, choose_files, divide, pick
 from .paths import is_inside, opened, real_path
+from .samples import Files
 from .split_columns import Columns, Part, Said
 from .split_paths import Paths
-from .table_columns import LABELS, PATHS, Header, find_columns
-from .table_images import NamedImages, describe_doubt
-from .table_text import read_rows
-from .tables_beside import lists_of_rows
+from .tables import LABELS, PATHS, Header, find_columns, read_rows
 
 logger = logging.getLogger(__name__)
 
-LEADS_OUT = "leads out of the source; --outside follows it"
-LOOKED_AT = 8  # rows of a table, to see which columns are which, and whether paths name files
+_LEADS_OUT = "leads out of the source; --outside follows it"
+_LOOKED_AT = 8  # rows of a table, to see which columns are which, and whether paths name files
 
 
 def detect(path: Path) -> str | None:
@@ -160,7 +158,7 @@ class _Reader:
         self._leading_out = None
         with opened(str(table), bounds) as fd, open(fd, "rb", closefd=False) as file:
             rows = read_rows(table, file)
-            first = list(islice(rows, 1 + LOOKED_AT))
+            first = list(islice(rows, 1 + _LOOKED_AT))
             try:
                 header = find_columns([row for _, row in first], self._listing, self._count_images)
             except ValueError as error:
@@ -173,7 +171,7 @@ class _Reader:
             self._add_rows(table, header, chain(first[header.is_named :], rows))
         if not self._find_images(table, first_row) and self._leading_out:
             line, path = self._leading_out
-            why = LEADS_OUT if os.path.lexists(path) else "leads out of the source, and names no file there"
+            why = _LEADS_OUT if os.path.lexists(path) else "leads out of the source, and names no file there"
             raise SourceError(f"line {line}: {path} {why}", path=table)
 
     def _add_rows(self, table: Path, header: Header, rows: Iterable[tuple[int, list[str]]]) -> None:
@@ -220,7 +218,7 @@ class _Reader:
             pairs = zip(self._folder[start:end], self.files[start:end], strict=True)
             return [os.path.join(folders[at], file) for at, file in pairs]
 
-        first = list_names(start + LOOKED_AT)
+        first = list_names(start + _LOOKED_AT)
         if not first or any(os.path.lexists(os.path.join(self._roots[0], name)) for name in first):
             return False
         names = list_names(None)
@@ -286,5 +284,5 @@ class _Reader:
             root = next((root for root in self._roots if is_inside(path, root)), None)
             path = path if root is None else os.path.relpath(path, root)
         if self.bounds is not None and path.split("/", 1)[0] == "..":
-            raise ValueError(f"{path} {LEADS_OUT}")
+            raise ValueError(f"{path} {_LEADS_OUT}")
         return path

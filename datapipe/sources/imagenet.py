@@ -23,30 +23,28 @@ from ..errors import SourceError, WrongPathError
 from ..formats.tar_listing import Member, list_members
 from ..split_names import SPLIT_OF, is_split_name, split_words
 from . import Samples, Source
-from .archive_members import ArchiveMembers, ListedArchive, join
 from .class_tree import ClassTree
-from .file_names import is_hidden, is_image, is_in_hidden
-from .files import Files
+from .file_names import CLASS_TAR, IMAGENET_TRAIN, is_hidden, is_image, is_in_hidden
 from .imagenet_labels import DEVKITS, LABELS, SOLUTION, TRAIN_SOLUTION, ValLabels, read_labels
 from .listing import HIDDEN, LeftOut, Listing
 from .paths import opened
 from .roots import check_roots
+from .samples import ArchiveMembers, Files, ListedArchive, join
 
-TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-CLASS_TAR = re.compile(r"(n\d{8})\.tar")
-VAL_PREFIX = "ILSVRC2012_val_"
-VAL_NAME = re.compile(VAL_PREFIX + r"(\d{8})\.(?i:jpe?g|png)")
-OWN = "ILSVRC", "LOC_"  # what begins the names of all that belongs to ImageNet
-KAGGLE = Path("ILSVRC/Data/CLS-LOC")
-LOOKED_AT = 8  # entries of val/, to see what they are
-LISTERS = 32  # class tars listed at once: hides a shared filesystem's latency
+_VAL = "ILSVRC2012_img_val.tar"
+_VAL_PREFIX = "ILSVRC2012_val_"
+_VAL_NAME = re.compile(_VAL_PREFIX + r"(\d{8})\.(?i:jpe?g|png)")
+_OWN = "ILSVRC", "LOC_"  # what begins the names of all that belongs to ImageNet
+_KAGGLE = Path("ILSVRC/Data/CLS-LOC")
+_LOOKED_AT = 8  # entries of val/, to see what they are
+_LISTERS = 32  # class tars listed at once: hides a shared filesystem's latency
 
 
 def detect(path: Path) -> str | None:
     if not path.is_dir():
-        return "imagenet" if path.name in (TRAIN, VAL) else None
+        return "imagenet" if path.name in (IMAGENET_TRAIN, _VAL) else None
     names = set(os.listdir(path))
-    if names & {TRAIN, VAL} or (SOLUTION in names and (path / KAGGLE).is_dir()):
+    if names & {IMAGENET_TRAIN, _VAL} or (SOLUTION in names and (path / _KAGGLE).is_dir()):
         return "imagenet"
     is_ours = ("train" in names and _class_tars(path / "train")) or ("val" in names and _is_flat(path / "val"))
     return "imagenet" if is_ours else None
@@ -56,7 +54,7 @@ def _is_flat(folder: Path) -> bool:
     """Whether a folder begins with val images themselves, as filesystems list it: not in class folders."""
     try:
         with os.scandir(folder) as entries:
-            return any(VAL_NAME.fullmatch(entry.name) for entry, _ in zip(entries, range(LOOKED_AT), strict=False))
+            return any(_VAL_NAME.fullmatch(entry.name) for entry, _ in zip(entries, range(_LOOKED_AT), strict=False))
     except NotADirectoryError:
         return False
 
@@ -66,24 +64,24 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         raise WrongPathError("is not a folder; give the one that holds the archives of ImageNet", path=path)
     listing.refuse_options(kind)
     bounds, root = None if listing.outside else str(path), path
-    if (path / KAGGLE).is_dir():
-        path = path / KAGGLE
+    if (path / _KAGGLE).is_dir():
+        path = path / _KAGGLE
     names = set(os.listdir(path))
     _check_names(path, names, listing.left_out)
     is_flat = "val" in names and _is_flat(path / "val")
-    known = read_labels(root, path, bounds) if VAL in names or is_flat else None  # at first: it may need a package
-    if known is None and (is_flat or (VAL in names and "val" not in names)):
-        raise SourceError(f"holds {'val images' if is_flat else VAL} without its labels{_advice(path)}", path=path)
+    known = read_labels(root, path, bounds) if _VAL in names or is_flat else None  # at first: it may need a package
+    if known is None and (is_flat or (_VAL in names and "val" not in names)):
+        raise SourceError(f"holds {'val images' if is_flat else _VAL} without its labels{_advice(path)}", path=path)
     for folder in {root, path}:
-        own = {n for n in os.listdir(folder) if not is_hidden(n) and (split_words(n) or n.startswith(OWN))}
+        own = {n for n in os.listdir(folder) if not is_hidden(n) and (split_words(n) or n.startswith(_OWN))}
         listing.left_out.add_entries(folder, "beside the files of ImageNet", own)
     splits: dict[str, Samples] = {}
     classes, train = _train(path, bounds, listing.left_out)
     if train is not None:
         splits["train"] = train
     if known is not None:
-        list_val = _in_archive if VAL in names else _in_folder
-        images = list_val(path / (VAL if VAL in names else "val"), bounds, listing.left_out)
+        list_val = _in_archive if _VAL in names else _in_folder
+        images = list_val(path / (_VAL if _VAL in names else "val"), bounds, listing.left_out)
         classes, splits["val"] = images.labelled(known, classes, bounds, listing.left_out)
     elif "val" in names:
         tree = ClassTree.scan(path / "val", bounds, listing.left_out)
@@ -91,21 +89,21 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         classes = classes or tree.names()
         splits["val"] = tree.samples({name: label for label, name in enumerate(classes)}, listing.left_out)
     if not splits:
-        raise SourceError(f"holds neither {TRAIN} nor {VAL}, nor train/ or val/", path=path)
+        raise SourceError(f"holds neither {IMAGENET_TRAIN} nor {_VAL}, nor train/ or val/", path=path)
     return Source(kind, classes, splits)
 
 
 def _advice(path: Path) -> str:
     """Say where the labels of val images may come from."""
     above = next((folder for folder in path.absolute().parents if (folder / SOLUTION).exists()), None)
-    if above is not None and path.absolute() == above / KAGGLE:
+    if above is not None and path.absolute() == above / _KAGGLE:
         return f": give {above}, which has them in {SOLUTION}"
     return f": {LABELS} is missing; put it there"
 
 
 def _check_names(path: Path, names: set[str], left_out: LeftOut) -> None:
     """Count what is called as a split and is not read. Raises SourceError if it may be a split that is meant."""
-    for name in sorted(names - {TRAIN, VAL, "train", "val", *DEVKITS, SOLUTION, TRAIN_SOLUTION}):
+    for name in sorted(names - {IMAGENET_TRAIN, _VAL, "train", "val", *DEVKITS, SOLUTION, TRAIN_SOLUTION}):
         if is_hidden(name) or not split_words(name):
             continue
         if is_split_name(name) and SPLIT_OF[split_words(name)[-1]] != "test" and (path / name).is_dir():
@@ -113,7 +111,7 @@ def _check_names(path: Path, names: set[str], left_out: LeftOut) -> None:
                 f"is not read: ImageNet's folders are called train and val; rename {name}", path=path / name
             )
         left_out.add(str(path / name), "called as a split, and not ImageNet's name for it")
-    for folder, archive in (("train", TRAIN), ("val", VAL)):
+    for folder, archive in (("train", IMAGENET_TRAIN), ("val", _VAL)):
         if {folder, archive} <= names:
             left_out.add(str(path / folder), f"beside {archive}, which is read instead")
 
@@ -140,8 +138,8 @@ class _ClassTar(NamedTuple):
 def _train(path: Path, bounds: str | None, left_out: LeftOut) -> tuple[list[str], Samples | None]:
     """List the train split: the classes, and the samples; None if there is no such split."""
     folder = path / "train"
-    if (path / TRAIN).exists():
-        files = [str(path / TRAIN)]
+    if (path / IMAGENET_TRAIN).exists():
+        files = [str(path / IMAGENET_TRAIN)]
         tars = _classes_in(files[0], bounds, left_out)
     elif names := _class_tars(folder) if folder.is_dir() else []:
         files = [str(folder / name) for name in names]
@@ -188,7 +186,7 @@ def _images_in(files: list[str], tars: list[_ClassTar], bounds: str | None, left
             left_out.add(f"{where}: {member.name}", "not an image")
         return ListedArchive.from_members(tar.file, [f"{tar.wnid}/{_stem(member.name)}" for member in images], images)
 
-    with ThreadPoolExecutor(LISTERS) as pool:
+    with ThreadPoolExecutor(_LISTERS) as pool:
         listed = list(pool.map(list_class, tars))
     counts = [len(archive.names) for archive in listed]
     return join(files, listed, np.repeat(np.arange(len(tars), dtype=np.uint32), counts))
@@ -219,14 +217,14 @@ class _ValImages(NamedTuple):
 
         Raises SourceError where an image has no label, or the train split not its class.
         """
-        numbers = [int(match[1]) for name in self.names if (match := VAL_NAME.fullmatch(name))]
+        numbers = [int(match[1]) for name in self.names if (match := _VAL_NAME.fullmatch(name))]
         if lacking := sorted(set(numbers) - known.wnids.keys()):
             raise SourceError(
                 f"does not fit {known.where}, which has labels for {len(known.wnids)} images, and none for number "
                 f"{lacking[0]}", path=self.path,
             )  # fmt: skip
         if absent := sorted(known.wnids.keys() - set(numbers)):
-            images = (f"{known.where}: {VAL_PREFIX}{number:08d}" for number in absent)
+            images = (f"{known.where}: {_VAL_PREFIX}{number:08d}" for number in absent)
             left_out.add_all(images, "labels of val images that are not there")
         wnids = [known.wnids[number] for number in numbers]
         classes = classes or known.classes
@@ -246,7 +244,7 @@ def _in_archive(path: Path, bounds: str | None, left_out: LeftOut) -> _ValImages
     with opened(str(path), bounds) as fd:
         archive = list_members(fd, str(path))
     named = (member for member in archive.members if not is_in_hidden(member.name))
-    images = [member for member in named if VAL_NAME.fullmatch(_name(member.name))]
+    images = [member for member in named if _VAL_NAME.fullmatch(_name(member.name))]
     left_out.add_members(str(path), archive.others)
     for member in set(archive.members) - set(images):
         left_out.add(f"{path}: {member.name}", "not named as a val image")
@@ -258,7 +256,7 @@ def _in_folder(folder: Path, bounds: str | None, left_out: LeftOut) -> _ValImage
     names: list[str] = []
     with opened(str(folder), bounds) as fd, os.scandir(fd) as entries:
         for entry in entries:
-            if VAL_NAME.fullmatch(entry.name):
+            if _VAL_NAME.fullmatch(entry.name):
                 names.append(entry.name)
             elif not is_hidden(entry.name) and entry.is_dir():
                 raise SourceError(

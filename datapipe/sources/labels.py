@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 NUMBER = re.compile(r"(-?[0-9]{1,4000})(\.0*)?")  # as many digits as int() takes; tables write 3 as 3.0
 # Columns that may hold labels.
 LABEL_COLUMN = re.compile("(?i).*(labels?|class(es)?|cls|categor(y|ies)|targets?)(_?(id|name))?")
-MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
-MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
-NAMED = 3  # pairs of classes that a message names
-NONE = "None"  # what Python writes for nothing; none may be a class
+_MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841 classes; a larger number is an identifier or a mistake
+_MISSING = {"nan", "null", "n/a", "#n/a", "<na>", "nat"}  # what tables write for nothing, lower case
+_NAMED = 3  # pairs of classes that a message names
+_NONE = "None"  # what Python writes for nothing; none may be a class
 SAME_LOOK = "look the same and differ in Unicode's normal form (rename one)"
 
 
@@ -61,7 +61,7 @@ def number_labels(
     if names or how == "names":
         classes = sorted(set(texts.values()), key=None if names else lambda text: (int(text), text))
     else:
-        classes = numbered_classes(path, numbers.values(), how)
+        classes = _numbered_classes(path, numbers.values(), how)
     warn_of_case(path, classes)
     place = {name: label for label, name in enumerate(classes)}
     number_of = {label: place[text] for label, text in texts.items()}
@@ -76,7 +76,7 @@ def _check_one_kind(path: Path, numbers: Sequence[str], names: Sequence[str]) ->
     if len(names) > 1 and not numbers and all(map(is_split_name, names)):
         what = f"holds labels that are all names of splits: {_some(names)}"
         raise SourceError(f"{what}; call that column split, or take them as classes with --labels names", path=path)
-    odd = [name for name in names if name.lower() in MISSING or name == NONE or _is_fraction(name)]
+    odd = [name for name in names if name.lower() in _MISSING or name == _NONE or _is_fraction(name)]
     if odd or (names and numbers):
         what = f"mixes labels that are numbers ({_some(numbers)}) with names ({_some(names)})"
         if odd:
@@ -96,7 +96,7 @@ def _check_spelling(path: Path, numbers: Collection[str]) -> None:
             )
 
 
-def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:
+def _numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") -> list[str]:
     """Name the classes 0 to the largest of some numbers.
 
     Args:
@@ -111,10 +111,10 @@ def numbered_classes(path: Path, numbers: Collection[int], how: str = "auto") ->
         SourceError: A number cannot be a class; or, with "auto", most classes would have no image.
     """
     low, high = min(numbers, default=0), max(numbers, default=-1)
-    if low < 0 or high >= MAX_CLASSES:
+    if low < 0 or high >= _MAX_CLASSES:
         wrong = low if low < 0 else high
         raise SourceError(
-            f"holds the label {wrong}; allowed: 0 to {MAX_CLASSES - 1}, or with --labels names any", path=path
+            f"holds the label {wrong}; allowed: 0 to {_MAX_CLASSES - 1}, or with --labels names any", path=path
         )
     occurring = len(set(numbers))
     if how == "auto" and 2 * occurring < high + 1:
@@ -176,7 +176,7 @@ def warn_of_case(path: Path, classes: Sequence[str]) -> None:
     by_name: dict[str, str] = {}
     pairs = [f"{other} and {name}" for name in classes if (other := by_name.setdefault(name.casefold(), name)) != name]
     if pairs:
-        logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:NAMED]))
+        logger.warning("%s: classes whose names differ in case alone stay apart: %s", path, ", ".join(pairs[:_NAMED]))
 
 
 def out_of_order(names: Sequence[str]) -> str | None:

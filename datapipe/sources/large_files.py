@@ -13,9 +13,9 @@ from ..split_names import split_words
 from .file_names import EXTENSIONS, is_hidden, is_image
 from .listing import Listing, is_folder
 
-PARTITION = re.compile(r"[^=]+=.*")  # a folder as Hive and Spark name it
-LOOKED_AT = 8  # entries of a folder, to see what it holds
-FOLDERS = 3  # looked at, so that an ImageFolder is not listed twice
+_PARTITION = re.compile(r"[^=]+=.*")  # a folder as Hive and Spark name it
+_LOOKED_AT = 8  # entries of a folder, to see what it holds
+_FOLDERS = 3  # looked at, so that an ImageFolder is not listed twice
 
 
 def has_large_files(path: Path, suffixes: tuple[str, ...], below: Sequence[str] = ()) -> bool:
@@ -84,7 +84,7 @@ def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
     places = {name: place for name in _folders(path) if (place := _place(path / name, suffixes)) is not None}
     inner = list(places)
     parts = [part for name, place in places.items() for part in (name, *place.split("/"))]
-    if partition := next(filter(PARTITION.fullmatch, parts), None):
+    if partition := next(filter(_PARTITION.fullmatch, parts), None):
         column = partition.partition("=")[0]
         what = f"its files lie in partitions such as {partition}, so that their rows lack {column}"
         advice = f"write {column} into the files, as a column"
@@ -92,8 +92,8 @@ def _check_below(path: Path, suffixes: tuple[str, ...]) -> None:
         what = f"its {suffixes[0]} files lie in {inner[0]}/{places[inner[0]]}"
         advice = f"move them into {path / inner[0]}, and those of the other folders likewise"
     elif len(inner) > 1:
-        more = f" and {len(inner) - FOLDERS} others" if len(inner) > FOLDERS else ""
-        what = f"{', '.join(inner[:FOLDERS])}{more} hold a data set each"
+        more = f" and {len(inner) - _FOLDERS} others" if len(inner) > _FOLDERS else ""
+        what = f"{', '.join(inner[:_FOLDERS])}{more} hold a data set each"
         advice = f"give one of them, such as {path / inner[0]}"
     elif inner:
         what, advice = f"its {suffixes[0]} files lie in {inner[0]}", f"give {path / inner[0]}"
@@ -106,7 +106,7 @@ def _lie_deeper(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Whether all folders in a folder that holds no such files itself, as far as is looked at, hold some."""
     if any(name.lower().endswith((*suffixes, *EXTENSIONS)) for name in os.listdir(path)):
         return False
-    folders = _folders(path)[:FOLDERS]
+    folders = _folders(path)[:_FOLDERS]
     return bool(folders) and all(_place(path / name, suffixes) is not None for name in folders)
 
 
@@ -123,7 +123,7 @@ def _place(folder: Path, suffixes: tuple[str, ...], deeper: bool = True) -> str 
         The path below the folder, "" for itself; None if there are none, or images.
     """
     with os.scandir(folder) as scanned:
-        entries = [entry for entry, _ in zip(scanned, range(LOOKED_AT), strict=False)]
+        entries = [entry for entry, _ in zip(scanned, range(_LOOKED_AT), strict=False)]
     names = [entry.name for entry in entries]
     if any(map(is_image, names)) or MANIFEST in names:
         return None

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 HIDDEN = "hidden, or a system's"
 PARTIAL = "of a transfer that has not ended, so images may be missing: run that again, or remove them"
-HUB = ".cache", "huggingface"  # what `hf download --local-dir` writes: notes of its own, and files that are not whole
-NOT_NAMED = "not named by any --split"
-NAMED = 10  # paths that are named for each reason
+_HUB = ".cache", "huggingface"  # what `hf download --local-dir` writes: notes of its own, and files that are not whole
+_NOT_NAMED = "not named by any --split"
+_NAMED = 10  # paths that are named for each reason
 
 
 def is_folder(entry: os.DirEntry) -> bool:
@@ -83,7 +83,7 @@ class LeftOut:
                 name = entry.name
                 if name in known or (hidden_only and not is_hidden(name)):
                     continue
-                if name == HUB[0] and is_folder(entry) and os.listdir(entry.path) == [HUB[1]]:
+                if name == _HUB[0] and is_folder(entry) and os.listdir(entry.path) == [_HUB[1]]:
                     self._add(map(str, Path(entry.path).glob("**/*.incomplete")), PARTIAL)
                 elif not is_harmless(name) or is_folder(entry):
                     self._add([os.path.join(folder, name)], HIDDEN if is_hidden(name) else reason)
@@ -137,8 +137,8 @@ class LeftOut:
     def lines(self, source: Path) -> list[str]:
         """Say what is left out, in a line per reason."""
         return [
-            f"{format_count(len(paths), 'entry', 'entries')} ({reason}): {printable(', '.join(paths[:NAMED]))}"
-            + (f" and {format_count(len(paths) - NAMED, 'other')} (--left-out FILE lists all)" * (len(paths) > NAMED))
+            f"{format_count(len(paths), 'entry', 'entries')} ({reason}): {printable(', '.join(paths[:_NAMED]))}"
+            + (f" and {format_count(len(paths) - _NAMED, 'other')} (--left-out FILE lists all)" * (len(paths) > _NAMED))
             for reason, paths in self.paths(source).items()
         ]
 
@@ -206,7 +206,7 @@ class Listing:
             chosen[TEST if keep_test else VAL] = test
         if self.rule.patterns:
             named = {name for of_split in chosen.values() for name in of_split}
-            leave_out((name for name in names if name not in named), NOT_NAMED)
+            leave_out((name for name in names if name not in named), _NOT_NAMED)
         return {split: chosen[split] for split in (TRAIN, VAL, TEST) if split in chosen}
 
     def count_beside(self, source: Path, splits: Mapping[str, Sequence[Path]]) -> None:
@@ -214,7 +214,7 @@ class Listing:
         self.left_out.add_entries(source, HIDDEN, hidden_only=True)
         chosen = [os.path.relpath(folder, source) for folders in splits.values() for folder in folders]
         if self.rule.patterns and "." not in chosen:
-            self.left_out.add_unnamed(source, map(os.path.split, chosen), NOT_NAMED)
+            self.left_out.add_unnamed(source, map(os.path.split, chosen), _NOT_NAMED)
 
     def check_columns(self, kind: str, path: Path) -> None:
         """Raise SettingError if the user names a column that a source of a kind does not have."""

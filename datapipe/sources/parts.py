@@ -17,18 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import SettingError, SourceError
-from ..split_names import TRAIN, VAL, split_words
-from ..split_patterns import matches
+from ..split_names import TRAIN, VAL, matches, split_words, splits_of
 from ..splits import AmbiguousSplitError, SplitRule
 from .listing import Listing
 from .shard_names import check_contents, check_copies, check_names
-from .short_forms import check_undivided
-from .split_columns import Part, column_value, splits_of
-from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, may_speak
+from .split_columns import Part, column_value
+from .split_paths import Names, Paths, by_file_name, by_folder, check_paths, check_undivided, may_speak
 from .split_table import SplitTable, filled
 
-UNLABELLED = {"", "-1"}  # what test splits have in place of labels
-NAMED = 3  # values that a message gives
+_UNLABELLED = {"", "-1"}  # what test splits have in place of labels
+_NAMED = 3  # values that a message gives
 
 
 @dataclass
@@ -249,7 +247,7 @@ def _by_pattern(listed: Listed, rule: SplitRule, source: Path) -> tuple[Names, S
     everything = [*said, *(text.partition("=")[2] for text in said), *files.names, *distinct]
     wrong = next((pattern for _, pattern in rule.patterns if not _names_any(everything, pattern)), None)
     what = "the patterns name different things" if wrong is None else f"{wrong!r} names nothing"
-    there = ", ".join([*said[:NAMED], *files.names[:NAMED], *paths[:NAMED]])
+    there = ", ".join([*said[:_NAMED], *files.names[:_NAMED], *paths[:_NAMED]])
     raise SettingError(
         f"split: {what} in {source}; there is {there}: each pattern must name files, or each values of one column, or "
         "each paths"
@@ -276,8 +274,8 @@ def _names_any(names: Sequence[str], pattern: str) -> bool:
 
 def _unlabelled(listed: Listed, names: Sequence[str], number: np.ndarray) -> set[str]:
     """Return the names none of whose samples has a label."""
-    if UNLABELLED.isdisjoint(listed.labels):
+    if _UNLABELLED.isdisjoint(listed.labels):
         return set()
-    labelled = np.fromiter((label not in UNLABELLED for label in listed.labels), bool, len(listed.labels))
+    labelled = np.fromiter((label not in _UNLABELLED for label in listed.labels), bool, len(listed.labels))
     having = set(np.unique(number[labelled]).tolist())
     return {name for at, name in enumerate(names) if at not in having}

@@ -18,7 +18,7 @@ from ..errors import SourceError
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: do not wait for the writer of a pipe named x.jpg
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 LEAVES = "is a link that leads out of the source; --outside follows it"
-MAX_IMAGE_BYTES = 1 << 30  # twice what `codec.MAX_PIXELS` pixels take uncompressed: nothing larger is an image
+_MAX_IMAGE_BYTES = 1 << 30  # twice what `codec.MAX_PIXELS` pixels take uncompressed: nothing larger is an image
 
 
 def real_path(path: str, dir_fd: int | None = None) -> str:
@@ -147,7 +147,7 @@ def read_at(fd: int, buffer: memoryview | bytearray, offset: int) -> int:
 
 def own_memory(size: int) -> bytearray:
     """Allocate memory for an image that the buffer is too small for. Raises ValueError for what is not an image."""
-    if size > MAX_IMAGE_BYTES:
+    if size > _MAX_IMAGE_BYTES:
         raise ValueError(f"is not an image: {size} bytes")
     return bytearray(size)
 

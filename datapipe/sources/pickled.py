@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 MAX_OPCODES = 4_000_000  # each costs up to 200 bytes of memory; CIFAR-100 has 300,000
-MAX_SIDE = 1 << 40  # of an array
-INTEGERS = frozenset("iu"), frozenset("1248")
-ALLOWED = """
+_MAX_SIDE = 1 << 40  # of an array
+_INTEGERS = frozenset("iu"), frozenset("1248")
+_ALLOWED = """
     PROTO FRAME STOP MARK POP POP_MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET
     NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
     STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8
@@ -50,7 +50,7 @@ class Array:
             case (int(), tuple(shape), _DType(code=code), int(by_columns), bytes(data) | str(data)):
                 data = data.encode("latin1") if isinstance(data, str) else data  # Python 2 wrote a str
                 kind = np.dtype(code)
-                if any(type(side) is not int or not 0 <= side < MAX_SIDE for side in shape) or len(shape) > 2:
+                if any(type(side) is not int or not 0 <= side < _MAX_SIDE for side in shape) or len(shape) > 2:
                     raise ValueError("an array of a shape that is not one or two numbers")
                 size = kind.itemsize
                 for side in shape:
@@ -67,7 +67,7 @@ class _DType:
     __slots__ = ("code",)
 
     def __init__(self, code: Any) -> None:
-        if not (isinstance(code, str) and len(code) == 2 and code[0] in INTEGERS[0] and code[1] in INTEGERS[1]):
+        if not (isinstance(code, str) and len(code) == 2 and code[0] in _INTEGERS[0] and code[1] in _INTEGERS[1]):
             raise ValueError("an array that is not one of whole numbers")
         self.code = code
 
@@ -120,9 +120,9 @@ class _Reader(_Unpickler):
         self._left -= 1
         if self._left < 0:
             raise ValueError(f"more than {MAX_OPCODES} opcodes")
-        if opcode not in OPCODES:
+        if opcode not in _OPCODES:
             raise ValueError(f"the opcode {bytes([opcode])!r}, which no such file needs")
-        return OPCODES[opcode]
+        return _OPCODES[opcode]
 
     def find_class(self, module: str, name: str) -> object:
         """Return what stands for a function that the file names."""
@@ -184,7 +184,7 @@ class _Reader(_Unpickler):
             target[key] = value
 
 
-OPCODES: dict[int, Callable[[_Reader], None]] = {
+_OPCODES: dict[int, Callable[[_Reader], None]] = {
     opcode: getattr(_Reader, _Unpickler.dispatch[opcode].__name__)
-    for opcode in (getattr(pickle, name)[0] for name in ALLOWED.split())
+    for opcode in (getattr(pickle, name)[0] for name in _ALLOWED.split())
 }

@@ -12,23 +12,30 @@ from shlex import quote
 
 from ..console import format_some
 from ..errors import DatapipeError, SettingError, SourceError
-from ..split_names import SPLIT_OF, TEST, TRAIN, VAL, have_twins, is_split_name, split_words
-from ..split_patterns import matches, split_options
+from ..split_names import (
+    TEST,
+    TRAIN,
+    VAL,
+    have_twins,
+    is_split_name,
+    matches,
+    named_options,
+    split_options,
+    split_words,
+    splits_of,
+)
 from ..split_variants import find_variants
 from ..splits import AmbiguousSplitError
 from . import open_source
-from .class_folders import OF_IMAGES
+from .class_folders import OF_IMAGES, advise_joined, are_parts, shared_classes
 from .class_tree import LAYOUT, ClassTree, RootError
 from .file_names import is_image, may_have_labels
-from .joined import advise_joined, are_parts, named_options, shared_classes
-from .label_advice import advise_lists, advise_sorting
 from .listing import LeftOut, Listing
-from .root_search import Root, find_root, find_splits
-from .roots import class_folder, folders_in
-from .table_advice import advise_tables, without_log
-from .tables_beside import lists_of_splits
+from .named_images import lists_of_splits
+from .roots import Root, class_folder, find_root, find_splits, folders_in
+from .table_advice import advise_lists, advise_sorting, advise_tables, without_log
 
-NAMED = 3  # readings that a message gives
+_NAMED = 3  # readings that a message gives
 
 
 def advise_roots(source: Path, listing: Listing, error: RootError | AmbiguousSplitError) -> str:
@@ -136,7 +143,7 @@ def _advise_groups(source: Path, folders: Sequence[str], listing: Listing) -> li
         f"if the class folders are in {name}, type {named_options({TRAIN: root.patterns})}"
         if root.is_clear else _advise_joined(root)
         for name, root in roots.items()
-    ][:NAMED]  # fmt: skip
+    ][:_NAMED]  # fmt: skip
 
 
 def _advise_joined(root: Root) -> str:
@@ -178,7 +185,7 @@ def _advise_splits(
     Returns:
         The texts, and whether some folders have no class folders.
     """
-    named = {name: {SPLIT_OF[word] for word in split_words(name)} for name in folders}
+    named = {name: splits_of(name) for name in folders}
     roots = {name: root for name in folders if (root := find_root(source, name, listing)) is not None}
     by_name = sorted(named, key=lambda name: (not is_split_name(name), name))
     names = {TRAIN: [name for name in by_name if TRAIN in named[name]]}
@@ -246,7 +253,7 @@ def _choose_roots(
     *each, everything = (
         f"type {named_options({split: root.patterns for split, root in its.items()})}" for its in (*choices, joined)
     )
-    text = ", or ".join(each[:NAMED]) + f"; to take all as one, {everything}" * are_several
+    text = ", or ".join(each[:_NAMED]) + f"; to take all as one, {everything}" * are_several
     return joined, [f"{text} (patterns, any number of them); what no --split names is left out"]
 
 

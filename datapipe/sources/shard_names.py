@@ -19,29 +19,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..console import format_count
-from ..split_names import FOLD, HASH, SPLIT_OF, TRAIN, VAL, split_words
-from ..split_patterns import matches, split_options
+from ..split_names import FOLD, HASH, TRAIN, VAL, matches, split_options, split_words, splits_of
 from ..splits import CHOOSE, AmbiguousSplitError
 
 logger = logging.getLogger(__name__)
 
 # What browsers, file managers and people add to the name of a copy.
-COPY = re.compile(
+_COPY = re.compile(
     r"(?i)^(copy of|kopie von|copie de|copia de)[ _]"
     r"|[ _]*\(([0-9]+|[^()]*\b(copy|kopie|copie|copia)\b[^()]*)\)"
     r"|[ _.-]+(copy|kopie|copie|copia)([ _-]?[0-9]+)?(?![a-z0-9])"
 )
-NUMBER_OF = re.compile("(?i)(?<![0-9])([0-9]+)[-_ ]?of[-_ ]?([0-9]+)(?![0-9])")  # as in train-00000-of-00294.parquet
-LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
-NAMED = 3  # shards that a message gives
-READ_BYTES = (1 << 12, 1 << 20)  # of both ends of files of equal size: more where the first are equal
+_NUMBER_OF = re.compile("(?i)(?<![0-9])([0-9]+)[-_ ]?of[-_ ]?([0-9]+)(?![0-9])")  # as in train-00000-of-00294.parquet
+_LAST_NUMBER = re.compile("[0-9]+(?=[^0-9]*$)")
+_NAMED = 3  # shards that a message gives
+_READ_BYTES = (1 << 12, 1 << 20)  # of both ends of files of equal size: more where the first are equal
 
 
 def check_copies(names: Sequence[str], source: Path) -> None:
     """Raise AmbiguousSplitError if a file is called as a copy of another: of names below the source."""
     for name in names:
         folder, file = os.path.split(name)
-        original = os.path.join(folder, COPY.sub("", file).strip())
+        original = os.path.join(folder, _COPY.sub("", file).strip())
         if original != name and original in names:
             raise _twice(original, name, "are called as a file and its copy", dict.fromkeys(names, ""), source)
 
@@ -94,7 +93,7 @@ def _options(files: Mapping[str, str], others: Sequence[str]) -> str:
     """Return `--split` options that name files by their splits, and no others; "" where few patterns do not."""
     groups: dict[str, list[str]] = {TRAIN: [], VAL: []}
     for name, split in files.items():
-        by_name = {SPLIT_OF[word] for word in split_words(os.path.basename(name))}
+        by_name = splits_of(os.path.basename(name))
         is_val = split not in ("", TRAIN) or (not split and by_name and TRAIN not in by_name)
         groups[VAL if is_val else TRAIN].append(name)
     return "--split train=." if not others and not groups[VAL] else split_options(groups, others)
@@ -152,7 +151,7 @@ class _Shard(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> _Shard | None:
-        match = NUMBER_OF.search(name, name.rfind("/") + 1)
+        match = _NUMBER_OF.search(name, name.rfind("/") + 1)
         if match is None or int(match[1]) > int(match[2]):
             return None
         return cls(name[: match.start()], int(match[1]), int(match[2]), match[0])
@@ -189,8 +188,8 @@ def _check_numbers(files: Mapping[str, str], source: Path) -> None:
             start = 1 if count in names else 0
             missing = (number for number in range(start, count + start) if number not in names)
             example = shards[next(iter(names.values()))]
-            texts = ", ".join(map(example.sibling, islice(missing, NAMED)))
-            more = f" and {format_count(num_missing - NAMED, 'other')}" if num_missing > NAMED else ""
+            texts = ", ".join(map(example.sibling, islice(missing, _NAMED)))
+            more = f" and {format_count(num_missing - _NAMED, 'other')}" if num_missing > _NAMED else ""
             why = f"{texts}{more} {'is' if num_missing == 1 else 'are'} missing, by the names of the others"
             options = _options(files, []) or "--split with patterns of the others"
             raise AmbiguousSplitError(source, why, f"put the whole set there, or type {options} to do without")
@@ -200,13 +199,13 @@ def _tell_gaps(names: Iterable[str], source: Path) -> None:
     """Warn of numbers that are missing between those of files called alike, such as 0.tar, 1.tar and 3.tar."""
     series: dict[str, set[int]] = {}
     for name in names:
-        if (match := LAST_NUMBER.search(name)) and not NUMBER_OF.search(name) and not HASH.search(name):
+        if (match := _LAST_NUMBER.search(name)) and not _NUMBER_OF.search(name) and not HASH.search(name):
             series.setdefault(f"{name[: match.start()]}*{name[match.end() :]}", set()).add(int(match[0]))
     for pattern, numbers in series.items():
         missing = (number for number in range(min(numbers), max(numbers)) if number not in numbers)
         num_missing = max(numbers) - min(numbers) + 1 - len(numbers)
         if 0 < num_missing < len(numbers):
-            texts = ", ".join(map(str, islice(missing, NAMED))) + ", …" * (num_missing > NAMED)
+            texts = ", ".join(map(str, islice(missing, _NAMED))) + ", …" * (num_missing > _NAMED)
             logger.warning("%s: of %s %s is not there: is that all?", source, pattern, texts)
 
 
@@ -216,7 +215,7 @@ def _tell_gaps(names: Iterable[str], source: Path) -> None:
 def _alike(names: Sequence[str], source: Path) -> Iterator[list[str]]:
     """Find files that hold the same bytes."""
     groups = _grouped(names, lambda name: os.path.getsize(source / name))
-    for num_bytes in READ_BYTES:
+    for num_bytes in _READ_BYTES:
         digest = partial(_digest, source, num_bytes)
         groups = [alike for group in groups for alike in _grouped(group, digest)]
     yield from groups

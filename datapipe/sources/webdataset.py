@@ -21,43 +21,43 @@ from ..formats.magic import HEAD_BYTES, advise_unpacking, explain, is_tar
 from ..formats.naming import IMAGES, LABEL_FIELDS, LABELS, read_fields, split_name
 from ..formats.tar_listing import Member, list_members
 from . import Source
-from .archive_members import ListedArchive, join
 from .file_names import is_in_hidden
 from .labels import check_same_classes, number_labels
 from .large_files import has_large_files, large_files
 from .listing import Listing
-from .nested import refuse_nested
 from .parts import Listed, choose_files, divide, pick
 from .paths import opened
+from .samples import ListedArchive, join
 from .split_columns import Columns, Part, Said
 from .split_paths import Paths
+from .unpacked import refuse_nested
 
 logger = logging.getLogger(__name__)
 
-TAR = (".tar",)
-COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-NOT_NAMED = f"not named .{', .'.join(IMAGES + LABELS)}"
-OTHERWISE = f"{NOT_NAMED} from the first dot on, where WebDataset's extensions begin"
-SPLITS = ("split", "subset", "set")  # extensions of texts that say which split a sample belongs to
-TEXTS = LABELS + SPLITS
-NO_LABELS = np.zeros(0, np.uint32)
-NO_FIELDS: dict[str, object] = {}
-MAX_DEPTH = 50  # of objects in a JSON
-LISTERS = 32  # shards listed at once: hides a shared filesystem's latency
+_TAR = (".tar",)
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_NOT_NAMED = f"not named .{', .'.join(IMAGES + LABELS)}"
+_OTHERWISE = f"{_NOT_NAMED} from the first dot on, where WebDataset's extensions begin"
+_SPLITS = ("split", "subset", "set")  # extensions of texts that say which split a sample belongs to
+_TEXTS = LABELS + _SPLITS
+_NO_LABELS = np.zeros(0, np.uint32)
+_NO_FIELDS: dict[str, object] = {}
+_MAX_DEPTH = 50  # of objects in a JSON
+_LISTERS = 32  # shards listed at once: hides a shared filesystem's latency
 
 
 def detect(path: Path) -> str | None:
-    return "webdataset" if has_large_files(path, TAR + COMPRESSED) else None
+    return "webdataset" if has_large_files(path, _TAR + _COMPRESSED) else None
 
 
 def load(path: Path, kind: str, listing: Listing) -> Source:
     bounds = None if listing.outside or not path.is_dir() else str(path)
-    root, names = large_files(path, listing, TAR + COMPRESSED)
+    root, names = large_files(path, listing, _TAR + _COMPRESSED)
     if not names:
         raise SourceError("holds no tar shards, neither itself nor in folders train and val", path=path)
     files = choose_files(names, listing, path, may_wait=False)
     for name in files:
-        if name.lower().endswith(COMPRESSED):
+        if name.lower().endswith(_COMPRESSED):
             _check_compressed(str(root / name), bounds)
     shards = _list(root, list(files), bounds, listing)
     listed = _join_listed(shards, list(files))
@@ -70,7 +70,7 @@ def load(path: Path, kind: str, listing: Listing) -> Source:
         count = format_count(len(dotted), "image has a name", "images have names")
         message = "%s: %s of several dots, such as %s; the last begins the extension here, and in WebDataset the first"
         logger.warning(message, path, count, dotted[0])
-    everything = join([str(root / name) for name in files], [shard.images for shard in shards], NO_LABELS)
+    everything = join([str(root / name) for name in files], [shard.images for shard in shards], _NO_LABELS)
     return Source(
         kind, classes, {split: everything.picked(samples, labels[split]) for split, samples in divided.items()}
     )
@@ -96,14 +96,14 @@ def _list(root: Path, names: list[str], bounds: str | None, listing: Listing) ->
     def list_shard(number: int) -> _Shard:
         return _list_shard(number, str(root / names[number]), bounds, listing)
 
-    with ThreadPoolExecutor(LISTERS) as pool:
+    with ThreadPoolExecutor(_LISTERS) as pool:
         return list(pool.map(list_shard, range(len(names))))
 
 
 def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) -> _Shard:
     left_out = listing.left_out
     with opened(path, bounds) as fd:
-        archive = list_members(fd, path, keep_content=lambda name: name.rpartition(".")[2].lower() in TEXTS)
+        archive = list_members(fd, path, keep_content=lambda name: name.rpartition(".")[2].lower() in _TEXTS)
         names = _split_names([member.name for member in archive.members])
         if not any(extension in IMAGES for _, extension in names):
             refuse_nested(fd, path, archive.members)
@@ -114,12 +114,12 @@ def _list_shard(number: int, path: str, bounds: str | None, listing: Listing) ->
     for member, (key, extension) in zip(archive.members, names, strict=True):
         if is_in_hidden(member.name):
             left_out.add_hidden_member(path, member.name)
-        elif extension in TEXTS:
+        elif extension in _TEXTS:
             if extension in texts.setdefault(key, {}):
                 raise SourceError(f"has two .{extension}", path=path, key=key)
             texts[key][extension] = member.content or b""
         elif extension not in IMAGES:
-            reason = OTHERWISE if extension.endswith(tuple(f".{end}" for end in IMAGES + LABELS)) else NOT_NAMED
+            reason = _OTHERWISE if extension.endswith(tuple(f".{end}" for end in IMAGES + LABELS)) else _NOT_NAMED
             left_out.add(f"{path}: {member.name}", reason)
             others.append((reason, member.name))
         elif key in images:
@@ -146,7 +146,7 @@ def _split_names(names: Sequence[str]) -> list[tuple[str, str]]:
     dotted = [extension.rpartition(".")[2] if "." in extension and key not in keys else "" for key, extension in pairs]
     images = {stem for stem, extension in zip(stems, dotted, strict=True) if extension in IMAGES}
     return [
-        (stem, extension) if extension in IMAGES + TEXTS and stem in images else pair
+        (stem, extension) if extension in IMAGES + _TEXTS and stem in images else pair
         for pair, stem, extension in zip(pairs, stems, dotted, strict=True)
     ]
 
@@ -174,7 +174,7 @@ def _read_texts(
     twins: dict[str, set[tuple[str, str]]] = {}  # of Label, say: its values, and those of label
     for key in keys:
         contents = texts.get(key, {})
-        label, fields = "", NO_FIELDS
+        label, fields = "", _NO_FIELDS
         if "cls" in contents or "json" in contents:
             label, fields = read_fields(path, key, contents, listing.label_column)
         elif unlabelled is None:
@@ -192,7 +192,7 @@ def _read_texts(
                 values.append((name, "" if value is None else str(value)))
             elif not isinstance(value, dict):
                 others_named.add(name)
-        for name in SPLITS:
+        for name in _SPLITS:
             if name in contents:
                 values.append((f".{name}", contents[name].decode("utf-8", "replace").strip()))
         said.append(columns.said(values) if values else ())
@@ -213,7 +213,7 @@ def _unpack(path: str, key: str) -> str:
     return f"; if {what}, unpack each tar into a folder of its name, and give {above}: {command}"
 
 
-def _flat(fields: Mapping[str, object], depth: int = MAX_DEPTH) -> dict[str, object]:
+def _flat(fields: Mapping[str, object], depth: int = _MAX_DEPTH) -> dict[str, object]:
     """Name the fields of objects in a JSON's fields, and in those, as `meta.split`."""
     flat = dict(fields)
     for name, value in fields.items():
